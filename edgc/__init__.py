@@ -1,0 +1,1 @@
+"""Entropy-driven dynamic gradient compression for distributed training."""

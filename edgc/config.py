@@ -1,0 +1,219 @@
+"""Settings of the library: one place for every default, each with its source.
+
+All settings are frozen, keyword-only dataclasses that validate themselves on construction and raise
+:class:`edgc.errors.UserError` naming the key, the value and the fix. ``from_dict`` also refuses unknown keys.
+Sources: "paper" is arXiv 2511.10333, "code" the authors' public scripts, "ours" a choice of this project.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from edgc.errors import UserError
+
+ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
+METHODS = ("none", "powersgd", "edgc")
+POLICIES = ("cqm", "released", "fixed")
+
+
+def _require(condition: bool, key: str, value: object, fix: str) -> None:
+    if not condition:
+        raise UserError(f"{key} = {value!r} is not valid", fix=fix)
+
+
+def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, key, value, f"use one of {', '.join(allowed)}")
+
+
+def _integer(key: str, value: object, low: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    _require(ok, key, value, f"use a whole number of at least {low}")
+
+
+def _number(key: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > low if open_low else value >= low) and value <= high  # type: ignore[operator]
+    bound = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+    _require(ok, key, value, f"use a number {bound}")
+
+
+class _Settings:
+    """``from_dict`` / ``to_dict`` for the dataclasses below; nested settings are dictionaries."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
+        """Build from a plain mapping; unknown keys and bad values raise ``UserError`` naming ``where``."""
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        kwargs: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in fields:
+                close = difflib.get_close_matches(key, fields, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(fields)}"
+                raise UserError(f"unknown key {prefix}{key}", where=where, fix=hint)
+            factory = fields[key].default_factory
+            if isinstance(factory, type) and issubclass(factory, _Settings) and isinstance(value, Mapping):
+                value = factory.from_dict(value, where=where, prefix=f"{prefix}{key}.")
+            kwargs[key] = value
+        try:
+            return cls(**kwargs)
+        except UserError as error:
+            if error.where is not None:
+                raise
+            raise UserError(prefix + error.message, where=where, fix=error.fix) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain nested dictionaries, defaults included."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyConfig(_Settings):
+    """What GDS measures (paper, section on the gradient data sampler).
+
+    Attributes:
+        estimator: entropy in nats; differential except ``released`` (see :mod:`edgc.entropy`).
+        iteration_rate: alpha, share of the iterations that are measured. Paper: 0.1.
+        entry_rate: beta, share of the entries of a gradient that are read. Paper: 0.25.
+        sampling: ``strided`` (ours, default: cheap and without repeats) or ``random`` (seeded).
+        source: ``local`` gradient before compression and error feedback (ours, default: the estimate does not
+            depend on the rank in use) or the ``reduced`` gradient after averaging.
+        seed: of the random sampling and of the stride's phase; the same on every rank.
+    """
+
+    estimator: str = "histogram"
+    iteration_rate: float = 0.1
+    entry_rate: float = 0.25
+    sampling: str = "strided"
+    source: str = "local"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("estimator", self.estimator, ESTIMATORS)
+        _number("iteration_rate (alpha)", self.iteration_rate, 0, 1, open_low=True)
+        _number("entry_rate (beta)", self.entry_rate, 0, 1, open_low=True)
+        _one_of("sampling", self.sampling, ("strided", "random"))
+        _one_of("source", self.source, ("local", "reduced"))
+        _integer("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingConfig(_Settings):
+    """The times that DAC works with under ``alignment: given``, all in seconds.
+
+    Given times make a run repeat bit for bit; ``alignment: measured`` times them while training instead.
+
+    Attributes:
+        backward_seconds: t_b, backward time of one micro-batch on one stage.
+        seconds_per_rank, seconds_fixed: T(r) = seconds_per_rank * r + seconds_fixed.
+        seconds_uncompressed: time of the uncompressed reduction of a stage.
+    """
+
+    backward_seconds: float = 0.0
+    seconds_per_rank: float = 0.0
+    seconds_fixed: float = 0.0
+    seconds_uncompressed: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("backward_seconds", "seconds_per_rank", "seconds_fixed", "seconds_uncompressed"):
+            _number(key, getattr(self, key), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDGCConfig(_Settings):
+    """Everything that decides how gradients are reduced.
+
+    Attributes:
+        method: ``none``, ``powersgd`` (one rank, from the first step) or ``edgc`` (PowerSGD under the controller).
+        policy: of the controller: ``cqm`` (paper), ``released`` (the authors' public code) or ``fixed``.
+        rank: of ``powersgd`` and of policy ``fixed``.
+        r_max: upper rank; None searches it by timing during warm-up (paper, DAC).
+        r_min: lower rank; None means r_max/4 (paper: between r_max/4 and r_max/6).
+        rank_multiple: ranks are multiples of this. Paper: 4.
+        step_limit: s, largest change of the rank per window. Paper: 8.
+        window: w, iterations per decision. Paper: 1000.
+        warmup_fraction: share of the iterations without compression, at least. Paper: 0.1.
+        warmup_limit_fraction: share after which compression starts even if the entropy is not stable (ours).
+        stability_tolerance: entropy counts as stable when two consecutive window means differ by at most this
+            many nats (ours; the paper gives no number).
+        search_start, search_repeats: first iteration of the r_max search, timings per rank. Code: 10 and 2.
+        alignment: DAC: ``off``, ``given`` or ``measured`` times.
+        record_full_entropy: also measure all entries at every iteration, for studies of the sampler.
+        error_feedback, warm_start: of PowerSGD; off only for ablations.
+        min_compression_elements: 2-D tensors with fewer entries are sent dense (ours).
+        seed: of the first Q and of appended columns; the same on every rank.
+    """
+
+    method: str = "none"
+    policy: str = "cqm"
+    rank: int | None = None
+    r_max: int | None = None
+    r_min: int | None = None
+    rank_multiple: int = 4
+    step_limit: int = 8
+    window: int = 1000
+    warmup_fraction: float = 0.1
+    warmup_limit_fraction: float = 0.5
+    stability_tolerance: float = 0.1
+    search_start: int = 10
+    search_repeats: int = 2
+    alignment: str = "off"
+    timing: TimingConfig = field(default_factory=TimingConfig)
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
+    record_full_entropy: bool = False
+    error_feedback: bool = True
+    warm_start: bool = True
+    min_compression_elements: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("method", self.method, METHODS)
+        _one_of("policy", self.policy, POLICIES)
+        for key, low in (
+            ("rank_multiple", 1),
+            ("step_limit", 1),
+            ("window", 1),
+            ("search_start", 1),
+            ("search_repeats", 1),
+            ("min_compression_elements", 1),
+            ("seed", 0),
+        ):
+            _integer(key, getattr(self, key), low)
+        for key in ("rank", "r_max", "r_min"):
+            if getattr(self, key) is not None:
+                _integer(key, getattr(self, key), 1)
+        _number("warmup_fraction", self.warmup_fraction, 0, 1)
+        _number("warmup_limit_fraction", self.warmup_limit_fraction, 0, 1)
+        _require(
+            self.warmup_limit_fraction >= self.warmup_fraction,
+            "warmup_limit_fraction",
+            self.warmup_limit_fraction,
+            f"use at least warmup_fraction = {self.warmup_fraction}",
+        )
+        _number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
+        _one_of("alignment", self.alignment, ("off", "given", "measured"))
+        for key in ("record_full_entropy", "error_feedback", "warm_start"):
+            _require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
+        if self.r_max is not None and self.r_min is not None:
+            fix = f"choose r_min at most r_max = {self.r_max}"
+            _require(self.r_min <= self.r_max, "r_min", self.r_min, fix)
+        for key in ("r_max", "r_min"):
+            value = getattr(self, key)
+            if value is not None and self.method == "edgc" and self.policy != "fixed":
+                _require(value % self.rank_multiple == 0, key, value, f"use a multiple of {self.rank_multiple}")
+        if self.method == "powersgd" or (self.method == "edgc" and self.policy == "fixed"):
+            _require(self.rank is not None, "rank", self.rank, "give the rank of the fixed-rank method")
+        if self.alignment == "given":
+            value = self.timing.seconds_per_rank
+            _require(value > 0, "timing.seconds_per_rank", value, "alignment: given needs a time above 0")
+
+    def lower_rank(self, r_max: int) -> int:
+        """r_min for an upper rank ``r_max``: the configured one, or r_max/4 in whole multiples, at least one."""
+        if self.r_min is not None:
+            return min(self.r_min, r_max)
+        m = self.rank_multiple
+        return min(r_max, max(m, r_max // 4 // m * m))
