@@ -1,0 +1,121 @@
+"""DAC: the rank of every pipeline stage, so that all stages finish communicating together (paper, section on
+the dynamic alignment compressor).
+
+Under 1F1B stage i (0 = first) ends its backward pass ``i * t_b`` before stage 0, t_b the backward time of one
+micro-batch, so it may communicate for ``T_0(r_0) + i * t_b``. With the measured times ``T_i(r) = slope * r +
+fixed``
+
+    r_i = T_i^-1(T_0(r_0) + i * t_b)
+
+floored to the rank multiple. The authors' public code takes the next multiple *above* instead, ``(r // 4 + 1)
+* 4``, which exceeds the time budget even where r is a multiple already; we floor, so the budget holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+_SLACK = 1e-9
+"""Relative; keeps T^-1(T(r)) = r from being floored to the next lower multiple by rounding."""
+
+
+@dataclass(frozen=True)
+class LinearTime:
+    """Time of reducing one stage's gradients as a function of the rank, in seconds.
+
+    Attributes:
+        seconds_per_rank: slope, at least 0.
+        seconds_fixed: what is paid at any rank.
+        residual: root mean square of the fit's residuals; 0 for given times.
+    """
+
+    seconds_per_rank: float
+    seconds_fixed: float
+    residual: float = 0.0
+
+    @classmethod
+    def fit(cls, points: Sequence[tuple[float, float]]) -> Self:
+        """Least squares through (rank, seconds).
+
+        A falling line (noise) becomes the horizontal mean, slope 0. The fixed part may come out below 0:
+        times often grow faster than the rank does, and clamping it would bias the inverse.
+
+        Raises:
+            ValueError: fewer than two different ranks, or a value that is not finite.
+        """
+        ranks, seconds = [float(r) for r, _ in points], [float(t) for _, t in points]
+        if len(set(ranks)) < 2:
+            raise ValueError("a fit of the time needs at least two different ranks")
+        if not all(map(math.isfinite, [*ranks, *seconds])):
+            raise ValueError("ranks and seconds must be finite")
+        mean_rank, mean_time = math.fsum(ranks) / len(ranks), math.fsum(seconds) / len(ranks)
+        spread = math.fsum((r - mean_rank) ** 2 for r in ranks)
+        joint = math.fsum((r - mean_rank) * (t - mean_time) for r, t in zip(ranks, seconds, strict=True))
+        slope = max(0.0, joint / spread)
+        fixed = mean_time - slope * mean_rank
+        squares = math.fsum((t - slope * r - fixed) ** 2 for r, t in zip(ranks, seconds, strict=True))
+        return cls(slope, fixed, math.sqrt(squares / len(ranks)))
+
+    def time(self, rank: float) -> float:
+        """T(rank), seconds."""
+        return self.seconds_per_rank * rank + self.seconds_fixed
+
+    def rank(self, seconds: float) -> float:
+        """The real rank that takes ``seconds``; negative when even rank 0 takes longer.
+
+        Raises:
+            ValueError: the slope is 0, so no time belongs to one rank.
+        """
+        if not self.seconds_per_rank > 0:
+            raise ValueError("a time that does not depend on the rank has no inverse")
+        return (seconds - self.seconds_fixed) / self.seconds_per_rank
+
+
+def align(
+    first_rank: int,
+    stages: int,
+    backward_seconds: float,
+    times: Sequence[LinearTime],
+    uncompressed_seconds: Sequence[float],
+    r_max: int,
+    multiple: int = 4,
+    r_min: int | None = None,
+) -> tuple[int | None, ...]:
+    """The rank of every stage when stage 0 has ``first_rank``; None means that the stage sends uncompressed.
+
+    A stage sends uncompressed where its time budget exceeds its uncompressed time (``inf`` where that is
+    unknown), or where the budget allows more than ``r_max``. Otherwise its rank is a multiple of ``multiple``
+    inside [r_min, r_max] (``r_min`` defaults to one multiple), and not below ``first_rank`` if the stage is
+    as fast as stage 0. A stage whose time does not depend on the rank (slope 0: too noisy, or nothing to
+    compress) takes ``first_rank``, as does stage 0 itself; with one stage this is the identity.
+
+    Raises:
+        ValueError: sequences of another length than ``stages``, or negative ``backward_seconds``.
+    """
+    if stages < 1 or len(times) != stages or len(uncompressed_seconds) != stages:
+        raise ValueError(f"times and uncompressed_seconds need one entry for each of {stages} stages")
+    if not backward_seconds >= 0:
+        raise ValueError(f"backward_seconds = {backward_seconds} is not a time")
+    low = multiple if r_min is None else r_min
+    ranks: list[int | None] = [first_rank]
+    for stage in range(1, stages):
+        own, budget = times[stage], times[0].time(first_rank) + stage * backward_seconds
+        if budget > uncompressed_seconds[stage] * (1 + _SLACK):
+            ranks.append(None)
+            continue
+        if not own.seconds_per_rank > 0:
+            ranks.append(first_rank)
+            continue
+        real = own.rank(budget)
+        slack = _SLACK * max(1.0, abs(budget) / own.seconds_per_rank)
+        if real > r_max + slack:
+            ranks.append(None)
+            continue
+        rank = math.floor((real + slack) / multiple) * multiple
+        if own.time(first_rank) <= times[0].time(first_rank):
+            rank = max(rank, first_rank)
+        ranks.append(min(r_max, max(low, rank)))
+    return tuple(ranks)

@@ -1,0 +1,294 @@
+"""Decides the ranks: warm-up, search of r_max, windows, limits. Plain arithmetic, no tensors, no process
+groups.
+
+Every data-parallel rank of every stage holds one controller and feeds it the same reports, so all decide
+alike. Iterations count from 1; windows are consecutive blocks of ``window`` iterations, and phases change
+between windows:
+
+* warm-up: no compression for ``warmup_fraction`` of the run and until two consecutive window means of stage
+  0's entropy differ by at most ``stability_tolerance``, but not beyond the first window end after
+  ``warmup_limit_fraction``;
+* search, inside warm-up (which waits for it): one timed reduction per iteration, see :mod:`edgc.rank_search`;
+* active: stage 0 starts at r_max (reference rank and entropy: the last complete window of warm-up) and moves
+  by the policy at every window end; the other stages follow by :mod:`edgc.alignment`;
+* disabled: uncompressed to the end: method ``none``, or compression that could not pay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgc import policies
+from edgc.alignment import LinearTime, align
+from edgc.config import EDGCConfig
+from edgc.errors import UserError
+from edgc.plans import Decision, Phase, Plan, Report
+from edgc.rank_model import StageModel
+from edgc.rank_search import RankSearch, bytes_limit
+
+_FORMAT = 1
+
+__all__ = ["Controller", "Decision", "Plan", "Report"]
+
+
+class Controller:
+    """The state machine of one run.
+
+    Args:
+        config: the compression settings.
+        stages: per pipeline stage the (rows, columns) of its compressible matrices.
+        iterations: length of the run.
+
+    Raises:
+        UserError: settings that cannot work with this model or this length of run.
+    """
+
+    def __init__(
+        self, config: EDGCConfig, stages: Sequence[Sequence[tuple[int, int]]], iterations: int
+    ) -> None:
+        if not stages:
+            raise ValueError("at least one stage is needed")
+        self.config, self.iterations, self.stages = config, iterations, len(stages)
+        self.phase: Phase = "warmup"
+        self.r_min: int | None = None
+        self.r_max: int | None = None
+        self.ranks: tuple[int | None, ...] = (None,) * self.stages
+        self._reference: tuple[int, float] | None = None  # rank and entropy of stage 0 at the end of warm-up
+        self._first: list[float] = []  # the first two window entropies of stage 0
+        self._previous: float | None = None  # stage 0's entropy in the window before
+        self._backward: list[float] = []
+        self._search: RankSearch | None = None
+        self._lines: list[LinearTime] | None = None
+        self._uncompressed = [math.inf] * self.stages
+        if config.method == "powersgd":
+            assert config.rank is not None
+            self.phase, self.ranks = "active", (config.rank,) * self.stages
+            self.r_min = self.r_max = config.rank
+        elif config.method == "none" or not any(stages):
+            self.phase = "disabled"
+        else:
+            self._prepare([(m, n) for m, n in stages[0]])
+
+    def _prepare(self, shapes: list[tuple[int, int]]) -> None:
+        """Check the settings of method edgc against the model, and set up its search and its times."""
+        config, fixed = self.config, self.config.policy == "fixed"
+        if not shapes:
+            fix = "lower min_compression_elements or use method: none"
+            raise UserError("the first pipeline stage has no matrix to compress", fix=fix)
+        self._model = StageModel(shapes)
+        if config.window >= self.iterations:
+            what = f"window = {config.window} leaves nothing to compress in {self.iterations} iterations"
+            raise UserError(what, fix="choose a shorter window or method: none")
+        if not fixed and config.step_limit < config.rank_multiple:
+            what = f"step_limit = {config.step_limit} is below rank_multiple: no rank could ever move"
+            raise UserError(what, fix=f"use a step_limit of at least {config.rank_multiple}")
+        if not fixed and config.r_max is not None and config.r_max >= self._model.max_rank:
+            what = f"r_max = {config.r_max} is not below the largest rank of the first stage"
+            raise UserError(what, fix=f"use an r_max below {self._model.max_rank}")
+        if fixed and config.r_max is not None and config.r_max < (config.rank or 0):
+            raise UserError(
+                f"rank = {config.rank} is above r_max", fix=f"use a rank of at most {config.r_max}"
+            )
+        limit = bytes_limit(shapes, config.rank_multiple)
+        if fixed:
+            # Stage 0 stays at ``rank``; only the other stages may rise above it.
+            self._set_limits(config.r_max or max(limit, config.rank or 0))
+        elif config.r_max is not None:
+            self._set_limits(config.r_max)
+        elif not limit:
+            self.phase = "disabled"
+            return
+        if self.r_max is None or config.alignment == "measured":
+            repeats, multiple = config.search_repeats, config.rank_multiple
+            top = limit if self.r_max is None else max(multiple, self.r_max)
+            self._search = RankSearch(top, multiple, repeats, stop_at_crossing=self.r_max is None)
+        if config.alignment == "given":
+            given = config.timing
+            self._lines = [LinearTime(given.seconds_per_rank, given.seconds_fixed)] * self.stages
+            self._uncompressed = [given.seconds_uncompressed or math.inf] * self.stages
+
+    def _set_limits(self, r_max: int) -> None:
+        self.r_max = r_max
+        self.r_min = self.config.rank if self.config.policy == "fixed" else self.config.lower_rank(r_max)
+
+    def plan(self, iteration: int) -> Plan:
+        """What to do at ``iteration`` (1-based), given the reports so far; changes nothing."""
+        if self.config.method != "edgc" or self.phase == "disabled":
+            return Plan(self.phase, self.ranks, None, False)
+        probe = self._search.probe if self._search and iteration >= self.config.search_start else None
+        if self.phase == "warmup" and probe is not None:
+            return Plan("search", self.ranks, probe, True)
+        return Plan(self.phase, self.ranks, None, iteration % self.config.window == 0)
+
+    def observe(self, iteration: int, report: Report) -> Decision | None:
+        """Take in the report of an iteration whose plan asks for an exchange.
+
+        Returns a decision at every window end and where the search starts or ends, else None.
+
+        Raises:
+            ValueError: no exchange was due, or the report does not fit the plan.
+        """
+        plan = self.plan(iteration)
+        if not plan.exchange:
+            raise ValueError(f"iteration {iteration} has no exchange")
+        if len(report.entropy) != self.stages:
+            raise ValueError(f"the report has {len(report.entropy)} entropies for {self.stages} stages")
+        reasons = []
+        if plan.phase == "search":
+            reasons = self._observe_probe(report)
+        window_end = iteration % self.config.window == 0
+        if window_end and self.phase != "disabled":
+            entropy = report.entropy[0] if math.isfinite(report.entropy[0]) else None
+            reasons.append(self._end_of_window(iteration, entropy))
+        if not reasons:
+            return None
+        upcoming = self.plan(iteration + 1)
+        shown = report.entropy if window_end else (math.nan,) * self.stages
+        reason = "; ".join(reasons)
+        return Decision(iteration, upcoming.phase, reason, upcoming.ranks, shown, self.r_min, self.r_max)
+
+    def _observe_probe(self, report: Report) -> list[str]:
+        search = self._search
+        assert search is not None
+        if report.probe_seconds is None or len(report.probe_seconds) != self.stages:
+            raise ValueError("a probe was due: the report needs probe_seconds, one per stage")
+        reasons = [] if search.started else ["search: timing reductions"]
+        search.observe(report.probe_seconds)
+        if report.backward_seconds is not None and math.isfinite(report.backward_seconds):
+            self._backward.append(max(0.0, report.backward_seconds))
+        if search.probe is None:
+            if self.r_max is None:
+                r_max, why = search.r_max(self.config.rank_multiple)
+                if r_max == 0:
+                    self.phase = "disabled"
+                    return [*reasons, f"search: {why}; compression is off for this run"]
+                self._set_limits(r_max)
+                reasons.append(f"search: {why}; r_max = {r_max}")
+            else:
+                reasons.append("search: times of the reductions are known")
+            self._use_probe_times()
+        return reasons
+
+    def _use_probe_times(self) -> None:
+        if self.config.alignment == "measured" and self._search is not None:
+            self._lines, self._uncompressed = self._search.lines(), self._search.uncompressed()
+
+    def _end_of_window(self, iteration: int, entropy: float | None) -> str:
+        """Move on with stage 0's window entropy (None: not measured); returns the reason."""
+        previous, self._previous = self._previous, entropy
+        if entropy is not None and len(self._first) < 2:
+            self._first.append(entropy)
+        if self.phase == "warmup":
+            return self._warmup(iteration, previous, entropy)
+        if self.config.policy == "fixed":
+            return "fixed rank"
+        if entropy is None:
+            return "no entropy was measured in this window; ranks unchanged"
+        assert self._reference is not None
+        assert self.r_min is not None
+        assert self.r_max is not None
+        if self.config.policy == "cqm":
+            target = policies.cqm(self._model, *self._reference, entropy)
+        else:
+            first, second = self._first if len(self._first) == 2 else (None, None)
+            target = policies.released(self.r_min, self.r_max, first, second, previous, entropy)
+        if target.rank is None:
+            return f"{target.reason}; ranks unchanged"
+        old = self.ranks[0]
+        assert old is not None
+        limit, multiple = self.config.step_limit, self.config.rank_multiple
+        new = policies.step(old, target.rank, self.r_min, self.r_max, multiple, limit)
+        return f"{target.reason}; rank {old} -> {new}{self._spread(new)}"
+
+    def _warmup(self, iteration: int, previous: float | None, entropy: float | None) -> str:
+        def over(fraction: float) -> bool:  # rounded: 0.1 * 30 is above 3 in floating point
+            return iteration + 1 > round(fraction * self.iterations, 6)
+
+        if not over(self.config.warmup_fraction):
+            return "warm-up: before warmup_fraction"
+        if self._search is not None and self._search.probe is not None:
+            return "warm-up: the search of r_max is not finished"
+        if entropy is None and self.config.policy != "fixed":
+            return "warm-up: no entropy was measured in this window"
+        change = abs(entropy - previous) if entropy is not None and previous is not None else math.inf
+        stable = change <= self.config.stability_tolerance
+        if not stable and not over(self.config.warmup_limit_fraction):
+            return "warm-up: entropy is not stable yet"
+        assert self.r_max is not None
+        rank = self.config.rank if self.config.policy == "fixed" else self.r_max
+        assert rank is not None
+        self.phase = "active"
+        if entropy is not None:
+            self._reference = (rank, entropy)
+        state = (
+            f"entropy stable within {change:.4f} nats"
+            if stable
+            else "warmup_limit_fraction, entropy not stable"
+        )
+        return f"warm-up ends: {state}; rank {rank}{self._spread(rank)}"
+
+    def _spread(self, rank: int) -> str:
+        """Set every stage's rank from stage 0's; returns a remark if alignment was asked for but
+        impossible."""
+        self.ranks = (rank,) * self.stages
+        if self.config.alignment == "off" or self.stages == 1:
+            return ""
+        backward = self.config.timing.backward_seconds
+        if self.config.alignment == "measured":
+            if self._lines is None:
+                return "; not aligned: fewer than two ranks were timed"
+            if not self._backward:
+                return "; not aligned: no backward time was reported"
+            backward = sorted(self._backward)[len(self._backward) // 2]
+        assert self._lines is not None
+        assert self.r_max is not None
+        self.ranks = align(
+            rank,
+            self.stages,
+            backward,
+            self._lines,
+            self._uncompressed,
+            self.r_max,
+            self.config.rank_multiple,
+            self.r_min,
+        )
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next decisions depend on, in JSON's types (every float finite)."""
+        return {
+            "format": _FORMAT,
+            "phase": self.phase,
+            "ranks": list(self.ranks),
+            "r_min": self.r_min,
+            "r_max": self.r_max,
+            "reference": list(self._reference) if self._reference else None,
+            "first": list(self._first),
+            "previous": self._previous,
+            "backward": list(self._backward),
+            "search": self._search.state_dict() if self._search else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the controller that gave ``state`` stood; it must have had the same settings and
+        stages.
+
+        Raises:
+            UserError: the state is of another format, another number of stages or another kind of search.
+        """
+        fits = state.get("format") == _FORMAT and len(state["ranks"]) == self.stages
+        if not fits or (state["search"] is None) != (self._search is None):
+            fix = "resume with the settings and the pipeline the run was started with"
+            raise UserError("the saved controller state does not fit this run", fix=fix)
+        self.phase, self.ranks = state["phase"], tuple(state["ranks"])
+        self.r_min, self.r_max = state["r_min"], state["r_max"]
+        reference = state["reference"]
+        self._reference = (int(reference[0]), float(reference[1])) if reference else None
+        self._first, self._previous = [float(h) for h in state["first"]], state["previous"]
+        self._backward = [float(t) for t in state["backward"]]
+        if self._search is not None:
+            self._search.load_state_dict(state["search"])
+            if self._search.probe is None and self.phase != "disabled":
+                self._use_probe_times()

@@ -1,0 +1,319 @@
+"""GDS: entropy of a gradient, and which of its entries are read (paper, section on the gradient data
+sampler).
+
+Estimators (all in nats, computed in float64 whatever the input's type):
+
+``histogram``
+    Differential entropy, plug-in over bins: ``-sum p log(p / width)`` plus the Miller-Madow term ``(K - 1) /
+    2n`` for K occupied bins. Equal bins of Scott's width around the median; beyond 8 robust standard
+    deviations the bins widen geometrically, so that a few far outliers neither coarsen the centre nor cost
+    memory (ours).
+``gaussian``
+    ``log sigma + log(2 pi e) / 2``: exact for normal entries, an upper bound otherwise.
+``vasicek``
+    Differential entropy from m-spacings with Vasicek's bias removed (Wieczorkowski and Grzegorzewski, 1999).
+``released``
+    Discrete entropy of a 1000-bin histogram over [min, max], as in the authors' public code. Invariant to the
+    gradient's scale, so it cannot follow it; for the ablation only.
+
+Exact zeros are dropped by all but ``released``: they are rows that got no gradient (about three quarters of
+an embedding's entries), a point mass that has no differential entropy. Input that holds inf or nan gives nan.
+Fewer than two non-zero entries, or entries that are all equal, give nan (no density); ``released`` gives 0
+for equal and nan for no entries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edgc.config import ESTIMATORS, EntropyConfig
+
+_CORE = 8.0
+"""Half width of the equal bins, in robust standard deviations."""
+_GROWTH = 0.05
+"""Relative width of the bins beyond the core, at least."""
+_RELEASED_BINS = 1000
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Shape of a gradient's entries.
+
+    ``count`` and ``zero_fraction`` are over all entries; ``mean``, ``sigma`` (population), ``skewness`` and
+    ``excess_kurtosis`` over those that are not exactly zero (nan where undefined), as for the entropies.
+    """
+
+    count: int
+    zero_fraction: float
+    mean: float
+    sigma: float
+    skewness: float
+    excess_kurtosis: float
+
+
+def estimate(x: Tensor, estimator: str) -> float:
+    """Entropy of the entries of ``x`` (any shape, real) in nats; see the module's text for each estimator.
+
+    Scaling ``x`` by c > 0 adds log c, except to ``released``, which does not change.
+
+    Raises:
+        ValueError: unknown estimator, or integer or complex input.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown estimator {estimator!r}, use one of {', '.join(ESTIMATORS)}")
+    values = _flat(x)
+    if estimator != "released":
+        values = _nonzero(values)
+    if not _all_finite(values):
+        return math.nan
+    return _ESTIMATES[estimator](values)
+
+
+def moments(x: Tensor) -> Moments:
+    """Count, share of exact zeros and the first four moments of the entries of ``x`` (any shape), in one pass
+    over memory per moment and float64."""
+    values = _flat(x)
+    count = values.numel()
+    kept = _nonzero(values)
+    zeros = 1 - kept.numel() / count if count else math.nan
+    if not kept.numel() or not _all_finite(kept):
+        return Moments(count, zeros, math.nan, math.nan, math.nan, math.nan)
+    mean, variance, third, fourth = _central(kept, 4)
+    if not variance > 0:
+        return Moments(count, zeros, mean, 0.0, math.nan, math.nan)
+    return Moments(count, zeros, mean, math.sqrt(variance), third / variance**1.5, fourth / variance**2 - 3)
+
+
+def near_zero_share(x: Tensor, threshold: float) -> float:
+    """Share of the entries of ``x``, exact zeros included, whose absolute value is below ``threshold``."""
+    values = _flat(x)
+    return int((values.abs() < threshold).sum()) / values.numel() if values.numel() else math.nan
+
+
+def combine(entropies: Sequence[float], numels: Sequence[int]) -> float:
+    """Entropy of a stage: mean of its parameters' entropies weighted by their sizes, nan entries left out.
+
+    A mean over parameters moves by d when every parameter's log sigma moves by d, which the entropy of the
+    pooled entries (a mixture of scales) does not. nan when nothing is left.
+    """
+    pairs = [(h, k) for h, k in zip(entropies, numels, strict=True) if math.isfinite(h) and k > 0]
+    total = sum(k for _, k in pairs)
+    return math.fsum(h * k for h, k in pairs) / total if total else math.nan
+
+
+class Sampler:
+    """Which iterations (rate alpha) and which entries of a gradient (rate beta) are measured.
+
+    Every choice is a function of the settings, the iteration and the parameter's key, never of a global
+    random state, so all ranks of a job and a resumed job choose alike.
+    """
+
+    def __init__(self, config: EntropyConfig) -> None:
+        self.config = config
+        self._period = max(1, round(1 / config.iteration_rate))
+
+    def measures(self, iteration: int) -> bool:
+        """Whether this iteration (1-based) is measured: every round(1/alpha)-th one, or at random with rate
+        alpha."""
+        if self.config.sampling == "strided":
+            return iteration % self._period == 0
+        return _hash(self.config.seed, "iteration", iteration) < self.config.iteration_rate * 2.0**64
+
+    def take(self, x: Tensor, iteration: int, key: str) -> Tensor:
+        """The sampled entries of ``x`` as a 1-D tensor, about beta of them and at least one (a view where
+        possible).
+
+        ``strided``: every (1/beta)-th entry, the phase seeded per key and moving by one at each measured
+        iteration, so that in time every entry has its turn. ``random``: one seeded draw in each run of 1/beta
+        entries, hence without repeats. ``key`` names the parameter.
+        """
+        values = _flat(x)
+        rate, seed = self.config.entry_rate, self.config.seed
+        stride = round(1 / rate)
+        if rate == 1 or values.numel() < 2:
+            return values
+        if self.config.sampling == "strided" and abs(stride * rate - 1) < 1e-9 and stride <= values.numel():
+            phase = (_hash(seed, key, 0) + iteration // self._period) % stride
+            return values[phase::stride]
+        return values[self._indices(values.numel(), iteration, key, values.device)]
+
+    def _indices(self, numel: int, iteration: int, key: str, device: torch.device) -> Tensor:
+        count = max(1, math.floor(numel * self.config.entry_rate))
+        edges = torch.arange(count + 1, device=device, dtype=torch.float64).mul_(numel / count).long()
+        edges[-1] = numel
+        low, size = edges[:-1], edges[1:] - edges[:-1]
+        if self.config.sampling == "random":
+            generator = torch.Generator(device=device)
+            generator.manual_seed(_hash(self.config.seed, key, iteration) >> 1)
+            offset = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
+            return low + torch.minimum((offset * size).long(), size - 1)
+        phase = _hash(self.config.seed, key, 0) + iteration // self._period
+        return low + phase % size
+
+
+def _hash(seed: int, key: str, iteration: int) -> int:
+    """64 bits that are the same on every machine (``hash()`` of a string is not)."""
+    digest = hashlib.blake2b(f"{seed}/{iteration}/{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _flat(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        raise ValueError(f"entropy needs real floating-point values, not {x.dtype}")
+    return x.detach().reshape(-1)
+
+
+def _nonzero(values: Tensor) -> Tensor:
+    mask = values != 0
+    return values if bool(mask.all()) else values[mask]
+
+
+def _all_finite(values: Tensor) -> bool:
+    # One float64 sum instead of a mask as large as the input; float64 input itself may overflow a sum, so
+    # look closer.
+    return math.isfinite(float(values.sum(dtype=torch.float64))) or bool(values.isfinite().all())
+
+
+def _chunks(values: Tensor) -> Iterator[Tensor]:
+    """Pieces in float64: on a CPU they stay in the cache, on a GPU they only bound the extra memory."""
+    size = 1 << (17 if values.device.type == "cpu" else 24)
+    for start in range(0, values.numel(), size):
+        yield values[start : start + size].double()
+
+
+def _central(values: Tensor, order: int) -> list[float]:
+    """[mean, second, ..., order-th central moment], two passes; a rounding-sized variance counts as zero."""
+    n = values.numel()
+    mean = math.fsum(float(chunk.sum()) for chunk in _chunks(values)) / n
+    sums = [0.0] * (order - 1)
+    largest = 0.0
+    for chunk in _chunks(values):
+        deviation = chunk - mean
+        largest = max(largest, float(chunk.abs().max()))
+        power = deviation
+        for k in range(order - 1):
+            power = power * deviation
+            sums[k] += float(power.sum())
+    result = [total / n for total in sums]
+    if result[0] <= (4 * torch.finfo(torch.float64).eps * largest) ** 2:
+        result[0] = 0.0
+    return [mean, *result]
+
+
+def _gaussian(values: Tensor) -> float:
+    if values.numel() < 2:
+        return math.nan
+    variance = _central(values, 2)[1]
+    return 0.5 * math.log(2 * math.pi * math.e * variance) if variance > 0 else math.nan
+
+
+def _centre_and_scale(values: Tensor) -> tuple[float, float]:
+    """Median and a robust standard deviation from a strided subsample of at most 2^16 entries
+    (deterministic).
+
+    The least of sigma and of two quantile ranges, each scaled to equal sigma for normal entries: the outer
+    one resists outliers, the inner one sees a sharp peak, which wide bins would flatten.
+    """
+    subset = values[:: -(-values.numel() // (1 << 16))].double().sort().values
+    points = torch.tensor([0.25, 0.45, 0.5, 0.55, 0.75], dtype=torch.float64, device=subset.device)
+    position = points * (subset.numel() - 1)
+    low = position.floor().long()
+    high = position.ceil().long()
+    # By hand: torch.quantile refuses large inputs on some builds and sorts again.
+    q = torch.lerp(subset[low], subset[high], position - low).tolist()
+    scales = [math.sqrt(_central(values, 2)[1]), (q[4] - q[0]) / 1.3489795, (q[3] - q[1]) / 0.2513227]
+    return q[2], min((scale for scale in scales if scale > 0), default=0.0)
+
+
+def _histogram(values: Tensor) -> float:
+    n = values.numel()
+    if n < 2:
+        return math.nan
+    centre, scale = _centre_and_scale(values)
+    if not scale > 0:
+        return math.nan
+    width = 3.49 * n ** (
+        -1 / 3
+    )  # in units of scale, as everything below: this is what makes log c come out exactly
+    bins = 2 * math.ceil(_CORE / width)
+    edge = 0.5 * bins * width
+    growth = max(_GROWTH, width / edge)
+    ratio = math.log1p(growth)
+    core = torch.zeros(bins, dtype=torch.int64, device=values.device)
+    tails: dict[float, int] = {}
+    # The third of a bin keeps the median, which is an entry, off a border, where rounding would decide its
+    # bin.
+    origin = centre - width * scale / 3
+    for chunk in _chunks(values):
+        z = (chunk - origin).div_(scale)
+        if float(z.abs().max()) >= edge:
+            outside = z.abs() >= edge
+            outer = z[outside]
+            ring = ((outer.abs() / edge).log() / ratio).floor().clamp_(min=0)
+            keys, counts = torch.unique(torch.copysign(ring + 1, outer), return_counts=True)
+            for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
+                tails[key] = tails.get(key, 0) + count
+            z = z[~outside]
+        index = z.div_(width).add_(0.5 * bins).long().clamp_(0, bins - 1)
+        core += torch.bincount(index, minlength=bins)
+    occupied = core[core > 0].double()
+    total = float((occupied * (occupied / (n * width)).log()).sum())
+    for key, count in tails.items():
+        ring_width = edge * growth * math.exp((abs(key) - 1) * ratio)
+        total += count * math.log(count / (n * ring_width))
+    occupied_bins = occupied.numel() + len(tails)
+    return math.log(scale) - total / n + (occupied_bins - 1) / (2 * n)
+
+
+def _vasicek(values: Tensor) -> float:
+    n = values.numel()
+    if n < 4:
+        return math.nan
+    ordered = values.double().sort().values
+    if not bool(ordered[-1] > ordered[0]):
+        return math.nan
+    m = min(max(1, round(math.sqrt(n))), n // 2 - 1) if n > 4 else 1
+    position = torch.arange(n, device=ordered.device)
+    spacing = ordered[(position + m).clamp_(max=n - 1)] - ordered[(position - m).clamp_(min=0)]
+    tied = spacing <= 0
+    logs = spacing.log() + math.log(n / (2 * m))
+    if bool(tied.any()):
+        # 2m+1 equal entries: their density is the size of the tie over the cell halfway to its two
+        # neighbours.
+        distinct, inverse, counts = torch.unique_consecutive(ordered, return_inverse=True, return_counts=True)
+        padded = torch.cat([2 * distinct[:1] - distinct[1:2], distinct, 2 * distinct[-1:] - distinct[-2:-1]])
+        cell = 0.5 * (padded[2:] - padded[:-2])
+        logs[tied] = (cell * n / counts).log()[inverse[tied]]
+    psi = torch.digamma(torch.arange(m, 2 * m, dtype=torch.float64)).sum()
+    ends = torch.digamma(torch.tensor([2.0 * m, n + 1.0], dtype=torch.float64)).tolist()
+    bias = math.log(2 * m / n) - (1 - 2 * m / n) * ends[0] + ends[1] - 2 / n * float(psi)
+    return float(logs.mean()) + bias
+
+
+def _released(values: Tensor) -> float:
+    n = values.numel()
+    if not n:
+        return math.nan
+    low, high = (float(bound) for bound in values.aminmax())
+    if not high > low:
+        return 0.0
+    counts = torch.zeros(_RELEASED_BINS, dtype=torch.int64, device=values.device)
+    for chunk in _chunks(values):
+        index = ((chunk - low) / (high - low) * _RELEASED_BINS).long().clamp_(0, _RELEASED_BINS - 1)
+        counts += torch.bincount(index, minlength=_RELEASED_BINS)
+    share = counts[counts > 0].double() / n
+    return -float((share * share.log()).sum())
+
+
+_ESTIMATES: dict[str, Callable[[Tensor], float]] = {
+    "histogram": _histogram,
+    "gaussian": _gaussian,
+    "vasicek": _vasicek,
+    "released": _released,
+}

@@ -1,0 +1,62 @@
+"""Lets Megatron-Core train on CPU with gloo: the few places where it takes a CUDA device for granted.
+
+Installed only where CUDA is absent; with CUDA :func:`install` does nothing. Everything else that CPU training needs is
+a public setting (see ``experiments/model.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
+_installed = False
+
+
+def install() -> bool:
+    """Install the shims once; returns whether they are in force."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if not _installed:
+        _patch()
+        _installed = True
+    return True
+
+
+def _patch() -> None:
+    cuda: Any = torch.cuda
+    module: Any = torch
+    tensor_type: Any = torch.Tensor
+    cpu = torch.device("cpu")
+    # device=torch.cuda.current_device() in layers, buffers and optimizers
+    cuda.current_device = lambda: cpu
+    # timers and dist_checkpointing wait for the device
+    cuda.synchronize = lambda *args, **kwargs: None
+    # factory calls with device="cuda" spelled out
+    for name in _FACTORIES:
+        setattr(module, name, _on_cpu(getattr(torch, name)))
+    # tensor.cuda() on scalars that are reduced
+    tensor_type.cuda = lambda self, *args, **kwargs: self
+    # clip_grads groups gradients by the name of the CUDA tensor type
+    original = torch.Tensor.type
+
+    def cuda_type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(self, dtype, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    tensor_type.type = cuda_type_name
+
+
+def _on_cpu(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and str(device).startswith("cuda"):
+            kwargs["device"] = torch.device("cpu")
+        return factory(*args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,52 @@
+"""How stage 0's rank follows the entropy: the rules that the controller applies at a window's end."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from edgc.rank_model import StageModel, next_rank
+
+
+class Target(NamedTuple):
+    """What a policy asks for: a real rank, or None for "leave it", and why."""
+
+    rank: float | None
+    reason: str
+
+
+def cqm(stage: StageModel, reference_rank: int, reference_entropy: float, entropy: float) -> Target:
+    """The paper's rule: the rank that keeps the error of the reference
+    (:func:`edgc.rank_model.next_rank`)."""
+    rank = next_rank(stage, reference_rank, reference_entropy, entropy)
+    change = entropy - reference_entropy
+    return Target(rank, f"entropy {change:+.4f} nats from the reference asks for rank {rank:.1f}")
+
+
+def released(
+    r_min: int, r_max: int, first: float | None, second: float | None, previous: float | None, entropy: float
+) -> Target:
+    """The rule of the authors' public code: ``r_min + (r_max - r_min) |H_k - H_(k-1)| / |H_2 - H_1|``.
+
+    H_1 and H_2 are the first two windows of the run that have an entropy; that code divides by their
+    difference unguarded, here a difference of 0 leaves the rank as it is. A missing entropy (None) does so
+    too.
+    Source: repository xiaoao-666/EDGC, commit 69a7674.
+    """
+    if first is None or second is None or previous is None:
+        return Target(None, "the window before has no entropy")
+    if first == second:
+        return Target(None, "the first two windows have equal entropies")
+    ratio = abs(entropy - previous) / abs(second - first)
+    rank = r_min + (r_max - r_min) * ratio
+    return Target(rank, f"entropy change of {ratio:.3f} times the first one asks for rank {rank:.1f}")
+
+
+def step(current: int, target: float, r_min: int, r_max: int, multiple: int, limit: int) -> int:
+    """The rank after one window: ``target`` clamped to [r_min, r_max], rounded to the nearest multiple (half
+    up), at most ``limit`` away from ``current``. All of current, r_min, r_max are multiples of ``multiple``,
+    so is the answer.
+    """
+    wanted = math.floor(min(max(target, r_min), r_max) / multiple + 0.5) * multiple
+    reach = limit // multiple * multiple
+    return min(max(wanted, current - reach, r_min), current + reach, r_max)
