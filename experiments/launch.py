@@ -1,0 +1,190 @@
+"""Start one training run: check everything, claim the run folder, start the ranks, publish the result.
+
+Ranks are started by torchrun's elastic agent through its programming interface. On one CPU machine the agent forks
+them, so that Megatron is imported once and not once per rank; with CUDA, or over several nodes, they are spawned.
+
+Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
+published; 2 bad input, nothing was touched.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: one thread per rank, and no thread pools in the process that forks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from edgc.errors import UserError
+from experiments import provenance
+from experiments.cli import EXIT_BAD_INPUT, main_guard
+from experiments.matrix import find, study_path
+from experiments.run_folder import RunFolder, atomic_write, check_writable
+from experiments.settings import RunConfig, load_yaml
+
+EXIT_INTERRUPTED = 1
+
+
+def read_data(run: RunConfig, results: Path) -> tuple[Path, dict[str, Any]]:
+    """Folder and description of the prepared data of a run.
+
+    Raises:
+        UserError: if it was not prepared.
+    """
+    folder = results / run.scale / "data" / run.data.path
+    marker = folder / "data.yaml"
+    if not marker.exists():
+        fix = f"run `python -m experiments.data prepare --scale {run.scale}` first"
+        raise UserError("training data is missing", where=marker, fix=fix)
+    return folder, load_yaml(marker)
+
+
+def check_devices(run: RunConfig, nodes: int) -> int:
+    """Processes per node; enough devices must be there.
+
+    Raises:
+        UserError: if the world does not divide over the nodes or outnumbers the GPUs.
+    """
+    import torch
+
+    world = run.parallel.world
+    if world % nodes:
+        fix = "change parallel.data or the number of nodes"
+        raise UserError(f"world size {world} is not divisible by {nodes} nodes", where=study_path(run.study), fix=fix)
+    gpus = torch.cuda.device_count()
+    if gpus and world // nodes > gpus:
+        raise UserError(
+            f"the run needs {world // nodes} GPUs on a node that has {gpus}",
+            where=study_path(run.study),
+            fix="reduce parallel.data or use more nodes",
+        )
+    return world // nodes
+
+
+def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str) -> None:
+    """Entry point of one rank."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    from experiments.train import work
+
+    try:
+        summary = work(run, Path(data_dir), vocab_size, Path(attempt))
+    except UserError as error:
+        if os.environ.get("RANK") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        # Skip the agent's traceback: the line above says it all.
+        os._exit(EXIT_BAD_INPUT)
+    if summary is not None:
+        atomic_write(Path(attempt) / "summary.json", json.dumps(summary))
+
+
+def start_ranks(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, nodes: int, rendezvous: str) -> None:
+    """Run all ranks of this node to their end; raises what the elastic agent raises."""
+    import torch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    per_node = check_devices(run, nodes)
+    fork = nodes == 1 and not torch.cuda.is_available()
+    if fork:
+        import experiments.train  # noqa: F401  (imported once, shared by all forked ranks)
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=per_node,
+        run_id=f"{run.study}-{run.name}-{os.getpid() if nodes == 1 else 0}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=rendezvous,
+        max_restarts=0,
+        start_method="fork" if fork else "spawn",
+        monitor_interval=0.1,
+    )
+    elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt))
+
+
+def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Start the ranks and turn their end into a summary; exits when there is nothing to publish."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        start_ranks(*arguments)
+    except ChildFailedError as failure:
+        _, first = failure.get_first_failure()
+        if first.exitcode == EXIT_BAD_INPUT:
+            folder.discard()
+            raise SystemExit(EXIT_BAD_INPUT) from None
+        if first.exitcode < 0:
+            folder.discard()
+            print(f"interrupted: a rank of {run.study}/{run.name} was killed ({first.signal_name()})", file=sys.stderr)
+            raise SystemExit(EXIT_INTERRUPTED) from None
+        message = first.message["message"] if isinstance(first.message, dict) else str(first.message)
+        error = message.strip().splitlines()[-1] if message.strip() else f"exit code {first.exitcode}"
+        print(f"failed: {run.study}/{run.name}: {error}", file=sys.stderr)
+        return {"status": "failed", "error": error}
+    except (SignalException, KeyboardInterrupt):
+        folder.discard()
+        print(f"interrupted: {run.study}/{run.name}", file=sys.stderr)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    return dict(json.loads((folder.attempt / "summary.json").read_text()))
+
+
+def launch(run: RunConfig, results: Path, nodes: int = 1, node: int = 0, rendezvous: str = "localhost:0") -> str:
+    """Run one training job and publish its folder; returns its status.
+
+    Args:
+        results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
+        nodes, node: how many machines take part and which one this is; node 0 owns the folder.
+        rendezvous: ``host:port`` of node 0 when there are several.
+    """
+    check_writable(results)
+    data_dir, data = read_data(run, results)
+    folder = RunFolder(results / run.scale / run.study / run.name)
+    arguments = (run, data_dir, int(data["vocab_size"]), folder.attempt, nodes, rendezvous)
+    if node > 0:
+        start_ranks(*arguments)
+        return "ok"
+    check_devices(run, nodes)
+    folder.claim()
+    try:
+        record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data)}
+        (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
+        outcome = _outcome(run, folder, arguments)
+        identity = {key: getattr(run, key) for key in ("study", "variant", "seed", "scale", "label")}
+        summary = {"run": run.name, **identity, **outcome}
+        metrics = folder.attempt / "metrics.jsonl"
+        metrics.touch()
+        (folder.attempt / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (folder.attempt / "status").write_text(summary["status"] + "\n")
+        folder.publish()
+    finally:
+        folder.release()
+    return str(summary["status"])
+
+
+@main_guard
+def main(
+    study: Annotated[str, typer.Option(help="name of a file in experiments/studies")],
+    run: Annotated[str, typer.Option(help="name of the run: <variant>-s<seed>")],
+    scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
+    results: Annotated[Path, typer.Option(help="root of all results")] = Path("results"),
+    nodes: Annotated[int, typer.Option(help="machines that take part")] = 1,
+    node: Annotated[int, typer.Option(help="index of this machine")] = 0,
+    rendezvous: Annotated[str, typer.Option(help="host:port of node 0")] = "localhost:0",
+) -> None:
+    """Train one run of a study and publish its folder."""
+    status = launch(find(study, scale, run), results, nodes, node, rendezvous)
+    print(f"{study}/{run}: {status}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

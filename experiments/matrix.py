@@ -1,0 +1,148 @@
+"""From study and scale files to the list of runs. Imports no torch: Snakemake calls it for every plan.
+
+A study file::
+
+    study: rank_sweep
+    title: ...
+    question: what the study answers
+    base: {...}                      # laid over the scale's defaults
+    variants: {name: {label: ..., ...}}
+    seeds: [1]
+    figures: [rank_sweep]
+    scales: {ci: {base: {...}, variants: {...}, seeds: [...]}}   # laid over the keys above at that scale
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from edgc.errors import UserError
+from experiments.cli import main_guard
+from experiments.settings import RunConfig, Settings, deep_merge, load_yaml, resolve, validate
+
+ROOT = Path(__file__).parent
+
+
+class StudyLayer(Settings):
+    """The part of a study that a scale may override."""
+
+    base: dict[str, Any] = {}
+    variants: dict[str, dict[str, Any]] = {}
+    seeds: list[int] = []
+
+
+class Study(StudyLayer):
+    """A study file. ``cluster`` holds inputs of the cluster model, ``needs`` studies whose runs are evaluated."""
+
+    study: str
+    title: str
+    question: str
+    figures: list[str] = []
+    scales: dict[str, StudyLayer] = {}
+    cluster: dict[str, Any] | None = None
+    needs: dict[str, Any] | None = None
+
+
+class Scale(Settings):
+    """A scale file: defaults of every run, seeds, and how runs are launched."""
+
+    scale: str
+    title: str
+    defaults: dict[str, Any]
+    seeds: list[int] = Field(min_length=1)
+
+
+def study_path(study: str) -> Path:
+    return ROOT / "studies" / f"{study}.yaml"
+
+
+def scale_path(scale: str) -> Path:
+    return ROOT / "scales" / f"{scale}.yaml"
+
+
+def studies() -> list[str]:
+    """Names of all study files, sorted."""
+    return sorted(path.stem for path in (ROOT / "studies").glob("*.yaml"))
+
+
+def scales() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "scales").glob("*.yaml"))
+
+
+def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        raise UserError(f"unknown {kind} {path.stem!r}", where=path.parent, fix=f"use one of {', '.join(known)}")
+    values = load_yaml(path)
+    if values.get(kind) != path.stem:
+        raise UserError(f"{kind} = {values.get(kind)!r} is not the file's name", where=path, fix=f"write {path.stem}")
+    return values
+
+
+def load_study(study: str) -> Study:
+    path = study_path(study)
+    result: Study = validate(Study, _load(path, "study", studies()), path)
+    return result
+
+
+def load_scale(scale: str) -> Scale:
+    path = scale_path(scale)
+    result: Scale = validate(Scale, _load(path, "scale", scales()), path)
+    return result
+
+
+def runs(study: str, scale: str) -> list[RunConfig]:
+    """All runs of ``study`` at ``scale``, in the order of the file, seeds innermost.
+
+    Raises:
+        UserError: naming the key, the file and the fix.
+    """
+    definition, at = load_study(study), load_scale(scale)
+    layer = definition.scales.get(scale, StudyLayer())
+    base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)
+    variants = deep_merge(definition.variants, layer.variants)
+    found = []
+    for variant, overrides in variants.items():
+        for seed in layer.seeds or definition.seeds or at.seeds:
+            values = deep_merge(base, overrides)
+            values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
+            values.setdefault("label", variant)
+            found.append(resolve(values, study_path(study)))
+    return found
+
+
+def find(study: str, scale: str, name: str) -> RunConfig:
+    """The run called ``name`` (``<variant>-s<seed>``)."""
+    matrix = runs(study, scale)
+    for run in matrix:
+        if run.name == name:
+            return run
+    known = ", ".join(run.name for run in matrix)
+    raise UserError(f"study {study} has no run {name!r} at scale {scale}", where=study_path(study), fix=f"known: {known}")
+
+
+@main_guard
+def main(study: Annotated[str, typer.Option()], scale: Annotated[str, typer.Option()] = "ci") -> None:
+    """Print the runs of a study."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "label", "model", "parallel", "iterations", "compression", title=f"{study} at scale {scale}")
+    for run in runs(study, scale):
+        model, parallel = run.model, run.parallel
+        table.add_row(
+            run.name,
+            run.label,
+            f"{model.architecture} {model.layers}x{model.hidden}",
+            f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}",
+            str(run.train.iterations),
+            " ".join(f"{key}={value}" for key, value in run.compression.items()),
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,126 @@
+"""What the entropy-trend study records: statistics of local gradients through training.
+
+The probe sees the local gradient of one data-parallel replica, before clipping and before any reduction. The whole
+model is described from all stages' gradients gathered on the first rank (at most ``max_entries`` entries).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.compressors import Gradient
+from edgc.compressors.powersgd import compressible
+from edgc.config import EDGCConfig
+from edgc.entropy import Sampler, estimate, moments
+from experiments.settings import ProbeConfig
+
+WHOLE_MODEL = "<model>"
+NEAR_ZERO = 1e-3  # of the parameter's sigma at its first probe
+
+
+class GradientProbe:
+    """Collects rows for ``tensors.parquet`` on every ``every``-th iteration.
+
+    Args:
+        config: how often, which estimators, whether to correlate.
+        edgc: settings of the sampler under study.
+        stage: pipeline stage of this rank.
+        reports: whether this rank's replica is the one described (data-parallel rank 0).
+    """
+
+    def __init__(self, config: ProbeConfig, edgc: EDGCConfig, stage: int, *, reports: bool) -> None:
+        self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
+        self.sampler = Sampler(edgc.entropy)
+        self.rows: list[dict[str, Any]] = []
+        self._first_sigma: dict[str, float] = {}
+        self._previous: dict[str, Tensor] = {}
+        self._pieces: list[Tensor] = []
+
+    def due(self, iteration: int) -> bool:
+        every = self.config.every
+        return every > 0 and (iteration == 1 or iteration % every == 0)
+
+    def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
+        """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""
+        if not (self.reports and self.due(iteration)):
+            return
+        matrices = [
+            (g.name, g.tensor.detach().reshape(-1).to(torch.float32, copy=True), tuple(g.tensor.shape))
+            for g in gradients
+            if compressible(g.tensor.shape, self.edgc.min_compression_elements)
+        ]
+        correlations = _layer_correlations(matrices) if self.config.correlation else {}
+        for name, flat, _ in matrices:
+            row = self._describe(iteration, name, flat)
+            row["correlation_layers"] = correlations.get(name)
+            if self.config.correlation:
+                previous = self._previous.get(name)
+                row["correlation_previous"] = None if previous is None else _pearson(flat, previous)
+                self._previous[name] = flat
+            self.rows.append(row)
+        self._pieces += [flat for _, flat, _ in matrices]
+
+    def _describe(self, iteration: int, name: str, flat: Tensor) -> dict[str, Any]:
+        shape = moments(flat)
+        key = f"{name}"
+        first = self._first_sigma.setdefault(key, shape.sigma)
+        sample = self.sampler.take(flat, iteration, name)
+        row: dict[str, Any] = {
+            "iteration": iteration,
+            "stage": self.stage if name != WHOLE_MODEL else -1,
+            "parameter": name,
+            "numel": flat.numel(),
+            "zero_fraction": shape.zero_fraction,
+            "sigma": shape.sigma,
+            "log_sigma": float(torch.tensor(shape.sigma, dtype=torch.float64).log()),
+            "skewness": shape.skewness,
+            "excess_kurtosis": shape.excess_kurtosis,
+            "near_zero": float((flat.abs() < NEAR_ZERO * first).double().mean()),
+            "gradient_norm": float(flat.double().norm()),
+        }
+        for estimator in self.config.estimators:
+            row[f"entropy_{estimator}"] = estimate(flat, estimator)
+            row[f"sampled_{estimator}"] = estimate(sample, estimator)
+        return row
+
+    def end_iteration(self, iteration: int, stage_leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        """Describe the whole model on the first stage leader; called by all ranks of ``group`` (the leaders)."""
+        if not (self.reports and self.due(iteration)):
+            return
+        quota = self.config.max_entries // len(stage_leaders)
+        flat = torch.cat(self._pieces)
+        flat = flat[:: max(1, -(-flat.numel() // quota))].contiguous()
+        self._pieces = []
+        if len(stage_leaders) > 1:
+            sizes: list[Any] = [None] * len(stage_leaders)
+            dist.all_gather_object(sizes, flat.numel(), group=group)
+            pieces = [flat.new_empty(size) for size in sizes]
+            pieces[list(stage_leaders).index(dist.get_rank())] = flat
+            for piece, leader in zip(pieces, stage_leaders, strict=True):
+                dist.broadcast(piece, leader, group=group)
+            flat = torch.cat(pieces)
+        if dist.get_rank() == stage_leaders[0]:
+            self.rows.append(self._describe(iteration, WHOLE_MODEL, flat))
+
+
+def _pearson(a: Tensor, b: Tensor) -> float:
+    """Correlation of two equally long vectors; nan if one is constant."""
+    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
+    return float((a @ b) / (a.norm() * b.norm()))
+
+
+def _layer_correlations(matrices: Sequence[tuple[str, Tensor, tuple[int, ...]]]) -> dict[str, float]:
+    """For each matrix, the mean |Pearson| with the same-shaped matrices of the same role in other layers."""
+    found: dict[str, list[float]] = {}
+    for i, (name, flat, shape) in enumerate(matrices):
+        for other, other_flat, other_shape in matrices[i + 1 :]:
+            if shape == other_shape and name.rsplit(".", 3)[-3:] == other.rsplit(".", 3)[-3:]:
+                value = abs(_pearson(flat, other_flat))
+                found.setdefault(name, []).append(value)
+                found.setdefault(other, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}

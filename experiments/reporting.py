@@ -1,0 +1,153 @@
+"""Per-step numbers of all ranks brought together, and the summary of a run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from edgc.engine import Iteration
+from edgc.telemetry import plain
+
+SECONDS = ("compress", "communicate", "decompress", "entropy")
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One rank's numbers of one iteration; nan where a number does not apply."""
+
+    stage: float
+    replica: float
+    loss: float
+    gradient_norm: float
+    bytes: float
+    rank: float
+    entropy: float
+    entropy_full: float
+    relative_error: float
+    error_feedback_ratio: float
+    seconds_compress: float
+    seconds_communicate: float
+    seconds_decompress: float
+    seconds_entropy: float
+
+    @classmethod
+    def of(cls, stage: int, replica: int, loss: float, gradient_norm: float, done: Iteration) -> RankStep:
+        s = done.statistics
+        number = lambda value: math.nan if value is None else float(value)  # noqa: E731
+        return cls(
+            stage=float(stage),
+            replica=float(replica),
+            loss=loss,
+            gradient_norm=gradient_norm,
+            bytes=float(s.bytes),
+            rank=number(done.rank),
+            entropy=done.entropy,
+            entropy_full=done.entropy_full,
+            relative_error=number(s.relative_error),
+            error_feedback_ratio=number(s.error_feedback_ratio),
+            seconds_compress=s.seconds_compress,
+            seconds_communicate=s.seconds_communicate,
+            seconds_decompress=s.seconds_decompress,
+            seconds_entropy=done.seconds_entropy,
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration of the whole job, the same numbers on every rank."""
+
+    loss: float
+    gradient_norm: float
+    bytes: int
+    stages: list[dict[str, Any]]
+
+
+def gather_step(mine: RankStep, device: torch.device) -> Step:
+    """All-gather the numbers of every rank and reduce them in rank order, so that every rank gets the same bits."""
+    row = torch.tensor(list(asdict(mine).values()), dtype=torch.float64, device=device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    ranks = [RankStep(*item.tolist()) for item in rows]
+    replicas = len({rank.replica for rank in ranks})
+    stages = []
+    for stage in sorted({rank.stage for rank in ranks}):
+        of_stage = [rank for rank in ranks if rank.stage == stage]
+        mean = {
+            key: _mean(getattr(rank, key) for rank in of_stage)
+            for key in ("entropy", "entropy_full", "relative_error", "error_feedback_ratio")
+        }
+        rank = _mean(item.rank for item in of_stage)
+        stages.append(
+            {
+                "stage": int(stage),
+                "rank": None if math.isnan(rank) else int(rank),
+                **mean,
+                "bytes": int(sum(item.bytes for item in of_stage)) // replicas,
+                **{f"seconds_{key}": _mean(getattr(r, f"seconds_{key}") for r in of_stage) for key in SECONDS},
+            }
+        )
+    return Step(
+        loss=_mean_loss([rank.loss for rank in ranks if rank.stage == max(r.stage for r in ranks)]),
+        gradient_norm=ranks[0].gradient_norm,
+        bytes=sum(stage["bytes"] for stage in stages),
+        stages=stages,
+    )
+
+
+def _mean(values: Any) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _mean_loss(losses: Sequence[float]) -> float:
+    """The plain mean: one replica's non-finite loss must show."""
+    return sum(losses) / len(losses)
+
+
+@dataclass
+class History:
+    """What the summary needs of all steps."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens_per_second: list[float] = field(default_factory=list)
+    ranks: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in SECONDS})
+    bytes_total: int = 0
+    last_ranks: list[int | None] = field(default_factory=list)
+
+    def add(self, step: Step, seconds: float, tokens: int) -> None:
+        self.losses.append(step.loss)
+        self.seconds.append(seconds)
+        self.tokens_per_second.append(tokens / seconds)
+        self.bytes_total += step.bytes
+        self.last_ranks = [stage["rank"] for stage in step.stages]
+        self.ranks += [rank for rank in self.last_ranks if rank is not None]
+        for key, values in self.parts.items():
+            values.append(max(stage[f"seconds_{key}"] for stage in step.stages))
+
+    def summary(self, bytes_dense_per_step: int, total_seconds: float) -> dict[str, Any]:
+        """Aggregates; medians over steps of the slowest stage's seconds."""
+        steps = len(self.losses)
+        dense = bytes_dense_per_step * steps
+        values: dict[str, Any] = {
+            "iterations": steps,
+            "train_loss": _mean(self.losses[-10:]),
+            "bytes_total": self.bytes_total,
+            "bytes_dense_total": dense,
+            "bytes_ratio": self.bytes_total / dense if dense else None,
+            "mean_rank": _mean(self.ranks),
+            "final_ranks": self.last_ranks,
+            "seconds_total": total_seconds,
+            "seconds_per_step_median": statistics.median(self.seconds) if steps else None,
+            "tokens_per_second_median": statistics.median(self.tokens_per_second) if steps else None,
+        }
+        for key, seconds in self.parts.items():
+            values[f"seconds_{key}_per_step"] = statistics.median(seconds) if seconds else None
+        return dict(plain(values))

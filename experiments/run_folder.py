@@ -1,0 +1,126 @@
+"""Files of one run: written whole or not at all, by one process at a time.
+
+A run folder holds ``run.yaml``, ``metrics.jsonl``, ``summary.json`` and ``status``. While a run goes on, its files
+lie in ``.attempt/`` inside the folder; they are renamed into place when the run has ended, ``status`` last, so that
+a folder with a ``status`` file is complete whatever happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from edgc.errors import UserError
+
+STATUSES = ("ok", "diverged", "failed", "interrupted")
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; rename it onto ``path`` on success, remove it on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part."""
+    with atomic_path(path) as temporary:
+        if isinstance(content, bytes):
+            temporary.write_bytes(content)
+        else:
+            temporary.write_text(content, encoding="utf-8")
+
+
+def check_writable(folder: Path) -> None:
+    """Raise ``UserError`` when files cannot be created in ``folder`` (it is made if missing)."""
+    probe = folder / f".write-test.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        fix = "make it writable or choose another results folder"
+        raise UserError(f"results folder is not writable: {error.strerror}", where=folder, fix=fix) from None
+
+
+class RunFolder:
+    """One run's folder, claimed for the life of this object.
+
+    Claiming supersedes an older process on this machine that still holds the folder: that is an orphan of a killed
+    pipeline (the pipeline itself runs once per results folder), and its half-finished attempt is thrown away.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.attempt = path / ".attempt"
+        self._lock: IO[str] | None = None
+
+    def claim(self, patience_seconds: float = 30.0) -> None:
+        """Take the folder's lock and start an empty attempt."""
+        check_writable(self.path)
+        # The lock lies beside the folder: Snakemake may delete the folder's files while an orphan still holds it.
+        lock_path = self.path.with_name(f".{self.path.name}.lock")
+        handle = lock_path.open("a+", encoding="utf-8")
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                handle.seek(0)
+                _stop_group(handle.read().strip(), kill=time.monotonic() > deadline - patience_seconds / 2)
+                if time.monotonic() > deadline:
+                    fix = "stop the process that holds it"
+                    raise UserError("run folder is in use", where=lock_path, fix=fix) from None
+                time.sleep(0.2)
+        handle.seek(0)
+        handle.truncate()
+        handle.write(str(os.getpid()))
+        handle.flush()
+        self._lock = handle
+        shutil.rmtree(self.attempt, ignore_errors=True)
+        self.attempt.mkdir(parents=True)
+
+    def publish(self) -> None:
+        """Move the attempt's files into place, ``status`` last."""
+        names = sorted(entry.name for entry in self.attempt.iterdir() if entry.name != "status")
+        (self.path / "status").unlink(missing_ok=True)
+        for name in [*names, "status"]:
+            target = self.path / name
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(self.attempt / name, target)
+        self.attempt.rmdir()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.attempt, ignore_errors=True)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _stop_group(pid_text: str, *, kill: bool) -> None:
+    """Signal the process group of an older launcher, if the recorded process still is one of ours."""
+    if not pid_text.isdigit():
+        return
+    pid = int(pid_text)
+    with contextlib.suppress(OSError, ProcessLookupError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        if "experiments.launch" in command.replace("\0", " ") and pid != os.getpid():
+            os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)

@@ -1,0 +1,220 @@
+"""The settings of one training run, validated before anything is started.
+
+A run is resolved from three layers, later ones winning: the scale's ``defaults``, the study's ``base`` and the
+study's variant (each also as overridden for that scale). Unknown keys and bad values become one-line errors that
+name the key, the file and the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from edgc.config import EDGCConfig
+from edgc.errors import UserError
+
+Rate = Field(ge=0.0, le=1.0)
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(Settings):
+    """Where the text comes from; ``path`` is the folder of prepared data, below ``results/<scale>/data``."""
+
+    source: Literal["stdlib", "openwebtext", "folder"] = "stdlib"
+    tokenizer: Literal["bpe", "gpt2"] = "bpe"
+    vocab_size: PositiveInt | None = 4096
+    path: str = "stdlib"
+    dataset: str | None = None
+    revision: str | None = None
+    max_documents: PositiveInt | None = None
+
+
+class ModelConfig(Settings):
+    """A GPT or BERT transformer; sizes in units (hidden) and tokens (sequence_length)."""
+
+    architecture: Literal["gpt", "bert"] = "gpt"
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    ffn_hidden: PositiveInt | None = None
+    sequence_length: PositiveInt
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    tie_embeddings: bool = True
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    init_std: float = Field(0.02, gt=0.0)
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} is not divisible by heads = {self.heads}; change one of them")
+        return self
+
+
+class ParallelConfig(Settings):
+    """Degrees of parallelism; the world size is tensor * pipeline * data."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    data: PositiveInt = 1
+    virtual_pipeline: PositiveInt | None = None
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+class TrainConfig(Settings):
+    """Optimisation and bookkeeping of one run; intervals in iterations, batches in sequences."""
+
+    iterations: PositiveInt
+    micro_batch: PositiveInt
+    global_batch: PositiveInt
+    lr: float = Field(gt=0.0)
+    min_lr: float = Field(0.0, ge=0.0)
+    lr_warmup_fraction: float = Rate
+    lr_decay_iterations: PositiveInt | None = None
+    weight_decay: float = Field(0.01, ge=0.0)
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    clip_grad: float = Field(1.0, ge=0.0)
+    eval_interval: PositiveInt
+    eval_batches: PositiveInt
+    precision: Literal["fp32", "bf16"] = "fp32"
+    overlap_grad_reduce: bool = False
+    log_interval: PositiveInt = 1
+    checkpoint: bool = False
+
+
+class ProbeConfig(Settings):
+    """What the entropy study records beside the loss: every ``every`` iterations (0 = never)."""
+
+    every: int = Field(0, ge=0)
+    estimators: tuple[Literal["histogram", "gaussian", "vasicek", "released"], ...] = ()
+    correlation: bool = False
+    max_entries: PositiveInt = 1_000_000
+
+
+class RunConfig(Settings):
+    """One training run. ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself."""
+
+    scale: str
+    study: str
+    variant: str
+    label: str
+    seed: int = Field(ge=0)
+    data: DataConfig = DataConfig()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    compression: dict[str, Any] = {}
+    probe: ProbeConfig = ProbeConfig()
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-s{self.seed}"
+
+    @property
+    def edgc(self) -> EDGCConfig:
+        return EDGCConfig.from_dict(self.compression, prefix="compression.")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that one data-parallel replica works through in an iteration."""
+        return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        chunk = self.train.micro_batch * self.parallel.data
+        if self.train.global_batch % chunk:
+            raise ValueError(
+                f"train.global_batch = {self.train.global_batch} is not divisible by micro_batch * data = {chunk}; "
+                "choose a multiple"
+            )
+        stages = self.parallel.pipeline * (self.parallel.virtual_pipeline or 1)
+        if self.model.layers % stages:
+            raise ValueError(
+                f"model.layers = {self.model.layers} is not divisible by pipeline * virtual_pipeline = {stages}; "
+                "change parallel.pipeline or model.layers"
+            )
+        if self.model.heads % self.parallel.tensor:
+            raise ValueError(
+                f"model.heads = {self.model.heads} is not divisible by parallel.tensor = {self.parallel.tensor}; "
+                "change one of them"
+            )
+        if self.model.architecture == "bert" and (self.parallel.pipeline > 1 or self.parallel.tensor > 1):
+            raise ValueError("bert runs with parallel.pipeline = 1 and parallel.tensor = 1; set both to 1")
+        return self
+
+
+def deep_merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """``high`` laid over ``low``; nested mappings are merged, everything else is replaced."""
+    merged = dict(low)
+    for key, value in high.items():
+        old = merged.get(key)
+        merged[key] = deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping; missing, unreadable or malformed files are user errors."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError("file not found", where=path, fix="check the name") from None
+    except OSError as error:
+        raise UserError(f"cannot read: {error.strerror}", where=path) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"not valid YAML{line}", where=path, fix="correct the syntax") from None
+    if not isinstance(value, dict):
+        raise UserError("not a mapping of settings", where=path, fix="write `key: value` lines")
+    return value
+
+
+def validate(model: type[BaseModel], values: Mapping[str, Any], where: object) -> Any:
+    """``model(**values)`` with pydantic's report turned into the first problem as one line."""
+    try:
+        return model(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            known = _known_keys(model, first["loc"][:-1])
+            close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+            raise UserError(f"unknown key {key}", where=where, fix=hint) from None
+        if first["type"] == "missing":
+            raise UserError(f"missing key {key}", where=where, fix="add it") from None
+        message = first["msg"].removeprefix("Value error, ")
+        if key:
+            message = f"{key} = {first['input']!r}: {message}"
+        what, _, fix = message.partition("; ")
+        raise UserError(what, where=where, fix=fix or "correct the value") from None
+
+
+def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    current: Any = model
+    for part in path:
+        field = current.model_fields.get(part)
+        current = field.annotation if field is not None else None
+        if current is None or not hasattr(current, "model_fields"):
+            return []
+    return list(current.model_fields)
+
+
+def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
+    """Validate one merged run, the compression section included."""
+    run: RunConfig = validate(RunConfig, values, where)
+    EDGCConfig.from_dict(run.compression, where=where, prefix="compression.")
+    return run

@@ -1,0 +1,163 @@
+"""Everything a rank builds before its first iteration: process groups, model, optimizer, schedule, EDGC."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from edgc.megatron import Attachment, attach
+from edgc.megatron.cpu_shims import install
+from experiments.model import build_model, dtype_of, transformer_config
+from experiments.probes import GradientProbe
+from experiments.settings import RunConfig
+
+
+@dataclass
+class Session:
+    """One rank of a training job, ready to run."""
+
+    run: RunConfig
+    chunks: list[DistributedDataParallel]
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+    attachment: Attachment
+    probe: GradientProbe | None
+    leaders: list[int]
+    leaders_group: dist.ProcessGroup | None
+    device: torch.device
+
+    @property
+    def stage(self) -> int:
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+
+    @property
+    def is_last_stage(self) -> bool:
+        return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def initialise(run: RunConfig) -> torch.device:
+    """Join the process groups of this job and seed every generator; returns this rank's device."""
+    on_gpu = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if on_gpu:
+        torch.cuda.set_device(local_rank)
+    else:
+        torch.set_num_threads(1)
+        install()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    parallel_state.initialize_model_parallel(
+        run.parallel.tensor,
+        run.parallel.pipeline,
+        run.parallel.virtual_pipeline,
+        create_gloo_process_groups=not on_gpu,
+    )
+    random.seed(run.seed)
+    torch.manual_seed(run.seed)
+    # On CPU the tracker's public switch keeps forks of the generator away from torch.cuda.
+    tensor_parallel.model_parallel_cuda_manual_seed(run.seed, inference_rng_tracker=not on_gpu)
+    return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+
+
+def build(run: RunConfig, vocab_size: int) -> Session:
+    """Build this rank's part of the job. ``torch.distributed`` environment variables must be set."""
+    device = initialise(run)
+    config = transformer_config(run)
+    overlap = run.train.overlap_grad_reduce
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=run.train.precision == "bf16",
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=False,
+    )
+    chunks = []
+    virtual = run.parallel.virtual_pipeline
+    for index in range(virtual or 1):
+        vp_stage = index if virtual else None
+        where = dict(ignore_virtual=virtual is None, vp_stage=vp_stage)
+        module = build_model(
+            run,
+            vocab_size,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            vp_stage=vp_stage,
+            config=config,
+        )
+        if run.train.precision == "bf16":
+            from megatron.core.transformer.module import Float16Module
+
+            module = Float16Module(config, module)
+        chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0))
+    for chunk in chunks:
+        chunk.broadcast_params()
+    optimizer, scheduler = _optimizer(run, chunks)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
+    leaders, leaders_group = _stage_leaders()
+    reports = dist.get_rank() in leaders
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    probe = GradientProbe(run.probe, run.edgc, stage, reports=reports) if run.probe.every else None
+    attachment = attach(
+        chunks, run.edgc, iterations=run.train.iterations, observer=probe.observe if probe else None
+    )
+    return Session(run, chunks, optimizer, scheduler, attachment, probe, leaders, leaders_group, device)
+
+
+def _optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[Any, OptimizerParamScheduler]:
+    train = run.train
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=train.lr,
+            min_lr=train.min_lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            clip_grad=train.clip_grad,
+            bf16=train.precision == "bf16",
+            params_dtype=dtype_of(run),
+        ),
+        chunks,
+    )
+    decay = train.lr_decay_iterations or train.iterations
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=min(max(1, round(train.lr_warmup_fraction * decay)), decay - 1),
+        lr_decay_steps=decay,
+        lr_decay_style="cosine",
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=train.iterations,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def _stage_leaders() -> tuple[list[int], dist.ProcessGroup | None]:
+    """Global ranks that speak for their stage (data- and tensor-parallel rank 0), first stage first, and their group."""
+    mine = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, mine)
+    leaders = [rank for _, rank in sorted((place[0], rank) for rank, place in enumerate(places) if not any(place[1:]))]
+    return leaders, dist.new_group(leaders) if len(leaders) > 1 else None

@@ -1,0 +1,304 @@
+"""One rank of one training run: Megatron's schedule, optimizer and data-parallel buckets, EDGC attached.
+
+Started by ``experiments.launch`` on every rank, at every scale. Deterministic from the run's seed: two runs on one
+machine give the same losses bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from edgc.compressors.powersgd import compressible
+from edgc.telemetry import EventLog, plain
+from experiments.batches import MicroBatch, train_batches, validation_batches
+from experiments.checkpoint import save_model
+from experiments.reporting import History, RankStep, Step, gather_step
+from experiments.settings import RunConfig
+from experiments.setup import Session, build
+
+DIVERGED_LOSS = 2.0  # times log(vocabulary), the loss of a uniform guess
+DIVERGED_STEPS = 10
+
+
+class Trainer:
+    """Runs the iterations of one session and reports them.
+
+    Args:
+        session: this rank's part of the job.
+        data_dir: folder of prepared data.
+        vocab_size: of the tokenizer.
+        attempt: folder for the run's files; rank 0 writes metrics and TensorBoard, stage leaders their probes.
+    """
+
+    def __init__(self, session: Session, data_dir: Path, vocab_size: int, attempt: Path) -> None:
+        self.session, self.run, self.data_dir, self.attempt = session, session.run, data_dir, attempt
+        self.vocab_size = vocab_size
+        self.is_reporter = dist.get_rank() == 0
+        self.log = EventLog(attempt / "metrics.jsonl" if self.is_reporter else None)
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.replicas = int(parallel_state.get_data_parallel_world_size())
+        self.forward_backward = get_forward_backward_func()
+        self.history = History()
+        self.board: Any = None
+        if self.is_reporter:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(attempt / "tensorboard"), flush_secs=3600)
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def _forward_step(self, batches: Iterator[MicroBatch], model: Any) -> Any:
+        device = self.session.device
+        batch = {key: None if value is None else value.to(device) for key, value in next(batches).items()}
+        mask = batch["loss_mask"]
+        assert mask is not None
+        if self.run.model.architecture == "bert":
+            output = model(batch["tokens"], batch["attention_mask"], lm_labels=batch["labels"])
+            output = output[0] if isinstance(output, tuple) else output
+        else:
+            output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+
+        def loss_function(losses: torch.Tensor) -> Any:
+            loss = (losses.float() * mask).sum() / mask.sum()
+            # The schedule divides the returned loss in place.
+            return loss, {"loss": loss.detach().clone()}
+
+        return output, loss_function
+
+    def _schedule(self, batches: Iterator[MicroBatch], *, forward_only: bool) -> float:
+        """Run the next global batch's micro-batches; the mean loss on the last stage, nan elsewhere."""
+        micro_batches = list(itertools.islice(batches, self.run.micro_batches))
+        chunks = self.session.chunks
+        virtual = self.run.parallel.virtual_pipeline
+        iterators = [iter(micro_batches) for _ in chunks]
+        losses = self.forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if virtual else iterators[0],
+            model=list(chunks) if virtual else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=self.run.model.sequence_length,
+            micro_batch_size=self.run.train.micro_batch,
+            forward_only=forward_only,
+        )
+        if not losses:
+            return math.nan
+        return float(torch.stack([item["loss"] for item in losses]).mean())
+
+    def _train_step(self, iteration: int, batches: Iterator[MicroBatch]) -> Step:
+        session = self.session
+        for chunk in session.chunks:
+            chunk.zero_grad_buffer()
+        session.optimizer.zero_grad()
+        loss = self._schedule(batches, forward_only=False)
+        _, gradient_norm, _ = session.optimizer.step()
+        session.scheduler.step(increment=1)
+        if session.probe is not None:
+            session.probe.end_iteration(iteration, session.leaders, session.leaders_group)
+        done = session.attachment.engine.last
+        assert done is not None and done.iteration == iteration
+        norm = math.nan if gradient_norm is None else float(gradient_norm)
+        return gather_step(RankStep.of(session.stage, self.replica, loss, norm, done), session.device)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean validation loss in nats per token, over the same batches for every run."""
+        for chunk in self.session.chunks:
+            chunk.eval()
+        batches = iter(validation_batches(self.run, self.data_dir, self.replica, self.replicas))
+        losses = [self._schedule(batches, forward_only=True) for _ in range(self.run.train.eval_batches)]
+        for chunk in self.session.chunks:
+            chunk.train()
+        total = torch.tensor([math.nan, 0.0], dtype=torch.float64, device=self.session.device)
+        if self.session.is_last_stage:
+            total = torch.tensor([sum(losses) / len(losses), 1.0], dtype=torch.float64, device=self.session.device)
+        rows = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, total)
+        values = [float(row[0]) for row in rows if row[1] > 0]
+        return sum(values) / len(values)
+
+    # ------------------------------------------------------------------ the run
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end or to divergence; returns the summary (the same on every rank)."""
+        run, started = self.run, time.perf_counter()
+        dense = self._start()
+        batches = train_batches(run, self.data_dir, self.replica, self.replicas)
+        tokens = run.train.global_batch * run.model.sequence_length
+        status, validation, iteration = "ok", math.nan, 0
+        with self._progress() as bar:
+            task = bar.add_task(f"{run.study}/{run.name}", total=run.train.iterations, shown="")
+            for iteration in range(1, run.train.iterations + 1):
+                begun = time.perf_counter()
+                step = self._train_step(iteration, batches)
+                seconds = time.perf_counter() - begun
+                self.history.add(step, seconds, tokens)
+                self._report(iteration, step, seconds, tokens)
+                bar.update(task, advance=1, shown=_shown(step, tokens / seconds))
+                if self._diverged():
+                    status = "diverged"
+                    break
+                if iteration % run.train.eval_interval == 0 or iteration == run.train.iterations:
+                    validation = self.evaluate()
+                    self._report_evaluation(iteration, validation, bar)
+        if status == "ok" and not math.isfinite(validation):
+            status = "diverged"
+        seconds_total = time.perf_counter() - started
+        self.log.write("end", status=status, iterations=iteration, seconds=seconds_total, error=None)
+        self.log.close()
+        self._write_probe()
+        if run.train.checkpoint and status == "ok":
+            save_model(self.session.chunks, run, self.attempt / "checkpoint")
+        if self.board is not None:
+            self.board.close()
+        return {
+            "status": status,
+            "error": None,
+            "validation_loss": plain(validation),
+            "validation_perplexity": plain(perplexity(validation)),
+            **self.history.summary(dense, seconds_total),
+        }
+
+    def _start(self) -> int:
+        """Log the start event; returns the bytes of an uncompressed step of one replica, all stages."""
+        parameters = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
+        limit = self.run.edgc.min_compression_elements
+        mine = torch.tensor(
+            [
+                sum(p.numel() for p in parameters),
+                sum(p.numel() for p in parameters if compressible(p.shape, limit)),
+                sum(p.main_grad.numel() * p.main_grad.element_size() for p in parameters),
+            ],
+            dtype=torch.float64,
+            device=self.session.device,
+        )
+        dist.all_reduce(mine)
+        params, params_compressible, dense = (int(value) // self.replicas for value in mine.tolist())
+        self.log.write(
+            "start",
+            study=self.run.study,
+            run=self.run.name,
+            iterations=self.run.train.iterations,
+            world=dist.get_world_size(),
+            stages=self.run.parallel.pipeline,
+            params=params,
+            params_compressible=params_compressible,
+            bytes_dense=dense,
+        )
+        return dense
+
+    def _diverged(self) -> bool:
+        """A non-finite loss, or ten steps in a row far worse than guessing; the same answer on every rank."""
+        losses = self.history.losses
+        limit = DIVERGED_LOSS * math.log(self.vocab_size)
+        recent = losses[-DIVERGED_STEPS:]
+        return not math.isfinite(losses[-1]) or (len(recent) == DIVERGED_STEPS and min(recent) > limit)
+
+    def _report(self, iteration: int, step: Step, seconds: float, tokens: int) -> None:
+        if not self.is_reporter:
+            return
+        clip, norm = self.run.train.clip_grad, step.gradient_norm
+        lr = self.session.optimizer.param_groups[0]["lr"]
+        self.log.write(
+            "step",
+            iteration=iteration,
+            loss=step.loss,
+            perplexity=perplexity(step.loss),
+            lr=lr,
+            grad_norm=norm,
+            grad_norm_clipped=min(norm, clip) if clip > 0 else norm,
+            bytes=step.bytes,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            stages=step.stages,
+        )
+        engine = self.session.attachment.engine
+        if engine.decision is not None:
+            d = engine.decision
+            self.log.write(
+                "decision",
+                iteration=d.iteration,
+                phase=d.phase,
+                reason=d.reason,
+                ranks=d.ranks,
+                entropy=d.entropy,
+                entropy_full=engine.decision_entropy_full,
+                r_min=d.r_min,
+                r_max=d.r_max,
+            )
+        scalars = {"train/loss": step.loss, "train/lr": lr, "train/grad_norm": norm, "communication/bytes": step.bytes}
+        for stage in step.stages:
+            for key in ("rank", "entropy", "relative_error"):
+                if stage[key] is not None and math.isfinite(stage[key]):
+                    scalars[f"stage{stage['stage']}/{key}"] = stage[key]
+        for key, value in scalars.items():
+            self.board.add_scalar(key, value, iteration)
+
+    def _report_evaluation(self, iteration: int, loss: float, bar: Progress) -> None:
+        if not self.is_reporter:
+            return
+        self.log.write("eval", iteration=iteration, split="validation", loss=loss, perplexity=perplexity(loss))
+        self.board.add_scalar("validation/loss", loss, iteration)
+        train = self.history.losses[-1]
+        line = f"iteration {iteration}: train loss {train:.4f}, validation perplexity {perplexity(loss):.2f}"
+        bar.console.print(line, highlight=False)
+
+    def _progress(self) -> Progress:
+        console = Console(stderr=True)
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (self.is_reporter and console.is_terminal),
+        )
+
+    def _write_probe(self) -> None:
+        """Stage leaders hand their rows to rank 0, which writes ``tensors.parquet``."""
+        probe = self.session.probe
+        if probe is None:
+            return
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, probe.rows)
+        if self.is_reporter:
+            rows = [row for rows in gathered for row in rows]
+            table = pd.DataFrame(rows).sort_values(["iteration", "stage", "parameter"], ignore_index=True)
+            table.to_parquet(self.attempt / "tensors.parquet", index=False)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _shown(step: Step, tokens_per_second: float) -> str:
+    ranks = "/".join("dense" if s["rank"] is None else str(s["rank"]) for s in step.stages)
+    return (
+        f"loss {step.loss:.3f} ppl {perplexity(step.loss):.1f} {tokens_per_second:.0f} tok/s "
+        f"rank {ranks} {step.bytes / 1e6:.2f} MB"
+    )
+
+
+def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:
+    """The whole of one rank; returns the summary on rank 0, None elsewhere."""
+    session = build(run, vocab_size)
+    summary = Trainer(session, data_dir, vocab_size, attempt).train()
+    reporter = dist.get_rank() == 0
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return summary if reporter else None
