@@ -1,14 +1,12 @@
-"""DAC: the rank of every pipeline stage, so that all stages finish communicating together (paper, section on
-the dynamic alignment compressor).
+"""DAC: ranks per pipeline stage with which all stages finish communicating together (paper, section on DAC).
 
 Under 1F1B stage i (0 = first) ends its backward pass ``i * t_b`` before stage 0, t_b the backward time of one
-micro-batch, so it may communicate for ``T_0(r_0) + i * t_b``. With the measured times ``T_i(r) = slope * r +
-fixed``
+micro-batch, so it may communicate for ``T_0(r_0) + i * t_b``. With ``T_i(r) = slope * r + fixed``
 
     r_i = T_i^-1(T_0(r_0) + i * t_b)
 
-floored to the rank multiple. The authors' public code takes the next multiple *above* instead, ``(r // 4 + 1)
-* 4``, which exceeds the time budget even where r is a multiple already; we floor, so the budget holds.
+floored to the rank multiple. The authors' public code takes the next multiple *above*, ``(r // 4 + 1) * 4``,
+which exceeds the time budget even where r is a multiple already; we floor, so the budget holds.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Decides the ranks: warm-up, search of r_max, windows, limits. Plain arithmetic, no tensors, no process
-groups.
+"""Decides the ranks: warm-up, search of r_max, windows, limits. Plain arithmetic: no tensors, no groups.
 
 Every data-parallel rank of every stage holds one controller and feeds it the same reports, so all decide
 alike. Iterations count from 1; windows are consecutive blocks of ``window`` iterations, and phases change
@@ -41,6 +40,10 @@ class Controller:
         stages: per pipeline stage the (rows, columns) of its compressible matrices.
         iterations: length of the run.
 
+    Attributes:
+        phase, ranks, r_min, r_max: as in :class:`~edgc.plans.Decision`, now.
+        reason: of the last decision; why nothing will be compressed if that is known from the start.
+
     Raises:
         UserError: settings that cannot work with this model or this length of run.
     """
@@ -52,6 +55,7 @@ class Controller:
             raise ValueError("at least one stage is needed")
         self.config, self.iterations, self.stages = config, iterations, len(stages)
         self.phase: Phase = "warmup"
+        self.reason = ""
         self.r_min: int | None = None
         self.r_max: int | None = None
         self.ranks: tuple[int | None, ...] = (None,) * self.stages
@@ -68,6 +72,9 @@ class Controller:
             self.r_min = self.r_max = config.rank
         elif config.method == "none" or not any(stages):
             self.phase = "disabled"
+            self.reason = (
+                "method: none" if config.method == "none" else "no matrix is large enough to compress"
+            )
         else:
             self._prepare([(m, n) for m, n in stages[0]])
 
@@ -88,9 +95,8 @@ class Controller:
             what = f"r_max = {config.r_max} is not below the largest rank of the first stage"
             raise UserError(what, fix=f"use an r_max below {self._model.max_rank}")
         if fixed and config.r_max is not None and config.r_max < (config.rank or 0):
-            raise UserError(
-                f"rank = {config.rank} is above r_max", fix=f"use a rank of at most {config.r_max}"
-            )
+            what = f"rank = {config.rank} is above r_max"
+            raise UserError(what, fix=f"use a rank of at most {config.r_max}")
         limit = bytes_limit(shapes, config.rank_multiple)
         if fixed:
             # Stage 0 stays at ``rank``; only the other stages may rise above it.
@@ -98,7 +104,7 @@ class Controller:
         elif config.r_max is not None:
             self._set_limits(config.r_max)
         elif not limit:
-            self.phase = "disabled"
+            self.phase, self.reason = "disabled", f"rank {config.rank_multiple} already saves no bytes"
             return
         if self.r_max is None or config.alignment == "measured":
             repeats, multiple = config.search_repeats, config.rank_multiple
@@ -146,8 +152,8 @@ class Controller:
             return None
         upcoming = self.plan(iteration + 1)
         shown = report.entropy if window_end else (math.nan,) * self.stages
-        reason = "; ".join(reasons)
-        return Decision(iteration, upcoming.phase, reason, upcoming.ranks, shown, self.r_min, self.r_max)
+        self.reason = "; ".join(reasons)
+        return Decision(iteration, upcoming.phase, self.reason, upcoming.ranks, shown, self.r_min, self.r_max)
 
     def _observe_probe(self, report: Report) -> list[str]:
         search = self._search
@@ -222,16 +228,11 @@ class Controller:
         self.phase = "active"
         if entropy is not None:
             self._reference = (rank, entropy)
-        state = (
-            f"entropy stable within {change:.4f} nats"
-            if stable
-            else "warmup_limit_fraction, entropy not stable"
-        )
-        return f"warm-up ends: {state}; rank {rank}{self._spread(rank)}"
+        why = f"entropy stable within {change:.4f} nats" if stable else "warmup_limit_fraction reached"
+        return f"warm-up ends: {why}; rank {rank}{self._spread(rank)}"
 
     def _spread(self, rank: int) -> str:
-        """Set every stage's rank from stage 0's; returns a remark if alignment was asked for but
-        impossible."""
+        """Set every stage's rank from stage 0's; returns a remark where alignment was asked for in vain."""
         self.ranks = (rank,) * self.stages
         if self.config.alignment == "off" or self.stages == 1:
             return ""
@@ -244,16 +245,8 @@ class Controller:
             backward = sorted(self._backward)[len(self._backward) // 2]
         assert self._lines is not None
         assert self.r_max is not None
-        self.ranks = align(
-            rank,
-            self.stages,
-            backward,
-            self._lines,
-            self._uncompressed,
-            self.r_max,
-            self.config.rank_multiple,
-            self.r_min,
-        )
+        dense, multiple = self._uncompressed, self.config.rank_multiple
+        self.ranks = align(rank, self.stages, backward, self._lines, dense, self.r_max, multiple, self.r_min)
         return ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,8 +265,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the controller that gave ``state`` stood; it must have had the same settings and
-        stages.
+        """Continue where the controller that gave ``state`` stood, one of the same settings and stages.
 
         Raises:
             UserError: the state is of another format, another number of stages or another kind of search.

@@ -1,13 +1,12 @@
-"""GDS: entropy of a gradient, and which of its entries are read (paper, section on the gradient data
-sampler).
+"""Entropy of a gradient (paper, section on the gradient data sampler, GDS).
 
 Estimators (all in nats, computed in float64 whatever the input's type):
 
 ``histogram``
-    Differential entropy, plug-in over bins: ``-sum p log(p / width)`` plus the Miller-Madow term ``(K - 1) /
-    2n`` for K occupied bins. Equal bins of Scott's width around the median; beyond 8 robust standard
-    deviations the bins widen geometrically, so that a few far outliers neither coarsen the centre nor cost
-    memory (ours).
+    Differential entropy, plug-in over bins: ``-sum p log(p / width)`` plus the Miller-Madow term
+    ``(K - 1) / 2n`` for K occupied bins. Equal bins of Scott's width around the median; beyond 8 robust
+    standard deviations they widen geometrically, so that a few far outliers neither coarsen the centre nor
+    cost memory (ours).
 ``gaussian``
     ``log sigma + log(2 pi e) / 2``: exact for normal entries, an upper bound otherwise.
 ``vasicek``
@@ -24,7 +23,6 @@ for equal and nan for no entries.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc.config import ESTIMATORS, EntropyConfig
+from edgc.config import ESTIMATORS
+from edgc.sampling import Sampler
+
+__all__ = ["Moments", "Sampler", "combine", "estimate", "moments", "near_zero_share"]
 
 _CORE = 8.0
 """Half width of the equal bins, in robust standard deviations."""
@@ -84,10 +85,8 @@ def moments(x: Tensor) -> Moments:
     zeros = 1 - kept.numel() / count if count else math.nan
     if not kept.numel() or not _all_finite(kept):
         return Moments(count, zeros, math.nan, math.nan, math.nan, math.nan)
-    mean, variance, third, fourth = _central(kept, 4)
-    if not variance > 0:
-        return Moments(count, zeros, mean, 0.0, math.nan, math.nan)
-    return Moments(count, zeros, mean, math.sqrt(variance), third / variance**1.5, fourth / variance**2 - 3)
+    mean, sigma, third, fourth = _standardised(kept, 4)
+    return Moments(count, zeros, mean, sigma, third, fourth - 3)
 
 
 def near_zero_share(x: Tensor, threshold: float) -> float:
@@ -105,62 +104,6 @@ def combine(entropies: Sequence[float], numels: Sequence[int]) -> float:
     pairs = [(h, k) for h, k in zip(entropies, numels, strict=True) if math.isfinite(h) and k > 0]
     total = sum(k for _, k in pairs)
     return math.fsum(h * k for h, k in pairs) / total if total else math.nan
-
-
-class Sampler:
-    """Which iterations (rate alpha) and which entries of a gradient (rate beta) are measured.
-
-    Every choice is a function of the settings, the iteration and the parameter's key, never of a global
-    random state, so all ranks of a job and a resumed job choose alike.
-    """
-
-    def __init__(self, config: EntropyConfig) -> None:
-        self.config = config
-        self._period = max(1, round(1 / config.iteration_rate))
-
-    def measures(self, iteration: int) -> bool:
-        """Whether this iteration (1-based) is measured: every round(1/alpha)-th one, or at random with rate
-        alpha."""
-        if self.config.sampling == "strided":
-            return iteration % self._period == 0
-        return _hash(self.config.seed, "iteration", iteration) < self.config.iteration_rate * 2.0**64
-
-    def take(self, x: Tensor, iteration: int, key: str) -> Tensor:
-        """The sampled entries of ``x`` as a 1-D tensor, about beta of them and at least one (a view where
-        possible).
-
-        ``strided``: every (1/beta)-th entry, the phase seeded per key and moving by one at each measured
-        iteration, so that in time every entry has its turn. ``random``: one seeded draw in each run of 1/beta
-        entries, hence without repeats. ``key`` names the parameter.
-        """
-        values = _flat(x)
-        rate, seed = self.config.entry_rate, self.config.seed
-        stride = round(1 / rate)
-        if rate == 1 or values.numel() < 2:
-            return values
-        if self.config.sampling == "strided" and abs(stride * rate - 1) < 1e-9 and stride <= values.numel():
-            phase = (_hash(seed, key, 0) + iteration // self._period) % stride
-            return values[phase::stride]
-        return values[self._indices(values.numel(), iteration, key, values.device)]
-
-    def _indices(self, numel: int, iteration: int, key: str, device: torch.device) -> Tensor:
-        count = max(1, math.floor(numel * self.config.entry_rate))
-        edges = torch.arange(count + 1, device=device, dtype=torch.float64).mul_(numel / count).long()
-        edges[-1] = numel
-        low, size = edges[:-1], edges[1:] - edges[:-1]
-        if self.config.sampling == "random":
-            generator = torch.Generator(device=device)
-            generator.manual_seed(_hash(self.config.seed, key, iteration) >> 1)
-            offset = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
-            return low + torch.minimum((offset * size).long(), size - 1)
-        phase = _hash(self.config.seed, key, 0) + iteration // self._period
-        return low + phase % size
-
-
-def _hash(seed: int, key: str, iteration: int) -> int:
-    """64 bits that are the same on every machine (``hash()`` of a string is not)."""
-    digest = hashlib.blake2b(f"{seed}/{iteration}/{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -187,30 +130,34 @@ def _chunks(values: Tensor) -> Iterator[Tensor]:
         yield values[start : start + size].double()
 
 
-def _central(values: Tensor, order: int) -> list[float]:
-    """[mean, second, ..., order-th central moment], two passes; a rounding-sized variance counts as zero."""
+def _standardised(values: Tensor, order: int) -> list[float]:
+    """[mean, sigma, third, ..., order-th moment of (x - mean) / sigma] of at least one finite value.
+
+    A spread the size of rounding counts as none: sigma 0, further moments nan. Deviations are divided by the
+    largest one before they are raised to powers, so neither 1e-100 nor 1e200 leaves the range of a float.
+    """
     n = values.numel()
-    mean = math.fsum(float(chunk.sum()) for chunk in _chunks(values)) / n
+    mean = sum(float(chunk.sum()) for chunk in _chunks(values)) / n
+    low, high = (float(bound) for bound in values.aminmax())
+    largest = max(high - mean, mean - low)
+    if not largest > 4 * torch.finfo(torch.float64).eps * max(abs(low), abs(high)):
+        return [mean, 0.0] + [math.nan] * (order - 2)
     sums = [0.0] * (order - 1)
-    largest = 0.0
     for chunk in _chunks(values):
-        deviation = chunk - mean
-        largest = max(largest, float(chunk.abs().max()))
+        deviation = (chunk - mean).div_(largest)
         power = deviation
         for k in range(order - 1):
             power = power * deviation
             sums[k] += float(power.sum())
-    result = [total / n for total in sums]
-    if result[0] <= (4 * torch.finfo(torch.float64).eps * largest) ** 2:
-        result[0] = 0.0
-    return [mean, *result]
+    root = math.sqrt(sums[0] / n)
+    return [mean, largest * root] + [sums[k - 2] / n / root**k for k in range(3, order + 1)]
 
 
 def _gaussian(values: Tensor) -> float:
     if values.numel() < 2:
         return math.nan
-    variance = _central(values, 2)[1]
-    return 0.5 * math.log(2 * math.pi * math.e * variance) if variance > 0 else math.nan
+    sigma = _standardised(values, 2)[1]
+    return math.log(sigma) + 0.5 * math.log(2 * math.pi * math.e) if sigma > 0 else math.nan
 
 
 def _centre_and_scale(values: Tensor) -> tuple[float, float]:
@@ -227,7 +174,7 @@ def _centre_and_scale(values: Tensor) -> tuple[float, float]:
     high = position.ceil().long()
     # By hand: torch.quantile refuses large inputs on some builds and sorts again.
     q = torch.lerp(subset[low], subset[high], position - low).tolist()
-    scales = [math.sqrt(_central(values, 2)[1]), (q[4] - q[0]) / 1.3489795, (q[3] - q[1]) / 0.2513227]
+    scales = [_standardised(values, 2)[1], (q[4] - q[0]) / 1.3489795, (q[3] - q[1]) / 0.2513227]
     return q[2], min((scale for scale in scales if scale > 0), default=0.0)
 
 
@@ -247,15 +194,14 @@ def _histogram(values: Tensor) -> float:
     ratio = math.log1p(growth)
     core = torch.zeros(bins, dtype=torch.int64, device=values.device)
     tails: dict[float, int] = {}
-    # The third of a bin keeps the median, which is an entry, off a border, where rounding would decide its
-    # bin.
+    # A third of a bin keeps the median, an entry itself, off a border, where rounding would decide its bin.
     origin = centre - width * scale / 3
     for chunk in _chunks(values):
         z = (chunk - origin).div_(scale)
         if float(z.abs().max()) >= edge:
             outside = z.abs() >= edge
             outer = z[outside]
-            ring = ((outer.abs() / edge).log() / ratio).floor().clamp_(min=0)
+            ring = ((outer.abs().clamp(max=1e290) / edge).log() / ratio).floor().clamp_(min=0)
             keys, counts = torch.unique(torch.copysign(ring + 1, outer), return_counts=True)
             for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
                 tails[key] = tails.get(key, 0) + count
@@ -278,14 +224,13 @@ def _vasicek(values: Tensor) -> float:
     ordered = values.double().sort().values
     if not bool(ordered[-1] > ordered[0]):
         return math.nan
-    m = min(max(1, round(math.sqrt(n))), n // 2 - 1) if n > 4 else 1
+    m = max(1, min(round(math.sqrt(n)), n // 2 - 1))
     position = torch.arange(n, device=ordered.device)
     spacing = ordered[(position + m).clamp_(max=n - 1)] - ordered[(position - m).clamp_(min=0)]
     tied = spacing <= 0
     logs = spacing.log() + math.log(n / (2 * m))
     if bool(tied.any()):
-        # 2m+1 equal entries: their density is the size of the tie over the cell halfway to its two
-        # neighbours.
+        # 2m + 1 equal entries: the size of the tie over the cell halfway to its two neighbours.
         distinct, inverse, counts = torch.unique_consecutive(ordered, return_inverse=True, return_counts=True)
         padded = torch.cat([2 * distinct[:1] - distinct[1:2], distinct, 2 * distinct[-1:] - distinct[-2:-1]])
         cell = 0.5 * (padded[2:] - padded[:-2])

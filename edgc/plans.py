@@ -1,5 +1,4 @@
-"""What the controller and the code around it tell each other; torch-free, JSON-able with
-dataclasses.asdict."""
+"""What the controller and the code around it tell each other."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ class Plan:
 
     Attributes:
         ranks: one per stage; None sends that stage's gradients uncompressed.
-        probe_rank: rank of a reduction to time beside the real one, 0 for the uncompressed one, None for no
-            probe.
+        probe_rank: rank of a reduction to time beside the real one; 0 means uncompressed, None no probe.
         exchange: whether :meth:`Controller.observe` must be called after this iteration.
     """
 
@@ -31,8 +29,7 @@ class Report:
     """What was measured; the same numbers on every rank.
 
     Attributes:
-        entropy: per stage, mean over the samples of this window so far and over replicas, nats; nan where
-            none.
+        entropy: per stage, nats, mean over this window's samples so far and over replicas; nan if none.
         probe_seconds: per stage, seconds of the reduction asked for by ``probe_rank``; None without a probe.
         backward_seconds: backward time of one micro-batch on one stage, None if not measured.
     """

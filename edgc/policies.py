@@ -16,8 +16,7 @@ class Target(NamedTuple):
 
 
 def cqm(stage: StageModel, reference_rank: int, reference_entropy: float, entropy: float) -> Target:
-    """The paper's rule: the rank that keeps the error of the reference
-    (:func:`edgc.rank_model.next_rank`)."""
+    """The paper's rule: the rank that keeps the reference's error, :func:`edgc.rank_model.next_rank`."""
     rank = next_rank(stage, reference_rank, reference_entropy, entropy)
     change = entropy - reference_entropy
     return Target(rank, f"entropy {change:+.4f} nats from the reference asks for rank {rank:.1f}")
@@ -28,9 +27,9 @@ def released(
 ) -> Target:
     """The rule of the authors' public code: ``r_min + (r_max - r_min) |H_k - H_(k-1)| / |H_2 - H_1|``.
 
-    H_1 and H_2 are the first two windows of the run that have an entropy; that code divides by their
-    difference unguarded, here a difference of 0 leaves the rank as it is. A missing entropy (None) does so
-    too.
+    At most r_max. H_1 and H_2 are the first two windows of the run that have an entropy. That code divides by
+    their difference unguarded; here a difference of 0, like a missing entropy (None), leaves the rank as it is.
+    It rounds down to even ranks, ours to the multiple in :func:`step`.
     Source: repository xiaoao-666/EDGC, commit 69a7674.
     """
     if first is None or second is None or previous is None:
@@ -38,14 +37,15 @@ def released(
     if first == second:
         return Target(None, "the first two windows have equal entropies")
     ratio = abs(entropy - previous) / abs(second - first)
-    rank = r_min + (r_max - r_min) * ratio
+    rank = r_min + (r_max - r_min) * min(1.0, ratio)
     return Target(rank, f"entropy change of {ratio:.3f} times the first one asks for rank {rank:.1f}")
 
 
 def step(current: int, target: float, r_min: int, r_max: int, multiple: int, limit: int) -> int:
-    """The rank after one window: ``target`` clamped to [r_min, r_max], rounded to the nearest multiple (half
-    up), at most ``limit`` away from ``current``. All of current, r_min, r_max are multiples of ``multiple``,
-    so is the answer.
+    """The rank after one window, at most ``limit`` away from ``current``.
+
+    ``target`` is clamped to [r_min, r_max] and rounded to the nearest multiple, half up. ``current``, ``r_min``
+    and ``r_max`` are multiples of ``multiple``, and so is the answer.
     """
     wanted = math.floor(min(max(target, r_min), r_max) / multiple + 0.5) * multiple
     reach = limit // multiple * multiple

@@ -1,5 +1,7 @@
-"""Search of r_max during warm-up: time doubling ranks until compression stops paying (paper, DAC; schedule as
-in the authors' public code, which starts at iteration 10 with two timings per rank)."""
+"""Search of r_max during warm-up: time doubling ranks until compression stops paying (paper, section on DAC).
+
+The schedule is that of the authors' public code, which starts at iteration 10 with two timings per rank.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ from edgc.alignment import LinearTime
 
 
 def bytes_limit(shapes: Sequence[tuple[int, int]], multiple: int) -> int:
-    """Largest multiple at which the factors of a stage have fewer entries than its matrices; 0 if there is
-    none."""
+    """Largest multiple at which a stage's factors have fewer entries than its matrices; 0 if there is none."""
     dense, limit = sum(m * n for m, n in shapes), 0
     while limit < max(min(shape) for shape in shapes):
         rank = limit + multiple
@@ -91,7 +92,7 @@ class RankSearch:
         dense, below, above = self._times[0][0], self._times[slow - 1][0], self._times[slow][0]
         left, right = self.schedule[slow - 1], self.schedule[slow]
         crossing = left + (right - left) * (dense - below) / (above - below)
-        rank = max(left // multiple * multiple, math.floor(crossing / multiple) * multiple)
+        rank = max(left // multiple * multiple, math.floor(crossing / multiple + 1e-9) * multiple)
         return rank, f"compression stops being faster at rank {crossing:.1f}"
 
     def uncompressed(self) -> list[float]:

@@ -29,8 +29,8 @@ from edgc.errors import UserError
 from experiments import provenance
 from experiments.cli import EXIT_BAD_INPUT, main_guard
 from experiments.matrix import find, study_path
-from experiments.run_folder import RunFolder, atomic_write, check_writable
-from experiments.settings import RunConfig, load_yaml
+from experiments.run_folder import RunFolder, atomic_write, check_writable, die_with
+from experiments.settings import RunConfig, load_yaml, resolve
 
 EXIT_INTERRUPTED = 1
 
@@ -71,8 +71,9 @@ def check_devices(run: RunConfig, nodes: int) -> int:
     return world // nodes
 
 
-def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str) -> None:
+def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, launcher: int) -> None:
     """Entry point of one rank."""
+    die_with(launcher)
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from experiments.train import work
@@ -108,7 +109,7 @@ def start_ranks(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, 
         start_method="fork" if fork else "spawn",
         monitor_interval=0.1,
     )
-    elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt))
+    elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt), os.getpid())
 
 
 def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -171,19 +172,33 @@ def launch(run: RunConfig, results: Path, nodes: int = 1, node: int = 0, rendezv
     return str(summary["status"])
 
 
+def read_run(path: Path) -> RunConfig:
+    """A run from one complete file, such as the ``run.yaml`` of a run folder."""
+    values = load_yaml(path)
+    values.pop("provenance", None)
+    return resolve(values, path)
+
+
 @main_guard
 def main(
-    study: Annotated[str, typer.Option(help="name of a file in experiments/studies")],
-    run: Annotated[str, typer.Option(help="name of the run: <variant>-s<seed>")],
+    study: Annotated[str | None, typer.Option(help="name of a file in experiments/studies")] = None,
+    run: Annotated[str | None, typer.Option(help="name of the run: <variant>-s<seed>")] = None,
+    config: Annotated[Path | None, typer.Option(help="a complete run file instead, e.g. another run's run.yaml")] = None,
     scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
     results: Annotated[Path, typer.Option(help="root of all results")] = Path("results"),
     nodes: Annotated[int, typer.Option(help="machines that take part")] = 1,
     node: Annotated[int, typer.Option(help="index of this machine")] = 0,
     rendezvous: Annotated[str, typer.Option(help="host:port of node 0")] = "localhost:0",
 ) -> None:
-    """Train one run of a study and publish its folder."""
-    status = launch(find(study, scale, run), results, nodes, node, rendezvous)
-    print(f"{study}/{run}: {status}")
+    """Train one run of a study, or of a file, and publish its folder."""
+    if config is not None:
+        chosen = read_run(config)
+    elif study is not None and run is not None:
+        chosen = find(study, scale, run)
+    else:
+        raise UserError("no run given", where="the command line", fix="give --study and --run, or --config")
+    status = launch(chosen, results, nodes, node, rendezvous)
+    print(f"{chosen.study}/{chosen.name}: {status}")
 
 
 if __name__ == "__main__":

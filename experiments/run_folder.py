@@ -8,10 +8,12 @@ a folder with a ``status`` file is complete whatever happened.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +72,11 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self, patience_seconds: float = 30.0) -> None:
-        """Take the folder's lock and start an empty attempt."""
+        """Take the folder's lock and start an empty attempt.
+
+        Raises:
+            UserError: if another process keeps the folder (on another machine, for instance).
+        """
         check_writable(self.path)
         # The lock lies beside the folder: Snakemake may delete the folder's files while an orphan still holds it.
         lock_path = self.path.with_name(f".{self.path.name}.lock")
@@ -82,7 +88,7 @@ class RunFolder:
                 break
             except OSError:
                 handle.seek(0)
-                _stop_group(handle.read().strip(), kill=time.monotonic() > deadline - patience_seconds / 2)
+                _stop_orphan(handle.read().strip())
                 if time.monotonic() > deadline:
                     fix = "stop the process that holds it"
                     raise UserError("run folder is in use", where=lock_path, fix=fix) from None
@@ -115,12 +121,20 @@ class RunFolder:
             self._lock = None
 
 
-def _stop_group(pid_text: str, *, kill: bool) -> None:
-    """Signal the process group of an older launcher, if the recorded process still is one of ours."""
-    if not pid_text.isdigit():
+def _stop_orphan(pid_text: str) -> None:
+    """Kill an older launcher, if the recorded process still is one; its ranks die with it (see ``die_with``)."""
+    if not pid_text.isdigit() or int(pid_text) == os.getpid():
         return
-    pid = int(pid_text)
-    with contextlib.suppress(OSError, ProcessLookupError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-        if "experiments.launch" in command.replace("\0", " ") and pid != os.getpid():
-            os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid_text}/cmdline").read_bytes().replace(b"\0", b" ")
+        if b"experiments.launch" in command:
+            os.kill(int(pid_text), signal.SIGKILL)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, process ``parent``, ends (Linux; elsewhere a no-op)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(1)

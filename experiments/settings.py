@@ -61,16 +61,31 @@ class ModelConfig(Settings):
 
 
 class ParallelConfig(Settings):
-    """Degrees of parallelism; the world size is tensor * pipeline * data."""
+    """Degrees of parallelism. Give ``data`` or the ``world`` size; world = tensor * pipeline * data."""
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     data: PositiveInt = 1
     virtual_pipeline: PositiveInt | None = None
+    world: PositiveInt = 1
 
-    @property
-    def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        """Fill in whichever of ``data`` and ``world`` is missing; values of a wrong type are left to the fields."""
+        if not isinstance(values, Mapping):
+            return values
+        model, data, world = (values.get("tensor", 1), values.get("pipeline", 1)), values.get("data"), values.get("world")
+        if not all(isinstance(value, int) and value > 0 for value in (*model, data or 1, world or 1)):
+            return values
+        ranks = model[0] * model[1]
+        if world is None:
+            return {**values, "world": ranks * (data or 1)}
+        if world % ranks or (data is not None and world != ranks * data):
+            given = f"tensor * pipeline = {ranks}" if data is None else f"tensor * pipeline * data = {ranks * data}"
+            relation = "divisible by" if data is None else "equal to"
+            raise ValueError(f"world = {world} is not {relation} {given}; change world or the degrees of parallelism")
+        return {**values, "data": world // ranks}
 
 
 class TrainConfig(Settings):

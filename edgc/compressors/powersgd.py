@@ -157,13 +157,13 @@ class PowerSGD(Compressor):
         return q
 
     def _keep(self, name: str, q: Tensor) -> None:
-        """Scale columns to a largest entry of one, so that tiny gradients do not underflow in M Q.
+        """Scale Q to a largest entry of one, so that tiny gradients do not underflow in M Q.
 
-        A column that a zero gradient has emptied keeps its old direction: from zero it could never recover.
+        One scale for all columns: their energies decide what is kept when the rank shrinks. A zero gradient leaves
+        the old Q in place: from zero it could never recover.
         """
-        scale = q.abs().amax(dim=0)
-        usable = scale > 0
-        self.factors[name] = torch.where(usable, q / scale.where(usable, 1.0), self.factors[name])
+        scale = q.abs().amax()
+        self.factors[name] = torch.where(scale > 0, q / scale.where(scale > 0, 1.0), self.factors[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,159 @@
+"""What the ranks of ``test_megatron.py`` do: many cases in one launch, because importing Megatron costs seconds."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from edgc.megatron import cpu_shims
+from experiments.settings import RunConfig
+from experiments.setup import Session, build
+
+VOCABULARY = 256
+BASE: dict[str, Any] = {
+    "scale": "test",
+    "study": "test",
+    "label": "test",
+    "seed": 1,
+    "model": {"layers": 2, "hidden": 48, "heads": 4, "sequence_length": 16},
+    "parallel": {"pipeline": 2, "data": 2},
+    "train": {
+        "iterations": 20,
+        "micro_batch": 2,
+        "global_batch": 8,
+        "lr": 3e-3,
+        "lr_warmup_fraction": 0.1,
+        "eval_interval": 20,
+        "eval_batches": 1,
+    },
+}
+
+
+def configuration(name: str, compression: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+    values = {**BASE, "variant": name, "compression": compression}
+    for key, section in sections.items():
+        values[key] = {**values[key], **section}
+    return RunConfig(**values)
+
+
+def train(run: RunConfig, *, iterations: int = 20, full_rank: bool = False, attached: bool = True) -> dict[str, Any]:
+    """Train on a fixed random stream; returns losses, a fingerprint of this rank's weights, and the decisions."""
+    session = build(run, VOCABULARY)
+    if not attached:
+        _detach(session)
+    engine = session.attachment.engine
+    if full_rank:
+        engine.compressor.always_factor = True  # type: ignore[attr-defined]
+    replica = parallel_state.get_data_parallel_rank()
+    losses, decisions, entropies = [], [], []
+    for iteration in range(iterations):
+        for chunk in session.chunks:
+            chunk.zero_grad_buffer()
+        session.optimizer.zero_grad()
+        losses.append(_iteration(session, run, iteration, replica))
+        session.optimizer.step()
+        session.scheduler.step(increment=1)
+        if attached and engine.decision is not None:
+            decisions.append(asdict(engine.decision))
+        if attached and engine.last is not None:
+            entropies.append(engine.last.entropy)
+    weights = torch.cat([p.detach().double().reshape(-1) for c in session.chunks for p in c.parameters()])
+    result = {
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "replica": replica,
+        "losses": losses,
+        "weights": weights,
+        "decisions": decisions,
+        "entropies": entropies,
+        "bytes": engine.last.statistics.bytes if engine.last else 0,
+    }
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def _detach(session: Session) -> None:
+    """Megatron's own reduction, as if EDGC had never been attached."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    for group in session.attachment.groups:
+        group.__class__ = _ParamAndGradBucketGroup
+
+
+def _iteration(session: Session, run: RunConfig, iteration: int, replica: int) -> float:
+    length, size = run.model.sequence_length, run.train.micro_batch
+    generator = torch.Generator().manual_seed(100 * (iteration % 4) + replica)
+    tokens = [torch.randint(0, VOCABULARY, (size, length + 1), generator=generator) for _ in range(run.micro_batches)]
+    positions = torch.arange(length).repeat(size, 1)
+
+    def forward(batches: Any, model: Any) -> Any:
+        batch = next(batches)
+        inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+        def loss(output: torch.Tensor) -> Any:
+            value = output.float().mean()
+            return value, {"loss": value.detach().clone()}
+
+        return model(inputs, positions, None, labels=labels), loss
+
+    chunks, virtual = session.chunks, run.parallel.virtual_pipeline
+    losses = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter(tokens) for _ in chunks] if virtual else iter(tokens),
+        model=list(chunks) if virtual else chunks[0],
+        num_microbatches=run.micro_batches,
+        seq_length=length,
+        micro_batch_size=size,
+        forward_only=False,
+    )
+    return float(torch.stack([item["loss"] for item in losses]).mean()) if losses else float("nan")
+
+
+EDGC = {
+    "method": "edgc",
+    "policy": "cqm",
+    "r_max": 16,
+    "r_min": 4,
+    "window": 4,
+    "stability_tolerance": 10.0,
+    "entropy": {"iteration_rate": 0.5, "entry_rate": 0.5},
+}
+
+
+def all_cases() -> dict[str, dict[str, Any]]:
+    cpu_shims.install()
+    none = configuration("none", {"method": "none"})
+    powersgd = configuration("powersgd", {"method": "powersgd", "rank": 4})
+    overlap = {"overlap_grad_reduce": True}
+    given = {"backward_seconds": 0.01, "seconds_per_rank": 0.001, "seconds_fixed": 0.002, "seconds_uncompressed": 0.1}
+    search = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
+    return {
+        "plain": train(none, attached=False),
+        "none": train(none),
+        "none_overlap": train(configuration("none", {"method": "none"}, train=overlap)),
+        "powersgd": train(powersgd),
+        "powersgd_again": train(powersgd),
+        "powersgd_overlap": train(configuration("powersgd", {"method": "powersgd", "rank": 4}, train=overlap)),
+        "full_rank": train(configuration("full", {"method": "powersgd", "rank": 256}), full_rank=True),
+        "dp4": train(configuration("dp4", {"method": "powersgd", "rank": 4}, parallel={"pipeline": 1, "data": 4})),
+        "edgc": train(configuration("edgc", EDGC)),
+        "edgc_tp2": train(configuration("edgc", EDGC, parallel={"tensor": 2, "pipeline": 1, "data": 2})),
+        "edgc_aligned": train(configuration("edgc", {**EDGC, "alignment": "given", "timing": given})),
+        "edgc_search": train(configuration("edgc", search)),
+    }
+
+
+def replicas(result: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
+    """Weights grouped by what must be equal bit for bit: the replicas of one stage (TP1)."""
+    key = lambda item: item["stage"]  # noqa: E731
+    ordered = sorted(result, key=key)
+    return [[item["weights"] for item in group] for _, group in itertools.groupby(ordered, key)]
+
+
+def world() -> int:
+    return dist.get_world_size()
