@@ -1,0 +1,110 @@
+"""The paper's clusters, simulated: time of one step's gradient communication against the unknown network.
+
+``python -m paper_figures.cluster --study gpt2_2p5b_v100 --results results/ci --out results/ci/figures``
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from edgc.errors import UserError
+from paper_figures import style
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NONE, EDGC, BAND = "none", "edgc", ("edgc_r_min", "edgc_r_max")
+OPEN = ":"  # the higher of two fixed ranks: dotted, open markers; the ranks between them are in the table
+
+
+def _lines(table: pd.DataFrame) -> list[tuple[str, str, Any]]:
+    """(method, label, line style) of what is drawn, uncompressed first."""
+    ranks = sorted(
+        int(m.removeprefix("powersgd_r")) for m in table["method"].unique() if m.startswith("powersgd_r")
+    )
+    found: list[tuple[str, str, Any]] = [(NONE, "uncompressed fp32", "-"), ("bf16", "bf16", "--")]
+    found.append(("int8", "int8", "--"))
+    drawn = dict.fromkeys((ranks[-1], ranks[0]))
+    fixed = [(f"powersgd_r{rank}", f"PowerSGD r={rank}", "-" if rank == ranks[0] else OPEN) for rank in drawn]
+    return [*found, *fixed, ("topk", "top-k 1 %", "-."), (EDGC, "EDGC, mean rank", "-")]
+
+
+def _series(table: pd.DataFrame, method: str, column: str) -> tuple[list[float], list[float]]:
+    rows = table[table["method"] == method].sort_values("gbits_per_second")
+    return list(rows["gbits_per_second"]), list(rows[column])
+
+
+def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, ...] = ()) -> None:
+    band = [_series(table, name, column) for name in BAND]
+    colour = style.family(EDGC).colour
+    for method, label, line in _lines(table):
+        if method not in skip:
+            look = style.family(method)
+            ax.plot(
+                *_series(table, method, column),
+                color=look.colour,
+                marker=look.marker,
+                markerfacecolor="white" if line == OPEN else look.colour,
+                linestyle=line,
+                label=label,
+            )
+    low, high = band[0][1], band[1][1]
+    label = "EDGC, r_min to r_max"
+    ax.fill_between(band[0][0], low, high, color=colour, alpha=0.15, linewidth=0, label=label)
+    ax.set_xscale("log")
+    ticks = band[0][0]
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def draw(results: Path, study: str) -> Figure:
+    """Simulated communication time and what each method saves, against the bandwidth of a node."""
+    table = style.read(results, study)
+    table = table[table["stage"] == "slowest"].copy()
+    if set(table["kind"]) != {"simulated"}:
+        raise UserError(
+            "table.csv holds rows that are not simulated", where=results / study, fix="make it again"
+        )
+    table["seconds"] = table["seconds_communication"] + table["seconds_compress"]
+    facts = json.loads((results / study / "summary.json").read_text(encoding="utf-8"))
+    claim, degree = facts["paper_reduction_percent"], facts["parallel"]
+
+    fig, (top, bottom) = style.figure(2, 1, height=4.9, sharex=True)
+    _draw_panel(top, table, "seconds")
+    top.set_yscale("log")
+    top.set_ylabel("gradient time per step (s)")
+    top.set_title(f"SIMULATED: {facts['title']}")
+    _draw_panel(bottom, table, "reduction_with_compress_percent", skip=(NONE,))
+    bottom.set_ylim(0, 102)
+    bottom.set_ylabel("time saved (%)")
+    bottom.set_xlabel("bandwidth of a node (Gbit/s per direction)")
+    bottom.axhline(
+        claim, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"paper: up to {claim:g} %"
+    )
+    bottom.set_title("SIMULATED: against uncompressed fp32")
+    style.letter([top, bottom])
+
+    handles: dict[str, Any] = {}
+    for ax in (top, bottom):
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=2, columnspacing=1.0)
+    split = f"TP{degree['tensor']} PP{degree['pipeline']} DP{degree['data']}"
+    style.note(
+        fig,
+        f"Model, not measured: communication and compression\nof the slowest stage ({split}), no overlap.\n"
+        "EDGC: mean of a run with 10 % warm-up; r_max where\ncompression stops paying, r_min = r_max/4,\n"
+        "mean rank half-way (assumed).",
+    )
+    return fig
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,276 @@
+"""The alpha-beta estimate against hand computation, its monotonicity, its refusals and its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer import Typer
+from typer.testing import CliRunner
+
+from edgc.errors import UserError
+from experiments import cluster_model, matrix
+from experiments.cluster_cost import Model, all_gather_seconds, all_reduce_seconds
+from experiments.cluster_inputs import ClusterConfig, groups_sharing_a_node, load_cluster
+from experiments.cluster_model import bandwidth_where, load_model, reduction, summary, sweep, table
+from experiments.layouts import GPTShape, build
+from experiments.settings import validate
+
+STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
+SHAPE = GPTShape(
+    layers=2, hidden=64, heads=4, sequence_length=32, vocab_size=500, tensor=2, pipeline=2, data=3
+)
+
+
+def toy(**changes: Any) -> Model:
+    """Two stages, two tensor-parallel ranks, three replicas; the V100 study's inputs."""
+    return replace(Model(SHAPE, build(SHAPE), load_cluster("gpt2_2p5b_v100"), 2, 4, 8, 10.0), **changes)
+
+
+def fake_study(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> str:
+    """A study of its own in ``folder``: the 2.5 B one with keys of its cluster section replaced."""
+    values = yaml.safe_load(matrix.study_path("gpt2_2p5b_v100").read_text())
+    values["study"] = "mine"
+    for path, value in changes.items():
+        *sections, last = path.split("__")
+        at = values
+        for section in sections:
+            at = at[section]
+        at[last] = value
+    (folder / "studies").mkdir()
+    (folder / "studies" / "mine.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.setattr(matrix, "ROOT", folder)
+    return "mine"
+
+
+def test_ring_formulas_by_hand() -> None:
+    # 4 replicas, 1 GB, 1 GB/s, 10 us a hop: 6 hops, and 6/4 of the bytes over each link
+    assert all_reduce_seconds(1e9, 4, 1e-5, 1e9) == pytest.approx(6e-5 + 1.5, rel=1e-12)
+    assert all_gather_seconds(1e9, 4, 1e-5, 1e9) == pytest.approx(3e-5 + 3.0, rel=1e-12)
+    assert all_reduce_seconds(1e9, 1, 1e-5, 1e9) == 0.0
+
+
+def test_methods_by_hand() -> None:
+    model = toy()
+    stage = model.stages[1]
+    n, alpha, speed = stage.parameters, 14e-6, 10e9 / 8 / 2  # two groups share 10 Gbit/s
+    ring = 2 * 2 / 3  # three replicas
+    assert model.none(stage).communication == pytest.approx(4 * alpha + ring * 4 * n / speed, rel=1e-12)
+    assert model.none(stage).compress == 0
+    assert model.bf16(stage).communication == pytest.approx(4 * alpha + ring * 2 * n / speed, rel=1e-12)
+    assert model.bf16(stage).compress == pytest.approx(3 * 4 * n / (900e9 * 0.8), rel=1e-12)
+    low = model.powersgd(stage, 4)
+    assert low.communication == pytest.approx(8 * alpha + ring * low.bytes / speed, rel=1e-12)
+    shapes = stage.matrices
+    entries = sum(m * k for m, k in shapes)
+    compute = sum(8 * m * k * 4 / (15.7e12 * 0.5) + 4 * m * 16 / (15.7e12 * 0.02) for m, k in shapes)
+    assert low.compress == pytest.approx(compute + 7 * 4 * entries / 720e9 + 1e-4 * len(shapes), rel=1e-12)
+    kept = sum(round(0.01 * m * k) for m, k in shapes)
+    sparse, dense = 8 * kept, 4 * (n - entries)
+    assert model.topk(stage).bytes == sparse + dense
+    expected = 2 * (alpha + sparse / speed) + 4 * alpha + ring * dense / speed
+    assert model.topk(stage).communication == pytest.approx(expected, rel=1e-12)
+    assert model.int8(stage).bytes == entries + 4 * (-(-entries // 256)) + dense
+
+
+def test_other_traffic_by_hand() -> None:
+    model = toy()
+    alpha, speed = 14e-6, 10e9 / 8 / 2
+    transfer = 4 * (
+        alpha + 4 * 8 * 32 * 64 / 2 / speed
+    )  # 4 micro-batches of 8 x 32 x 64 fp32 over 2 ranks, one way
+    embedding = 2 * alpha + 4 * 512 * 64 / 2 / speed
+    for stage in model.stages:
+        assert model.other(stage) == pytest.approx(transfer + embedding, rel=1e-12)
+    middle = GPTShape(layers=3, hidden=64, heads=4, sequence_length=32, vocab_size=500, tensor=2, pipeline=3)
+    deeper = replace(model, shape=middle, stages=build(middle))
+    assert deeper.other(deeper.stages[1]) == pytest.approx(2 * transfer, rel=1e-12)
+
+
+def test_edgc_is_the_mean_over_warm_up_and_the_rest() -> None:
+    model = toy()
+    stage = model.stages[0]
+    dense, low, mixed = model.none(stage), model.powersgd(stage, 4), model.edgc(stage, 4)
+    assert mixed.bytes == pytest.approx(0.1 * dense.bytes + 0.9 * low.bytes)
+    assert mixed.communication == pytest.approx(0.1 * dense.communication + 0.9 * low.communication)
+    assert mixed.compress == pytest.approx(0.9 * low.compress)
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_r_max_is_where_compression_stops_paying(study: str) -> None:
+    for model in sweep(load_model(study)):
+        ranks, limit = model.edgc_ranks(), model.slowest(model.none).seconds
+        assert ranks is not None
+        r_min, mean, r_max = ranks
+        assert all(rank % 4 == 0 for rank in ranks)
+        assert 4 <= r_min <= mean <= r_max
+        assert abs(r_min - r_max / 4) <= 2
+        for rank, pays in ((r_max, True), (r_max + 4, False)):
+            times = [model.powersgd(stage, rank, always=True).seconds for stage in model.stages]
+            assert (max(times) <= limit) is pays
+
+
+def test_where_compression_never_pays_edgc_stays_uncompressed() -> None:
+    model = toy(gbits=1e6)
+    assert model.largest_useful_rank() is None
+    rank, cost = model.methods()["edgc"]
+    assert rank is None
+    assert cost(model.stages[0]) == model.none(model.stages[0])
+
+
+@given(
+    gbits=st.floats(0.01, 1e4),
+    factor=st.floats(1.0, 100.0),
+    rank=st.integers(1, 60),
+    more=st.integers(0, 60),
+    world=st.integers(2, 64),
+)
+@settings(max_examples=40, deadline=None)
+def test_monotone(gbits: float, factor: float, rank: int, more: int, world: int) -> None:
+    slow = toy(shape=replace(SHAPE, data=world), gbits=gbits)
+    fast, wider = replace(slow, gbits=gbits * factor), replace(slow, shape=replace(SHAPE, data=world + 1))
+    for stage in slow.stages:
+        for name in ("none", "bf16", "int8", "topk"):
+            assert getattr(fast, name)(stage).seconds <= getattr(slow, name)(stage).seconds
+            assert getattr(wider, name)(stage).seconds >= getattr(slow, name)(stage).seconds
+        assert fast.powersgd(stage, rank).seconds <= slow.powersgd(stage, rank).seconds
+        higher = slow.powersgd(stage, rank + more, always=True)
+        assert slow.powersgd(stage, rank, always=True).seconds <= higher.seconds
+        # a faster network leaves less to save, because the time to compress stays
+        saved = [reduction(at.powersgd(stage, rank).seconds, at.none(stage).seconds) for at in (slow, fast)]
+        assert saved[1] <= saved[0] + 1e-9
+
+
+def test_claim_bandwidth_is_the_crossing() -> None:
+    model = load_model("gpt2_2p5b_v100")
+    found = bandwidth_where(model, lambda at: at.bf16, 46.45)
+    assert found is not None
+    at = replace(model, gbits=found)
+    saved = reduction(at.slowest(at.bf16).seconds, at.slowest(at.none).seconds)
+    assert saved == pytest.approx(46.45, abs=1e-6)
+    assert bandwidth_where(model, lambda at: at.none, 46.45) is None
+
+
+@pytest.mark.parametrize(
+    ("study", "sharing"), [("gpt2_345m", 2), ("gpt2_2p5b_v100", 4), ("gpt2_12p1b_h100", 4)]
+)
+def test_placement(study: str, sharing: int) -> None:
+    assert load_model(study).sharing == sharing
+
+
+def test_placement_refusals() -> None:
+    with pytest.raises(UserError, match=r"nodes \* gpus_per_node = 8, but tensor \* pipeline \* data = 12"):
+        groups_sharing_a_node(SHAPE, 4, 2)
+    with pytest.raises(UserError, match=r"not divisible by parallel.tensor"):
+        groups_sharing_a_node(SHAPE, 4, 3)
+    with pytest.raises(UserError, match="beside another one of its group"):
+        groups_sharing_a_node(SHAPE, 3, 4)
+    # one replica: a node may hold several stages, and nothing is reduced
+    assert groups_sharing_a_node(replace(SHAPE, data=1), 1, 4) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cluster__gpus": 4}, "unknown key gpus"),
+        ({"cluster__nodes": {"value": 8, "kind": "guessed", "source": "me"}}, "nodes.kind"),
+        ({"cluster__nodes": {"value": 8, "kind": "cited"}}, "missing key nodes.source"),
+        ({"cluster__nodes": {"value": 7, "kind": "cited", "source": "me"}}, "nodes * gpus_per_node = 28"),
+        ({"cluster": None}, "has no cluster section"),
+        ({"base__parallel": {"tensor": 4, "pipeline": 5, "data": 2}}, "model.layers = 52 is not divisible"),
+        ({"base__parallel": {"tensor": 7, "pipeline": 4, "data": 2}}, "parallel.tensor = 7"),
+        ({"base__data": {"source": "openwebtext", "vocab_size": None}}, "data.vocab_size is not set"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    study = fake_study(monkeypatch, tmp_path, **changes)
+    app, out = Typer(), tmp_path / "out"
+    app.command()(cluster_model.main)
+    result = CliRunner().invoke(app, ["--study", study, "--out", str(out)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert "mine.yaml" in result.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_files_are_complete_marked_and_repeat(study: str, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        cluster_model.main(study=study, out=tmp_path / name)
+    names = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert names == ["stages.csv", "summary.json", "table.csv"]
+    for name in names:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    rows = list(csv.DictReader((tmp_path / "first" / "table.csv").open()))
+    assert {row["kind"] for row in rows} == {"simulated"}
+    facts = json.loads((tmp_path / "first" / "summary.json").read_text())
+    assert facts["kind"] == "simulated"
+    model = load_model(study)
+    bandwidths = model.cluster.network.node_gbits_per_second.value
+    assert len(rows) == len(bandwidths) * len(model.methods()) * (len(model.stages) + 1)
+    for row in rows:
+        if row["method"] == "none":
+            assert float(row["reduction_with_compress_percent"]) == 0.0
+        assert (
+            float(row["reduction_with_compress_percent"])
+            <= float(row["reduction_communication_percent"]) + 1e-4
+        )
+
+
+def test_every_input_says_where_it_comes_from() -> None:
+    def leaves(value: Any) -> list[dict[str, Any]]:
+        if isinstance(value, dict) and "kind" in value:
+            return [value]
+        return [leaf for part in value.values() for leaf in leaves(part)]
+
+    for study in STUDIES:
+        facts = summary(study, load_model(study))
+        found = leaves(facts["inputs"])
+        assert len(found) == 19
+        assert all(leaf["source"] and leaf["kind"] in ("measured", "cited", "assumed") for leaf in found)
+
+
+def test_the_slowest_row_is_the_slowest_stage() -> None:
+    rows = [row for row in table(load_model("gpt2_12p1b_h100")) if row["method"] == "powersgd_r32"]
+    for start in range(0, len(rows), 5):
+        *stages, slowest = rows[start : start + 5]
+        times = [float(row["seconds_communication"]) + float(row["seconds_compress"]) for row in stages]
+        longest = float(slowest["seconds_communication"]) + float(slowest["seconds_compress"])
+        assert slowest["stage"] == "slowest"
+        assert longest == max(times)
+
+
+def test_cluster_config_refuses_a_share_above_one() -> None:
+    values = matrix.load_study("gpt2_2p5b_v100").cluster
+    assert values is not None
+    values["gpu"]["gemm_efficiency"]["value"] = 1.5
+    with pytest.raises(UserError, match=r"gpu.gemm_efficiency.value = 1.5"):
+        validate(ClusterConfig, values, "some.yaml")
+
+
+def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path) -> None:
+    pytest.importorskip("seaborn")
+    from paper_figures import cluster, style
+
+    study = "gpt2_2p5b_v100"
+    cluster_model.main(study=study, out=tmp_path / study)
+    figure = cluster.draw(tmp_path, study)
+    for ax in figure.axes:
+        assert "SIMULATED" in ax.get_title(loc="left")
+        assert len(ax.get_lines()) >= 7
+    assert [path.stat().st_size > 10_000 for path in style.save(figure, tmp_path, study)] == [True, True]
+    path = tmp_path / study / "table.csv"
+    path.write_text(path.read_text().replace("simulated", "measured"))
+    with pytest.raises(UserError, match="not simulated"):
+        cluster.draw(tmp_path, study)
