@@ -38,7 +38,9 @@ def _integer(key: str, value: object, low: int) -> None:
 def _number(key: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (value > low if open_low else value >= low) and value <= high  # type: ignore[operator]
-    bound = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+    bound = f"{'above' if open_low else 'at least'} {low:g}" + (
+        f" and at most {high:g}" if high < math.inf else ""
+    )
     _require(ok, key, value, f"use a number {bound}")
 
 
@@ -204,7 +206,9 @@ class EDGCConfig(_Settings):
         for key in ("r_max", "r_min"):
             value = getattr(self, key)
             if value is not None and self.method == "edgc" and self.policy != "fixed":
-                _require(value % self.rank_multiple == 0, key, value, f"use a multiple of {self.rank_multiple}")
+                _require(
+                    value % self.rank_multiple == 0, key, value, f"use a multiple of {self.rank_multiple}"
+                )
         if self.method == "powersgd" or (self.method == "edgc" and self.policy == "fixed"):
             _require(self.rank is not None, "rank", self.rank, "give the rank of the fixed-rank method")
         if self.alignment == "given":

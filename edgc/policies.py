@@ -27,9 +27,9 @@ def released(
 ) -> Target:
     """The rule of the authors' public code: ``r_min + (r_max - r_min) |H_k - H_(k-1)| / |H_2 - H_1|``.
 
-    At most r_max. H_1 and H_2 are the first two windows of the run that have an entropy. That code divides by
-    their difference unguarded; here a difference of 0, like a missing entropy (None), leaves the rank as it is.
-    It rounds down to even ranks, ours to the multiple in :func:`step`.
+    At most r_max. H_1 and H_2 are the first two windows of the run that have an entropy. That code divides
+    by their difference unguarded; here a difference of 0, like a missing entropy (None), leaves the rank as
+    it is. It rounds down to even ranks; here :func:`step` rounds to the multiple.
     Source: repository xiaoao-666/EDGC, commit 69a7674.
     """
     if first is None or second is None or previous is None:
@@ -44,9 +44,9 @@ def released(
 def step(current: int, target: float, r_min: int, r_max: int, multiple: int, limit: int) -> int:
     """The rank after one window, at most ``limit`` away from ``current``.
 
-    ``target`` is clamped to [r_min, r_max] and rounded to the nearest multiple, half up. ``current``, ``r_min``
-    and ``r_max`` are multiples of ``multiple``, and so is the answer.
+    ``target`` (finite) is rounded to the nearest multiple, half up, and clamped to [r_min, r_max]. ``current``,
+    ``r_min`` and ``r_max`` are multiples of ``multiple``, and so is the answer.
     """
-    wanted = math.floor(min(max(target, r_min), r_max) / multiple + 0.5) * multiple
+    wanted = math.floor(target / multiple + 0.5) * multiple
     reach = limit // multiple * multiple
     return min(max(wanted, current - reach, r_min), current + reach, r_max)

@@ -11,9 +11,9 @@ the eigenvalues below x have closed forms:
     F(phi) = (2 / pi) * integral of sin^2 / (1 + s^2 - 2 s cos) from 0 to phi
 
 They are tabulated once per shape and interpolated linearly, which makes ``rank_for_error`` the exact inverse
-of ``error``. The law is that of large matrices: it is within 1 % of simulation up to half of the full rank for
-p >= 64, and overestimates the (then small) error of square matrices near full rank. Ranks are real numbers
-here; rounding is the controller's business. Plain floats, no torch.
+of ``error``. The law is that of large matrices: within 1 % of simulation up to half of the full rank for
+p >= 64, too high near full rank for square matrices (whose error is small there). Ranks are real numbers;
+rounding is the controller's business. Plain floats, no torch.
 """
 
 from __future__ import annotations

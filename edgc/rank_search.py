@@ -13,7 +13,7 @@ from edgc.alignment import LinearTime
 
 
 def bytes_limit(shapes: Sequence[tuple[int, int]], multiple: int) -> int:
-    """Largest multiple at which a stage's factors have fewer entries than its matrices; 0 if there is none."""
+    """Largest multiple at which a stage's factors have fewer entries than its matrices; 0 if none."""
     dense, limit = sum(m * n for m, n in shapes), 0
     while limit < max(min(shape) for shape in shapes):
         rank = limit + multiple

@@ -60,7 +60,9 @@ def check_devices(run: RunConfig, nodes: int) -> int:
     world = run.parallel.world
     if world % nodes:
         fix = "change parallel.data or the number of nodes"
-        raise UserError(f"world size {world} is not divisible by {nodes} nodes", where=study_path(run.study), fix=fix)
+        raise UserError(
+            f"world size {world} is not divisible by {nodes} nodes", where=study_path(run.study), fix=fix
+        )
     gpus = torch.cuda.device_count()
     if gpus and world // nodes > gpus:
         raise UserError(
@@ -89,7 +91,9 @@ def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, lau
         atomic_write(Path(attempt) / "summary.json", json.dumps(summary))
 
 
-def start_ranks(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, nodes: int, rendezvous: str) -> None:
+def start_ranks(
+    run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, nodes: int, rendezvous: str
+) -> None:
     """Run all ranks of this node to their end; raises what the elastic agent raises."""
     import torch
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -126,9 +130,13 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
             raise SystemExit(EXIT_BAD_INPUT) from None
         if first.exitcode < 0:
             folder.discard()
-            print(f"interrupted: a rank of {run.study}/{run.name} was killed ({first.signal_name()})", file=sys.stderr)
+            print(
+                f"interrupted: a rank of {run.study}/{run.name} was killed ({first.signal_name()})",
+                file=sys.stderr,
+            )
             raise SystemExit(EXIT_INTERRUPTED) from None
-        message = first.message["message"] if isinstance(first.message, dict) else str(first.message)
+        reply: Any = first.message  # the rank's error file as a mapping, or a text of the agent's
+        message = str(reply["message"] if isinstance(reply, dict) else reply)
         error = message.strip().splitlines()[-1] if message.strip() else f"exit code {first.exitcode}"
         print(f"failed: {run.study}/{run.name}: {error}", file=sys.stderr)
         return {"status": "failed", "error": error}
@@ -139,7 +147,9 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
     return dict(json.loads((folder.attempt / "summary.json").read_text()))
 
 
-def launch(run: RunConfig, results: Path, nodes: int = 1, node: int = 0, rendezvous: str = "localhost:0") -> str:
+def launch(
+    run: RunConfig, results: Path, nodes: int = 1, node: int = 0, rendezvous: str = "localhost:0"
+) -> str:
     """Run one training job and publish its folder; returns its status.
 
     Args:
@@ -183,7 +193,9 @@ def read_run(path: Path) -> RunConfig:
 def main(
     study: Annotated[str | None, typer.Option(help="name of a file in experiments/studies")] = None,
     run: Annotated[str | None, typer.Option(help="name of the run: <variant>-s<seed>")] = None,
-    config: Annotated[Path | None, typer.Option(help="a complete run file instead, e.g. another run's run.yaml")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a complete run file instead, e.g. another run's run.yaml")
+    ] = None,
     scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
     results: Annotated[Path, typer.Option(help="root of all results")] = Path("results"),
     nodes: Annotated[int, typer.Option(help="machines that take part")] = 1,

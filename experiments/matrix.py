@@ -75,10 +75,14 @@ def scales() -> list[str]:
 
 def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
     if not path.exists():
-        raise UserError(f"unknown {kind} {path.stem!r}", where=path.parent, fix=f"use one of {', '.join(known)}")
+        raise UserError(
+            f"unknown {kind} {path.stem!r}", where=path.parent, fix=f"use one of {', '.join(known)}"
+        )
     values = load_yaml(path)
     if values.get(kind) != path.stem:
-        raise UserError(f"{kind} = {values.get(kind)!r} is not the file's name", where=path, fix=f"write {path.stem}")
+        raise UserError(
+            f"{kind} = {values.get(kind)!r} is not the file's name", where=path, fix=f"write {path.stem}"
+        )
     return values
 
 
@@ -121,7 +125,9 @@ def find(study: str, scale: str, name: str) -> RunConfig:
         if run.name == name:
             return run
     known = ", ".join(run.name for run in matrix)
-    raise UserError(f"study {study} has no run {name!r} at scale {scale}", where=study_path(study), fix=f"known: {known}")
+    raise UserError(
+        f"study {study} has no run {name!r} at scale {scale}", where=study_path(study), fix=f"known: {known}"
+    )
 
 
 @main_guard
@@ -130,7 +136,9 @@ def main(study: Annotated[str, typer.Option()], scale: Annotated[str, typer.Opti
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("run", "label", "model", "parallel", "iterations", "compression", title=f"{study} at scale {scale}")
+    table = Table(
+        "run", "label", "model", "parallel", "iterations", "compression", title=f"{study} at scale {scale}"
+    )
     for run in runs(study, scale):
         model, parallel = run.model, run.parallel
         table.add_row(

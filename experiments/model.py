@@ -14,17 +14,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from experiments.layouts import padded_vocabulary
 from experiments.settings import RunConfig
 
-VOCABULARY_MULTIPLE = 128  # Megatron pads the vocabulary so that every tensor-parallel shard is a multiple of this
-
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
-
-
-def padded_vocabulary(vocab_size: int, tensor_parallel: int) -> int:
-    """``vocab_size`` rounded up to a multiple of 128 * tensor parallel degree."""
-    multiple = VOCABULARY_MULTIPLE * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
 
 
 def dtype_of(run: RunConfig) -> torch.dtype:

@@ -88,7 +88,9 @@ class GradientProbe:
             row[f"sampled_{estimator}"] = estimate(sample, estimator)
         return row
 
-    def end_iteration(self, iteration: int, stage_leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    def end_iteration(
+        self, iteration: int, stage_leaders: Sequence[int], group: dist.ProcessGroup | None
+    ) -> None:
         """Describe the whole model on the first stage leader; called by all ranks of ``group`` (the leaders)."""
         if not (self.reports and self.due(iteration)):
             return

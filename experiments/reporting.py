@@ -39,23 +39,26 @@ class RankStep:
     @classmethod
     def of(cls, stage: int, replica: int, loss: float, gradient_norm: float, done: Iteration) -> RankStep:
         s = done.statistics
-        number = lambda value: math.nan if value is None else float(value)  # noqa: E731
         return cls(
             stage=float(stage),
             replica=float(replica),
             loss=loss,
             gradient_norm=gradient_norm,
             bytes=float(s.bytes),
-            rank=number(done.rank),
+            rank=_number(done.rank),
             entropy=done.entropy,
             entropy_full=done.entropy_full,
-            relative_error=number(s.relative_error),
-            error_feedback_ratio=number(s.error_feedback_ratio),
+            relative_error=_number(s.relative_error),
+            error_feedback_ratio=_number(s.error_feedback_ratio),
             seconds_compress=s.seconds_compress,
             seconds_communicate=s.seconds_communicate,
             seconds_decompress=s.seconds_decompress,
             seconds_entropy=done.seconds_entropy,
         )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def gather_step(mine: RankStep, device: torch.device) -> Step:
     dist.all_gather(rows, row)
     ranks = [RankStep(*item.tolist()) for item in rows]
     replicas = len({rank.replica for rank in ranks})
-    stages = []
+    stages: list[dict[str, Any]] = []
     for stage in sorted({rank.stage for rank in ranks}):
         of_stage = [rank for rank in ranks if rank.stage == stage]
         mean = {
@@ -89,13 +92,15 @@ def gather_step(mine: RankStep, device: torch.device) -> Step:
                 "rank": None if math.isnan(rank) else int(rank),
                 **mean,
                 "bytes": int(sum(item.bytes for item in of_stage)) // replicas,
-                **{f"seconds_{key}": _mean(getattr(r, f"seconds_{key}") for r in of_stage) for key in SECONDS},
+                **{
+                    f"seconds_{key}": _mean(getattr(r, f"seconds_{key}") for r in of_stage) for key in SECONDS
+                },
             }
         )
     return Step(
         loss=_mean_loss([rank.loss for rank in ranks if rank.stage == max(r.stage for r in ranks)]),
         gradient_norm=ranks[0].gradient_norm,
-        bytes=sum(stage["bytes"] for stage in stages),
+        bytes=sum(int(rank.bytes) for rank in ranks) // replicas,
         stages=stages,
     )
 

@@ -33,7 +33,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as handle:
             os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -109,7 +109,7 @@ class RunFolder:
             target = self.path / name
             if target.is_dir():
                 shutil.rmtree(target)
-            os.replace(self.attempt / name, target)
+            (self.attempt / name).replace(target)
         self.attempt.rmdir()
 
     def discard(self) -> None:

@@ -56,7 +56,9 @@ class ModelConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} is not divisible by heads = {self.heads}; change one of them")
+            raise ValueError(
+                f"hidden = {self.hidden} is not divisible by heads = {self.heads}; change one of them"
+            )
         return self
 
 
@@ -75,16 +77,26 @@ class ParallelConfig(Settings):
         """Fill in whichever of ``data`` and ``world`` is missing; values of a wrong type are left to the fields."""
         if not isinstance(values, Mapping):
             return values
-        model, data, world = (values.get("tensor", 1), values.get("pipeline", 1)), values.get("data"), values.get("world")
+        model, data, world = (
+            (values.get("tensor", 1), values.get("pipeline", 1)),
+            values.get("data"),
+            values.get("world"),
+        )
         if not all(isinstance(value, int) and value > 0 for value in (*model, data or 1, world or 1)):
             return values
         ranks = model[0] * model[1]
         if world is None:
             return {**values, "world": ranks * (data or 1)}
         if world % ranks or (data is not None and world != ranks * data):
-            given = f"tensor * pipeline = {ranks}" if data is None else f"tensor * pipeline * data = {ranks * data}"
+            given = (
+                f"tensor * pipeline = {ranks}"
+                if data is None
+                else f"tensor * pipeline * data = {ranks * data}"
+            )
             relation = "divisible by" if data is None else "equal to"
-            raise ValueError(f"world = {world} is not {relation} {given}; change world or the degrees of parallelism")
+            raise ValueError(
+                f"world = {world} is not {relation} {given}; change world or the degrees of parallelism"
+            )
         return {**values, "data": world // ranks}
 
 
@@ -176,7 +188,9 @@ def deep_merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any
     merged = dict(low)
     for key, value in high.items():
         old = merged.get(key)
-        merged[key] = deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = (
+            deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        )
     return merged
 
 

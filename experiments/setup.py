@@ -151,7 +151,7 @@ def _optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[A
 
 
 def _stage_leaders() -> tuple[list[int], dist.ProcessGroup | None]:
-    """Global ranks that speak for their stage (data- and tensor-parallel rank 0), first stage first, and their group."""
+    """Global ranks that speak for their stage (data- and tensor-parallel rank 0), by stage, and their group."""
     mine = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
@@ -159,5 +159,8 @@ def _stage_leaders() -> tuple[list[int], dist.ProcessGroup | None]:
     )
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, mine)
-    leaders = [rank for _, rank in sorted((place[0], rank) for rank, place in enumerate(places) if not any(place[1:]))]
+    leaders = [
+        rank
+        for _, rank in sorted((place[0], rank) for rank, place in enumerate(places) if not any(place[1:]))
+    ]
     return leaders, dist.new_group(leaders) if len(leaders) > 1 else None

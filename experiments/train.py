@@ -69,7 +69,9 @@ class Trainer:
             output = model(batch["tokens"], batch["attention_mask"], lm_labels=batch["labels"])
             output = output[0] if isinstance(output, tuple) else output
         else:
-            output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+            output = model(
+                batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+            )
 
         def loss_function(losses: torch.Tensor) -> Any:
             loss = (losses.float() * mask).sum() / mask.sum()
@@ -108,7 +110,8 @@ class Trainer:
         if session.probe is not None:
             session.probe.end_iteration(iteration, session.leaders, session.leaders_group)
         done = session.attachment.engine.last
-        assert done is not None and done.iteration == iteration
+        assert done is not None
+        assert done.iteration == iteration
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         return gather_step(RankStep.of(session.stage, self.replica, loss, norm, done), session.device)
 
@@ -123,7 +126,9 @@ class Trainer:
             chunk.train()
         total = torch.tensor([math.nan, 0.0], dtype=torch.float64, device=self.session.device)
         if self.session.is_last_stage:
-            total = torch.tensor([sum(losses) / len(losses), 1.0], dtype=torch.float64, device=self.session.device)
+            total = torch.tensor(
+                [sum(losses) / len(losses), 1.0], dtype=torch.float64, device=self.session.device
+            )
         rows = [torch.empty_like(total) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, total)
         values = [float(row[0]) for row in rows if row[1] > 0]
@@ -238,7 +243,12 @@ class Trainer:
                 r_min=d.r_min,
                 r_max=d.r_max,
             )
-        scalars = {"train/loss": step.loss, "train/lr": lr, "train/grad_norm": norm, "communication/bytes": step.bytes}
+        scalars = {
+            "train/loss": step.loss,
+            "train/lr": lr,
+            "train/grad_norm": norm,
+            "communication/bytes": step.bytes,
+        }
         for stage in step.stages:
             for key in ("rank", "entropy", "relative_error"):
                 if stage[key] is not None and math.isfinite(stage[key]):
@@ -249,7 +259,9 @@ class Trainer:
     def _report_evaluation(self, iteration: int, loss: float, bar: Progress) -> None:
         if not self.is_reporter:
             return
-        self.log.write("eval", iteration=iteration, split="validation", loss=loss, perplexity=perplexity(loss))
+        self.log.write(
+            "eval", iteration=iteration, split="validation", loss=loss, perplexity=perplexity(loss)
+        )
         self.board.add_scalar("validation/loss", loss, iteration)
         train = self.history.losses[-1]
         line = f"iteration {iteration}: train loss {train:.4f}, validation perplexity {perplexity(loss):.2f}"

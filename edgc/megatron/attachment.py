@@ -46,7 +46,7 @@ class Attachment:
             def finished() -> None:
                 self._backward_seconds.append(time.perf_counter() - begin)
 
-            torch.autograd.Variable._execution_engine.queue_callback(finished)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(finished)
 
         output.register_hook(started)
 
@@ -79,7 +79,9 @@ def attach(
         UserError: for the distributed optimizer, and for chunks that already have an attachment.
     """
     chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
-    groups = [group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
+    groups = [
+        group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+    ]
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             raise UserError(
@@ -95,7 +97,11 @@ def attach(
         for name, parameter in chunk.module.named_parameters()
     }
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    own = [tuple(parameter.shape) for group in groups for parameter in sorted(group.params, key=names.__getitem__)]
+    own = [
+        tuple(parameter.shape)
+        for group in groups
+        for parameter in sorted(group.params, key=names.__getitem__)
+    ]
     own = [shape for shape in own if compressible(shape, config.min_compression_elements)]
     shapes = _shapes_of_all_stages(stage, own)
     attachment = Attachment(

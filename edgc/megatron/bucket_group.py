@@ -25,6 +25,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
 
     edgc_attachment: Any
     edgc_names: dict[Any, str]
+    grad_reduce_handle: Any
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         if self.is_first_batch and self.grad_reduce_handle is not None:

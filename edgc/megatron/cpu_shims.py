@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
+_FACTORIES = (
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+)
 _installed = False
 
 

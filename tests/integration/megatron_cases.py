@@ -42,7 +42,9 @@ def configuration(name: str, compression: dict[str, Any], **sections: dict[str, 
     return RunConfig(**values)
 
 
-def train(run: RunConfig, *, iterations: int = 20, full_rank: bool = False, attached: bool = True) -> dict[str, Any]:
+def train(
+    run: RunConfig, *, iterations: int = 20, full_rank: bool = False, attached: bool = True
+) -> dict[str, Any]:
     """Train on a fixed random stream; returns losses, a fingerprint of this rank's weights, and the decisions."""
     session = build(run, VOCABULARY)
     if not attached:
@@ -88,7 +90,10 @@ def _detach(session: Session) -> None:
 def _iteration(session: Session, run: RunConfig, iteration: int, replica: int) -> float:
     length, size = run.model.sequence_length, run.train.micro_batch
     generator = torch.Generator().manual_seed(100 * (iteration % 4) + replica)
-    tokens = [torch.randint(0, VOCABULARY, (size, length + 1), generator=generator) for _ in range(run.micro_batches)]
+    tokens = [
+        torch.randint(0, VOCABULARY, (size, length + 1), generator=generator)
+        for _ in range(run.micro_batches)
+    ]
     positions = torch.arange(length).repeat(size, 1)
 
     def forward(batches: Any, model: Any) -> Any:
@@ -130,7 +135,12 @@ def all_cases() -> dict[str, dict[str, Any]]:
     none = configuration("none", {"method": "none"})
     powersgd = configuration("powersgd", {"method": "powersgd", "rank": 4})
     overlap = {"overlap_grad_reduce": True}
-    given = {"backward_seconds": 0.01, "seconds_per_rank": 0.001, "seconds_fixed": 0.002, "seconds_uncompressed": 0.1}
+    given = {
+        "backward_seconds": 0.01,
+        "seconds_per_rank": 0.001,
+        "seconds_fixed": 0.002,
+        "seconds_uncompressed": 0.1,
+    }
     search = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
     return {
         "plain": train(none, attached=False),
@@ -138,9 +148,13 @@ def all_cases() -> dict[str, dict[str, Any]]:
         "none_overlap": train(configuration("none", {"method": "none"}, train=overlap)),
         "powersgd": train(powersgd),
         "powersgd_again": train(powersgd),
-        "powersgd_overlap": train(configuration("powersgd", {"method": "powersgd", "rank": 4}, train=overlap)),
+        "powersgd_overlap": train(
+            configuration("powersgd", {"method": "powersgd", "rank": 4}, train=overlap)
+        ),
         "full_rank": train(configuration("full", {"method": "powersgd", "rank": 256}), full_rank=True),
-        "dp4": train(configuration("dp4", {"method": "powersgd", "rank": 4}, parallel={"pipeline": 1, "data": 4})),
+        "dp4": train(
+            configuration("dp4", {"method": "powersgd", "rank": 4}, parallel={"pipeline": 1, "data": 4})
+        ),
         "edgc": train(configuration("edgc", EDGC)),
         "edgc_tp2": train(configuration("edgc", EDGC, parallel={"tensor": 2, "pipeline": 1, "data": 2})),
         "edgc_aligned": train(configuration("edgc", {**EDGC, "alignment": "given", "timing": given})),

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,15 @@ class Launcher:
     def start(self, values: dict[str, Any]) -> subprocess.Popen[str]:
         config = self.folder / f"{values['variant']}.yaml"
         config.write_text(yaml.safe_dump(values))
-        command = [sys.executable, "-m", "experiments.launch", "--config", str(config), "--results", str(self.results)]
+        command = [
+            sys.executable,
+            "-m",
+            "experiments.launch",
+            "--config",
+            str(config),
+            "--results",
+            str(self.results),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -83,8 +90,8 @@ class Launcher:
 
 
 @pytest.fixture
-def launcher(prepared: Path, tmp_path: Path) -> Iterator[Launcher]:
-    yield Launcher(prepared, tmp_path)
+def launcher(prepared: Path, tmp_path: Path) -> Launcher:
+    return Launcher(prepared, tmp_path)
 
 
 def repeatable(folder: Path) -> list[Any]:
@@ -171,14 +178,19 @@ def test_a_diverging_run_ends_with_its_status(launcher: Launcher) -> None:
         ({"train": {"itertions": 5}}, "unknown key train.itertions"),
         ({"compression": {"entropy": {"iteration_rate": 0}}}, "iteration_rate (alpha) = 0"),
         ({"compression": {"method": "edgc", "r_min": 16, "r_max": 8}}, "r_min = 16"),
-        ({"parallel": {"tensor": 2, "pipeline": 2, "world": 6, "data": None}}, "world = 6 is not divisible by"),
+        (
+            {"parallel": {"tensor": 2, "pipeline": 2, "world": 6, "data": None}},
+            "world = 6 is not divisible by",
+        ),
         ({"model": {"layers": 3}}, "model.layers = 3 is not divisible by"),
         ({"train": {"global_batch": 3}}, "global_batch = 3"),
         ({"data": {"path": "nowhere"}}, "training data is missing"),
         ({"seed": -1}, "seed = -1"),
     ],
 )
-def test_bad_input_is_one_line_and_touches_nothing(launcher: Launcher, change: dict[str, Any], expected: str) -> None:
+def test_bad_input_is_one_line_and_touches_nothing(
+    launcher: Launcher, change: dict[str, Any], expected: str
+) -> None:
     values = changed(variant="bad", **change)
     if values["parallel"].get("data") is None:
         del values["parallel"]["data"]

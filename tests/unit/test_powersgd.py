@@ -157,7 +157,11 @@ def test_counted_bytes_are_the_bytes_that_were_sent(rank: int | None) -> None:
         assert counted == seen
         elements = sum(
             rank * sum(shape)
-            if rank is not None and len(shape) == 2 and math.prod(shape) >= 64 and min(shape) > 1 and saves_bytes(shape, rank)
+            if rank is not None
+            and len(shape) == 2
+            and math.prod(shape) >= 64
+            and min(shape) > 1
+            and saves_bytes(shape, rank)
             else math.prod(shape)
             for shape in SHAPES
         )
@@ -204,7 +208,9 @@ def test_a_rank_change_keeps_the_warm_start() -> None:
     best_4 = float(values[4:].norm() / values.norm())
     best_8 = float(values[8:].norm() / values.norm())
     assert alone(compressor, matrix, 4) == pytest.approx(best_4, rel=1e-3)
-    assert alone(PowerSGD(error_feedback=False), matrix, 4) > 1.2 * best_4, "the bound above must be out of reach cold"
+    assert alone(PowerSGD(error_feedback=False), matrix, 4) > 1.2 * best_4, (
+        "the bound above must be out of reach cold"
+    )
     for _ in range(10):
         alone(compressor, matrix, 8)
     assert alone(compressor, matrix, 12) < 1.05 * best_8, "growing must not lose what was known"
@@ -239,7 +245,9 @@ def test_rank_below_one_is_refused() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     transposed=st.booleans(),
 )
-def test_any_matrix(rows: int, columns: int, rank: int, exponent: int, dtype: torch.dtype, transposed: bool) -> None:
+def test_any_matrix(
+    rows: int, columns: int, rank: int, exponent: int, dtype: torch.dtype, transposed: bool
+) -> None:
     generator = torch.Generator().manual_seed(rows * 71 + columns)
     matrix = (torch.randn(rows, columns, generator=generator) * 10.0**exponent).to(dtype)
     view = matrix.T if transposed else matrix
