@@ -1,0 +1,116 @@
+"""Byte-level BPE: exact round trips, fixed special tokens, repeatable training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from edgc.errors import UserError
+from experiments import tokenizer as module
+from experiments.tokenizer import MIN_VOCABULARY, SPECIAL_TOKENS, TextTokenizer, load, load_gpt2, train_bpe
+
+TEXTS = [f"def function_{number}(value):\n    return value * {number}\n" for number in range(300)]
+TRAINED = train_bpe(TEXTS, 400)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives_a_round_trip(text: str) -> None:
+    (ids,) = TRAINED.encode_documents([text])
+    assert ids[-1] == TRAINED.end_of_text
+    assert TRAINED.decode(ids) == text
+    assert not {TRAINED.special_tokens[token] for token in SPECIAL_TOKENS} & set(ids[:-1])
+
+
+def test_special_tokens_come_first_and_are_not_read_from_text() -> None:
+    assert TRAINED.special_tokens == {token: number for number, token in enumerate(SPECIAL_TOKENS)}
+    assert TRAINED.vocab_size == 400
+    text = "a <|endoftext|> b [MASK] c"
+    (ids,) = TRAINED.encode_documents([text])
+    assert ids.count(TRAINED.end_of_text) == 1
+    assert TRAINED.special_tokens["[MASK]"] not in ids
+    assert TRAINED.decode(ids) == text
+
+
+def test_training_repeats_and_compresses() -> None:
+    assert train_bpe(iter(TEXTS), 400).to_json() == TRAINED.to_json()
+    assert train_bpe(TEXTS[:200], 400).to_json() != TRAINED.to_json()
+    tokens = sum(len(ids) for ids in TRAINED.encode_documents(TEXTS))
+    assert tokens < 0.5 * sum(len(text) for text in TEXTS)
+
+
+def test_chunks_do_not_change_the_encoding() -> None:
+    whole = list(TRAINED.encode_documents(TEXTS, chunk=1000))
+    assert whole == list(TRAINED.encode_documents(iter(TEXTS), chunk=7))
+    assert len(whole) == len(TEXTS)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    TRAINED.save(tmp_path / "tokenizer.json")
+    again = load(tmp_path / "tokenizer.json")
+    text = "return [SEP] value"
+    assert list(again.encode_documents([text])) == list(TRAINED.encode_documents([text]))
+    assert again.vocab_size == TRAINED.vocab_size
+
+
+def test_bad_tokenizers_are_user_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.vocab_size = 200 is too small") as caught:
+        train_bpe(TEXTS, 200)
+    assert str(MIN_VOCABULARY) in str(caught.value)
+    with pytest.raises(UserError, match="tokenizer is missing"):
+        load(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="not a tokenizer file"):
+        load(tmp_path / "tokenizer.json")
+
+
+def gpt2_files(folder: Path) -> None:
+    """A stand-in with GPT-2's file layout: no special tokens but a last <|endoftext|>."""
+    model = json.loads(TRAINED.to_json())["model"]
+    order = sorted((number, token) for token, number in model["vocab"].items() if token not in SPECIAL_TOKENS)
+    vocabulary = {token: number for number, (_, token) in enumerate(order)} | {"<|endoftext|>": len(order)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    merges = "\n".join(" ".join(merge) for merge in model["merges"])
+    (folder / "merges.txt").write_text("#version: 0.2\n" + merges + "\n")
+
+
+def test_gpt2_from_local_files(tmp_path: Path) -> None:
+    gpt2_files(tmp_path)
+    gpt2 = load_gpt2(tmp_path)
+    assert gpt2.end_of_text == 395
+    assert [gpt2.special_tokens[token] for token in SPECIAL_TOKENS[1:]] == [396, 397, 398, 399]
+    assert gpt2.vocab_size == 400
+    (ids,) = gpt2.encode_documents([TEXTS[5]])
+    (expected,) = TRAINED.encode_documents([TEXTS[5]])
+    assert ids[:-1] == [number - len(SPECIAL_TOKENS) for number in expected[:-1]]
+    assert gpt2.decode(ids) == TEXTS[5]
+    gpt2.save(tmp_path / "tokenizer.json")
+    assert list(load_gpt2(tmp_path).encode_documents([TEXTS[5]])) == [ids]
+    assert load(tmp_path / "tokenizer.json").special_tokens == gpt2.special_tokens
+
+
+def test_gpt2_without_files_or_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--tokenizer-files holds no GPT-2 tokenizer"):
+        load_gpt2(tmp_path)
+
+    def from_pretrained(identifier: str, revision: str) -> Tokenizer:
+        raise OSError(f"cannot reach {identifier}\nsecond line")
+
+    monkeypatch.setattr(module, "Tokenizer", SimpleNamespace(from_pretrained=from_pretrained))
+    with pytest.raises(UserError, match=r"data.tokenizer = gpt2 cannot be loaded") as caught:
+        load_gpt2()
+    assert "second line" not in str(caught.value)
+    assert "--tokenizer-files" in str(caught.value)
+
+
+def test_foreign_tokenizer_without_our_tokens(tmp_path: Path) -> None:
+    from tokenizers.models import BPE
+
+    with pytest.raises(UserError, match="has no token"):
+        TextTokenizer(Tokenizer(BPE()))
