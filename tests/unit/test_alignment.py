@@ -1,0 +1,146 @@
+"""edgc.alignment: the fit of T(r) and the ranks per pipeline stage."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgc.alignment import LinearTime, align
+
+INFINITE = (math.inf,) * 4
+
+
+def test_fit_recovers_a_line() -> None:
+    line = LinearTime.fit([(r, 0.02 * r + 0.5) for r in (4, 8, 16, 32)])
+    assert line.seconds_per_rank == pytest.approx(0.02)
+    assert line.seconds_fixed == pytest.approx(0.5)
+    assert line.residual == pytest.approx(0, abs=1e-12)
+    assert line.time(100) == pytest.approx(2.5)
+    assert line.rank(2.5) == pytest.approx(100)
+
+
+def test_fit_reports_its_residual() -> None:
+    # Errors of +-0.1 that are orthogonal to (1, r) leave the line as it is and a residual of exactly 0.1.
+    points = [(1, 1.1), (2, 1.9), (3, 2.9), (4, 4.1)]
+    line = LinearTime.fit(points)
+    assert line.seconds_per_rank == pytest.approx(1.0)
+    assert line.seconds_fixed == pytest.approx(0.0)
+    assert line.residual == pytest.approx(0.1)
+
+
+def test_fit_of_falling_times_is_flat() -> None:
+    line = LinearTime.fit([(4, 2.0), (8, 1.0)])
+    assert (line.seconds_per_rank, line.seconds_fixed, line.residual) == (0.0, 1.5, 0.5)
+    with pytest.raises(ValueError, match="no inverse"):
+        line.rank(1.0)
+
+
+@pytest.mark.parametrize("points", [[], [(4, 1.0)], [(4, 1.0), (4, 2.0)], [(4, 1.0), (8, math.nan)]])
+def test_fit_refuses_what_is_no_line(points: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError, match=r"different ranks|finite"):
+        LinearTime.fit(points)
+
+
+def test_one_stage_is_the_identity() -> None:
+    for rank in (1, 6, 64, 1000):
+        assert align(rank, 1, 99.0, [LinearTime(0.1, 0.0)], [0.0], r_max=64) == (rank,)
+
+
+@pytest.mark.parametrize(
+    ("first", "backward", "r_max", "expected"),
+    [
+        (16, 0.0, 64, (16, 16, 16, 16)),  # no head start: T^-1(T(r)) must not be floored below r
+        (16, 0.08, 64, (16, 24, 32, 40)),
+        (16, 0.099, 64, (16, 24, 32, 44)),  # 25.9, 35.8, 45.7: floored
+        (
+            16,
+            0.04,
+            64,
+            (16, 20, 24, 28),
+        ),  # whole multiples stay; the published code would take the next above
+        (48, 0.08, 64, (48, 56, 64, None)),  # r_max itself is allowed, above it the stage sends uncompressed
+        (64, 0.08, 64, (64, None, None, None)),
+        (64, 0.0, 64, (64, 64, 64, 64)),
+        (6, 0.01, 64, (6, 6, 8, 8)),  # a fixed rank off the multiple: floored, not below stage 0's
+    ],
+)
+def test_equal_stages(first: int, backward: float, r_max: int, expected: tuple[int | None, ...]) -> None:
+    times = [LinearTime(0.01, 0.3)] * 4
+    assert align(first, 4, backward, times, INFINITE, r_max) == expected
+
+
+def test_uncompressed_where_the_budget_allows_it() -> None:
+    # Budgets: 0.46, 0.54, 0.62, 0.70 seconds.
+    times = [LinearTime(0.01, 0.3)] * 4
+    assert align(16, 4, 0.08, times, (0.1, 0.6, 0.6, 0.6), 64) == (16, 24, None, None)
+    assert align(16, 4, 0.08, times, (0.1, 0.54, 0.62, 0.70), 64) == (16, 24, 32, 40)
+
+
+def test_unequal_stages_share_the_finish_time_not_the_rank() -> None:
+    slow, fast = LinearTime(0.02, 0.3), LinearTime(0.005, 0.3)
+    ranks = align(16, 3, 0.0, [LinearTime(0.01, 0.3), slow, fast], INFINITE[:3], 64)
+    assert ranks == (16, 8, 32)
+    assert align(16, 3, 0.0, [LinearTime(0.01, 0.3), slow, fast], INFINITE[:3], 64, r_min=12) == (16, 12, 32)
+    very_slow = LinearTime(1.0, 5.0)
+    assert align(16, 2, 0.0, [LinearTime(0.01, 0.3), very_slow], INFINITE[:2], 64) == (16, 4)
+
+
+def test_a_stage_without_a_slope_follows_stage_0() -> None:
+    assert align(16, 2, 0.1, [LinearTime(0.01, 0.3), LinearTime(0.0, 0.2)], INFINITE[:2], 64) == (16, 16)
+
+
+def test_refuses_sequences_of_another_length() -> None:
+    line = LinearTime(0.01, 0.3)
+    with pytest.raises(ValueError, match="each of 2 stages"):
+        align(16, 2, 0.0, [line], [1.0, 1.0], 64)
+    with pytest.raises(ValueError, match="each of 2 stages"):
+        align(16, 2, 0.0, [line, line], [1.0], 64)
+    with pytest.raises(ValueError, match="not a time"):
+        align(16, 1, -1.0, [line], [1.0], 64)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    multiple=st.sampled_from([1, 2, 4, 8]),
+    low=st.integers(1, 8),
+    steps=st.integers(0, 40),
+    head=st.integers(0, 40),
+    stages=st.integers(1, 8),
+    slope=st.floats(1e-7, 1.0),
+    fixed=st.floats(0, 10),
+    backward=st.floats(0, 5),
+    dense=st.floats(0, 50),
+)
+def test_equal_stages_properties(
+    multiple: int,
+    low: int,
+    steps: int,
+    head: int,
+    stages: int,
+    slope: float,
+    fixed: float,
+    backward: float,
+    dense: float,
+) -> None:
+    r_min, first, r_max = low * multiple, (low + steps) * multiple, (low + steps + head) * multiple
+    line = LinearTime(slope, fixed)
+    ranks = align(first, stages, backward, [line] * stages, [dense] * stages, r_max, multiple, r_min)
+    assert len(ranks) == stages
+    assert ranks[0] == first
+    seen_none = False
+    previous = first
+    for stage, rank in enumerate(ranks):
+        budget = line.time(first) + stage * backward
+        if rank is None:
+            seen_none = True
+            assert budget > dense or line.rank(budget) > r_max - 1e-6
+            continue
+        assert not seen_none, "later stages have more time, so they stay uncompressed"
+        assert previous <= rank <= r_max
+        assert rank >= r_min
+        assert rank % multiple == 0
+        assert line.time(rank) <= budget * (1 + 1e-6), "the stage must not finish after stage 0"
+        previous = rank

@@ -1,0 +1,83 @@
+"""edgc.policies: what each rule asks for, and the limits on a step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgc import policies
+from edgc.rank_model import StageModel
+
+
+def test_cqm_asks_for_the_rank_of_equal_error() -> None:
+    stage = StageModel([(256, 256), (256, 1024)])
+    assert policies.cqm(stage, 64, -2.0, -2.0).rank == pytest.approx(64)
+    lower = policies.cqm(stage, 64, -2.0, -2.05)
+    assert lower.rank is not None
+    assert 50 < lower.rank < 60
+    assert "-0.0500 nats" in lower.reason
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "previous", "entropy", "expected"),
+    [
+        (0.0, 2.0, 1.0, 1.0, 16.0),  # no change: r_min
+        (0.0, 2.0, 1.0, 2.0, 40.0),  # half of the first change
+        (0.0, 2.0, 1.0, 0.0, 40.0),  # the sign does not matter
+        (0.0, 2.0, 0.0, 2.0, 64.0),
+        (0.0, 2.0, 0.0, -6.0, 64.0),  # at most r_max
+        (0.0, 1e-320, -1e308, 1e308, 64.0),
+        (1.0, 1.0, 1.0, 2.0, None),  # division by zero in the published code
+        (1.0, 1.0, 1.0, 1.0, None),
+        (None, None, 1.0, 1.0, None),
+        (0.0, 2.0, None, 1.0, None),
+    ],
+)
+def test_released(
+    first: float | None, second: float | None, previous: float | None, entropy: float, expected: float | None
+) -> None:
+    target = policies.released(16, 64, first, second, previous, entropy)
+    assert target.rank == (None if expected is None else pytest.approx(expected))
+    assert target.reason
+
+
+@pytest.mark.parametrize(
+    ("current", "target", "limit", "expected"),
+    [
+        (32, 32.0, 8, 32),
+        (32, 33.9, 8, 32),
+        (32, 34.0, 8, 36),
+        (32, 40.0, 8, 40),
+        (32, 63.0, 8, 40),
+        (32, -5.0, 8, 24),
+        (32, 1e308, 100, 64),
+        (32, -1e308, 100, 16),
+        (32, 63.0, 7, 36),  # 7 holds one multiple of 4
+        (32, 17.9, 100, 16),
+        (64, 65.0, 8, 64),
+        (16, 0.0, 8, 16),
+    ],
+)
+def test_step(current: int, target: float, limit: int, expected: int) -> None:
+    assert policies.step(current, target, 16, 64, 4, limit) == expected
+
+
+@given(
+    multiple=st.integers(1, 16),
+    low=st.integers(1, 20),
+    span=st.integers(0, 40),
+    where=st.floats(0, 1),
+    target=st.floats(allow_nan=False, allow_infinity=False),
+    limit=st.integers(1, 64),
+)
+def test_step_keeps_all_limits(
+    multiple: int, low: int, span: int, where: float, target: float, limit: int
+) -> None:
+    r_min, r_max = low * multiple, (low + span) * multiple
+    current = (low + round(where * span)) * multiple
+    rank = policies.step(current, target, r_min, r_max, multiple, limit)
+    assert r_min <= rank <= r_max
+    assert rank % multiple == 0
+    assert abs(rank - current) <= limit
+    assert (rank - current) * (target - current) >= 0 or abs(target - current) <= multiple

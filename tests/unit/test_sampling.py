@@ -1,0 +1,101 @@
+"""edgc.sampling: rates, coverage, seeds, and that a sample is enough."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgc.config import EntropyConfig
+from edgc.entropy import Sampler, estimate
+
+
+def sampler(sampling: str = "strided", alpha: float = 0.1, beta: float = 0.25, seed: int = 0) -> Sampler:
+    return Sampler(EntropyConfig(sampling=sampling, iteration_rate=alpha, entry_rate=beta, seed=seed))
+
+
+def test_strided_iterations_are_evenly_spaced() -> None:
+    assert [i for i in range(1, 41) if sampler(alpha=0.1).measures(i)] == [10, 20, 30, 40]
+    assert all(sampler(alpha=1.0).measures(i) for i in range(1, 10))
+    assert [i for i in range(1, 10) if sampler(alpha=0.3).measures(i)] == [3, 6, 9]
+
+
+def test_random_iterations_follow_rate_and_seed() -> None:
+    chosen = [i for i in range(1, 20_001) if sampler("random").measures(i)]
+    assert 0.09 < len(chosen) / 20_000 < 0.11
+    assert len({b - a for a, b in pairwise(chosen)}) > 10
+    assert chosen == [i for i in range(1, 20_001) if sampler("random").measures(i)]
+    assert chosen != [i for i in range(1, 20_001) if sampler("random", seed=1).measures(i)]
+    assert all(sampler("random", alpha=1.0).measures(i) for i in range(1, 100))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.25, 1.0])
+def test_strided_entries_take_turns(alpha: float) -> None:
+    x, gds = torch.arange(1003.0), sampler(alpha=alpha, beta=0.25)
+    measured = [i for i in range(1, 200) if gds.measures(i)][:4]
+    seen = torch.cat([gds.take(x, i, "w") for i in measured])
+    assert torch.equal(seen.sort().values, x)
+    assert gds.take(x, measured[0], "w").data_ptr() in {x[k:].data_ptr() for k in range(4)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    numel=st.integers(1, 3000),
+    beta=st.floats(0.001, 1.0),
+    iteration=st.integers(1, 10**6),
+    seed=st.integers(0, 2**40),
+    sampling=st.sampled_from(["strided", "random"]),
+)
+def test_samples_have_the_asked_size_and_no_repeats(
+    numel: int, beta: float, iteration: int, seed: int, sampling: str
+) -> None:
+    x = torch.arange(float(numel), dtype=torch.float64)
+    taken = sampler(sampling, beta=beta, seed=seed).take(x, iteration, "layer.weight")
+    assert taken.dim() == 1
+    assert taken.unique().numel() == taken.numel() >= 1
+    assert abs(taken.numel() - beta * numel) <= 1
+    assert torch.equal(taken, sampler(sampling, beta=beta, seed=seed).take(x, iteration, "layer.weight"))
+
+
+def test_random_entries_depend_on_seed_key_and_iteration_only() -> None:
+    x = torch.arange(10_000.0)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = sampler("random").take(x, 10, "a")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(4)
+    assert torch.equal(sampler("random").take(x, 10, "a"), first)
+    for other in (
+        sampler("random").take(x, 11, "a"),
+        sampler("random").take(x, 10, "b"),
+        sampler("random", seed=1).take(x, 10, "a"),
+    ):
+        assert not torch.equal(other, first)
+
+
+@pytest.mark.parametrize("sampling", ["strided", "random"])
+def test_every_entry_is_equally_likely(sampling: str) -> None:
+    x, gds = torch.arange(30.0), sampler(sampling, alpha=1.0, beta=0.3)
+    hits = torch.zeros(30)
+    for iteration in range(1, 3001):
+        hits[gds.take(x, iteration, "w").long()] += 1
+    assert hits.sum() == 9 * 3000
+    assert 0.85 * 900 < float(hits.min()) <= float(hits.max()) < 1.15 * 900
+
+
+@pytest.mark.parametrize("sampling", ["strided", "random"])
+def test_a_quarter_of_the_entries_is_enough(sampling: str) -> None:
+    uniform = torch.rand(400_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.distributions.Laplace(0.0, 1.0).icdf(uniform.clamp(1e-12))
+    taken = sampler(sampling).take(x.reshape(400, 1000), 10, "w")
+    assert taken.numel() == 100_000
+    for estimator in ("histogram", "gaussian", "vasicek"):
+        assert abs(estimate(taken, estimator) - estimate(x, estimator)) < 0.02, estimator
+
+
+def test_full_rate_reads_everything() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(sampler("random", beta=1.0).take(x, 1, "w"), x.flatten())
