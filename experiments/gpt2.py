@@ -1,0 +1,165 @@
+"""Megatron's GPT weights under Hugging Face's GPT-2 names, and the check that both compute the same.
+
+Layout of the weights that differ:
+
+- Megatron's fused qkv rows are grouped per head as [q, k, v]; GPT-2 wants all q, then all k, then all v.
+- Megatron stores linear weights as [out, in]; GPT-2's Conv1D as [in, out].
+- Megatron pads the vocabulary; the padding rows are dropped.
+- `gelu` is the error-function form in both worlds; `gelu_tanh` is called `gelu_new` by transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from edgc.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GPT2LMHeadModel
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}  # ours -> transformers
+
+
+def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """transformers' name of an activation, found by comparing values, because the two GELUs look alike.
+
+    Raises:
+        UserError: for anything but the two GELUs.
+    """
+    import torch
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-6.0, 6.0, 1001, dtype=torch.float64)
+    values = function(x)
+    for name in ACTIVATIONS.values():
+        if torch.allclose(values, ACT2FN[name](x), rtol=0.0, atol=1e-7):
+            return name
+    raise UserError(
+        "the activation is neither of the two GELUs", fix="only gelu and gelu_tanh models are exported"
+    )
+
+
+def gpt2_weights(state: Mapping[str, torch.Tensor], heads: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Rename and reorder an unsplit Megatron GPT state to GPT-2 names, fp32.
+
+    Args:
+        state: ``GPTModel.state_dict()``: learned positions, LayerNorm; linear weights are [out, in].
+        heads: attention heads; as many key-value groups.
+        vocab_size: rows of the embedding to keep.
+
+    Raises:
+        UserError: a weight is missing or has no place in GPT-2 (gated layers, grouped attention, BERT).
+    """
+    left = {key: value.detach() for key, value in state.items() if not key.endswith("_extra_state")}
+
+    def take(key: str) -> torch.Tensor:
+        if key not in left:
+            raise UserError(f"the model has no {key}: it is not a GPT-2", fix="export GPT runs only")
+        return left.pop(key).float()
+
+    def per_kind(
+        rows: torch.Tensor,
+    ) -> torch.Tensor:  # [q, k, v] of head 0, of head 1, ... -> all q, all k, all v
+        tail = rows.shape[1:]
+        return rows.view(heads, 3, -1, *tail).transpose(0, 1).reshape(-1, *tail)
+
+    weights = {
+        "transformer.wte.weight": take("embedding.word_embeddings.weight")[:vocab_size].clone(),
+        "transformer.wpe.weight": take("embedding.position_embeddings.weight"),
+        "transformer.ln_f.weight": take("decoder.final_layernorm.weight"),
+        "transformer.ln_f.bias": take("decoder.final_layernorm.bias"),
+    }
+    layers = sorted({int(key.split(".")[2]) for key in left if key.startswith("decoder.layers.")})
+    for layer in layers:
+        ours, theirs = f"decoder.layers.{layer}.", f"transformer.h.{layer}."
+        for source, target in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2")):
+            weights[f"{theirs}{target}.weight"] = take(f"{ours}{source}.weight")
+            weights[f"{theirs}{target}.bias"] = take(f"{ours}{source}.bias")
+        for source, target in (
+            ("self_attention.linear_qkv", "attn.c_attn"),
+            ("self_attention.linear_proj", "attn.c_proj"),
+            ("mlp.linear_fc1", "mlp.c_fc"),
+            ("mlp.linear_fc2", "mlp.c_proj"),
+        ):
+            weight, bias = take(f"{ours}{source}.weight"), take(f"{ours}{source}.bias")
+            if target == "attn.c_attn":
+                weight, bias = per_kind(weight), per_kind(bias)
+            weights[f"{theirs}{target}.weight"] = weight.t().contiguous()
+            weights[f"{theirs}{target}.bias"] = bias
+    if "output_layer.weight" in left:
+        weights["lm_head.weight"] = take("output_layer.weight")[:vocab_size].clone()
+    if left:
+        raise UserError(
+            f"GPT-2 has no place for {sorted(left)[0]}", fix="export GPT runs with LayerNorm and GELU only"
+        )
+    return weights
+
+
+def to_gpt2(model: Any, *, vocab_size: int, activation: str, end_of_text: int = 0) -> GPT2LMHeadModel:
+    """The Hugging Face twin of an unsplit Megatron ``GPTModel``.
+
+    Args:
+        model: the Megatron model; its ``config`` gives sizes, LayerNorm epsilon and activation function.
+        vocab_size: of the tokenizer, at most the (padded) rows of the embedding.
+        activation: what the run's settings say, ``gelu`` or ``gelu_tanh``.
+        end_of_text: token id written as bos and eos.
+
+    Raises:
+        UserError: when the model computes another activation than ``activation``, or is no GPT-2.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    name = activation_name(model.config.activation_func)
+    if ACTIVATIONS.get(activation) != name:
+        computed = next(ours for ours, theirs in ACTIVATIONS.items() if theirs == name)
+        fix = "export with the settings that the run was trained with"
+        raise UserError(f"model.activation = {activation!r}, but the model computes {computed}", fix=fix)
+    state = model.state_dict()
+    rows, hidden = state["embedding.word_embeddings.weight"].shape
+    if vocab_size > rows:
+        fix = "use the data folder that the run was trained on"
+        raise UserError(f"the tokenizer has {vocab_size} tokens, the model's embedding only {rows}", fix=fix)
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=state["embedding.position_embeddings.weight"].shape[0],
+        n_embd=hidden,
+        n_layer=model.config.num_layers,
+        n_head=model.config.num_attention_heads,
+        n_inner=model.config.ffn_hidden_size,
+        activation_function=name,
+        layer_norm_epsilon=model.config.layernorm_epsilon,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+        tie_word_embeddings="output_layer.weight" not in state,
+    )
+    exported = GPT2LMHeadModel(config)
+    missing, unexpected = exported.load_state_dict(
+        gpt2_weights(state, model.config.num_attention_heads, vocab_size), strict=False
+    )
+    # A tied head is reported as missing by name; the causal-mask buffers are no weights.
+    missing = [key for key in missing if key != "lm_head.weight" or not config.tie_word_embeddings]
+    if missing or unexpected:
+        raise UserError(f"weights do not fit GPT-2: {[*missing, *unexpected][0]}", fix="export GPT runs only")
+    exported.tie_weights()
+    exported.eval()
+    return exported
+
+
+def largest_difference(model: Any, exported: GPT2LMHeadModel, *, sequences: int = 3, seed: int = 0) -> float:
+    """Largest absolute difference of the two models' logits on random full-length token sequences."""
+    import torch
+
+    length, vocab = exported.config.n_positions, exported.config.vocab_size
+    tokens = torch.randint(0, vocab, (sequences, length), generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(length).expand(sequences, -1)
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    model.eval()
+    with torch.no_grad():
+        ours = model(tokens, positions, mask)[..., :vocab].float()
+        theirs = exported(tokens).logits
+    return float((ours - theirs).abs().max())

@@ -1,0 +1,328 @@
+"""Zero-shot evaluation, offline and end to end with lm-eval, on random-weight models and generated tasks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from edgc.errors import UserError
+from experiments import evaluate
+from experiments.evaluation_inputs import read_tasks
+from experiments.evaluation_table import influence, spread
+from experiments.tasks import make
+from experiments.tokenizer import train_bpe
+
+VOCABULARY, LENGTH = 300, 32
+FREQUENT = ("the", "and", "self", "is", "in", "not", "to", "of", "for", "none", "or", "as")
+
+
+def corpus(count: int = 24) -> list[tuple[str, str]]:
+    """Texts of random words, frequent and rare, in lines."""
+    draw = random.Random(1)
+    rare = ["".join(draw.choices("abcdefghij", k=draw.randint(3, 7))) for _ in range(80)]
+    texts = []
+    for index in range(count):
+        words = [draw.choice(FREQUENT if draw.random() < 0.5 else rare) for _ in range(300)]
+        lines = [" ".join(words[at : at + 12]) for at in range(0, len(words), 12)]
+        texts.append((f"text{index:02d}.txt", "\n".join(lines) + "\n"))
+    return texts
+
+
+def run_json(name: str, **values: Any) -> dict[str, Any]:
+    variant, _, seed = name.rpartition("-s")
+    common = {"study": "methods", "run": name, "variant": variant, "label": variant, "seed": int(seed)}
+    method = {"none": "none"}.get(variant, "edgc")
+    return common | {"scale": "ci", "method": method, "status": "ok", "model": True} | values
+
+
+class Place:
+    """A folder of exported models and tasks, and the evaluator's command line on it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.tasks, self.out = root / "tasks", root / "zero_shot"
+        self.names = ["none-s1", "edgc_cqm-s1", "edgc_released-s1"]
+
+    def evaluate(self, *options: str, models: list[str] | None = None, out: Path | None = None) -> None:
+        folders = [str(self.root / "models" / name) for name in models or self.names]
+        target = ["--tasks-dir", str(self.tasks), "--out", str(out or self.out)]
+        evaluate.main(["--models", *folders, *target, "--batch-size", "8", *options])
+
+    def table(self) -> list[dict[str, str]]:
+        with (self.out / "table.csv").open(newline="") as handle:
+            return list(csv.DictReader(handle))
+
+    def row(self, run: str, task: str, metric: str) -> dict[str, str]:
+        (row,) = [r for r in self.table() if (r["run"], r["task"], r["metric"]) == (run, task, metric)]
+        return row
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_bpe((text for _, text in corpus()), VOCABULARY).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Place:
+    """Two random models and a run that diverged, evaluated once on all tasks."""
+    found = Place(tmp_path_factory.mktemp("place"))
+    end = "<|endoftext|>"
+    fast = PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer), bos_token=end, eos_token=end, pad_token="[PAD]"
+    )
+    for seed, name in enumerate(found.names[:2]):
+        torch.manual_seed(seed)
+        config = GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=LENGTH,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        folder = found.root / "models" / name
+        GPT2LMHeadModel(config).save_pretrained(folder)
+        fast.save_pretrained(folder)
+        (folder / "run.json").write_text(json.dumps(run_json(name)))
+    diverged = found.root / "models" / found.names[2]
+    diverged.mkdir()
+    (diverged / "run.json").write_text(json.dumps(run_json(found.names[2], status="diverged", model=False)))
+    make.make(corpus(), Tokenizer.from_file(str(tokenizer)), found.tasks, seed=0, fingerprint="f")
+    found.evaluate()
+    return found
+
+
+def log_likelihood(model: GPT2LMHeadModel, tokens: list[int]) -> float:
+    """Sum over all tokens of their log-probability in nats, each predicted once.
+
+    Tokens are predicted in windows of the model's length after one end-of-text token; the last window is moved
+    back so that it is full, and counts its new tokens only.
+    """
+    stream, total = [0, *tokens], 0.0
+    for start in range(0, len(tokens), LENGTH):
+        stop = min(start + LENGTH, len(tokens))
+        first = max(0, stop - LENGTH)
+        with torch.no_grad():
+            logits = model(torch.tensor([stream[first:stop]])).logits[0]
+        scores = torch.log_softmax(logits.double(), dim=-1)
+        total += sum(float(scores[at - first, tokens[at]]) for at in range(start, stop))
+    return total
+
+
+@pytest.mark.parametrize("run", ["none-s1", "edgc_cqm-s1"])
+def test_rolling_perplexity_is_the_models_log_likelihood(place: Place, tokenizer: Path, run: str) -> None:
+    model = GPT2LMHeadModel.from_pretrained(place.root / "models" / run).eval()
+    pages = [
+        json.loads(line)["page"] for line in (place.tasks / "edgc_rolling.jsonl").read_text().splitlines()
+    ]
+    encode = Tokenizer.from_file(str(tokenizer)).encode
+    assert max(len(encode(page).ids) for page in pages) > 3 * LENGTH
+    total = sum(log_likelihood(model, encode(page).ids) for page in pages)
+    size, words = sum(len(page.encode()) for page in pages), sum(len(page.split()) for page in pages)
+    expected = {
+        "bits_per_byte": -total / size / math.log(2),
+        "byte_perplexity": math.exp(-total / size),
+        "word_perplexity": math.exp(-total / words),
+    }
+    for metric, value in expected.items():
+        assert float(place.row(run, "edgc_rolling", metric)["value"]) == pytest.approx(value, rel=1e-5)
+
+
+def test_random_models_score_at_chance(place: Place) -> None:
+    for run in ("none-s1", "edgc_cqm-s1"):
+        for task, metric in (
+            ("edgc_cloze", "acc"),
+            ("edgc_lastword", "acc"),
+            ("edgc_rolling", "bits_per_byte"),
+        ):
+            row = place.row(run, task, metric)
+            distance = abs(float(row["value"]) - float(row["chance"]))
+            assert distance < 4 * float(row["stderr"]) + 0.02, (run, task)
+
+
+def test_table_holds_every_run_and_differences_to_the_uncompressed_one(place: Place) -> None:
+    rows = place.table()
+    metrics = {(row["task"], row["metric"]) for row in rows}
+    assert len(metrics) == 6
+    assert Counter(row["run"] for row in rows) == dict.fromkeys(place.names, len(metrics))
+    for row in rows:
+        assert row["baseline"] == "none-s1"
+        if row["run"] == "edgc_released-s1":
+            assert row["status"] == "diverged"
+            assert row["value"] == row["stderr"] == row["n"] == row["difference"] == ""
+        else:
+            own = float(row["value"])
+            base = float(place.row("none-s1", row["task"], row["metric"])["value"])
+            assert float(row["difference"]) == own - base
+            assert int(row["n"]) > 0
+            assert float(row["stderr"]) >= 0
+        if row["run"] == "none-s1":
+            assert float(row["difference"]) == float(row["difference_stderr"]) == 0.0
+
+
+def test_lm_evals_results_and_samples_are_kept(place: Place) -> None:
+    for task in ("edgc_cloze", "edgc_lastword", "edgc_rolling"):
+        folder = place.out / "edgc_cqm-s1" / task
+        results = json.loads((folder / "results.json").read_text())
+        assert results["config"]["bootstrap_iters"] == 1000
+        assert results["versions"] == {task: 1.0}
+        samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        assert len(samples) == results["n-samples"][task]["effective"]
+        row = place.row("edgc_cqm-s1", task, next(iter(read_tasks(place.tasks, [task])[0].metrics)))
+        assert float(row["value"]) == results["results"][task][f"{row['metric']},none"]
+
+
+def test_only_changed_inputs_are_evaluated_again(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (place.out / "table.csv").read_bytes()
+    place.evaluate()
+    assert "0 evaluations done, 6 taken from earlier ones" in capsys.readouterr().out
+    assert (place.out / "table.csv").read_bytes() == before
+    file = place.tasks / "edgc_rolling.jsonl"
+    content = file.read_text()
+    try:
+        file.write_text("".join(content.splitlines(keepends=True)[:-1]))
+        place.evaluate()
+        assert "2 evaluations done, 4 taken from earlier ones" in capsys.readouterr().out
+        row = place.row("none-s1", "edgc_rolling", "bits_per_byte")
+        assert int(row["n"]) == len(content.splitlines()) - 1
+    finally:
+        file.write_text(content)
+    place.evaluate()
+    assert (place.out / "table.csv").read_bytes() == before
+
+
+BAD = {
+    "unknown task": (lambda at: None, ["--tasks", "edgc_lastwrod"], "unknown task 'edgc_lastwrod'"),
+    "zero documents": (
+        lambda at: (at / "tasks/edgc_cloze.jsonl").write_text("\n"),
+        [],
+        "edgc_cloze has zero documents",
+    ),
+    "no rows": (lambda at: (at / "tasks/edgc_cloze.jsonl").unlink(), [], "edgc_cloze has no rows"),
+    "no tasks": (lambda at: shutil.rmtree(at / "tasks"), [], "no folder of tasks"),
+    "no model": (lambda at: shutil.rmtree(at / "models/none-s1"), [], "no exported model"),
+    "torn export": (
+        lambda at: (at / "models/none-s1/model.safetensors").unlink(),
+        [],
+        "has no model.safetensors",
+    ),
+    "tokenizer": (lambda at: shrink(at / "models/none-s1/config.json"), [], "has 300 tokens, the model 299"),
+    "batch": (lambda at: None, ["--batch-size", "0"], "--batch-size 0 is not valid"),
+}
+
+
+def shrink(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": VOCABULARY - 1}))
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_overwrites_nothing(
+    case: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, options, message = BAD[case]
+    shutil.copytree(place.root, tmp_path / "copy")
+    copy = Place(tmp_path / "copy")
+    spoil(copy.root)
+    before = {path: path.read_bytes() for path in copy.out.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit) as stop:
+        copy.evaluate(*options)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert {path: path.read_bytes() for path in copy.out.rglob("*") if path.is_file()} == before
+
+
+def test_two_models_of_one_name_are_refused(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        place.evaluate(models=["none-s1", "none-s1"])
+    assert "two models are called none-s1" in capsys.readouterr().err
+
+
+def test_runs_without_any_model_still_get_a_table(place: Place, tmp_path: Path) -> None:
+    place.evaluate(models=["edgc_released-s1"], out=tmp_path)
+    with (tmp_path / "table.csv").open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    assert [row["status"] for row in rows] == ["diverged"] * 6
+    assert {row["value"] for row in rows} == {""}
+
+
+def test_own_standard_error_agrees_with_lm_eval_for_accuracy(place: Place) -> None:
+    lines = (place.out / "edgc_cqm-s1" / "edgc_cloze" / "samples.jsonl").read_text().splitlines()
+    row = place.row("edgc_cqm-s1", "edgc_cloze", "acc")
+    shares = influence("acc", [json.loads(line) for line in lines], float(row["value"]))
+    assert shares is not None
+    assert spread(shares) == pytest.approx(float(row["stderr"]), rel=1e-9)
+
+
+@pytest.mark.parametrize("metric", ["bits_per_byte", "byte_perplexity", "perplexity"])
+def test_own_standard_error_agrees_with_the_bootstrap(metric: str) -> None:
+    draw = np.random.default_rng(0)
+    weights = draw.integers(200, 2000, size=200) if metric != "perplexity" else np.ones(200)
+    losses = weights * (1.5 + 0.3 * draw.standard_normal(200))
+
+    def score(loss: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        rate = loss.sum(-1) / weight.sum(-1)
+        return rate / math.log(2) if metric == "bits_per_byte" else np.exp(rate)
+
+    rows: list[dict[str, Any]] = [
+        {metric: -loss if metric == "perplexity" else (-loss, weight)}
+        for loss, weight in zip(losses.tolist(), weights.tolist(), strict=True)
+    ]
+    shares = influence(metric, rows, float(score(losses, weights)))
+    assert shares is not None
+    index = draw.integers(0, 200, size=(4000, 200))
+    assert spread(shares) == pytest.approx(float(score(losses[index], weights[index]).std()), rel=0.06)
+
+
+def test_tasks_are_deterministic_and_balanced(tmp_path: Path, tokenizer: Path) -> None:
+    loaded = Tokenizer.from_file(str(tokenizer))
+    texts = corpus()
+    for name, order in (("one", texts), ("two", texts[::-1])):
+        make.make(order, loaded, tmp_path / name, seed=4, fingerprint="f")
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(files) == 8
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    cloze = [json.loads(line) for line in (tmp_path / "one" / "edgc_cloze.jsonl").read_text().splitlines()]
+    counts = Counter(row["word"] for row in cloze)
+    assert len(counts) == 10
+    assert len(set(counts.values())) == 1
+    by_path = dict(texts)
+    for row in cloze:
+        path, start = row["id"].split(":")
+        assert row["words"][row["answer"]] == row["word"]
+        assert by_path[path][: int(start)].endswith(row["context"] + " ")
+        assert by_path[path][int(start) :].startswith(row["word"])
+        assert len(row["context"]) <= make.CONTEXT_CHARACTERS
+    lastword = (tmp_path / "one" / "edgc_lastword.jsonl").read_text().splitlines()
+    most = Counter(json.loads(line)["word"] for line in lastword).most_common(1)[0][1]
+    assert most <= max(1, make.WORD_SHARE * len(lastword))
+
+
+def test_too_little_text_is_refused_before_anything_is_written(tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(UserError, match="gets no document from 1 held-out texts"):
+        make.make(
+            [("a", "word " * 4)],
+            Tokenizer.from_file(str(tokenizer)),
+            tmp_path / "out",
+            seed=0,
+            fingerprint=None,
+        )
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,284 @@
+"""Export: the Hugging Face model computes what the Megatron model computes, or nothing is published."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from edgc.errors import UserError
+from experiments import data, export
+from experiments.gpt2 import activation_name, gpt2_weights, largest_difference, to_gpt2
+from experiments.prepared import load_info
+from experiments.settings import DataConfig, RunConfig
+
+VOCABULARY = 300  # Megatron pads it to 384
+LENGTH = 16
+
+
+def settings(**model: Any) -> RunConfig:
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "sequence_length": LENGTH}
+    train = {
+        "iterations": 1,
+        "micro_batch": 1,
+        "global_batch": 1,
+        "lr": 1e-3,
+        "lr_warmup_fraction": 0.0,
+        "eval_interval": 1,
+        "eval_batches": 1,
+        "checkpoint": True,
+    }
+    values = {"scale": "ci", "study": "methods", "variant": "none", "label": "none", "seed": 3}
+    return RunConfig(
+        **values,
+        data=DataConfig(source="folder", vocab_size=VOCABULARY, path="words"),
+        model=sizes | model,
+        train=train,
+        compression={"method": "none"},
+    )
+
+
+def build(run: RunConfig) -> Any:
+    """A Megatron model with every parameter random, biases included, and logits of order one."""
+    from experiments.model import build_model
+
+    model = build_model(run, VOCABULARY)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_((1 + 0.3 * noise) if "layernorm.weight" in name else 0.15 * noise)
+    return model.eval()
+
+
+def save(model: Any, run: RunConfig, folder: Path, fingerprint: str, status: str = "ok") -> Path:
+    """A finished run folder as training writes it."""
+    from megatron.core import dist_checkpointing
+
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(checkpoint))
+    described = run.model_dump(mode="json")
+    (checkpoint / "run.yaml").write_text(yaml.safe_dump(described))
+    record = described | {"provenance": {"data_fingerprint": fingerprint}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(record))
+    (folder / "status").write_text(status + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with export.single_process():
+        yield
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared data folder of random words."""
+    root = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
+    (root / "text").mkdir()
+    for index in range(60):
+        text = " ".join(draw.choices(words, k=60))
+        (root / "text" / f"{index}.txt").write_text(text + "\n", encoding="utf-8")
+    config = DataConfig(source="folder", dataset=str(root / "text"), vocab_size=VOCABULARY)
+    assert data.prepare(config, root / "words", show=False).vocab_size == VOCABULARY
+    return root / "words"
+
+
+@pytest.fixture(scope="module")
+def fingerprint(prepared: Path) -> str:
+    return load_info(prepared).fingerprint
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, fingerprint: str) -> Path:
+    return save(build(settings()), settings(), tmp_path_factory.mktemp("runs") / "none-s3", fingerprint)
+
+
+@pytest.mark.parametrize(("activation", "tied"), [("gelu", True), ("gelu", False), ("gelu_tanh", True)])
+def test_exported_folder_computes_the_same_logits(
+    activation: str, tied: bool, tmp_path: Path, prepared: Path, fingerprint: str
+) -> None:
+    run = settings(activation=activation, tie_embeddings=tied)
+    model = build(run)
+    summary = export.export(save(model, run, tmp_path / "run", fingerprint), prepared, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert exported.config.activation_function == {"gelu": "gelu", "gelu_tanh": "gelu_new"}[activation]
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    tokens = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(9))
+    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+    with torch.no_grad():
+        ours = model(tokens, torch.arange(LENGTH).expand(4, -1), mask)
+        theirs = exported(tokens).logits
+    assert ours.shape == (4, LENGTH, 384)
+    assert theirs.shape == (4, LENGTH, VOCABULARY)
+    assert ours.abs().max() > 1
+    assert (ours[..., :VOCABULARY] - theirs).abs().max() < 1e-4
+    assert summary["largest_logit_difference"] < 1e-4
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == summary
+
+
+def test_exported_tokenizer_is_the_training_tokenizer(finished: Path, prepared: Path, tmp_path: Path) -> None:
+    from experiments.tokenizer import load
+
+    export.export(finished, prepared, tmp_path / "out")
+    exported, trained = AutoTokenizer.from_pretrained(tmp_path / "out"), load(prepared / "tokenizer.json")
+    texts = ["abc  def\n\thab", "a <|endoftext|> inside [MASK] a text", "Grüße"]
+    expected = [ids[:-1] for ids in trained.encode_documents(texts)]
+    assert exported(texts)["input_ids"] == expected
+    assert exported.eos_token_id == exported.bos_token_id == trained.end_of_text
+    assert len(exported) == VOCABULARY
+
+
+def test_wrong_gelu_is_refused_although_its_logits_are_close() -> None:
+    model = build(settings(activation="gelu"))
+    with pytest.raises(UserError, match="the model computes gelu;"):
+        to_gpt2(model, vocab_size=VOCABULARY, activation="gelu_tanh")
+    with pytest.raises(UserError, match="neither of the two GELUs"):
+        activation_name(torch.nn.functional.relu)
+
+
+def test_different_logits_publish_nothing(
+    finished: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(model: Any, **options: Any) -> Any:
+        exported = to_gpt2(model, **options)
+        with torch.no_grad():
+            exported.transformer.h[1].attn.c_attn.weight[:, :8] *= 1.5  # queries of the first head
+        return exported
+
+    monkeypatch.setattr(export, "to_gpt2", wrong)
+    with pytest.raises(RuntimeError, match="nothing published"):
+        export.export(finished, prepared, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_query_key_value_rows_are_regrouped() -> None:
+    heads, width, hidden = 2, 3, 6
+    weights = gpt2_weights_of(heads, hidden)
+    # Row 100*kind + 10*head + i of Megatron's order [head][kind][i] must end up in order [kind][head][i].
+    bias = weights["transformer.h.0.attn.c_attn.bias"].tolist()
+    assert bias == [
+        100 * kind + 10 * head + i for kind in range(3) for head in range(heads) for i in range(width)
+    ]
+
+
+def gpt2_weights_of(heads: int, hidden: int) -> dict[str, torch.Tensor]:
+    width = hidden // heads
+    marks = [100 * kind + 10 * head + i for head in range(heads) for kind in range(3) for i in range(width)]
+    layer = {
+        "self_attention.linear_qkv": (3 * hidden, hidden),
+        "self_attention.linear_proj": (hidden, hidden),
+        "mlp.linear_fc1": (4 * hidden, hidden),
+        "mlp.linear_fc2": (hidden, 4 * hidden),
+    }
+    state = {
+        "embedding.word_embeddings.weight": torch.zeros(8, hidden),
+        "embedding.position_embeddings.weight": torch.zeros(4, hidden),
+    }
+    for name in (
+        "decoder.final_layernorm",
+        "decoder.layers.0.input_layernorm",
+        "decoder.layers.0.pre_mlp_layernorm",
+    ):
+        state |= {f"{name}.weight": torch.ones(hidden), f"{name}.bias": torch.zeros(hidden)}
+    for name, shape in layer.items():
+        state[f"decoder.layers.0.{name}.weight"] = torch.zeros(shape)
+        state[f"decoder.layers.0.{name}.bias"] = torch.zeros(shape[0])
+    state["decoder.layers.0.self_attention.linear_qkv.bias"] = torch.tensor(marks, dtype=torch.float32)
+    return gpt2_weights(state, heads, 8)
+
+
+def test_weights_without_a_place_are_refused() -> None:
+    with pytest.raises(UserError, match="GPT-2 has no place for decoder"):
+        state = build(settings()).state_dict() | {"decoder.layers.0.extra.weight": torch.zeros(1)}
+        gpt2_weights(state, 4, VOCABULARY)
+
+
+def test_run_without_model_keeps_its_place(tmp_path: Path, fingerprint: str, prepared: Path) -> None:
+    folder = save(build(settings()), settings(), tmp_path / "none-s3", fingerprint, status="diverged")
+    shutil.rmtree(folder / "checkpoint")
+    summary = export.export(folder, prepared, tmp_path / "out")
+    assert (summary["status"], summary["model"]) == ("diverged", False)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
+
+
+def edit(path: Path, section: str, **values: Any) -> None:
+    content = yaml.safe_load(path.read_text())
+    content[section] |= values
+    path.write_text(yaml.safe_dump(content))
+
+
+def both(folder: Path, section: str, **values: Any) -> None:
+    edit(folder / "run.yaml", section, **values)
+    edit(folder / "checkpoint" / "run.yaml", section, **values)
+
+
+BAD = {
+    "unfinished": (lambda run: (run / "status").unlink(), "not finished"),
+    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoint"), "left no checkpoint"),
+    "bert": (lambda run: both(run, "model", architecture="bert"), "architecture = 'bert' cannot be exported"),
+    "other settings": (
+        lambda run: edit(run / "run.yaml", "model", activation="gelu_tanh"),
+        "model.activation differs",
+    ),
+    "other size": (lambda run: both(run, "model", hidden=64), "does not hold this model"),
+    "other depth": (lambda run: both(run, "model", layers=3), "does not hold this model"),
+    "torn": (lambda run: (run / "checkpoint" / ".metadata").unlink(), "does not hold this model"),
+    "other data": (
+        lambda run: edit(run / "run.yaml", "provenance", data_fingerprint="0"),
+        "fingerprint is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_changes_nothing(
+    case: str, finished: Path, prepared: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "none-s3"
+    shutil.copytree(finished, run)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+    spoil, message = BAD[case]
+    spoil(run)
+    with pytest.raises(UserError, match=message):
+        export.export(run, prepared, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_other_vocabulary_is_refused(finished: Path) -> None:
+    with pytest.raises(UserError, match="384 embedding rows do not fit 500 tokens"):
+        export.load_model(finished / "checkpoint", settings(), 500)
+
+
+def test_command_line_reports_bad_input(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        export.main(
+            ["--run-folder", str(tmp_path / "none"), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+        )
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the run is not finished")
+    assert error.count("\n") == 1
+
+
+def test_largest_difference_sees_one_changed_weight() -> None:
+    model = build(settings())
+    exported = to_gpt2(model, vocab_size=VOCABULARY, activation="gelu")
+    assert largest_difference(model, exported) < 1e-5
+    with torch.no_grad():
+        exported.transformer.wpe.weight[LENGTH - 1, 0] += 0.1
+    assert largest_difference(model, exported) > 1e-3
