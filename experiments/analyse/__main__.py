@@ -1,0 +1,54 @@
+"""Tables of one study: ``python -m experiments.analyse --study S --scale ci --results results``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgc.errors import UserError
+from experiments import matrix
+from experiments.analyse.common import load_runs
+from experiments.cli import main_guard
+
+STUDIES = ("entropy_trend", "methods", "rank_sweep", "window_ablation", "sampling_ablation")
+
+
+def analyse(study: str, folder: Path, names: list[str] | None = None) -> list[Path]:
+    """Read the runs under ``folder`` and write the study's tables there; returns their paths.
+
+    Args:
+        names: run folders in the wanted order; None takes every run folder, sorted.
+
+    Raises:
+        UserError: unknown study, missing folder or missing runs.
+    """
+    if study not in STUDIES:
+        close = difflib.get_close_matches(study, STUDIES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known studies: {', '.join(STUDIES)}"
+        raise UserError(f"no analysis for study {study}", fix=hint)
+    runs = load_runs(folder, names)
+    written: list[Path] = importlib.import_module(f"experiments.analyse.{study}").analyse(runs, folder)
+    return written
+
+
+@main_guard
+def main(
+    study: Annotated[str, typer.Option(help=", ".join(STUDIES))],
+    scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
+    results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
+    any_runs: Annotated[
+        bool, typer.Option(help="take the run folders found, not the study file's runs")
+    ] = False,
+) -> None:
+    """Write the tables of one study beside its run folders."""
+    names = None if any_runs or study not in STUDIES else [run.name for run in matrix.runs(study, scale)]
+    for path in analyse(study, results / scale / study, names):
+        print(path)
+
+
+if __name__ == "__main__":
+    typer.run(main)

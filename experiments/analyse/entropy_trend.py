@@ -1,0 +1,207 @@
+"""Gradient statistics through training: does entropy fall, and do gradients centre on zero (paper, observations).
+
+Everything is read from the probes (``tensors.parquet``) of GPT and BERT runs, before clipping. Three views:
+one parameter group (query-key-value, embedding, ...), ``<all>`` and ``<layers>`` (mean over all parameters,
+or over the matrices of the transformer layers, weighted by size; the controller follows such a mean per
+stage), and ``<model>`` (all entries pooled into one distribution).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.analyse.common import Run, identity, pearson, slope, thin, write_table
+from experiments.analyse.trend import ESTIMATORS, describe, steep_end
+
+MODEL = "<model>"
+ALL = "<all>"
+LAYERS = "<layers>"  # the matrices of the transformer layers alone, without embeddings and head
+LAYER_GROUPS = ("qkv", "projection", "fc1", "fc2")
+# First match wins; Megatron-Core parameter names.
+GROUPS = (
+    ("qkv", "linear_qkv"),
+    ("projection", "linear_proj"),
+    ("fc1", "linear_fc1"),
+    ("fc2", "linear_fc2"),
+    ("embedding", "word_embeddings"),
+    ("position", "position_embeddings"),
+    ("head", "output_layer"),
+    ("head", "lm_head"),
+    ("norm", "norm"),
+)
+SHAPE_COLUMNS = ("sigma", "log_sigma", "skewness", "excess_kurtosis", "zero_fraction", "near_zero",
+                 "correlation_previous", "correlation_layers", "gradient_norm")  # fmt: skip
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write the five tables of the study.
+
+    ``table.csv``: entropy per group and estimator. ``moments.csv``: the rest per group. ``trend.csv``: everything per
+    probe and group. ``parameters.csv``: log sigma per probe and parameter. ``norms.csv``: gradient norm per step.
+    """
+    tables: dict[str, list[Any]] = {name: [] for name in ("moments", "trend", "parameters", "norms", "table")}
+    for run in runs:
+        about = identity(run) | {"architecture": run.architecture}
+        probes = grouped(run.tensors)
+        tables["norms"].append(labelled(norms(run), about))
+        if probes.empty:
+            # A run without probes keeps its row, so that a failure shows.
+            tables["table"].append(
+                pd.DataFrame([about | {"estimator": "", "group": ALL, "verdict": "no probes"}])
+            )
+            tables["moments"].append(pd.DataFrame([about | {"group": ALL}]))
+            continue
+        trend = trajectories(probes)
+        parameters = probes[probes["group"] != MODEL]
+        tables["trend"].append(labelled(trend, about))
+        kept = parameters[["iteration", "stage", "parameter", "group", "numel", "log_sigma"]]
+        tables["parameters"].append(labelled(kept, about))
+        tables["table"].append(labelled(entropies(trend, parameters), about))
+        tables["moments"].append(labelled(moments(trend, run), about))
+    written = []
+    for name, frames in tables.items():
+        frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*identity(runs[0])])
+        write_table(out / f"{name}.csv", frame)
+        written.append(out / f"{name}.csv")
+    return written
+
+
+def group_of(parameter: str) -> str:
+    """The group of a Megatron parameter name."""
+    if parameter == MODEL:
+        return MODEL
+    return next((group for group, word in GROUPS if word in parameter), "other")
+
+
+def grouped(tensors: pd.DataFrame) -> pd.DataFrame:
+    """Probe rows with their group; every column that any table uses exists (nan where not recorded)."""
+    if tensors.empty:
+        return tensors
+    wanted = [f"{kind}_{name}" for name in ESTIMATORS for kind in ("entropy", "sampled")] + list(
+        SHAPE_COLUMNS
+    )
+    frame = tensors.assign(**{name: np.nan for name in wanted if name not in tensors})
+    frame["group"] = [group_of(str(name)) for name in frame["parameter"]]
+    if "stage" not in frame:
+        frame["stage"] = 0
+    return frame.sort_values(["iteration", "stage", "parameter"], ignore_index=True)
+
+
+def labelled(frame: pd.DataFrame, about: dict[str, Any]) -> pd.DataFrame:
+    return frame.assign(**about)[[*about, *frame.columns]]
+
+
+def trajectories(probes: pd.DataFrame) -> pd.DataFrame:
+    """One row per probe and group: size-weighted means over the parameters, missing values left out of the mean."""
+    values = [name for name in probes.columns if name.startswith(("entropy_", "sampled_"))]
+    values += [name for name in SHAPE_COLUMNS if name not in values]
+    layers = probes["group"].isin(LAYER_GROUPS)
+    parts = [("", probes), (ALL, probes[probes["group"] != MODEL]), (LAYERS, probes[layers])]
+    frames = []
+    for name, part in parts:
+        part = part.assign(group=name) if name else part
+        keys = [part["iteration"], part["group"]]
+        columns = {}
+        for value in values:
+            number = pd.to_numeric(part[value], errors="coerce").replace([np.inf, -np.inf], np.nan)
+            weight = part["numel"].where(number.notna()).astype(float)
+            total = weight.groupby(keys).sum()
+            columns[value] = (number * weight).groupby(keys).sum() / total.where(total > 0)
+        count = part.groupby([part["iteration"], part["group"]])["parameter"].nunique()
+        frames.append(pd.DataFrame({"parameters": count, **columns}).reset_index())
+    return pd.concat(frames, ignore_index=True).sort_values(["group", "iteration"], ignore_index=True)
+
+
+def entropies(trend: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataFrame:
+    """One row per estimator and group: the trend's description, verdict, and sampled against full."""
+    rows = []
+    overall = trend[trend["group"] == ALL]
+    end_of_steep = steep_end(overall["iteration"], overall["log_sigma"])
+    shares = fallen(parameters, end_of_steep)
+    for estimator in ESTIMATORS:
+        for group, frame in trend.groupby("group", sort=True):
+            full, sampled = frame[f"entropy_{estimator}"], frame[f"sampled_{estimator}"]
+            if full.notna().sum() == 0:
+                continue
+            difference = (sampled - full).dropna()
+            rows.append(
+                {"estimator": estimator, "group": group, "parameters": int(frame["parameters"].max())}
+                | describe(frame["iteration"], full)
+                | {
+                    "correlation_log_sigma": pearson(full, frame["log_sigma"]),
+                    "sampled_cc": pearson(sampled, full),
+                    "sampled_bias_nats": float(difference.mean()),
+                    "sampled_mean_abs_difference_nats": float(difference.abs().mean()),
+                    "steep_end_log_sigma": end_of_steep,
+                    "share_log_sigma_fell_after": shares.get(str(group), np.nan),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def fallen(parameters: pd.DataFrame, start: float) -> dict[str, float]:
+    """Per group (and ``<all>``): share of the parameters whose log sigma is lower at the end than when the
+    steep phase ends.
+
+    "At the end" is the mean over the last three probes and "when it ends" the mean over the three probes from
+    there on.
+    """
+    verdicts: dict[str, list[bool]] = {}
+    for (_, _, group), frame in parameters.groupby(["stage", "parameter", "group"]):
+        frame = frame.sort_values("iteration")
+        after = frame.loc[frame["iteration"] >= start, "log_sigma"].dropna()
+        if len(after) >= 2:
+            k = min(3, len(after) // 2)
+            fell = bool(after.iloc[-k:].mean() < after.iloc[:k].mean())
+            for name in (str(group), ALL, MODEL, *([LAYERS] if group in LAYER_GROUPS else [])):
+                verdicts.setdefault(name, []).append(fell)
+    return {name: sum(found) / len(found) for name, found in verdicts.items()}
+
+
+def moments(trend: pd.DataFrame, run: Run) -> pd.DataFrame:
+    """One row per group: zero-centring, shape of the distribution, correlations between matrices, clipping."""
+    steps = run.steps
+    clipped = steps["grad_norm_clipped"] < steps["grad_norm"] * (1 - 1e-6)
+    rows = []
+    for group, frame in trend.groupby("group", sort=True):
+        third = max(1, len(frame) // 3)
+        row: dict[str, Any] = {"group": group, "probes": len(frame)}
+        near = frame["near_zero"]
+        row |= {"near_zero_start": near.iloc[0], "near_zero_end": near.iloc[-min(3, len(near)) :].mean()}
+        row["near_zero_slope_per_100"] = 100 * slope(frame["iteration"], near)
+        row["centring"] = centring(row["near_zero_start"], row["near_zero_end"])
+        for name in ("skewness", "excess_kurtosis"):
+            row |= {f"{name}_min": frame[name].min(), f"{name}_max": frame[name].max()}
+            row |= {f"{name}_start": frame[name].iloc[0], f"{name}_end": frame[name].iloc[-1]}
+        for name in ("correlation_layers", "correlation_previous"):
+            row |= {
+                f"{name}_early": frame[name].iloc[:third].mean(),
+                f"{name}_late": frame[name].iloc[-third:].mean(),
+            }
+        row |= {
+            "grad_norm_median": float(steps["grad_norm"].median()),
+            "grad_norm_clipped_median": float(steps["grad_norm_clipped"].median()),
+            "share_of_steps_clipped": float(clipped.mean()) if len(steps) else np.nan,
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def centring(start: float, end: float) -> str:
+    """Whether the share of entries near zero grew: by a tenth at least, and by 0.001 in absolute terms."""
+    if not (np.isfinite(start) and np.isfinite(end)):
+        return ""
+    change = end - start
+    if abs(change) <= max(0.001, 0.1 * start):
+        return "unchanged"
+    return "more near zero" if change > 0 else "fewer near zero"
+
+
+def norms(run: Run) -> pd.DataFrame:
+    """Gradient norm before and after clipping per step, thinned."""
+    steps = run.steps[["iteration", "grad_norm", "grad_norm_clipped"]]
+    return steps.iloc[thin(len(steps))]

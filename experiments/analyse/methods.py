@@ -1,0 +1,87 @@
+"""The methods comparison: validation perplexity against bytes sent, and ranks over time (paper, main comparison)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.analyse.common import (
+    SMOOTHING,
+    Run,
+    identity,
+    quartiles,
+    result,
+    summarise,
+    thin,
+    uncompressed_losses,
+    write_table,
+)  # fmt: skip
+from experiments.analyse.windows import decision_columns
+
+SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "mean_rank")
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write ``table.csv`` (a row per run), ``summary.csv`` (per variant), ``curves.csv`` and ``timings.csv``."""
+    baseline = uncompressed_losses(runs)
+    table = pd.DataFrame(
+        [
+            identity(run)
+            | {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
+            | decision_columns(run)
+            | result(run, baseline)
+            | {"error": run.summary.get("error")}
+            for run in runs
+        ],
+    )
+    by = ["variant", "label", "method", "policy"]
+    write_table(out / "summary.csv", summarise(table, SUMMARISED, by))
+    write_table(out / "curves.csv", pd.concat([curve(run) for run in runs], ignore_index=True))
+    write_table(out / "timings.csv", [timing(run) for run in runs])
+    write_table(out / "table.csv", table)
+    return [out / name for name in ("table.csv", "summary.csv", "curves.csv", "timings.csv")]
+
+
+def curve(run: Run) -> pd.DataFrame:
+    """Training loss (trailing mean), validation perplexity, bytes so far and rank per stage, thinned."""
+    steps, stages = run.steps, run.stages
+    columns = [
+        "variant",
+        "label",
+        "seed",
+        "status",
+        "iteration",
+        "train_loss",
+        "validation_perplexity",
+        "bytes",
+    ]
+    if steps.empty:
+        return pd.DataFrame(columns=columns)
+    frame = pd.DataFrame({"iteration": steps["iteration"]})
+    frame["train_loss"] = steps["loss"].rolling(SMOOTHING, min_periods=1).mean()
+    evaluations = run.evaluations.drop_duplicates("iteration", keep="last").set_index("iteration")
+    frame["validation_perplexity"] = frame["iteration"].map(evaluations["perplexity"])
+    frame["bytes"] = steps["bytes"].cumsum()
+    ranks = stages.pivot_table(
+        index="iteration", columns="stage", values="rank", aggfunc="last", dropna=False
+    )
+    for stage in ranks.columns:
+        frame[f"rank_{int(stage)}"] = frame["iteration"].map(ranks[stage])
+    for position, (key, value) in enumerate(identity(run).items()):
+        frame.insert(position, key, value)
+    # Rank changes and evaluations are kept exactly, or a thinned curve would move them.
+    changed = frame.filter(like="rank_").fillna(-1).diff().abs().sum(axis=1) > 0
+    keep = [i for i in frame.index if changed[i] or pd.notna(frame["validation_perplexity"][i])]
+    return frame.iloc[thin(len(frame), keep)]
+
+
+def timing(run: Run) -> dict[str, Any]:
+    """Seconds per step of one run: medians and quartiles as measured on this machine."""
+    row = identity(run) | {"seconds_total": run.number("seconds_total")}
+    row |= {f"seconds_per_step_{name}": value for name, value in quartiles(run.steps["seconds"]).items()}
+    row["tokens_per_second_median"] = run.number("tokens_per_second_median")
+    for kind in ("compress", "communicate", "decompress", "entropy"):
+        row[f"seconds_{kind}_per_step"] = run.number(f"seconds_{kind}_per_step")
+    return row

@@ -1,0 +1,105 @@
+"""Fixed ranks: error and perplexity per rank, and how time grows with rank (paper, choice of r_max and r_min)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.analyse.common import Run, identity, quartiles, result, uncompressed_losses, write_table
+
+KINDS = ("compress", "communicate", "decompress")
+SKIPPED_STEPS = 5  # allocation and connection set-up make the first steps slow
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write ``table.csv`` (per run), ``timings.csv`` (seconds per rank and stage) and ``fit.csv`` (T(r) = a r + c)."""
+    baseline = uncompressed_losses(runs)
+    timings = write_table(out / "timings.csv", [row for run in runs for row in timing(run)])
+    write_table(out / "fit.csv", fits(timings))
+    rows = [identity(run) | {"rank": rank(run)} | result(run, baseline) | errors(run) for run in runs]
+    write_table(out / "table.csv", rows)
+    return [out / name for name in ("table.csv", "timings.csv", "fit.csv")]
+
+
+def rank(run: Run) -> float:
+    """The fixed rank; nan for the uncompressed run."""
+    value = run.setting("rank")
+    return float(value) if value is not None and run.method != "none" else math.nan
+
+
+def errors(run: Run) -> dict[str, float]:
+    """Relative compression error and error-feedback size in the second half of training: medians over steps, stages."""
+    stages = run.stages
+    late = stages[stages["iteration"] > stages["iteration"].max() / 2]
+    found: dict[str, float] = {}
+    for key in ("relative_error", "error_feedback_ratio"):
+        found |= {f"{key}_{name}": value for name, value in quartiles(late[key]).items()}
+    return found
+
+
+def timing(run: Run) -> list[dict[str, Any]]:
+    """Median and quartiles over steps of each part of the reduction, per stage, and their sum (``total``)."""
+    stages = run.stages[run.stages["iteration"] > SKIPPED_STEPS]
+    rows = []
+    for stage, group in stages.groupby("stage"):
+        seconds = {kind: group[f"seconds_{kind}"] for kind in KINDS}
+        seconds["total"] = pd.concat(list(seconds.values()), axis=1).sum(axis=1, min_count=1)
+        for kind, values in seconds.items():
+            row = identity(run) | {
+                "rank": rank(run),
+                "stage": int(stage),
+                "kind": kind,
+                "steps": int(values.count()),
+            }
+            rows.append(row | {f"seconds_{name}": value for name, value in quartiles(values).items()})
+    return rows
+
+
+def linear(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
+    """Least-squares line through (rank, seconds) with its residuals; nan with fewer than two ranks."""
+    a, b = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    names = ("seconds_per_rank", "seconds_fixed", "residual_rms", "residual_largest_share", "r_squared")
+    if np.unique(a).size < 2:
+        return dict.fromkeys(names, math.nan)
+    gradient, offset = np.polyfit(a, b, 1)
+    residual = b - (gradient * a + offset)
+    spread = float(((b - b.mean()) ** 2).sum())
+    rms = math.sqrt(float((residual**2).mean()))
+    share = float(np.abs(residual / b).max()) if (b > 0).all() else math.nan
+    r_squared = 1 - float((residual**2).sum()) / spread if spread > 0 else math.nan
+    return dict(zip(names, (float(gradient), float(offset), rms, share, r_squared), strict=True))
+
+
+def fits(timings: pd.DataFrame) -> list[dict[str, Any]]:
+    """T(r) per stage and part over all finished seeds, and the rank from which compressing is slower than not.
+
+    ``rank_where_slower`` solves a r + c = time of the uncompressed reduction of the stage (nan without an
+    uncompressed run, inf when no rank is slower, 0 when every rank is). With three distinct ranks or more the
+    residual says whether T is linear.
+    """
+    rows: list[dict[str, Any]] = []
+    if timings.empty:
+        return rows
+    fine = timings[(timings["status"] == "ok") & timings["seconds_median"].notna()]
+    for (stage, kind), group in fine.groupby(["stage", "kind"], sort=True):
+        compressed, dense = group[group["rank"].notna()], group[group["rank"].isna()]
+        line = linear(list(compressed["rank"]), list(compressed["seconds_median"]))
+        uncompressed = float(dense["seconds_median"].median()) if len(dense) else math.nan
+        slower = math.nan
+        if kind == "total" and math.isfinite(uncompressed) and math.isfinite(line["seconds_per_rank"]):
+            room = uncompressed - line["seconds_fixed"]
+            rate = line["seconds_per_rank"]
+            slower = 0.0 if room <= 0 else room / rate if rate > 0 else math.inf
+        row = {
+            "stage": stage,
+            "kind": kind,
+            "ranks": int(compressed["rank"].nunique()),
+            "points": len(compressed),
+        }
+        rows.append(row | line | {"seconds_uncompressed": uncompressed, "rank_where_slower": slower})
+    return rows

@@ -1,0 +1,98 @@
+"""Sampling rates alpha (iterations) and beta (entries): fidelity, decisions and cost of the estimate (paper, GDS)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from experiments.analyse.common import Run, identity, result, summarise, write_table
+from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
+
+SUMMARISED = ("cc", "cc_after_warmup", "bias_nats", "rmse_nats", "sample_bias_nats", "sample_rmse_nats",
+              "decisions_differing", "validation_loss")  # fmt: skip
+KEYS = ["variant", "label", "alpha", "beta", "sampling", "estimator"]
+SKIPPED_STEPS = 5  # first calls allocate
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write ``table.csv`` (per run), ``summary.csv`` (per setting) and ``timings.csv`` (cost of the estimate)."""
+    full = {(run.seed, settings(run)["estimator"]): run for run in runs if is_full(run) and run.ok}
+    rows = []
+    for run in runs:
+        rates = settings(run)
+        reference = full.get((run.seed, rates["estimator"]))
+        row = identity(run) | rates | fidelity(run, int(run.setting("window", 1000)))
+        row |= decision_columns(run) | compare(run, reference) | result(run)
+        rows.append(row)
+    table = pd.DataFrame(rows)
+    write_table(out / "summary.csv", summarise(table, SUMMARISED, KEYS))
+    timings = [identity(run) | settings(run) | cost(run) for run in runs]
+    whole = {(row["seed"], row["estimator"]): row["seconds_entropy_mean"] for row in timings
+             if row["alpha"] == row["beta"] == 1 and row["status"] == "ok"}  # fmt: skip
+    for row in timings:
+        base = whole.get((row["seed"], row["estimator"]), math.nan)
+        row["change_percent"] = 100 * (row["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan
+    write_table(out / "timings.csv", timings)
+    write_table(out / "table.csv", table)
+    return [out / name for name in ("table.csv", "summary.csv", "timings.csv")]
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """The sampler's settings of a run, defaults filled in (paper: alpha 0.1, beta 0.25)."""
+    return {
+        "alpha": float(run.setting("entropy.iteration_rate", 0.1)),
+        "beta": float(run.setting("entropy.entry_rate", 0.25)),
+        "sampling": str(run.setting("entropy.sampling", "strided")),
+        "estimator": str(run.setting("entropy.estimator", "histogram")),
+    }
+
+
+def is_full(run: Run) -> bool:
+    return settings(run)["alpha"] == settings(run)["beta"] == 1
+
+
+def compare(run: Run, reference: Run | None) -> dict[str, Any]:
+    """Decisions whose ranks differ from those of the run of the same seed that reads everything (alpha = beta = 1).
+
+    A decision that only one of the two runs took counts as differing. Empty without such a run.
+    """
+    if reference is None:
+        return {
+            "decisions_differing": math.nan,
+            "decisions_compared": math.nan,
+            "largest_rank_difference": math.nan,
+        }
+    mine, theirs = active_decisions(run), active_decisions(reference)
+    pairs = list(zip(mine, theirs, strict=False))
+    largest = max(
+        (
+            abs(a - b)
+            for one, other in pairs
+            for a, b in zip(one, other, strict=False)
+            if math.isfinite(a - b)
+        ),
+        default=math.nan,
+    )
+    different = sum(differ(one, other) for one, other in pairs) + abs(len(mine) - len(theirs))
+    return {
+        "decisions_differing": different,
+        "decisions_compared": max(len(mine), len(theirs)),
+        "largest_rank_difference": largest,
+    }
+
+
+def cost(run: Run) -> dict[str, float]:
+    """Mean seconds of the estimate per step and its share of the step.
+
+    Stages measure at the same time, so the slowest counts; iterations that the sampler skips count as zero.
+    """
+    stages = run.stages[run.stages["iteration"] > SKIPPED_STEPS]
+    steps = run.steps[run.steps["iteration"] > SKIPPED_STEPS]
+    per_step = stages.fillna({"seconds_entropy": 0.0}).groupby("iteration")["seconds_entropy"].max()
+    mean = float(per_step.mean()) if len(per_step) else math.nan
+    step = float(steps["seconds"].mean()) if len(steps) else math.nan
+    return {"steps": len(steps), "seconds_entropy_mean": mean, "seconds_step_mean": step,
+            "share_of_step": mean / step if step > 0 else math.nan}  # fmt: skip

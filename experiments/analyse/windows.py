@@ -1,0 +1,131 @@
+"""Windowed entropy trajectories: sampled estimate against all entries, and the correlation CC between them.
+
+CC (paper, window study) is taken as the Pearson correlation, over windows of w iterations, between the mean
+of the sampled entropies and the mean of the entropies of all entries at every iteration. The first iterations
+carry a steep drop that any estimator follows, so CC is given twice: over the whole run, and over the windows
+after warm-up only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.analyse.common import Run, as_float, pearson, ranks_text
+
+LEAST_WINDOWS = 3
+
+
+def trajectory(run: Run, window: int) -> pd.DataFrame:
+    """Means per complete window and stage.
+
+    Columns stage, window, iteration (the last one of the window), entropy, entropy_full, rank. Stage -1 is the mean
+    over stages, each counting the same.
+    """
+    columns = ["stage", "window", "iteration", "entropy", "entropy_full", "rank"]
+    frame = run.stages
+    if frame.empty or window < 1:
+        return pd.DataFrame(columns=columns)
+    frame = frame.assign(window=(frame["iteration"].astype(int) - 1) // window)
+    complete = int(frame["iteration"].max()) // window
+    frame = frame[frame["window"] < complete]
+    means = frame.groupby(["stage", "window"], as_index=False).agg(
+        entropy=("entropy", "mean"), entropy_full=("entropy_full", "mean"), rank=("rank", "last")
+    )
+    every = (
+        means.groupby("window", as_index=False)[["entropy", "entropy_full", "rank"]].mean().assign(stage=-1)
+    )
+    means = pd.concat([means, every], ignore_index=True)
+    means["iteration"] = (means["window"] + 1) * window
+    return means.astype({"stage": int})[columns].sort_values(["stage", "window"], ignore_index=True)
+
+
+def first_compressed(run: Run) -> float:
+    """First iteration that sent any stage compressed; nan when none did."""
+    compressed = run.stages.loc[run.stages["rank"].notna(), "iteration"]
+    return float(compressed.min()) if len(compressed) else math.nan
+
+
+def fidelity(run: Run, window: int) -> dict[str, Any]:
+    """CC of stage 0 and of the mean over stages, whole run and after warm-up, with bias and RMSE in nats.
+
+    ``cc_note`` says why a CC is missing. ``sample_*`` compare single measurements at the iterations that were
+    sampled, so they show the error from reading a share of the entries alone; window columns add the error
+    from the iterations left out.
+    """
+    means = trajectory(run, window)
+    start = first_compressed(run)
+    first = means[means["stage"] == 0]
+    overall = means[means["stage"] == -1]
+    active = first[first["iteration"] - window + 1 >= start] if math.isfinite(start) else first.iloc[:0]
+    difference = first["entropy"] - first["entropy_full"]
+    pairs = run.stages[(run.stages["stage"] == 0)].dropna(subset=["entropy", "entropy_full"])
+    single = pairs["entropy"] - pairs["entropy_full"]
+    usable = int((first["entropy"].notna() & first["entropy_full"].notna()).sum())
+    notes = []
+    for name, frame in (("cc", first), ("cc_after_warmup", active)):
+        count = int((frame["entropy"].notna() & frame["entropy_full"].notna()).sum())
+        if count < LEAST_WINDOWS:
+            notes.append(f"{name}: {count} usable windows, {LEAST_WINDOWS} needed")
+        elif math.isnan(pearson(frame["entropy"], frame["entropy_full"])):
+            notes.append(f"{name}: a trajectory is constant")
+    return {
+        "windows": usable,
+        "windows_after_warmup": len(active),
+        "cc": pearson(first["entropy"], first["entropy_full"]),
+        "cc_all_stages": pearson(overall["entropy"], overall["entropy_full"]),
+        "cc_after_warmup": pearson(active["entropy"], active["entropy_full"]),
+        "cc_note": "; ".join(notes),
+        "bias_nats": float(difference.mean()),
+        "rmse_nats": root_mean_square(difference),
+        "samples": len(pairs),
+        "sample_cc": pearson(pairs["entropy"], pairs["entropy_full"]),
+        "sample_bias_nats": float(single.mean()),
+        "sample_rmse_nats": root_mean_square(single),
+    }
+
+
+def root_mean_square(values: pd.Series) -> float:
+    x = values.dropna().to_numpy(dtype=float)
+    return float(np.sqrt((x**2).mean())) if x.size else math.nan
+
+
+def active_decisions(run: Run) -> list[list[float]]:
+    """Ranks per stage (nan = uncompressed) of every decision in the active phase, in order."""
+    return [
+        [as_float(rank) for rank in event.get("ranks") or []]
+        for event in run.decisions
+        if event.get("phase") == "active"
+    ]
+
+
+def decision_columns(run: Run) -> dict[str, Any]:
+    """How often the controller decided and moved, where it went, and whether it kept its limits."""
+    active = [event for event in run.decisions if event.get("phase") == "active"]
+    ranks = [[as_float(rank) for rank in event.get("ranks") or []] for event in active]
+    first = [row[0] for row in ranks if row]
+    moves = sum(1 for a, b in itertools.pairwise(ranks) if differ(a, b))
+    outside = 0
+    for event, row in zip(active, ranks, strict=True):
+        low, high = as_float(event.get("r_min")), as_float(event.get("r_max"))
+        outside += any(
+            not (low <= rank <= high) for rank in row if math.isfinite(rank) and math.isfinite(low + high)
+        )
+    return {
+        "decisions": len(active),
+        "rank_changes": moves,
+        "decisions_outside_limits": outside,
+        "r_min": as_float(active[-1].get("r_min")) if active else math.nan,
+        "r_max": as_float(active[-1].get("r_max")) if active else math.nan,
+        "ranks_stage0": ">".join(ranks_text([rank]) for rank in first),
+    }
+
+
+def differ(a: list[float], b: list[float]) -> bool:
+    """Whether two decisions give any stage another rank (uncompressed counts as a rank of its own)."""
+    one, other = ([-1.0 if math.isnan(rank) else rank for rank in row] for row in (a, b))
+    return one != other

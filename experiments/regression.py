@@ -1,0 +1,288 @@
+"""A fresh run against the committed reference: ``python -m experiments.regression --scale ci --results results``.
+
+Compares tables, not runs, under the tolerances of ``experiments/tolerances.yaml``. Exit code 0 when
+everything is inside, 1 when something is outside, 2 for bad input. ``--update`` writes the reference from the
+fresh tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+import typer
+import yaml
+from pydantic import Field, model_validator
+
+from edgc.errors import UserError
+from experiments.cli import main_guard
+from experiments.run_folder import atomic_write
+from experiments.settings import Settings, load_yaml, validate
+
+TOLERANCES = Path(__file__).parent / "tolerances.yaml"
+KEPT = ("table.csv", "summary.csv", "moments.csv", "fit.csv", "stages.csv", "summary.json")
+Scalar = str | float | int | bool
+
+
+class Check(Settings):
+    """One line of ``tolerances.yaml``; what the kinds mean stands there."""
+
+    study: str
+    table: str = "table.csv"
+    kind: Literal["rows", "relative", "absolute", "bounds", "order"]
+    column: str
+    key: list[str] = []
+    where: dict[str, Scalar | list[Scalar]] = {}
+    tolerance: float = Field(0.0, ge=0.0)
+    at_least: float | None = None
+    at_most: float | None = None
+    by: str | None = None
+    direction: Literal["falls", "rises"] = "falls"
+
+    @model_validator(mode="after")
+    def _complete(self) -> Check:
+        if self.kind == "bounds" and self.at_least is None and self.at_most is None:
+            raise ValueError("kind bounds needs a bound; give at_least or at_most")
+        if self.kind == "order" and self.by is None:
+            raise ValueError("kind order needs `by`; name the column to order by")
+        return self
+
+    @property
+    def stated(self) -> str:
+        """The tolerance in words."""
+        if self.kind in ("relative", "absolute"):
+            return f"± {100 * self.tolerance:g} %" if self.kind == "relative" else f"± {self.tolerance:g}"
+        if self.kind == "bounds":
+            low = "" if self.at_least is None else f"at least {self.at_least:g}"
+            high = "" if self.at_most is None else f"at most {self.at_most:g}"
+            return " and ".join(part for part in (low, high) if part)
+        return (
+            f"{self.direction} with {self.by}, slack {self.tolerance:g}"
+            if self.kind == "order"
+            else "the same"
+        )
+
+
+class Tolerances(Settings):
+    """The whole file; ``key`` is the default key of a check."""
+
+    key: list[str] = Field(min_length=1)
+    checks: list[Check] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One compared value."""
+
+    check: str
+    row: str
+    reference: str
+    fresh: str
+    tolerance: str
+    ok: bool
+
+
+def select(frame: pd.DataFrame, check: Check, where: object) -> pd.DataFrame:
+    """The rows that a check is about.
+
+    Raises:
+        UserError: when the table lacks a column that the check names.
+    """
+    wanted = [check.column, *check.key, *check.where, *([check.by] if check.by else [])]
+    lacking = next((name for name in wanted if name not in frame), None)
+    if lacking:
+        fix = "correct tolerances.yaml or make the table again"
+        raise UserError(
+            f"column {lacking} is missing for check {check.study} {check.column}", where=where, fix=fix
+        )
+    for column, value in check.where.items():
+        frame = frame[frame[column].isin(value if isinstance(value, list) else [value])]
+    return frame
+
+
+def _keyed(frame: pd.DataFrame, check: Check) -> dict[str, Any]:
+    names = frame[check.key].astype(str).agg(" ".join, axis=1) if len(frame) else []
+    return dict(zip(names, frame[check.column], strict=True))
+
+
+def _text(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _inside(check: Check, old: float, new: float) -> bool:
+    if math.isnan(old) and math.isnan(new):
+        return True  # a value that both lack, such as the gap of a diverged run, is no difference
+    room = check.tolerance * abs(old) if check.kind == "relative" else check.tolerance
+    return abs(new - old) <= room
+
+
+def compare(check: Check, reference: pd.DataFrame, fresh: pd.DataFrame) -> list[Outcome]:
+    """All outcomes of one check on the selected rows of both tables; a check without rows is outside."""
+    name = f"{check.study}: {check.column}"
+    if check.kind == "order":
+        return [_ordered(check, name, reference, fresh)]
+    old, new = _keyed(reference, check), _keyed(fresh, check)
+    found = []
+    keys: Iterable[str] = dict.fromkeys([*old, *new]) if check.kind != "bounds" else new
+    for key in keys:
+        a, b = old.get(key), new.get(key)
+        if check.kind == "bounds":
+            low = -math.inf if check.at_least is None else check.at_least
+            high = math.inf if check.at_most is None else check.at_most
+            both_lack = key in old and pd.isna(a) and pd.isna(b)  # such as the error of the uncompressed run
+            ok = both_lack or low <= float(b) <= high  # type: ignore[arg-type]
+        elif key not in old or key not in new:
+            ok = False
+        elif check.kind == "rows":
+            ok = a == b
+        else:
+            ok = _inside(check, float(a), float(b))  # type: ignore[arg-type]
+        shown = ("no row" if key not in old else _text(a), "no row" if key not in new else _text(b))
+        found.append(Outcome(name, key, *shown, check.stated, bool(ok)))
+    return found or [Outcome(name, "", "no row", "no row", check.stated, False)]
+
+
+def _ordered(check: Check, name: str, reference: pd.DataFrame, fresh: pd.DataFrame) -> Outcome:
+    lists = [
+        frame.groupby(check.by)[check.column].mean().dropna().sort_index() for frame in (reference, fresh)
+    ]
+    values = list(lists[1])
+    sign = 1 if check.direction == "falls" else -1
+    steps = [sign * (a - b) for a, b in itertools.pairwise(values)]
+    ok = len(values) >= 2 and all(step >= -check.tolerance for step in steps)
+    texts = [" ".join(f"{value:.3g}" for value in series) or "no row" for series in lists]
+    return Outcome(name, f"by {check.by}", texts[0], texts[1], check.stated, ok)
+
+
+def load_tolerances(path: Path = TOLERANCES) -> list[Check]:
+    """The checks, with the default key filled in."""
+    found: Tolerances = validate(Tolerances, load_yaml(path), path)
+    return [check if check.key else check.model_copy(update={"key": found.key}) for check in found.checks]
+
+
+def _table(root: Path, check: Check, fix: str) -> pd.DataFrame:
+    path = root / check.study / check.table
+    if not path.is_file():
+        raise UserError(f"{check.table} of study {check.study} is missing", where=path, fix=fix)
+    return select(pd.read_csv(path), check, path)
+
+
+def regress(checks: Sequence[Check], reference: Path, fresh: Path) -> list[Outcome]:
+    """Every outcome of every check; both folders hold ``<study>/<table>``.
+
+    Raises:
+        UserError: when the reference or a table of it or of the fresh run is missing.
+    """
+    if not reference.is_dir():
+        raise UserError("there is no reference", where=reference, fix="write it with: make reference")
+    found = []
+    for check in checks:
+        old = _table(reference, check, "write the reference again: make reference")
+        new = _table(fresh, check, f"make it with: snakemake -c2 {check.study}")
+        found += compare(check, old, new)
+    return found
+
+
+def provenance(fresh: Path) -> dict[str, Any]:
+    """Versions, commit, data and kind of hardware of the runs behind the tables; no names of machines or users."""
+    records = []
+    for path in sorted(fresh.glob("*/*/run.yaml")):
+        record = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("provenance") or {}
+        records.append(
+            {key: record.get(key) for key in ("started", "versions", "git", "hardware", "data_fingerprint")}
+        )
+    if not records:
+        raise UserError(
+            "no run to take the provenance from", where=fresh, fix="run the studies first: make reproduce"
+        )
+    result: dict[str, Any] = {"runs": len(records)}
+    dates = sorted(str(record["started"])[:10] for record in records if record["started"])
+    if dates:
+        result["dates"] = [dates[0], dates[-1]]
+    for key in ("versions", "git", "hardware", "data_fingerprint"):
+        different = []
+        for record in records:
+            if record[key] is not None and record[key] not in different:
+                different.append(record[key])
+        result[key] = different if len(different) > 1 else different[0] if different else None
+    return result
+
+
+def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
+    """Copy the tables of every checked study, the claims and the provenance to ``reference``."""
+    if not fresh.is_dir():
+        raise UserError("there are no results", where=fresh, fix="run the studies first: make reproduce")
+    for check in checks:
+        _table(fresh, check, f"make it with: snakemake -c2 {check.study}")
+    record = provenance(fresh)
+    sources = [
+        fresh / study / name for study in dict.fromkeys(check.study for check in checks) for name in KEPT
+    ]
+    written = []
+    for source in [*sources, fresh / "claims.csv"]:
+        if source.is_file():
+            target = reference / source.relative_to(fresh)
+            atomic_write(target, source.read_bytes())
+            written.append(target)
+    atomic_write(reference / "provenance.yaml", yaml.safe_dump(record, sort_keys=False))
+    return [*written, reference / "provenance.yaml"]
+
+
+@main_guard
+def main(
+    scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
+    results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
+    reference: Annotated[Path | None, typer.Option(help="default: RESULTS/reference/SCALE")] = None,
+    tolerances: Annotated[Path, typer.Option(help="the checks")] = TOLERANCES,
+    write: Annotated[bool, typer.Option("--update", help="write the reference from these results")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="print every comparison, not one line per check")
+    ] = False,
+) -> None:
+    """Compare fresh tables with the committed reference (RESULTS/SCALE/regression.csv), or write the reference."""
+    fresh, known = results / scale, reference or results / "reference" / scale
+    checks = load_tolerances(tolerances)
+    if write:
+        for path in update(checks, fresh, known):
+            print(path)
+        return
+    found = regress(checks, known, fresh)
+    atomic_write(fresh / "regression.csv", pd.DataFrame(found).to_csv(index=False, lineterminator="\n"))
+    _print(found, scale, every=every)
+    outside = sum(not outcome.ok for outcome in found)
+    print(f"{len(found) - outside} of {len(found)} comparisons inside the tolerance, {outside} OUTSIDE")
+    if outside:
+        raise SystemExit(1)
+
+
+def _print(found: Sequence[Outcome], scale: str, *, every: bool) -> None:
+    """Every value outside; the values inside as one line per check unless ``every``."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("check", "row", "reference", "fresh", "tolerance", "", title=f"Regression at scale {scale}")
+    shown: set[str] = set()
+    for outcome in found:
+        same = [o for o in found if (o.check, o.tolerance) == (outcome.check, outcome.tolerance) and o.ok]
+        mark = "ok" if outcome.ok else "[bold red]OUTSIDE[/]"
+        cells = (outcome.row, outcome.reference, outcome.fresh)
+        if outcome.ok and not every:
+            if outcome.check + outcome.tolerance in shown:
+                continue
+            shown.add(outcome.check + outcome.tolerance)
+            if len(same) > 1:
+                cells = (f"{len(same)} rows", "", "")
+        table.add_row(outcome.check, *cells, outcome.tolerance, mark)
+    console = Console()
+    Console(width=None if console.is_terminal else 120).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,23 @@
+"""Figures and tables of the benchmark: one script each, drawn from the tables under ``results/<scale>/``.
+
+This file is plain Python (no plotting library), so that the workflow can read the registry cheaply.
+"""
+
+from __future__ import annotations
+
+# figure name -> studies whose tables it reads
+FIGURES: dict[str, tuple[str, ...]] = {
+    "entropy_trend": ("entropy_trend",),
+    "entropy_moments": ("entropy_trend",),
+    "methods": ("methods",),
+    "ranks_over_time": ("methods",),
+    "rank_sweep": ("rank_sweep",),
+    "window_ablation": ("window_ablation",),
+    "sampling_ablation": ("sampling_ablation",),
+    "zero_shot": ("zero_shot",),
+    "gpt2_2p5b_v100": ("gpt2_2p5b_v100",),
+    "gpt2_12p1b_h100": ("gpt2_12p1b_h100",),
+}
+
+# figures drawn by a script of another name, which takes the study as its second argument
+SCRIPTS: dict[str, str] = {"gpt2_2p5b_v100": "cluster", "gpt2_12p1b_h100": "cluster"}

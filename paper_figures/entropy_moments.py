@@ -1,0 +1,89 @@
+"""Shape of the gradients' distribution through training, mass near zero, and correlation between layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+
+NAME = "entropy_moments"
+LAYER_GROUPS = ("qkv", "projection", "fc1", "fc2")
+PANELS = (
+    ("skewness", "skewness", "skewness\n(no unit, log beyond ±1)", 1.0),
+    ("excess_kurtosis", "excess kurtosis", "excess kurtosis\n(no unit, log above 1)", 1.0),
+    ("near_zero", "mass near zero", "entries with |g| < 0.001 σ₀\n(%)", 100.0),
+    ("correlation_layers", "correlation between layers", "mean |Pearson correlation|\n(no unit)", 1.0),
+)
+
+
+def draw(results: Path) -> Figure:
+    """Skewness, excess kurtosis, share near zero, correlation between layers; a line per variant."""
+    trend = style.read(results, "entropy_trend", "trend.csv")
+    fig, axes = style.figure(2, 2, width=style.TEXT, height=4.4, sharex=True)
+    for ax, (column, title, unit, factor) in zip(axes, PANELS, strict=True):
+        for index, (variant, rows) in enumerate(trend.groupby("variant", sort=False)):
+            line(ax, rows, column, factor, look(str(variant), str(rows["architecture"].iloc[0]), index))
+        ax.set_title(title)
+        ax.set_ylabel(unit)
+        if trend[column].isna().all():
+            style.message(ax, "not recorded in these runs")
+    drawn = trend[trend["group"].isin([*LAYER_GROUPS, "embedding"])]
+    symmetric_log(axes[0], drawn["skewness"], low=-2, high=2)
+    symmetric_log(axes[1], drawn["excess_kurtosis"], low=0, high=10)
+    for ax in axes[2:]:
+        ax.set_xlabel("iteration")
+    axes[2].set_ylim(bottom=0)
+    axes[3].set_ylim(bottom=0)
+    handles, labels = style.handles(axes[0])
+    fig.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+    style.letter(axes)
+    counts = list(trend.groupby("variant")["seed"].nunique())
+    style.annotate(
+        fig,
+        counts,
+        bars="mean over seeds",
+        scale=results.name,
+        extra="Thick: mean over the matrices of the layers, weighted by size; bands: range over qkv, projection,\n"
+        "fc1, fc2. Thin dotted: word embedding. "
+        "σ₀: standard deviation of the same parameter's gradient at the first probe.",
+    )
+    return fig
+
+
+def symmetric_log(ax: Axes, values: pd.Series, *, low: float, high: float) -> None:
+    """Linear within ±1 and logarithmic beyond: embeddings are orders of magnitude from normal, layers are not."""
+    low, high = min(low, 1.6 * float(values.min())), max(high, 1.6 * float(values.max()))
+    decades = [10.0**k for k in range(7)]
+    ax.set_yscale("symlog", linthresh=1)
+    style.plain(ax.yaxis, [t for t in (*(-d for d in reversed(decades)), 0.0, *decades) if low <= t <= high])
+    ax.set_ylim(low, high)
+
+
+def look(variant: str, architecture: str, index: int) -> style.Family:
+    """GPT and BERT keep their colours; further variants of one architecture differ by marker."""
+    base = style.ARCHITECTURES.get(architecture, style.FAMILIES["other"])
+    return style.Family(variant, base.label, base.colour, style.MARKERS[index], base.line)
+
+
+def line(ax: Axes, rows: pd.DataFrame, column: str, factor: float, family: style.Family) -> None:
+    layers = factor * rows[rows["group"] == "<layers>"].groupby("iteration")[column].mean()
+    parts = rows[rows["group"].isin(LAYER_GROUPS)]
+    groups = factor * parts.groupby(["iteration", "group"])[column].mean().unstack()
+    embedding = factor * rows[rows["group"] == "embedding"].groupby("iteration")[column].mean()
+    low, high = groups.min(axis=1), groups.max(axis=1)
+    ax.fill_between(groups.index, low, high, color=family.colour, alpha=0.2, linewidth=0)
+    label = str(rows["label"].iloc[0])
+    look: dict[str, Any] = {"color": family.colour, "marker": family.marker, "linestyle": family.line}
+    ax.plot(layers.index, layers, markevery=max(1, len(layers) // 8), label=f"{label}, layers", **look)
+    if embedding.notna().any():
+        name = f"{label}, embedding"
+        ax.plot(embedding.index, embedding, color=family.colour, linewidth=0.8, linestyle=":", label=name)
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,109 @@
+"""Entropy of gradients through training, log sigma per parameter, and the gradient norm around clipping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+
+NAME = "entropy_trend"
+GROUP_ORDER = ("embedding", "position", "qkv", "projection", "fc1", "fc2", "head", "norm", "other")
+
+
+def draw(results: Path) -> Figure:
+    """One column of panels per run variant (GPT, BERT): entropy change, log sigma, gradient norm."""
+    trend = style.read(results, "entropy_trend", "trend.csv")
+    parameters = style.read(results, "entropy_trend", "parameters.csv")
+    norms = style.read(results, "entropy_trend", "norms.csv")
+    variants = list(dict.fromkeys(trend["variant"]))
+    fig, axes = style.figure(3, len(variants), width=style.TEXT, height=6.6, sharex="col", sharey="row")
+    grid = np.array(axes, dtype=object).reshape(3, len(variants))
+    for column, variant in enumerate(variants):
+        rows = trend[trend["variant"] == variant]
+        entropy(grid[0, column], rows[rows["group"] == "<all>"])
+        sigmas(grid[1, column], parameters[parameters["variant"] == variant])
+        clipping(grid[2, column], norms[norms["variant"] == variant])
+        grid[0, column].set_title(f"{rows['label'].iloc[0]}: entropy")
+        grid[1, column].set_title(f"{rows['label'].iloc[0]}: log σ per parameter")
+        grid[2, column].set_title(f"{rows['label'].iloc[0]}: gradient norm")
+        grid[2, column].set_xlabel("iteration")
+        for ax in grid[:, column]:
+            ax.tick_params(labelbottom=ax is grid[2, column])
+    for ax, text in zip(
+        grid[:, 0],
+        (
+            "change of entropy\nsince first probe (nats)",
+            "log σ (σ in units of\nthe gradient)",
+            "gradient norm (L2)",
+        ),
+        strict=True,
+    ):
+        ax.set_ylabel(text)
+    for row in grid:
+        row[-1].legend(*style.handles(*row), loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    style.letter(list(grid.flat))
+    counts = trend.groupby("variant")["seed"].nunique()
+    style.annotate(
+        fig,
+        list(counts),
+        bars="lines: mean, bands: min to max over seeds",
+        scale=results.name,
+        extra="Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single\n"
+        "parameters (first seed), thick lines the mean of their group.",
+    )
+    return fig
+
+
+def entropy(ax: Axes, rows: pd.DataFrame) -> None:
+    """Change since the first probe, per estimator: the estimators' levels differ, their movement is compared."""
+    for name, look in style.ESTIMATORS.items():
+        table = rows.pivot_table(index="iteration", columns="seed", values=f"entropy_{name}")
+        if table.empty:
+            continue
+        table = table - table.iloc[0]
+        ax.plot(table.index, table.mean(axis=1), color=look.colour, linestyle=look.line, label=look.label)
+        if table.shape[1] > 1:
+            ax.fill_between(
+                table.index, table.min(axis=1), table.max(axis=1), color=look.colour, alpha=0.2, linewidth=0
+            )
+    ax.axhline(0, color="#444444", linewidth=0.6)
+
+
+def sigmas(ax: Axes, rows: pd.DataFrame) -> None:
+    """Thin lines: parameters of the first seed; thick: mean of their group over parameters and seeds."""
+    groups = [group for group in GROUP_ORDER if group in set(rows["group"])]
+    colours = dict(zip(GROUP_ORDER, sns.color_palette("colorblind", len(GROUP_ORDER)), strict=True))
+    first = rows[rows["seed"] == rows["seed"].min()]
+    for (_, _, group), line in first.groupby(["stage", "parameter", "group"]):
+        ax.plot(line["iteration"], line["log_sigma"], color=colours[group], linewidth=0.4, alpha=0.5)
+    lines = ("-", "--", "-.", ":")
+    for group in groups:
+        mean = rows[rows["group"] == group].groupby("iteration")["log_sigma"].mean()
+        look = lines[GROUP_ORDER.index(group) % len(lines)]
+        ax.plot(mean.index, mean, color=colours[group], linewidth=1.6, linestyle=look, label=group)
+
+
+def clipping(ax: Axes, rows: pd.DataFrame) -> None:
+    """Norm before and after clipping, mean over seeds."""
+    mean = rows.groupby("iteration")[["grad_norm", "grad_norm_clipped"]].mean()
+    ax.plot(mean.index, mean["grad_norm"], color="#000000", linewidth=0.7, label="before clipping")
+    ax.plot(
+        mean.index,
+        mean["grad_norm_clipped"],
+        color="#D55E00",
+        linewidth=0.9,
+        linestyle="--",
+        label="after clipping",
+    )
+    ax.set_yscale("log")
+    style.plain(ax.yaxis)
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,123 @@
+"""Fixed ranks: time of the parts of the reduction, compression error, and validation loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+
+NAME = "rank_sweep"
+PARTS = (
+    ("compress", "compress", "#E69F00", "s", "--"),
+    ("communicate", "communicate", "#56B4E9", "^", "-."),
+    ("decompress", "decompress", "#009E73", "v", ":"),
+    ("total", "total", "#000000", "o", ""),
+)
+
+
+def draw(results: Path) -> Figure:
+    """Seconds, relative error and validation loss against the rank."""
+    table = style.read(results, "rank_sweep")
+    timings = style.read(results, "rank_sweep", "timings.csv")
+    fit = style.read(results, "rank_sweep", "fit.csv")
+    fig, axes = style.figure(1, 3, width=style.TEXT, height=2.75)
+    seconds(axes[0], timings, fit)
+    quality(axes[1], table, "relative_error_median", "relative_error_q1", "relative_error_q3")
+    axes[1].set_ylabel("‖M − M̂‖ / ‖M‖ (no unit)")
+    axes[1].set_title("compression error")
+    axes[1].set_ylim(bottom=0)
+    loss(axes[2], table)
+    for ax in axes:
+        ranks = sorted(table["rank"].dropna().unique())
+        ax.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
+        ax.set_xlabel("rank r")
+    style.letter(axes)
+    counts = list(table[table["status"] == "ok"].groupby("variant").size())
+    other = table[table["status"] != "ok"]
+    missing = ", ".join(f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in other.iterrows())
+    style.annotate(
+        fig,
+        counts,
+        bars="(c) bars: min to max",
+        scale=results.name,
+        extra="(a) slowest stage, median over steps, bars: quartiles; line: fit T(r) = a·r + c.\n"
+        "(b) median over steps of the second half, bars: quartiles."
+        + (f" Without result: {missing}." if missing else ""),
+    )
+    return fig
+
+
+def slowest(timings: pd.DataFrame) -> int:
+    """The stage with the largest median total over all ranks."""
+    total = timings[(timings["kind"] == "total") & timings["rank"].notna()]
+    return int(total.groupby("stage")["seconds_median"].median().idxmax())
+
+
+def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
+    fine = timings[timings["status"] == "ok"]
+    stage = slowest(fine)
+    fine = fine[fine["stage"] == stage]
+    for kind, label, colour, marker, line in PARTS:
+        rows = fine[(fine["kind"] == kind) & fine["rank"].notna()].groupby("rank")
+        median = 1e3 * rows["seconds_median"].median()
+        low, high = 1e3 * rows["seconds_q1"].min(), 1e3 * rows["seconds_q3"].max()
+        error = np.maximum(0, [median - low, high - median])
+        ax.errorbar(
+            median.index, median, yerr=error, color=colour, marker=marker, linestyle=line, label=label
+        )
+    total = fit[(fit["stage"] == stage) & (fit["kind"] == "total")].iloc[0]
+    ranks = np.array([fine["rank"].min(), fine["rank"].max()])
+    if np.isfinite(total["seconds_per_rank"]):
+        fitted = 1e3 * (total["seconds_per_rank"] * ranks + total["seconds_fixed"])
+        label = f"fit (largest residual {100 * total['residual_largest_share']:.0f} %)"
+        ax.plot(ranks, fitted, color="#000000", linewidth=0.9, label=label)
+    if np.isfinite(total["seconds_uncompressed"]):
+        ax.axhline(
+            1e3 * total["seconds_uncompressed"],
+            color="#CC79A7",
+            linewidth=1.0,
+            linestyle="--",
+            label="uncompressed",
+        )
+    ax.set_ylabel("time per step (ms)")
+    ax.set_ylim(bottom=0)
+    ax.set_title("time")
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, columnspacing=0.8)
+
+
+def quality(ax: Axes, table: pd.DataFrame, middle: str, low: str, high: str) -> None:
+    look = style.FAMILIES["powersgd"]
+    rows = table[(table["status"] == "ok") & table["rank"].notna()].groupby("rank")
+    median = rows[middle].median()
+    error = np.maximum(0, [median - rows[low].min(), rows[high].max() - median])
+    ax.errorbar(median.index, median, yerr=error, color=look.colour, marker=look.marker)
+
+
+def loss(ax: Axes, table: pd.DataFrame) -> None:
+    look, base = style.FAMILIES["powersgd"], style.FAMILIES["none"]
+    fine = table[table["status"] == "ok"]
+    rows = fine[fine["rank"].notna()].groupby("rank")["validation_perplexity"]
+    mean = rows.mean()
+    ax.errorbar(
+        mean.index,
+        mean,
+        yerr=[mean - rows.min(), rows.max() - mean],
+        color=look.colour,
+        marker=look.marker,
+        label=look.label,
+    )
+    dense = fine.loc[fine["rank"].isna(), "validation_perplexity"]
+    if len(dense):
+        ax.axhline(dense.mean(), color=base.colour, linewidth=1.0, linestyle="--", label="uncompressed")
+    ax.set_ylabel("validation perplexity")
+    ax.set_title("quality")
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,74 @@
+"""The ranks that EDGC chose over training, per pipeline stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from edgc.errors import UserError
+from paper_figures import style
+
+NAME = "ranks_over_time"
+
+
+def draw(results: Path) -> Figure:
+    """One panel per EDGC policy: rank against iteration, a line per stage and seed."""
+    curves = style.read(results, "methods", "curves.csv")
+    runs = style.read(results, "methods")
+    variants = list(dict.fromkeys(runs.loc[runs["method"] == "edgc", "variant"]))
+    if not variants:
+        raise UserError("no EDGC run in the methods study", where=results / "methods" / "table.csv")
+    fig, axes = style.figure(len(variants), 1, height=0.9 + 1.45 * len(variants), sharex=True, sharey=True)
+    stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
+    for ax, variant in zip(axes, variants, strict=True):
+        panel(ax, curves[curves["variant"] == variant], stages)
+        limits(ax, runs[runs["variant"] == variant])
+        ax.set_title(str(runs.loc[runs["variant"] == variant, "label"].iloc[0]))
+        ax.set_ylabel("rank r")
+    axes[-1].set_xlabel("iteration")
+    axes[0].set_ylim(bottom=0)
+    axes[0].yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=3, columnspacing=1.0)
+    style.letter(axes)
+    seeds = runs[runs["variant"].isin(variants)].groupby("variant")["seed"].nunique()
+    style.annotate(fig, list(seeds), bars="every seed is a line", scale=results.name)
+    return fig
+
+
+def limits(ax: Axes, runs: pd.DataFrame) -> None:
+    """r_min and r_max of the controller, where all seeds agree on them."""
+    for column, line in (("r_max", "--"), ("r_min", ":")):
+        values = runs[column].dropna().unique()
+        if len(values) == 1:
+            ax.axhline(values[0], color="#444444", linewidth=0.8, linestyle=line, zorder=1, label=column)
+
+
+def panel(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
+    """Later stages are drawn thinner on top, so that equal ranks stay visible; grey: sent uncompressed."""
+    colours = style.stage_colours(len(stages))
+    columns = [f"rank_{stage}" for stage in stages]
+    dense = curves.groupby("iteration")[columns].count().sum(axis=1) == 0
+    if dense.any():
+        first = dense[~dense].index.min() if (~dense).any() else dense.index.max()
+        ax.axvspan(
+            dense.index.min(), first, color="#dddddd", alpha=0.7, linewidth=0, label="all uncompressed"
+        )
+    for index, stage in enumerate(stages):
+        for number, (_, run) in enumerate(curves.groupby("seed")):
+            ax.step(
+                run["iteration"],
+                run[f"rank_{stage}"],
+                where="post",
+                color=colours[index],
+                linewidth=2.4 - 1.4 * index / max(1, len(stages) - 1),
+                linestyle=("-", "--", ":", "-.")[number % 4],
+                label=f"stage {stage}" if number == 0 else None,
+            )
+
+
+if __name__ == "__main__":
+    style.main(draw)

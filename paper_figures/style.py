@@ -1,0 +1,329 @@
+"""One look for every figure: sizes, colours, markers, notes, saving, and the command line.
+
+A figure script holds ``NAME`` and ``draw(results: Path) -> Figure`` (``results`` is the folder of one scale,
+e.g. ``results/ci``; a script that serves several studies takes ``draw(results, study)``) and ends with ``if
+__name__ == "__main__": style.main(draw)``. It reads tables only, never run folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.patheffects import Normal, Stroke
+from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from edgc.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMN = 3.35  # inches, one column of a two-column page
+TEXT = 7.0  # inches, full text width
+FONT = 7.5  # points at print size; nothing is set below MIN_FONT
+MIN_FONT = 7.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family of methods looks in every figure."""
+
+    key: str
+    label: str
+    colour: str
+    marker: str
+    line: str | tuple[int, tuple[float, ...]] = "-"
+
+
+# Okabe-Ito colours first; the marker differs too, so that grey print and every colour vision can tell them
+# apart.
+FAMILIES: dict[str, Family] = {
+    f.key: f
+    for f in (
+        Family("none", "Megatron, uncompressed", "#000000", "o"),
+        Family("bf16", "bf16 all-reduce", "#666666", "P", "--"),
+        Family("powersgd", "PowerSGD, fixed rank", "#0072B2", "s"),
+        Family("edgc", "EDGC", "#D55E00", "D"),
+        Family("released", "EDGC (released policy)", "#E69F00", "^", "--"),
+        Family("spectral", "EDGC (spectral)", "#009E73", "v", "-."),
+        Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", "--"),
+        Family("topk", "Top-k", "#56B4E9", "<", "-."),
+        Family("randomk", "Random-k", "#882255", ">", ":"),
+        Family("quantize", "Quantised", "#999933", "X", "--"),
+        Family("sign", "Sign", "#8C510A", "h", ":"),
+        Family("other", "other", "#888888", "*", ":"),
+    )
+}
+_WORDS = (
+    ("spectral", ("spectral",)),
+    ("released", ("released",)),
+    ("selective", ("selective", "optimus")),
+    ("edgc", ("edgc", "cqm")),
+    ("powersgd", ("powersgd", "fixed", "rank")),
+    ("topk", ("topk", "top_k", "top-k")),
+    ("randomk", ("randomk", "random_k", "random-k", "randk")),
+    ("quantize", ("quant", "int8", "int4", "int2")),
+    ("sign", ("sign",)),
+    ("bf16", ("bf16", "fp16")),
+    ("none", ("none", "uncompressed", "megatron", "dense")),
+)
+
+ESTIMATORS: dict[str, Family] = {
+    f.key: f
+    for f in (
+        Family("histogram", "histogram", "#0072B2", "o"),
+        Family("gaussian", "Gaussian", "#D55E00", "s", "--"),
+        Family("vasicek", "Vasicek", "#009E73", "^", "-."),
+        Family("released", "released code (discrete)", "#CC79A7", "v", ":"),
+    )
+}
+ARCHITECTURES: dict[str, Family] = {
+    "gpt": Family("gpt", "GPT", "#0072B2", "o"),
+    "bert": Family("bert", "BERT", "#D55E00", "s", "--"),
+}
+MARKERS = "osD^vP<>Xph*"
+
+
+def family(name: str, policy: str | None = None) -> Family:
+    """The family of a method, variant name or label ("powersgd_r8", "EDGC (cqm)"); never fails.
+
+    Args:
+        name: ``compression.method``, a variant's name or a label.
+        policy: ``compression.policy``, which tells the EDGC policies apart.
+    """
+    text = f"{name} {policy if policy and 'edgc' in name.lower() else ''}".lower()
+    for key, words in _WORDS:
+        if any(word in text for word in words):
+            return FAMILIES[key]
+    return FAMILIES["other"]
+
+
+def stage_colours(count: int) -> list[tuple[float, float, float]]:
+    """One colour per pipeline stage, ordered from dark (first) to light (last)."""
+    return list(sns.color_palette("viridis", n_colors=count + 1)[:count])
+
+
+def use() -> None:
+    """Set the theme: call it before the first axes is made."""
+    sns.set_theme(context="paper", style="whitegrid", font="DejaVu Sans")
+    plt.rcParams.update(
+        {
+            "font.size": FONT,
+            "axes.labelsize": FONT,
+            "axes.titlesize": FONT,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "xtick.labelsize": MIN_FONT,
+            "ytick.labelsize": MIN_FONT,
+            "legend.fontsize": MIN_FONT,
+            "legend.title_fontsize": MIN_FONT,
+            "legend.frameon": True,
+            "legend.framealpha": 0.85,
+            "legend.edgecolor": "none",
+            "legend.borderpad": 0.2,
+            "legend.handlelength": 1.8,
+            "legend.labelspacing": 0.25,
+            "lines.linewidth": 1.2,
+            "lines.markersize": 4,
+            "axes.linewidth": 0.6,
+            "grid.linewidth": 0.4,
+            "grid.color": "#dddddd",
+            "xtick.bottom": True,
+            "ytick.left": True,
+            "xtick.major.size": 2.5,
+            "ytick.major.size": 2.5,
+            "xtick.major.width": 0.6,
+            "ytick.major.width": 0.6,
+            "axes.formatter.useoffset": False,
+            "errorbar.capsize": 2,
+            "figure.dpi": 100,
+            "savefig.dpi": 200,
+            "pdf.fonttype": 42,
+            "ps.fonttype": 42,
+            "figure.constrained_layout.use": True,
+        }
+    )
+
+
+def figure(
+    rows: int = 1, columns: int = 1, *, width: float = COLUMN, height: float | None = None, **options: object
+) -> tuple[Figure, list[Axes]]:
+    """A themed figure at its print size and its axes, row by row. Width and height are inches."""
+    use()
+    height = height if height is not None else 0.72 * width * rows / columns
+    fig, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **options)
+    return fig, list(axes.flat)
+
+
+def letter(axes: Sequence[Axes]) -> None:
+    """Put (a), (b), ... before the titles of the panels."""
+    for index, ax in enumerate(axes):
+        ax.set_title(f"({chr(ord('a') + index)}) {ax.get_title(loc='left')}".rstrip())
+
+
+def note(fig: Figure, text: str) -> None:
+    """Write one or more lines under the figure (n, spread, scale), and keep the axes clear of them."""
+    lines = text.count("\n") + 1
+    height = (lines * MIN_FONT * 1.25 + 3) / 72 / fig.get_figheight()
+    engine = fig.get_layout_engine()
+    if engine is not None:
+        engine.set(rect=(0, height, 1, 1 - height))  # type: ignore[call-arg]
+    fig.text(
+        0.01, 2 / 72 / fig.get_figheight(), text, fontsize=MIN_FONT, color="#444444", va="bottom", ha="left"
+    )
+
+
+def spread(
+    n: int | Sequence[int], what: str = "seeds", bars: str = "bars: min to max", *, scale: str = ""
+) -> str:
+    """The standard sentence for a note: how many repeats a point stands for and what the bars or bands show."""
+    counts = sorted({int(k) for k in n}) if not isinstance(n, int) else [n]
+    text = "–".join(str(k) for k in (counts if len(counts) < 3 else (counts[0], counts[-1])))
+    line = f"n = {text} {what}" if counts != [1] else f"n = 1 {what.rstrip('s')}, no spread"
+    if counts != [1] and bars:
+        line += f"; {bars}"
+    return line + (f"; scale {scale}" if scale else "")
+
+
+def annotate(
+    fig: Figure,
+    n: int | Sequence[int],
+    *,
+    what: str = "seeds",
+    bars: str = "bars: min to max",
+    scale: str = "",
+    simulated: bool = False,
+    extra: str = "",
+) -> None:
+    """State n and spread under the figure; ``simulated`` says in words that nothing in it was measured."""
+    line = spread(n, what, bars, scale=scale)
+    note(
+        fig,
+        "\n".join(
+            part for part in ("SIMULATED (model), not measured." if simulated else "", line, extra) if part
+        ),
+    )
+
+
+def handles(*axes: Axes) -> tuple[list[Any], list[str]]:
+    """Legend entries of one or several panels, each label once, drawn without error bars."""
+    found: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle[0] if isinstance(handle, ErrorbarContainer) else handle)
+    return list(found.values()), list(found)
+
+
+def plain(axis: Axis, ticks: Sequence[float] | None = None) -> None:
+    """Write the ticks of a log axis as plain numbers; ``ticks`` fixes where they are."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if ticks is None:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    else:
+        axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_minor_locator(NullLocator())
+
+
+def outline(text: Text) -> None:
+    """A white edge, so that text stays readable over lines and markers."""
+    text.set_path_effects([Stroke(linewidth=2, foreground="white"), Normal()])
+
+
+def message(ax: Axes, text: str) -> None:
+    """Say inside a panel why it has no data (so that no panel is silently empty)."""
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=MIN_FONT, wrap=True)
+
+
+def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
+    """One table of a study, or ``UserError`` with the command that makes it."""
+    import pandas as pd
+
+    path = results / study / table
+    if not path.is_file():
+        fix = f"make it with: snakemake -c2 {study}"
+        raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)
+    return pd.read_csv(path)
+
+
+def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
+    """Write ``name.pdf`` and ``name.png`` (200 dpi) at the print size, atomically; the bytes hold no time stamp."""
+    out_dir = Path(out_dir)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the figure folder: {error}", where=out_dir, fix="choose another --out"
+        ) from None
+    written = []
+    metadata: dict[str, dict[str, None]] = {
+        "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
+        "png": {"Software": None},
+    }
+    for kind, data in metadata.items():
+        path = out_dir / f"{name}.{kind}"
+        temporary = out_dir / f".{name}.{os.getpid()}.{kind}"
+        try:
+            fig.savefig(temporary, format=kind, dpi=200, metadata=data)
+            temporary.replace(path)
+        except OSError as error:
+            raise UserError(
+                f"cannot write the figure: {error}", where=path, fix="choose another --out"
+            ) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+        written.append(path)
+    plt.close(fig)
+    return written
+
+
+def guard(program: Callable[[], None]) -> None:
+    """Run a program; a user's mistake becomes one line on stderr and exit code 2."""
+    try:
+        program()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def main(draw: Callable[..., Figure], argv: Sequence[str] | None = None) -> None:
+    """Command line of one figure script: ``--results results/ci --out results/ci/figures [--study S]``.
+
+    The file is called after ``--study`` where the script takes one, otherwise after the script's ``NAME``
+    (its module name if it has none).
+    """
+    takes_study = "study" in inspect.signature(draw).parameters
+    module = inspect.getmodule(draw)
+    default = getattr(module, "NAME", None) or Path(str(getattr(module, "__file__", "figure"))).stem
+    parser = argparse.ArgumentParser(description=(inspect.getdoc(draw) or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=Path("results/ci"), help="folder of one scale")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder of the figures (default RESULTS/figures)"
+    )
+    if takes_study:
+        parser.add_argument("--study", required=True, help="study to draw")
+    args = parser.parse_args(argv)
+
+    def program() -> None:
+        out = args.out or args.results / "figures"
+        name = args.study if takes_study else default
+        fig = draw(args.results, args.study) if takes_study else draw(args.results)
+        print("  ".join(str(path) for path in save(fig, out, name)))
+
+    guard(program)

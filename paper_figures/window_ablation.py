@@ -1,0 +1,99 @@
+"""Window length: agreement of sampled and full entropy (CC), the trajectories themselves, and the ranks that follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+
+NAME = "window_ablation"
+PAPER = 0.94
+KINDS = (("cc", "whole run", "#0072B2", "o", "-"), ("cc_after_warmup", "after warm-up", "#D55E00", "s", "--"))
+
+
+def draw(results: Path) -> Figure:
+    """CC against window length; windowed entropy of stage 0; rank of stage 0."""
+    table = style.read(results, "window_ablation")
+    paths = style.read(results, "window_ablation", "trajectories.csv")
+    fig, axes = style.figure(1, 3, width=style.TEXT, height=3.0)
+    correlation(axes[0], table)
+    lengths = sorted(table["window"].unique())
+    colours = dict(zip(lengths, sns.color_palette("viridis", len(lengths) + 1), strict=False))
+    first = paths[(paths["stage"] == 0) & (paths["seed"] == paths["seed"].min())]
+    for index, length in enumerate(lengths):
+        rows = first[first["length"] == length]
+        colour, marker = colours[length], style.MARKERS[index]
+        axes[1].plot(
+            rows["iteration"], rows["entropy_full"], color=colour, linewidth=1.0, label=f"w = {length}, all"
+        )
+        axes[1].plot(
+            rows["iteration"],
+            rows["entropy"],
+            color=colour,
+            marker=marker,
+            markersize=3.5,
+            linestyle="",
+            label="sampled",
+        )
+        axes[2].plot(
+            rows["iteration"],
+            rows["rank"],
+            color=colour,
+            marker=marker,
+            markersize=3.5,
+            drawstyle="steps-pre",
+            label=f"w = {length}",
+        )
+    axes[1].set_title("entropy, stage 0")
+    axes[1].set_ylabel("window mean entropy (nats)")
+    axes[2].set_title("rank, stage 0")
+    axes[2].set_ylabel("rank r")
+    if first["rank"].isna().all():
+        style.message(axes[2], "never compressed")
+    else:
+        axes[2].set_ylim(bottom=0)
+    for ax in axes[1:]:
+        ax.set_xlim(left=0)
+        ax.set_xlabel("iteration")
+    axes[1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=2, columnspacing=0.8)
+    axes[2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=2, columnspacing=0.8)
+    style.letter(axes)
+    counts = list(table[table["status"] == "ok"].groupby("window").size())
+    notes = sorted({str(text) for text in table["cc_note"].dropna() if text})
+    extra = "(b), (c): first seed."
+    if notes:
+        extra += " Missing points in (a): " + ";\n".join(notes[:2]) + "."
+    style.annotate(fig, counts, bars="(a) bars: min to max", scale=results.name, extra=extra)
+    return fig
+
+
+def correlation(ax: Axes, table: pd.DataFrame) -> None:
+    fine = table[table["status"] == "ok"]
+    for column, label, colour, marker, line in KINDS:
+        rows = fine.dropna(subset=[column]).groupby("window")[column]
+        mean = rows.mean()
+        if len(mean):
+            error = [mean - rows.min(), rows.max() - mean]
+            ax.errorbar(
+                mean.index, mean, yerr=error, color=colour, marker=marker, linestyle=line, label=label
+            )
+    ax.axhline(PAPER, color="#444444", linewidth=0.9, linestyle=":", label=f"paper: {PAPER} at w = 1000")
+    ax.set_xscale("log")
+    ticks = sorted(fine["window"].unique())
+    style.plain(ax.xaxis, ticks)
+    if len(ticks):
+        ax.set_xlim(ticks[0] / 1.4, ticks[-1] * 1.4)
+    ax.set_ylim(top=1.02)
+    ax.set_xlabel("window w (iterations)")
+    ax.set_ylabel("CC (Pearson, no unit)")
+    ax.set_title("sampled against full")
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.26))
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,364 @@
+"""Invented run folders in the agreed format, with planted effects, for tests of the analysis and of the figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+DENSE_BYTES = 1_000_000
+ITERATIONS = 200
+STAGES = 2
+MATRICES = (
+    ("embedding.word_embeddings.weight", 40_000),
+    ("decoder.layers.0.self_attention.linear_qkv.weight", 30_000),
+    ("decoder.layers.0.self_attention.linear_proj.weight", 10_000),
+    ("decoder.layers.0.mlp.linear_fc1.weight", 40_000),
+    ("decoder.layers.0.mlp.linear_fc2.weight", 40_000),
+)
+
+
+def entropy_at(iteration: int) -> float:
+    """A steep fall of about 1.5 nats, then a slow rise of about 0.4: the shape that small runs show."""
+    return -6.0 + 1.5 * math.exp(-iteration / 15) + 0.002 * iteration
+
+
+def write_run(
+    folder: Path,
+    *,
+    study: str,
+    variant: str,
+    seed: int = 1,
+    label: str | None = None,
+    architecture: str = "gpt",
+    compression: dict[str, Any] | None = None,
+    status: str = "ok",
+    loss: float = 5.0,
+    bytes_ratio: float = 1.0,
+    ranks: list[int | None] | None = None,
+    noise: float = 0.02,
+    iterations: int = ITERATIONS,
+    warmup: int = 20,
+    decide_every: int = 0,
+    probe_every: int = 0,
+    entropy_seconds: float = 0.0,
+) -> Path:
+    """Write one run under ``folder/<variant>-s<seed>``.
+
+    ``loss`` is the final validation loss, ``ranks`` the ranks per stage from iteration ``warmup`` on,
+    ``noise`` the standard deviation of the sampled entropy around the full one (nats), ``decide_every`` the
+    controller's window.
+    """
+    compression = compression or {"method": "none"}
+    path = folder / f"{variant}-s{seed}"
+    path.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng([seed, *variant.encode()])
+    stages = STAGES if architecture == "gpt" else 1
+    alpha = compression.get("entropy", {}).get("iteration_rate", 0.1)
+    period = max(1, round(1 / alpha))
+    last = iterations if status == "ok" else iterations // 2
+    events: list[dict[str, Any]] = [
+        {
+            "event": "start",
+            "study": study,
+            "run": path.name,
+            "iterations": iterations,
+            "world": 4,
+            "stages": stages,
+            "params": 100,
+            "params_compressible": 90,
+            "bytes_dense": DENSE_BYTES,
+        }
+    ]
+    total, decided = 0, 0
+    for t in range(1, last + 1):
+        on = ranks is not None and t > warmup
+        moved = (
+            [None if r is None else max(4, r - 4 * decided) for r in (ranks or [None] * stages)]
+            if on
+            else [None] * stages
+        )
+        sent = int(DENSE_BYTES * (bytes_ratio if on else 1.0))
+        total += sent
+        train_loss = loss + 3.0 * math.exp(-t / 40) + rng.normal(0, 0.05)
+        if status == "diverged" and t == last:
+            train_loss = math.nan
+        rows = []
+        for stage in range(stages):
+            full = entropy_at(t) + 0.1 * stage + rng.normal(0, 0.01)
+            r = moved[stage]
+            rows.append(
+                {
+                    "stage": stage,
+                    "rank": r,
+                    "entropy": full + rng.normal(0, noise) if t % period == 0 else None,
+                    "entropy_full": full,
+                    "bytes": sent // stages,
+                    "relative_error": 0.9 / math.sqrt(r) if r else None,
+                    "error_feedback_ratio": 3 / math.sqrt(r) if r else None,
+                    "seconds_compress": 0.001 * r if r else 0.0,
+                    "seconds_communicate": 0.002 + 0.0005 * r if r else 0.06,
+                    "seconds_decompress": 0.0002 * r if r else 0.0,
+                    "seconds_entropy": entropy_seconds if t % period == 0 else 0.0,
+                }
+            )
+        norm = 2.0 * math.exp(-t / 60) + 0.8 + 0.05 * abs(rng.normal())
+        events.append(
+            {
+                "event": "step",
+                "iteration": t,
+                "loss": train_loss if math.isfinite(train_loss) else None,
+                "perplexity": math.exp(train_loss) if math.isfinite(train_loss) else None,
+                "lr": 1e-3,
+                "grad_norm": norm,
+                "grad_norm_clipped": min(norm, 1.0),
+                "bytes": sent,
+                "seconds": 0.1,
+                "tokens_per_second": 1e4,
+                "stages": rows,
+            }
+        )
+        if t % 50 == 0:
+            value = loss + 3.0 * (math.exp(-t / 40) - math.exp(-iterations / 40))
+            events.append(
+                {
+                    "event": "eval",
+                    "iteration": t,
+                    "split": "validation",
+                    "loss": value,
+                    "perplexity": math.exp(value),
+                }
+            )
+        if on and decide_every and t % decide_every == 0:
+            decided += 1
+            events.append(
+                {
+                    "event": "decision",
+                    "iteration": t,
+                    "phase": "active",
+                    "reason": "window",
+                    "ranks": [max(4, r - 4 * decided) for r in ranks or [] if r],
+                    "entropy": [entropy_at(t)] * stages,
+                    "entropy_full": [entropy_at(t)] * stages,
+                    "r_min": 4,
+                    "r_max": 64,
+                }
+            )
+    events.append({"event": "end", "status": status, "iterations": last, "seconds": 20.0, "error": None})
+    fine = status == "ok"
+    (path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    summary = {
+        "study": study,
+        "run": path.name,
+        "variant": variant,
+        "seed": seed,
+        "scale": "ci",
+        "label": label or variant,
+        "status": status,
+        "error": None if fine else "loss is not finite",
+        "iterations": last,
+        "train_loss": loss + 0.02 if fine else None,
+        "validation_loss": loss if fine else None,
+        "validation_perplexity": math.exp(loss) if fine else None,
+        "bytes_total": total,
+        "bytes_dense_total": DENSE_BYTES * last,
+        "bytes_ratio": total / (DENSE_BYTES * last),
+        "mean_rank": float(np.mean([r for r in ranks if r])) if ranks else None,
+        "final_ranks": moved,
+        "seconds_total": 20.0,
+        "seconds_per_step_median": 0.1,
+        "tokens_per_second_median": 1e4,
+        "seconds_compress_per_step": 0.01,
+        "seconds_communicate_per_step": 0.02,
+        "seconds_decompress_per_step": 0.002,
+        "seconds_entropy_per_step": entropy_seconds,
+    }
+    if status != "failed":  # a failed run may end before it has a summary
+        (path / "summary.json").write_text(json.dumps(summary))
+    config = {
+        "study": study,
+        "variant": variant,
+        "label": label or variant,
+        "seed": seed,
+        "scale": "ci",
+        "model": {"architecture": architecture, "layers": 4, "hidden": 96},
+        "train": {"iterations": iterations},
+        "compression": compression,
+        "probe": {"every": probe_every},
+        "provenance": {"versions": {"torch": "2.13.0"}, "git_commit": "0" * 40, "hardware": "2 CPU cores"},
+    }
+    (path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    if probe_every:
+        write_tensors(path / "tensors.parquet", rng, stages, last, probe_every, noise)
+    (path / "status").write_text(status + "\n")
+    return path
+
+
+def write_tensors(
+    path: Path, rng: np.random.Generator, stages: int, iterations: int, every: int, noise: float
+) -> None:
+    """Probes with a planted fall, a rise of every log sigma afterwards, and a growing share near zero."""
+    rows = []
+    names = [(stage, name, numel) for stage in range(stages) for name, numel in MATRICES]
+    names.append((0, "<model>", sum(numel for _, _, numel in names)))
+    for t in range(1, iterations + 1, every):
+        for index, (stage, name, numel) in enumerate(names):
+            log_sigma = entropy_at(t) - 1.42 + 0.2 * index + rng.normal(0, 0.01)
+            entropies = {
+                "gaussian": log_sigma + 1.42,
+                "histogram": log_sigma + 1.3,
+                "vasicek": log_sigma + 1.31,
+                "released": 5.0 + rng.normal(0, 0.05),
+            }
+            rows.append(
+                {
+                    "iteration": t,
+                    "stage": stage,
+                    "parameter": name,
+                    "numel": numel,
+                    "zero_fraction": 0.7 if "embedding" in name else 0.0,
+                    "sigma": math.exp(log_sigma),
+                    "log_sigma": log_sigma,
+                    "skewness": rng.normal(0, 0.3),
+                    "excess_kurtosis": 20 * math.exp(-t / 80) + 3 + index,
+                    "near_zero": 0.02 * (1 + t / iterations),
+                }
+                | {f"entropy_{k}": v for k, v in entropies.items()}
+                | {f"sampled_{k}": v + rng.normal(0, noise) for k, v in entropies.items()}
+                | {
+                    "correlation_previous": 0.5 * math.exp(-t / 30) if t > 1 else math.nan,
+                    "correlation_layers": 0.3 * math.exp(-t / 50),
+                    "gradient_norm": 1.0,
+                }
+            )
+    pd.DataFrame(rows).to_parquet(path)
+
+
+def edgc(window: int = 40, alpha: float = 0.1, beta: float = 0.25, **more: Any) -> dict[str, Any]:
+    entropy = {"estimator": "histogram", "iteration_rate": alpha, "entry_rate": beta, "sampling": "strided"}
+    return {"method": "edgc", "policy": "cqm", "window": window, "entropy": entropy, **more}
+
+
+def write_methods(root: Path) -> Path:
+    """Two seeds of seven methods; low rank costs most, one run diverged and one failed without a summary."""
+    folder = root / "methods"
+    for seed in (1, 2):
+        base = 5.0 + 0.05 * seed
+        common: dict[str, Any] = {"study": "methods", "seed": seed}
+        write_run(folder, variant="none", label="uncompressed", loss=base, **common)
+        for rank, gap in ((4, 0.12), (8, 0.06), (16, 0.02)):
+            write_run(
+                folder,
+                variant=f"powersgd_r{rank}",
+                label=f"PowerSGD r={rank}",
+                loss=base + gap + 0.004 * seed,
+                compression={"method": "powersgd", "rank": rank},
+                ranks=[rank] * 2,
+                warmup=0,
+                bytes_ratio=0.014 * rank,
+                **common,
+            )
+        for policy, gap in (("cqm", 0.03), ("released", 0.05)):
+            write_run(
+                folder,
+                variant=f"edgc_{policy}",
+                label=f"EDGC ({policy})",
+                loss=base + gap,
+                compression=edgc() | {"policy": policy},
+                ranks=[24, 28],
+                bytes_ratio=0.2,
+                decide_every=40,
+                status="diverged" if (policy, seed) == ("released", 2) else "ok",
+                **common,
+            )
+    write_run(
+        folder,
+        study="methods",
+        variant="powersgd_r2",
+        seed=1,
+        compression={"method": "powersgd", "rank": 2},
+        ranks=[2, 2],
+        status="failed",
+    )
+    return folder
+
+
+def write_entropy_trend(root: Path) -> Path:
+    folder = root / "entropy_trend"
+    write_run(folder, study="entropy_trend", variant="gpt", label="GPT", probe_every=10)
+    write_run(
+        folder, study="entropy_trend", variant="bert", label="BERT", architecture="bert", probe_every=10
+    )
+    return folder
+
+
+def write_rank_sweep(root: Path) -> Path:
+    folder = root / "rank_sweep"
+    write_run(folder, study="rank_sweep", variant="none", loss=5.0)
+    for rank in (4, 8, 16):
+        write_run(
+            folder,
+            study="rank_sweep",
+            variant=f"r{rank}",
+            label=f"r={rank}",
+            loss=5.0 + 0.4 / rank,
+            warmup=0,
+            compression={"method": "powersgd", "rank": rank},
+            ranks=[rank] * 2,
+            bytes_ratio=0.014 * rank,
+        )
+    return folder
+
+
+def write_window_ablation(root: Path) -> Path:
+    folder = root / "window_ablation"
+    for window in (10, 20, 50):
+        write_run(
+            folder,
+            study="window_ablation",
+            variant=f"w{window}",
+            label=f"w={window}",
+            loss=5.03,
+            compression=edgc(window),
+            ranks=[24, 28],
+            decide_every=window,
+            bytes_ratio=0.2,
+        )
+    return folder
+
+
+def write_sampling_ablation(root: Path) -> Path:
+    folder = root / "sampling_ablation"
+    for alpha in (0.1, 1.0):
+        for beta in (0.25, 1.0):
+            write_run(
+                folder,
+                study="sampling_ablation",
+                variant=f"a{alpha:g}_b{beta:g}",
+                loss=5.03,
+                compression=edgc(20, alpha, beta),
+                ranks=[24, 28],
+                decide_every=20 if beta == 1 else 40,
+                noise=0.0 if beta == 1 else 0.02,
+                bytes_ratio=0.2,
+                entropy_seconds=0.01 * beta,
+            )
+    return folder
+
+
+def write_all(root: Path) -> Path:
+    """Every trained study under ``root`` (the folder of one scale)."""
+    for write in (
+        write_methods,
+        write_entropy_trend,
+        write_rank_sweep,
+        write_window_ablation,
+        write_sampling_ablation,
+    ):
+        write(root)
+    return root

@@ -1,0 +1,264 @@
+"""From run folders to tables: planted effects come out, nothing is dropped, the same input gives the same bytes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from edgc.errors import UserError
+from experiments import matrix
+from experiments.analyse import common, rank_sweep, trend
+from experiments.analyse.__main__ import STUDIES, analyse, main
+from tests.unit import synthetic_runs as synthetic
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = synthetic.write_all(tmp_path_factory.mktemp("results") / "ci")
+    for study in STUDIES:
+        analyse(study, folder / study)
+    return folder
+
+
+def test_gap_is_taken_against_the_uncompressed_run_of_the_same_seed(root: Path) -> None:
+    table = pd.read_csv(root / "methods" / "table.csv").set_index(["variant", "seed"])
+    # Uncompressed losses are 5.05 and 5.10; the planted gaps are 0.12 + 0.004 seed.
+    assert table.loc[("powersgd_r4", 1), "gap_nats"] == pytest.approx(0.124)
+    assert table.loc[("powersgd_r4", 2), "gap_nats"] == pytest.approx(0.128)
+    assert table.loc[("none", 2), "gap_nats"] == 0
+
+
+def test_summary_has_mean_sd_and_interval_over_finished_seeds(root: Path) -> None:
+    row = pd.read_csv(root / "methods" / "summary.csv").set_index("variant").loc["powersgd_r4"]
+    assert (row["n"], row["n_ok"]) == (2, 2)
+    assert row["gap_nats_mean"] == pytest.approx(0.126)
+    assert row["gap_nats_sd"] == pytest.approx(0.004 / math.sqrt(2))
+    # Two values: half-width t(0.975, 1) * sd / sqrt 2 = 12.7062 * 0.002.
+    assert row["gap_nats_high"] - row["gap_nats_mean"] == pytest.approx(12.7062 * 0.002, rel=1e-5)
+
+
+def test_diverged_and_failed_runs_stay_in_every_table(root: Path) -> None:
+    for name in ("table.csv", "timings.csv"):
+        table = pd.read_csv(root / "methods" / name).set_index(["variant", "seed"])
+        assert len(table) == 13
+        assert table.loc[("edgc_released", 2), "status"] == "diverged"
+        assert table.loc[("powersgd_r2", 1), "status"] == "failed"
+    table = pd.read_csv(root / "methods" / "table.csv").set_index(["variant", "seed"])
+    assert math.isnan(table.loc[("edgc_released", 2), "validation_loss"])
+    assert table.loc[("edgc_released", 2), "error"] == "loss is not finite"
+    summary = pd.read_csv(root / "methods" / "summary.csv").set_index("variant")
+    assert (summary.loc["edgc_released", "n"], summary.loc["edgc_released", "n_ok"]) == (2, 1)
+    assert math.isnan(summary.loc["powersgd_r2", "gap_nats_mean"])
+    curves = pd.read_csv(root / "methods" / "curves.csv")
+    assert set(curves.loc[curves["status"] == "failed", "variant"]) == {"powersgd_r2"}
+
+
+def test_curves_accumulate_bytes_and_keep_every_rank_change(root: Path) -> None:
+    curves = pd.read_csv(root / "methods" / "curves.csv")
+    run = curves[(curves["variant"] == "edgc_cqm") & (curves["seed"] == 1)]
+    assert run["bytes"].iloc[-1] == 20 * 1_000_000 + 180 * 200_000
+    assert run["rank_0"].isna().sum() == 20
+    assert list(run["rank_0"].dropna().unique()) == [24, 20, 16, 12, 8]
+
+
+def test_a_long_curve_is_thinned_but_keeps_ends_and_changes() -> None:
+    rows = common.thin(100_000, keep=[12_345])
+    assert len(rows) <= common.CURVE_POINTS + 3
+    assert {0, 12_345, 99_999} <= set(rows)
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_tables_repeat_byte_for_byte(root: Path, study: str) -> None:
+    before = {path.name: path.read_bytes() for path in (root / study).glob("*.csv")}
+    analyse(study, root / study)
+    assert before == {path.name: path.read_bytes() for path in (root / study).glob("*.csv")}
+
+
+def test_decisions_and_limits_are_counted(root: Path) -> None:
+    row = pd.read_csv(root / "methods" / "table.csv").set_index(["variant", "seed"]).loc[("edgc_cqm", 1)]
+    assert (row["decisions"], row["rank_changes"], row["decisions_outside_limits"]) == (5, 4, 0)
+    assert row["ranks_stage0"] == "20>16>12>8>4"
+
+
+def test_a_decision_outside_its_limits_is_counted(tmp_path: Path) -> None:
+    synthetic.write_run(
+        tmp_path,
+        study="methods",
+        variant="edgc_cqm",
+        compression=synthetic.edgc(),
+        ranks=[80, 80],
+        decide_every=40,
+    )  # ranks 76 and 72 and 68 lie above r_max = 64
+    analyse("methods", tmp_path)
+    assert pd.read_csv(tmp_path / "table.csv").loc[0, "decisions_outside_limits"] == 3
+
+
+def test_window_correlation_is_the_planted_one(tmp_path: Path) -> None:
+    exact = synthetic.edgc(window=20, alpha=1.0, beta=1.0)
+    common_settings = {"study": "window_ablation", "ranks": [16, 16], "iterations": 200}
+    synthetic.write_run(tmp_path, variant="exact", compression=exact, noise=0.0, **common_settings)
+    synthetic.write_run(tmp_path, variant="noisy", compression=exact, noise=3.0, **common_settings)
+    synthetic.write_run(
+        tmp_path, variant="short", compression=exact | {"window": 90}, noise=0.0, **common_settings
+    )
+    analyse("window_ablation", tmp_path)
+    table = pd.read_csv(tmp_path / "table.csv").set_index("variant")
+    assert table.loc["exact", "cc"] == pytest.approx(1.0, abs=1e-12)
+    assert table.loc["exact", "rmse_nats"] == pytest.approx(0.0, abs=1e-12)
+    assert table.loc["exact", "windows"] == 10
+    assert table.loc["noisy", "cc"] < 0.9
+    assert math.isnan(table.loc["short", "cc"])  # two windows of 90 in 200 iterations
+    assert "cc: 2 usable windows, 3 needed" in table.loc["short", "cc_note"]
+
+
+def test_windowed_means_are_those_of_the_steps(root: Path) -> None:
+    paths = pd.read_csv(root / "window_ablation" / "trajectories.csv")
+    row = paths[(paths["length"] == 20) & (paths["stage"] == 0) & (paths["window"] == 3)].iloc[0]
+    steps = common.load_run(root / "window_ablation" / "w20-s1").stages
+    part = steps[(steps["stage"] == 0) & steps["iteration"].between(61, 80)]
+    assert row["iteration"] == 80
+    assert row["entropy_full"] == pytest.approx(part["entropy_full"].mean())
+    assert row["entropy"] == pytest.approx(part["entropy"].mean())  # sampled at two of the twenty iterations
+
+
+def test_sampling_table_counts_differing_decisions_and_cost(root: Path) -> None:
+    table = pd.read_csv(root / "sampling_ablation" / "table.csv").set_index(["alpha", "beta"])
+    assert table.loc[(1.0, 1.0), "decisions_differing"] == 0
+    # Deciding every 40 instead of every 20 iterations: 5 decisions against 9, the first five of equal rank.
+    assert table.loc[(0.1, 0.25), "decisions_differing"] == 4
+    assert table.loc[(0.1, 0.25), "decisions_compared"] == 9
+    timings = pd.read_csv(root / "sampling_ablation" / "timings.csv").set_index(["alpha", "beta"])
+    assert timings.loc[(1.0, 0.25), "change_percent"] == pytest.approx(-75.0)
+    # alpha 0.1: 20 of the 195 counted steps measure, at a quarter of the cost.
+    assert timings.loc[(0.1, 0.25), "change_percent"] == pytest.approx(100 * (20 / 195 / 4 - 1))
+
+
+def test_rank_sweep_recovers_the_planted_line(root: Path) -> None:
+    fit = pd.read_csv(root / "rank_sweep" / "fit.csv").set_index(["stage", "kind"])
+    total = fit.loc[(0, "total")]
+    # compress 1.0, communicate 0.5, decompress 0.2 ms per rank, 2 ms fixed; uncompressed 60 ms.
+    assert total["seconds_per_rank"] == pytest.approx(1.7e-3)
+    assert total["seconds_fixed"] == pytest.approx(2e-3)
+    assert total["residual_largest_share"] < 1e-9
+    assert total["rank_where_slower"] == pytest.approx((0.060 - 0.002) / 1.7e-3)
+    table = pd.read_csv(root / "rank_sweep" / "table.csv").set_index("variant")
+    assert table.loc["r4", "gap_nats"] == pytest.approx(0.1)
+    assert table.loc["r16", "relative_error_median"] == pytest.approx(0.9 / 4)
+
+
+def test_a_curved_time_shows_in_the_residual() -> None:
+    straight = rank_sweep.linear([4, 8, 16], [4.0, 8.0, 16.0])
+    curved = rank_sweep.linear([4, 8, 16], [16.0, 64.0, 256.0])
+    assert straight["residual_largest_share"] < 1e-9 < 0.2 < curved["residual_largest_share"]
+    assert math.isnan(rank_sweep.linear([4, 4], [1.0, 1.1])["seconds_per_rank"])
+
+
+def test_entropy_trend_describes_the_planted_fall_and_rise(root: Path) -> None:
+    table = pd.read_csv(root / "entropy_trend" / "table.csv")
+    rows = table[(table["estimator"] == "histogram") & (table["group"] == "<all>")].set_index("architecture")
+    for name in ("gpt", "bert"):
+        row = rows.loc[name]
+        assert row["verdict"] == "falls, then rises"
+        # d/dt of 1.5 exp(-t/15) + 0.002 t vanishes at t = 15 log 50 = 58.7.
+        assert 45 <= row["iteration_minimum"] <= 75
+        assert row["slope_after_per_100"] == pytest.approx(0.2, abs=0.07)
+        assert row["share_log_sigma_fell_after"] == 0
+        assert row["correlation_log_sigma"] > 0.999
+        assert row["sampled_cc"] > 0.99
+    released = table[(table["estimator"] == "released") & (table["group"] == "<all>")]
+    assert (released["correlation_log_sigma"].abs() < 0.7).all()
+
+
+def test_combined_entropy_is_weighted_by_size(root: Path) -> None:
+    trend_table = pd.read_csv(root / "entropy_trend" / "trend.csv")
+    probe = pd.read_parquet(root / "entropy_trend" / "gpt-s1" / "tensors.parquet")
+    first = probe[(probe["iteration"] == 1) & (probe["parameter"] != "<model>")]
+    expected = np.average(first["entropy_histogram"], weights=first["numel"])
+    rows = trend_table[(trend_table["variant"] == "gpt") & (trend_table["iteration"] == 1)].set_index("group")
+    assert rows.loc["<all>", "entropy_histogram"] == pytest.approx(expected)
+    assert rows.loc["<all>", "parameters"] == len(synthetic.MATRICES)
+
+
+def test_moments_report_centring_correlation_and_clipping(root: Path) -> None:
+    moments = pd.read_csv(root / "entropy_trend" / "moments.csv")
+    row = moments[(moments["variant"] == "gpt") & (moments["group"] == "<all>")].iloc[0]
+    assert row["centring"] == "more near zero"
+    assert row["near_zero_slope_per_100"] == pytest.approx(0.01)
+    assert row["correlation_layers_early"] > 5 * row["correlation_layers_late"]
+    assert 0 < row["share_of_steps_clipped"] < 1
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        (lambda t: 5 - 0.02 * t, "falls"),
+        (lambda t: 5 - 2 * math.exp(-t / 5) * 0 - 1.0 * (1 - math.exp(-t / 5)), "falls"),
+        (lambda t: 4 + math.exp(-t / 5) + 0.01 * t, "falls, then rises"),
+        (lambda t: 4 + 0.02 * t, "rises"),
+        (lambda t: 4 + 0.01 * math.sin(t), "flat"),
+    ],
+)
+def test_trend_verdicts(values: object, verdict: str) -> None:
+    iterations = list(range(0, 100, 2))
+    assert trend.describe(iterations, [values(t) for t in iterations])["verdict"] == verdict  # type: ignore[operator]
+
+
+def test_trend_needs_four_probes_and_ignores_missing_ones() -> None:
+    assert trend.describe([1, 2, 3], [3.0, 2.0, 1.0])["verdict"] == "too few probes"
+    found = trend.describe([1, 2, 3, 4, 5, 6], [3.0, math.nan, 2.0, 1.5, 1.0, 0.5])
+    assert (found["probes"], found["verdict"]) == (5, "falls")
+
+
+def test_a_run_without_probes_keeps_its_row(tmp_path: Path) -> None:
+    synthetic.write_run(tmp_path, study="entropy_trend", variant="gpt", probe_every=10)
+    synthetic.write_run(tmp_path, study="entropy_trend", variant="bert", architecture="bert", status="failed")
+    analyse("entropy_trend", tmp_path)
+    table = pd.read_csv(tmp_path / "table.csv")
+    assert list(table.loc[table["variant"] == "bert", "status"]) == ["failed"]
+    assert list(table.loc[table["variant"] == "bert", "verdict"]) == ["no probes"]
+
+
+def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
+    path = synthetic.write_run(tmp_path, study="methods", variant="none")
+    whole = len(common.load_run(path).steps)
+    text = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(text[: text.rindex('"step"') + 40])
+    assert len(common.load_run(path).steps) == whole - 1
+
+
+def test_missing_folder_missing_run_and_unknown_study_name_the_fix(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no results.*snakemake -c2 methods"):
+        analyse("methods", tmp_path / "methods")
+    with pytest.raises(UserError, match="1 of 2 runs missing, first absent-s1"):
+        analyse("methods", root / "methods", ["none-s1", "absent-s1"])
+    with pytest.raises(UserError, match="did you mean methods"):
+        analyse("method", root)
+
+
+def test_command_line_takes_the_study_files_runs_and_reports_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = synthetic.write_rank_sweep(tmp_path / "ci")
+    names = ["r16-s1", "r4-s1"]
+    planned = [matrix.find("rank_sweep", "ci", name) for name in names]
+    monkeypatch.setattr(matrix, "runs", lambda study, scale: planned)
+    main("rank_sweep", "ci", tmp_path)
+    assert list(pd.read_csv(folder / "table.csv")["variant"]) == ["r16", "r4"]  # in the study's order
+    shutil.rmtree(folder / "r4-s1")
+    with pytest.raises(SystemExit) as stop:
+        main("rank_sweep", "ci", tmp_path)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: 1 of 2 runs missing")
+
+
+def test_broken_run_yaml_is_a_user_error(tmp_path: Path) -> None:
+    path = synthetic.write_run(tmp_path, study="methods", variant="none")
+    (path / "run.yaml").write_text(yaml.safe_dump(["not", "a", "mapping"]))
+    with pytest.raises(UserError, match="not a mapping"):
+        analyse("methods", tmp_path)

@@ -1,0 +1,248 @@
+"""Verdicts follow the rules of paper_claims.yaml, both ways, and missing evidence never becomes a verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from edgc.errors import UserError
+from experiments import claims
+from experiments.claim_measures import MEASURES
+
+
+@pytest.fixture
+def known() -> dict[str, claims.Claim]:
+    return {claim.id: claim for claim in claims.load_claims()}
+
+
+def put(root: Path, relative: str, rows: list[dict[str, Any]]) -> None:
+    path = root / relative
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_csv(path, index=False)
+
+
+def run(variant: str, seed: int = 1, status: str = "ok", **more: Any) -> dict[str, Any]:
+    return {"variant": variant, "label": variant, "seed": seed, "status": status} | more
+
+
+def test_every_claim_of_the_paper_has_a_rule_and_a_measure(known: dict[str, claims.Claim]) -> None:
+    assert {claim.measure for claim in known.values()} <= set(MEASURES)
+    values = {str(claim.paper_value) for claim in known.values()}
+    assert {"-46.45", "-16.13", "-94.0", "0.94"} <= values
+    for claim in known.values():
+        assert claim.kind == ("simulated" if claim.study.startswith("gpt2_") else "measured")
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict"),
+    [((0.004, 0.006), "supported"), ((0.02, 0.04), "partly"), ((0.1, 0.2), "not supported")],
+)
+def test_accuracy_follows_the_mean_gap(
+    tmp_path: Path, known: dict[str, claims.Claim], gaps: tuple[float, float], verdict: str
+) -> None:
+    rows = [
+        run("edgc_cqm", seed, method="edgc", policy="cqm", gap_nats=gap, bytes_ratio=0.3)
+        for seed, gap in enumerate(gaps, 1)
+    ]
+    # Another policy and a diverged seed must not count, and the diverged one must be named.
+    rows.append(run("edgc_released", 1, method="edgc", policy="released", gap_nats=9.0, bytes_ratio=0.3))
+    rows.append(run("edgc_cqm", 3, "diverged", method="edgc", policy="cqm", gap_nats=None, bytes_ratio=0.3))
+    put(tmp_path / "ci", "methods/table.csv", rows)
+    row = claims.judge(known["accuracy_preserved"], "ci", tmp_path / "ci")
+    assert row["verdict"] == verdict
+    assert row["our_value"] == pytest.approx(sum(gaps) / 2)
+    assert row["n"] == 2
+    assert "edgc_cqm-s3 diverged" in row["note"]
+    assert row["evidence"] == f"{tmp_path.name}/ci/methods/table.csv"
+
+
+def test_too_few_values_give_no_verdict(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
+    rows = [run("edgc_cqm", method="edgc", policy="cqm", gap_nats=0.0, bytes_ratio=0.3)]
+    put(tmp_path, "methods/table.csv", rows)
+    row = claims.judge(known["accuracy_preserved"], "ci", tmp_path)
+    assert row["verdict"] == "not testable here"
+    assert "1 values, 2 needed" in row["note"]
+
+
+def test_without_any_evidence_nothing_is_testable(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
+    rows = [claims.judge(claim, "ci", tmp_path) for claim in known.values()]
+    assert {row["verdict"] for row in rows} == {"not testable here"}
+    assert all(row["our_value"] is None and row["note"].startswith("no evidence") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"), [(-95.0, "supported"), (-80.0, "partly"), (-40.0, "not supported")]
+)
+def test_entropy_cost(tmp_path: Path, known: dict[str, claims.Claim], change: float, verdict: str) -> None:
+    rows = [
+        run("full", alpha=1.0, beta=1.0, change_percent=0.0, share_of_step=0.1),
+        run("few", alpha=0.1, beta=0.25, change_percent=change, share_of_step=0.01),
+        run("other", alpha=0.1, beta=1.0, change_percent=-99.0, share_of_step=0.01),
+    ]
+    put(tmp_path, "sampling_ablation/timings.csv", rows)
+    row = claims.judge(known["entropy_cost"], "ci", tmp_path)
+    assert (row["verdict"], row["our_value"]) == (verdict, change)
+
+
+def test_window_claim_takes_the_middle_length_and_the_worst_seed(
+    tmp_path: Path, known: dict[str, claims.Claim]
+) -> None:
+    def row(window: int, seed: int, cc: float) -> dict[str, Any]:
+        more = {"windows": 9, "windows_after_warmup": 5, "iterations": 160, "cc": 0.99, "cc_note": ""}
+        return run(f"w{window}", seed, window=window, cc_after_warmup=cc, **more)
+
+    rows = [row(8, 1, 0.1), row(16, 1, 0.97), row(16, 2, 0.9), row(32, 1, 0.1)]
+    put(tmp_path, "window_ablation/table.csv", rows)
+    found = claims.judge(known["window_correlation"], "ci", tmp_path)
+    assert (found["our_value"], found["verdict"], found["n"]) == (0.9, "partly", 2)
+    assert "w = 16 of 160 iterations" in found["note"]
+    assert claims.judge(known["window_correlation_whole_run"], "ci", tmp_path)["verdict"] == "supported"
+
+
+def test_undefined_correlation_says_why(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
+    row = run("w16", window=16, cc_after_warmup=None, cc=None, cc_note="cc: 2 usable windows, 3 needed")
+    put(tmp_path, "window_ablation/table.csv", [row])
+    found = claims.judge(known["window_correlation"], "ci", tmp_path)
+    assert found["verdict"] == "not testable here"
+    assert "2 usable windows" in found["note"]
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"),
+    [
+        (["falls"], "supported"),
+        (["falls", "falls, then rises"], "partly"),
+        (["falls", "rises"], "not supported"),
+    ],
+)
+def test_entropy_trend_takes_the_worst_run(
+    tmp_path: Path, known: dict[str, claims.Claim], words: list[str], verdict: str
+) -> None:
+    numbers = {
+        "start": -4,
+        "minimum": -6,
+        "iteration_minimum": 60,
+        "end": -5,
+        "share_log_sigma_fell_after": 0.1,
+    }
+    rows = [
+        run("gpt", seed, architecture="gpt", estimator="histogram", group="<all>", verdict=word, **numbers)
+        for seed, word in enumerate(words)
+    ]
+    rows.append(
+        run("bert", architecture="bert", estimator="histogram", group="<all>", verdict="falls", **numbers)
+    )
+    put(tmp_path, "entropy_trend/table.csv", rows)
+    row = claims.judge(known["entropy_falls_gpt"], "ci", tmp_path)
+    assert (row["verdict"], row["our_value"]) == (verdict, words[-1])
+    assert claims.judge(known["entropy_falls_bert"], "ci", tmp_path)["verdict"] == "supported"
+
+
+def test_correlation_and_centring(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
+    more = {"group": "<all>", "near_zero_start": 0.01, "near_zero_end": 0.2}
+    rows = [
+        run(
+            "gpt",
+            centring="more near zero",
+            correlation_layers_early=0.3,
+            correlation_layers_late=0.1,
+            **more,
+        ),
+        run(
+            "bert",
+            centring="fewer near zero",
+            correlation_layers_early=0.13,
+            correlation_layers_late=0.1,
+            **more,
+        ),
+    ]
+    put(tmp_path, "entropy_trend/moments.csv", rows)
+    assert claims.judge(known["gradients_centre_on_zero"], "ci", tmp_path)["verdict"] == "not supported"
+    row = claims.judge(known["correlated_matrices_early"], "ci", tmp_path)
+    assert (row["verdict"], row["our_value"]) == ("partly", pytest.approx(1.3))
+
+
+@pytest.mark.parametrize(
+    ("difference", "verdict"), [(0.01, "supported"), (0.045, "partly"), (0.2, "not supported")]
+)
+def test_zero_shot_counts_standard_errors_and_skips_chance(
+    tmp_path: Path, known: dict[str, claims.Claim], difference: float, verdict: str
+) -> None:
+    def row(run_name: str, task: str, value: float, chance: float | None) -> dict[str, Any]:
+        base = 0.9 if task == "lambada" else 0.25
+        about = {
+            "run": run_name,
+            "task": task,
+            "metric": "acc",
+            "value": value,
+            "stderr": 0.01,
+            "chance": chance,
+        }
+        return run(run_name.rpartition("-")[0]) | about | {"baseline": "none-s1", "difference": value - base}
+
+    rows = [
+        row("none-s1", "lambada", 0.9, 0.0),
+        row("edgc_cqm-s1", "lambada", 0.9 - difference, 0.0),
+        row("none-s1", "arc", 0.25, 0.25),
+        row("edgc_cqm-s1", "arc", 0.255, 0.25),
+    ]
+    put(tmp_path, "zero_shot/table.csv", rows)
+    found = claims.judge(known["zero_shot"], "ci", tmp_path)
+    assert found["verdict"] == verdict
+    assert found["our_value"] == pytest.approx(difference / (0.01 * 2**0.5), rel=1e-4)
+    assert "at chance, not counted: arc" in found["note"]
+
+
+def test_simulated_evidence_stays_simulated_and_never_fully_supports(
+    tmp_path: Path, known: dict[str, claims.Claim]
+) -> None:
+    rows = [
+        {"method": "edgc", "stage": stage, "gbits_per_second": g, "reduction_with_compress_percent": saved}
+        for g, saved in ((1, 60.0), (10, 50.0), (100, 45.0))
+        for stage in ("0", "slowest")
+    ]
+    put(tmp_path, "gpt2_12p1b_h100/table.csv", rows)
+    row = claims.judge(known["communication_latency_12p1b"], "ci", tmp_path)
+    assert (row["kind"], row["n"], row["our_value"], row["verdict"]) == ("simulated", 3, -50.0, "partly")
+    row = claims.judge(known["training_time_12p1b"], "ci", tmp_path)
+    assert (row["verdict"], row["our_value"]) == ("not testable here", None)
+
+
+def test_command_writes_one_row_per_claim_and_repeats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ci").mkdir()
+    claims.main("ci", tmp_path, show=True)
+    first = (tmp_path / "ci" / "claims.csv").read_bytes()
+    claims.main("ci", tmp_path)
+    assert (tmp_path / "ci" / "claims.csv").read_bytes() == first
+    table = pd.read_csv(tmp_path / "ci" / "claims.csv")
+    assert tuple(table.columns) == claims.COLUMNS
+    assert list(table["id"]) == [claim.id for claim in claims.load_claims()]
+    assert "not testable here" in capsys.readouterr().out
+
+
+def test_missing_results_and_bad_rules_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        claims.main("ci", tmp_path / "nowhere")
+    assert stop.value.code == 2
+    assert "no results at scale ci" in capsys.readouterr().err
+    entry = yaml.safe_load(claims.CLAIMS.read_text())["claims"][0]
+    for change, message in (
+        ({"measure": "guess"}, "measure guess does not exist"),
+        ({"rule": {"supported": {"at_most": 1, "at_least": 0}}}, "exactly one key"),
+        ({"rule": {"supported": {"at_moost": 1}}}, "unknown key"),
+    ):
+        path = tmp_path / "claims.yaml"
+        path.write_text(yaml.safe_dump({"claims": [entry | change]}))
+        with pytest.raises(UserError, match=message):
+            claims.load_claims(path)
+    path.write_text(yaml.safe_dump({"claims": [entry, entry]}))
+    with pytest.raises(UserError, match="appears twice"):
+        claims.load_claims(path)

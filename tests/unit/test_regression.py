@@ -1,0 +1,196 @@
+"""The comparison with the committed reference passes on equal tables and fails on each kind of difference."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from edgc.errors import UserError
+from experiments import regression
+from experiments.analyse.__main__ import analyse
+from experiments.regression import Check
+from tests.unit import synthetic_runs as synthetic
+
+TRAINED = ("methods", "entropy_trend", "rank_sweep", "window_ablation", "sampling_ablation")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results with the tables of the trained studies and tolerances for these."""
+    results = tmp_path_factory.mktemp("results")
+    synthetic.write_all(results / "ci")
+    for study in TRAINED:
+        analyse(study, results / "ci" / study)
+    values = yaml.safe_load(regression.TOLERANCES.read_text())
+    values["checks"] = [check for check in values["checks"] if check["study"] in TRAINED]
+    (results / "tolerances.yaml").write_text(yaml.safe_dump(values))
+    return results
+
+
+@pytest.fixture
+def results(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "results"))
+
+
+def compare(results: Path) -> int:
+    """Exit code of the program."""
+    try:
+        regression.main("ci", results, None, results / "tolerances.yaml", write=False, every=False)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def write_reference(results: Path) -> None:
+    regression.main("ci", results, None, results / "tolerances.yaml", write=True, every=False)
+
+
+def change(path: Path, variant: str, column: str, value: Any) -> None:
+    table = pd.read_csv(path)
+    table.loc[table["variant"] == variant, column] = value
+    table.to_csv(path, index=False)
+
+
+def test_the_committed_tolerances_are_valid_and_cover_every_study() -> None:
+    checks = regression.load_tolerances()
+    assert {check.study for check in checks} >= {*TRAINED, "zero_shot", "gpt2_2p5b_v100", "gpt2_12p1b_h100"}
+    assert all(check.key for check in checks)
+
+
+def test_a_fresh_run_equal_to_the_reference_passes(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_reference(results)
+    assert compare(results) == 0
+    assert "0 OUTSIDE" in capsys.readouterr().out
+    written = pd.read_csv(results / "ci" / "regression.csv")
+    assert len(written) > 100
+    assert written["ok"].all()
+
+
+@pytest.mark.parametrize(
+    ("study", "variant", "column", "value"),
+    [
+        ("methods", "none", "validation_perplexity", 400.0),
+        ("methods", "powersgd_r8", "bytes_ratio", 0.13),
+        ("methods", "powersgd_r16", "gap_nats", 0.2),  # higher rank worse than lower: the order fails too
+        ("methods", "none", "status", "diverged"),
+        ("methods", "edgc_cqm", "decisions_outside_limits", 1),
+        ("entropy_trend", "gpt", "slope_first_per_100", 0.3),
+        ("rank_sweep", "r16", "relative_error_median", 0.5),
+        ("window_ablation", "w20", "cc", 0.3),
+        ("sampling_ablation", "a0.1_b0.25", "sample_rmse_nats", 0.5),
+        ("sampling_ablation", "a1_b1", "rmse_nats", 0.01),
+    ],
+)
+def test_each_difference_is_outside(
+    results: Path, capsys: pytest.CaptureFixture[str], study: str, variant: str, column: str, value: Any
+) -> None:
+    write_reference(results)
+    change(results / "ci" / study / "table.csv", variant, column, value)
+    capsys.readouterr()
+    assert compare(results) == 1
+    assert "OUTSIDE" in capsys.readouterr().out
+
+
+def test_a_difference_within_the_tolerance_passes(results: Path) -> None:
+    write_reference(results)
+    change(results / "ci" / "methods" / "table.csv", "none", "validation_perplexity", 160.0)
+    assert compare(results) == 0
+
+
+def test_missing_and_additional_rows_are_outside() -> None:
+    check = Check(study="methods", kind="rows", column="status", key=["variant"])
+    two = pd.DataFrame({"variant": ["a", "b"], "status": ["ok", "ok"]})
+    for old, new in ((two, two.iloc[:1]), (two.iloc[:1], two)):
+        outcomes = regression.compare(check, old, new)
+        assert [outcome.ok for outcome in outcomes] == [True, False]
+        assert "no row" in (outcomes[1].reference, outcomes[1].fresh)
+
+
+def test_a_check_without_rows_does_not_pass_silently() -> None:
+    check = Check(study="methods", kind="bounds", column="cc", at_least=0.5, key=["variant"])
+    empty = pd.DataFrame({"variant": [], "cc": []})
+    assert [outcome.ok for outcome in regression.compare(check, empty, empty)] == [False]
+
+
+@pytest.mark.parametrize(
+    ("values", "direction", "ok"),
+    [
+        ([3, 2, 1], "falls", True),
+        ([1, 2, 3], "falls", False),
+        ([1, 2, 3], "rises", True),
+        ([3, 3.005, 1], "falls", True),
+    ],
+)
+def test_order(values: list[float], direction: str, ok: bool) -> None:
+    check = Check.model_validate(
+        {
+            "study": "s",
+            "kind": "order",
+            "column": "x",
+            "by": "rank",
+            "direction": direction,
+            "tolerance": 0.01,
+        }
+    )
+    frame = pd.DataFrame({"rank": [4, 8, 16], "x": values})
+    assert regression.compare(check, frame, frame)[0].ok is ok
+
+
+def test_missing_reference_is_bad_input_and_names_the_command(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(results) == 2
+    assert "make reference" in capsys.readouterr().err
+
+
+def test_missing_fresh_table_and_missing_column_are_bad_input(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_reference(results)
+    path = results / "ci" / "rank_sweep" / "table.csv"
+    table = pd.read_csv(path)
+    table.drop(columns="bytes_ratio").to_csv(path, index=False)
+    assert compare(results) == 2
+    assert "column bytes_ratio is missing" in capsys.readouterr().err
+    path.unlink()
+    assert compare(results) == 2
+    assert "snakemake -c2 rank_sweep" in capsys.readouterr().err
+
+
+def test_update_keeps_tables_and_provenance_only(results: Path) -> None:
+    write_reference(results)
+    reference = results / "reference" / "ci"
+    names = {path.name for path in reference.rglob("*") if path.is_file()}
+    assert names <= {*regression.KEPT, "provenance.yaml"}
+    for study in TRAINED:
+        fresh = (results / "ci" / study / "table.csv").read_bytes()
+        assert (reference / study / "table.csv").read_bytes() == fresh
+    record = yaml.safe_load((reference / "provenance.yaml").read_text())
+    assert record["versions"] == {"torch": "2.13.0"}
+    assert record["runs"] == 26
+
+
+def test_update_without_results_changes_nothing(results: Path) -> None:
+    shutil.rmtree(results / "ci" / "methods")
+    with pytest.raises(SystemExit) as stop:
+        write_reference(results)
+    assert stop.value.code == 2
+    assert not (results / "reference").exists()
+
+
+def test_incomplete_checks_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tolerances.yaml"
+    for check, message in (
+        ({"kind": "bounds"}, "needs a bound"),
+        ({"kind": "order"}, "needs `by`"),
+        ({"kind": "bounds", "atleast": 3}, "unknown key"),
+    ):
+        entry = {"study": "methods", "column": "cc"} | check
+        path.write_text(yaml.safe_dump({"key": ["variant"], "checks": [entry]}))
+        with pytest.raises(UserError, match=message):
+            regression.load_tolerances(path)
