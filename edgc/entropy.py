@@ -161,22 +161,21 @@ def _gaussian(values: Tensor) -> float:
 
 
 def _centre_and_scale(values: Tensor) -> tuple[float, float]:
-    """Median and a robust standard deviation from a strided subsample of at most 2^16 entries
-    (deterministic).
+    """Median and a robust standard deviation, from a strided subsample of at most 2^16 entries.
 
-    The scale is the smaller of sigma and the range of the middle tenth, scaled to equal sigma for normal
-    entries: the range resists outliers and sees a sharp peak that wide bins would flatten; sigma serves where
-        entries keep
-    away from the median.
+    The scale is the smaller of sigma and the range of the middle tenth, the latter scaled to equal sigma for
+    normal entries. The range resists outliers and sees a sharp peak, which wide bins would flatten; sigma
+    serves where the entries keep away from the median.
     """
-    subset = values[:: -(-values.numel() // (1 << 16))].double().sort().values
-    position = torch.tensor([0.45, 0.5, 0.55], dtype=torch.float64, device=subset.device) * (
-        subset.numel() - 1
-    )
+    # An odd stride runs through all columns of a matrix whose width is a power of two.
+    stride = -(-values.numel() // (1 << 16)) | 1
+    subset = values[::stride].double().sort().values
+    points = torch.tensor([0.45, 0.5, 0.55], dtype=torch.float64, device=subset.device)
+    position = points * (subset.numel() - 1)
     low = position.long()
     # By hand: torch.quantile would sort again and refuses large inputs.
     q = torch.lerp(subset[low], subset[position.ceil().long()], position - low).tolist()
-    scales = (_standardised(values, 2)[1], (q[2] - q[0]) / 0.2513227)
+    scales = (_standardised(subset, 2)[1], (q[2] - q[0]) / 0.2513227)
     return q[1], min((scale for scale in scales if scale > 0), default=0.0)
 
 

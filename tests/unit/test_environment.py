@@ -1,0 +1,62 @@
+"""The files that describe the environment say the same thing, and the environment is the one they describe."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lock() -> dict[str, str]:
+    """Package -> version of requirements.lock."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "requirements.lock").read_text().splitlines())
+    return dict(line.split("==") for line in lines if line)
+
+
+def declared() -> list[Requirement]:
+    """What pyproject.toml asks for, extras included, without the project itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    found = [Requirement(text) for group in groups for text in group]
+    return [requirement for requirement in found if requirement.name != project["name"]]
+
+
+def test_every_line_of_the_lock_is_an_exact_pin() -> None:
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line), line
+
+
+def test_conda_environment_has_the_pins_of_the_lock() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    [pip] = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    assert dict(line.split("==") for line in pip) == lock()
+    assert "python=3.11" in environment["dependencies"]
+
+
+def test_lock_holds_what_the_project_declares() -> None:
+    pins = {canonicalize_name(name): Version(version) for name, version in lock().items()}
+    for requirement in declared():
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_library_depends_on_torch_only() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [Requirement(text).name for text in project["dependencies"]] == ["torch"]
+
+
+def test_installed_versions_are_those_of_the_lock() -> None:
+    if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
+        pytest.skip("not the environment that make builds")
+    for name, version in lock().items():
+        # A CPU or CUDA build of torch adds a local part, e.g. 2.13.0+cpu.
+        assert importlib.metadata.version(name).partition("+")[0] == version, name
