@@ -1,1 +1,13 @@
-"""Entropy-driven dynamic gradient compression for distributed training."""
+"""Entropy-driven dynamic gradient compression for distributed training (arXiv 2511.10333).
+
+Settings are here; :mod:`edgc.megatron` attaches them to a Megatron-Core model. Needs torch only, and this package
+itself not even that, so that settings can be checked on a login node.
+"""
+
+from __future__ import annotations
+
+from edgc.config import EDGCConfig, EntropyConfig, TimingConfig
+from edgc.errors import UserError
+
+__version__ = "0.1.0"
+__all__ = ["EDGCConfig", "EntropyConfig", "TimingConfig", "UserError", "__version__"]

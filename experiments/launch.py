@@ -73,11 +73,16 @@ def check_devices(run: RunConfig, nodes: int) -> int:
     return world // nodes
 
 
+def _quiet() -> None:
+    """Megatron warns on every import about each optional package that is absent."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
 def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, launcher: int) -> None:
     """Entry point of one rank."""
     die_with(launcher)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    _quiet()
     from experiments.train import work
 
     try:
@@ -101,6 +106,7 @@ def start_ranks(
     per_node = check_devices(run, nodes)
     fork = nodes == 1 and not torch.cuda.is_available()
     if fork:
+        _quiet()
         import experiments.train  # noqa: F401  (imported once, shared by all forked ranks)
     config = LaunchConfig(
         min_nodes=nodes,
