@@ -1,0 +1,99 @@
+# `make` lists what there is. Everything runs in .venv, which is made from requirements.lock when needed.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+SCALE ?= ci
+# More than four cores bring nothing at ci scale: a run is four processes, and two runs at once would disturb
+# each other's timings.
+CORES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+RESULTS ?= results
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+# snakefmt calls shfmt, which lies beside it.
+SNAKEFMT = PATH='$(abspath $(VENV))/bin':"$$PATH" snakefmt
+PIPELINE = $(PY) -m experiments.pipeline --die-with-parent --scale $(SCALE) --cores $(CORES) --results $(RESULTS)
+
+.PHONY: help
+help: ## list the targets and settings
+	@printf 'Usage: make TARGET [SCALE=%s] [CORES=%s] [RESULTS=%s]\n\n' '$(SCALE)' '$(CORES)' '$(RESULTS)'
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: reproduce
+reproduce: venv ## run every study, then figures, claims and report; a second call does only what is missing
+	@$(PIPELINE) all $(ARGS)
+
+.PHONY: figures
+figures: venv ## draw all figures (trains what they need)
+	@$(PIPELINE) figures $(ARGS)
+
+.PHONY: report
+report: venv ## write the HTML report (makes what it shows)
+	@$(PIPELINE) report $(ARGS)
+
+.PHONY: regression
+regression: venv ## compare a ci run with results/reference/ci
+	@$(PIPELINE) ci_regression $(ARGS)
+
+.PHONY: reference
+reference: venv ## write results/reference/SCALE from the results of SCALE
+	@$(PIPELINE) all
+	@$(PY) -m experiments.regression --scale $(SCALE) --results $(RESULTS) \
+	  --reference results/reference/$(SCALE) --update
+	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
+
+.PHONY: test
+test: venv ## run all tests (ARGS: options of pytest)
+	@$(PY) -m pytest $(ARGS)
+
+.PHONY: lint
+lint: venv ## ruff, mypy and snakefmt
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@$(SNAKEFMT) --check Snakefile workflows/rules
+
+.PHONY: format
+format: venv ## rewrite the sources in the project's format
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@$(SNAKEFMT) Snakefile workflows/rules
+
+.PHONY: clean-results
+clean-results: ## delete the generated results of SCALE (never results/reference)
+	@test -f 'experiments/scales/$(SCALE).yaml' || { echo "error: unknown scale '$(SCALE)'" >&2; exit 2; }
+	@rm -rf -- '$(RESULTS)/$(SCALE)' && echo 'deleted $(RESULTS)/$(SCALE)'
+
+.PHONY: environment
+environment: ## rewrite environment.yml from requirements.lock
+	@{ echo '# Conda environment; the pins are those of requirements.lock (written by `make environment`).'; \
+	   echo 'name: edgc'; echo 'channels:'; echo '  - conda-forge'; echo 'dependencies:'; \
+	   echo '  - python=3.11'; echo '  - pip'; echo '  - pip:'; \
+	   sed -n 's/^\([A-Za-z0-9].*\)$$/      - \1/p' requirements.lock; } > environment.yml.tmp
+	@mv environment.yml.tmp environment.yml
+
+.PHONY: venv
+venv: $(VENV)/.complete ## make .venv from requirements.lock
+
+# The stamp is written last, so an installation that was interrupted is done again from the start. Two calls at once
+# wait for each other.
+$(VENV)/.complete: requirements.lock
+	@exec 9> '$(VENV).lock'; ! command -v flock > /dev/null || flock 9; \
+	if [ -e '$@' ] && [ '$@' -nt requirements.lock ]; then exit 0; fi; \
+	for python in python3.11 python3 none; do \
+	  "$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null && break; \
+	done; \
+	if [ "$$python" = none ]; then \
+	  echo "error: no Python 3.11 found (tried python3.11 and python3); install it or put it on the PATH" >&2; exit 2; \
+	fi; \
+	echo 'installing requirements.lock into $(VENV): 2 GB, a few minutes'; \
+	rm -rf -- '$(VENV)'; \
+	"$$python" -m venv '$(VENV)'; \
+	'$(PY)' -m pip install --quiet --disable-pip-version-check -r requirements.lock; \
+	'$(PY)' -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; \
+	'$(PY)' -m pip check; \
+	touch '$@'

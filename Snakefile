@@ -1,0 +1,65 @@
+# What can be made, and under which name. Which runs exist is said in experiments/studies and experiments/scales,
+# how each file is made in workflows/rules. `snakemake -n all` plans; `snakemake -c2 window_ablation` makes one study.
+from snakemake.utils import min_version, validate
+
+min_version("9.27")
+
+
+# Checks the settings, fills in their defaults (scale=ci, results=results) and reads the studies.
+include: "workflows/rules/common.smk"
+
+
+pathvars:
+    results=f"{config['results']}/{config['scale']}",
+    logs=f"{config['results']}/{config['scale']}/logs",
+
+
+include: "workflows/rules/data.smk"
+include: "workflows/rules/train.smk"
+include: "workflows/rules/tables.smk"
+include: "workflows/rules/zero_shot.smk"
+include: "workflows/rules/cluster.smk"
+include: "workflows/rules/figures.smk"
+include: "workflows/rules/claims.smk"
+include: "workflows/rules/report.smk"
+
+
+localrules:
+    all,
+    figures,
+    report,
+    ci_regression,
+
+
+rule all:
+    default_target: True
+    input:
+        rules.everything.input,
+        rules.report_html.output,
+
+
+# Every study is a target: entropy_trend rank_sweep window_ablation sampling_ablation methods zero_shot ...
+for study in STUDIES:
+
+    rule:
+        name:
+            study
+        input:
+            study_results(study),
+        localrule: True
+
+
+rule figures:
+    input:
+        figure_files(FIGURES),
+
+
+rule report:
+    input:
+        rules.report_html.output,
+
+
+# Not part of `all`: a reproduction on other hardware is complete whatever it says.
+rule ci_regression:
+    input:
+        rules.regression.output,

@@ -1,0 +1,268 @@
+"""``python -m experiments.pipeline [TARGET ...]``: what ``make reproduce`` runs around Snakemake.
+
+Checks all settings before anything starts, lets one pipeline at a time work in a results folder, clears away
+what a killed one left (processes and Snakemake's lock), runs Snakemake, and says where the results are.
+Options that it does not know go to Snakemake.
+
+The results folder is locked by an open file that only this process and Snakemake hold, so the kernel drops
+the lock when both are gone, however they end; Snakemake is killed when this process is. Jobs do not hold it:
+those of a killed pipeline are found by a mark in their environment, and stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from edgc.errors import UserError
+from experiments import matrix
+from experiments.cli import main_guard
+from experiments.run_folder import check_writable
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "EDGC_PIPELINE"  # environment variable of every job: the results folder of its pipeline
+STOP_SECONDS = 10.0  # from asking a process to end until it is killed
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def check_inputs(scale: str) -> None:
+    """Read the scale and every study at it, so that a mistake ends the pipeline before it has started.
+
+    Raises:
+        UserError: naming the key, the file and the fix.
+    """
+    matrix.load_scale(scale)
+    for study in matrix.studies():
+        matrix.runs(study, scale)
+
+
+def die_with_parent(number: int) -> Callable[[], None]:
+    """A function after which the calling process gets signal ``number`` when its parent ends (Linux only)."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return lambda: None
+    return lambda: prctl(PR_SET_PDEATHSIG, number)
+
+
+def lock(folder: Path) -> IO[str]:
+    """Claim a results folder; the claim lasts as long as the returned file is open in any process.
+
+    Raises:
+        UserError: another pipeline holds it.
+    """
+    path = folder / ".pipeline.lock"
+    handle = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.seek(0)
+        owner = handle.read().strip() or "unknown"
+        fix = "wait for it or stop it"
+        raise UserError(f"another pipeline is running, process {owner}", where=path, fix=fix) from None
+    handle.seek(0)
+    handle.truncate()
+    handle.write(f"{os.getpid()}\n")
+    handle.flush()
+    return handle
+
+
+def _processes() -> Iterator[Path]:
+    """``/proc/<pid>`` of all processes but this one and those it was started by; nothing without /proc."""
+    lineage, pid = set(), os.getpid()
+    while pid > 1:
+        lineage.add(str(pid))
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+    for entry in Path("/proc").glob("[0-9]*"):
+        if entry.name not in lineage:
+            yield entry
+
+
+def marked(folder: Path) -> list[int]:
+    """Process ids of the jobs of a pipeline in ``folder``."""
+    mark = f"{MARK}={folder.resolve()}".encode()
+    found = []
+    for entry in _processes():
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def send(number: int, pids: list[int]) -> None:
+    """Send a signal to processes, some of which may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def stop_jobs(folder: Path) -> int:
+    """Stop what is left of a pipeline in ``folder``, gently first; returns how many processes there were."""
+    first = marked(folder)
+    deadline = time.monotonic() + STOP_SECONDS
+    left, number = first, signal.SIGTERM
+    while left:
+        send(number, left)
+        time.sleep(0.1)
+        left = marked(folder)
+        if time.monotonic() > deadline:
+            number = signal.SIGKILL
+        if time.monotonic() > deadline + STOP_SECONDS:
+            raise UserError(
+                f"processes of a killed pipeline do not end: {left}", where=folder, fix="stop them"
+            )
+    return len(first)
+
+
+def other_snakemake() -> int | None:
+    """Process id of a Snakemake that somebody started by hand in this repository, if there is one."""
+    for entry in _processes():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            here = (entry / "cwd").samefile(ROOT)
+        except OSError:
+            continue
+        # `python snakemake ...` or `python -m snakemake ...`; jobs on a cluster node have a --mode.
+        named = any(word.rpartition(b"/")[2] == b"snakemake" for word in words[:3])
+        if here and named and b"--mode" not in words:
+            return int(entry.name)
+    return None
+
+
+def unlock(arguments: list[str]) -> None:
+    """Remove Snakemake's own lock where a killed Snakemake left one.
+
+    Raises:
+        UserError: its owner is alive.
+    """
+    locks = ROOT / ".snakemake" / "locks"
+    if not any(locks.glob("*")):
+        return
+    owner = other_snakemake()
+    if owner is not None:
+        fix = "wait for it or stop it"
+        raise UserError(f"Snakemake is already running here, process {owner}", where=ROOT, fix=fix)
+    print("removing the lock of an interrupted Snakemake", file=sys.stderr)
+    subprocess.run([*arguments, "--unlock", "--quiet"], cwd=ROOT, check=True, capture_output=True)
+
+
+def run_snakemake(arguments: list[str], handle: IO[str], folder: Path) -> int:
+    """Run Snakemake to its end, handing signals on; returns its exit code, 128 + n after signal n."""
+    process = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=os.environ | {MARK: str(folder.resolve())},
+        pass_fds=[handle.fileno()],
+        preexec_fn=die_with_parent(signal.SIGKILL),
+    )
+    stopped = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = number
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    code = None
+    while code is None:
+        # Ctrl-C reaches Snakemake and its jobs by itself. Other signals are handed on: SIGINT to Snakemake, for
+        # which SIGTERM would mean to wait for what runs, and SIGTERM to the jobs.
+        if stopped not in (0, signal.SIGINT):
+            process.send_signal(signal.SIGINT)
+            send(signal.SIGTERM, [pid for pid in marked(folder) if pid != process.pid])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=1)
+    stop_jobs(folder)
+    if stopped or code < 0:
+        return 128 + (stopped or -code)
+    return code
+
+
+def closing_words(folder: Path, scale: str) -> list[str]:
+    """Where the results are, and which runs did not end well."""
+    places = {
+        "report": [folder / "report.html"],
+        "figures": sorted((folder / "figures").glob("*.png")),
+        "tables": sorted(folder.glob("*/table.csv")),
+        "claims": [folder / "claims.csv"],
+    }
+    lines = []
+    for name, paths in places.items():
+        there = [path for path in paths if path.is_file()]
+        if len(there) == 1:
+            lines.append(f"{name:8} {there[0]}")
+        elif there:
+            pattern = there[0].parent / "*.png" if name == "figures" else folder / "*" / "table.csv"
+            lines.append(f"{name:8} {pattern} ({len(there)})")
+    states: dict[str, str] = {}
+    for study in matrix.studies():
+        for run in matrix.runs(study, scale):
+            path = folder / study / run.name / "status"
+            if path.is_file():
+                states[f"{study}/{run.name}"] = path.read_text(encoding="utf-8").strip()
+    if states:
+        counts = Counter(states.values())
+        lines.append(
+            f"{'runs':8} " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        )
+    lines += [f"         {run}: {state}" for run, state in states.items() if state != "ok"]
+    return lines
+
+
+@main_guard
+def main(arguments: list[str] | None = None) -> None:
+    """Run the pipeline: one at a time for a results folder, continuing where an interrupted one stopped."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.pipeline",
+        description=main.__doc__,
+        epilog="Other options go to Snakemake, e.g. -n (plan only) or --profile slurm.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("targets", nargs="*", default=["all"], metavar="TARGET", help="default: all")
+    parser.add_argument("--scale", default="ci", help="file in experiments/scales (default: ci)")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of all results")
+    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="cores to use (default: all)")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")
+    options, extra = parser.parse_known_args(arguments)
+    if options.die_with_parent:
+        die_with_parent(signal.SIGTERM)()
+    if options.cores < 1:
+        raise UserError(f"--cores {options.cores} is not valid", fix="use 1 or more")
+    os.chdir(ROOT)
+    check_inputs(options.scale)
+    folder = options.results / options.scale
+    check_writable(folder)
+    snakemake = [sys.executable, "-m", "snakemake", "--cores", str(options.cores)]
+    config = ["--config", f"scale={options.scale}", f"results={options.results}"]
+    with lock(folder) as handle:
+        left = stop_jobs(folder)
+        if left:
+            print(f"stopped {left} processes of a killed pipeline", file=sys.stderr)
+        unlock([*snakemake, *config])
+        settings = ["--rerun-incomplete", "--quiet", "host", "reason", *config]
+        code = run_snakemake([*snakemake, *settings, *extra, "--", *options.targets], handle, folder)
+    print("\n".join(closing_words(folder, options.scale)))
+    if code:
+        print(f"not finished (Snakemake ended with {code}); the same command continues", file=sys.stderr)
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A copy of the repository whose programs only write their files, so that plans are tested in seconds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("edgc", "experiments", "paper_figures", "workflows")
+FILES = ("Snakefile", "environment.yml")
+LINKS = ("slurm", "profiles")
+
+# Stand-ins: module -> body. The matrix, the settings, the pipeline and all rules are the real ones.
+HEADER = """
+import os, pathlib, sys, time
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+def options(name):
+    start = sys.argv.index(name) + 1
+    ends = [i for i in range(start, len(sys.argv)) if sys.argv[i].startswith("--")]
+    return sys.argv[start : ends[0] if ends else None]
+def write(folder, *names):
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text("ok\\n" if name == "status" else "{}\\n")
+def scale():
+    return pathlib.Path(option("--results"), option("--scale"))
+"""
+TOKENS = [f"{split}.{kind}" for split in ("train", "validation", "test") for kind in ("bin", "idx")]
+DATA = [*TOKENS, "documents.jsonl", "tokenizer.json", "data.yaml"]
+PNG = (
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe"
+    "0def46b80000000049454e44ae426082"
+)
+PROGRAMS = {
+    "experiments/data.py": f"write(option('--out'), *{DATA})",
+    "experiments/launch.py": """
+        time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
+        names = "run.yaml", "metrics.jsonl", "summary.json", "status"
+        write(scale() / option("--study") / option("--run"), *names)
+    """,
+    "experiments/analyse/__main__.py": "write(scale() / option('--study'), 'table.csv')",
+    "experiments/cluster_model.py": "write(option('--out'), 'table.csv', 'stages.csv', 'summary.json')",
+    "experiments/tasks/make.py": "write(option('--out'), 'tasks.json')",
+    "experiments/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
+    "experiments/evaluate.py": "write(option('--out'), 'table.csv', 'timings.csv')",
+    "experiments/claims.py": "write(scale(), 'claims.csv')",
+    "experiments/regression.py": "write(scale(), 'regression.csv')",
+    "paper_figures/__main__.py": f"""
+        write(option("--out"), sys.argv[1] + ".pdf")
+        pathlib.Path(option("--out"), sys.argv[1] + ".png").write_bytes(bytes.fromhex("{PNG}"))
+    """,
+}
+
+
+# The output of each call goes to a file because Snakemake's logger keeps the stream that it first saw.
+CALLS = """
+import json, os, sys, tempfile
+from snakemake.cli import main
+results = []
+terminal = os.dup(1)
+for call in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        try:
+            main(call)
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        sys.stdout.flush(), sys.stderr.flush()
+        file.seek(0)
+        results.append((code, file.read().decode()))
+os.dup2(terminal, 1)
+print(json.dumps(results))
+"""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A working copy of the repository."""
+
+    path: Path
+
+    def command(self, program: str, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", program, *arguments]
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        clean = {
+            key: value for key, value in os.environ.items() if not key.startswith(("EDGC_", "SNAKEMAKE_"))
+        }
+        return clean | {"PYTHONDONTWRITEBYTECODE": "1"} | extra
+
+    def run(self, program: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        """Run ``python -m program`` here; standard error is part of ``stdout``."""
+        return subprocess.run(
+            self.command(program, *arguments),
+            cwd=self.path,
+            env=self.environment(**extra),
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=120,
+        )
+
+    def snakemake(self, *calls: Sequence[str]) -> list[tuple[int, str]]:
+        """(exit code, output) of several Snakemake calls, in one process because its imports take seconds."""
+        result = subprocess.run(
+            [sys.executable, "-c", CALLS, json.dumps(calls)],
+            cwd=self.path,
+            env=self.environment(),
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return [(code, text) for code, text in json.loads(result.stdout.splitlines()[-1])]
+
+    def plan(self, *calls: Sequence[str]) -> list[dict[str, int]]:
+        """Jobs by rule that each dry run would start; empty when everything is up to date."""
+        plans = []
+        for code, text in self.snakemake(*(["-n", *call] for call in calls)):
+            assert code == 0, text
+            if "Job stats:" not in text:
+                assert "Nothing to be done" in text, text
+            rows = [line.split() for line in text.partition("Job stats:")[2].strip().splitlines()[2:]]
+            jobs = list(itertools.takewhile(lambda row: row and row[0] != "total", rows))
+            plans.append({rule: int(count) for rule, count in jobs})
+        return plans
+
+
+def make_checkout(path: Path) -> Checkout:
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, path / name)
+    for name in LINKS:
+        (path / name).symlink_to((ROOT / name).readlink())
+    (path / "results").mkdir()
+    shutil.copy(ROOT / "results" / "paper_claims.yaml", path / "results")
+    for module, body in PROGRAMS.items():
+        (path / module).write_text(HEADER + textwrap.dedent(body))
+    return Checkout(path)

@@ -1,0 +1,108 @@
+"""What Snakemake would do: on a clean tree, for each target alone, on a cluster, and with wrong settings."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from experiments import matrix
+from experiments.settings import RunConfig
+from paper_figures import FIGURES, SCRIPTS
+from tests.workflow.checkout_copy import ROOT, Checkout
+
+STUDIES = ["entropy_trend", "rank_sweep", "window_ablation", "sampling_ablation", "methods", "zero_shot"]
+TARGETS = [*STUDIES, "gpt2_2p5b_v100", "gpt2_12p1b_h100", "figures", "report", "ci_regression"]
+
+
+@pytest.fixture(scope="module")
+def plans(checkout: Checkout) -> dict[str, dict[str, int]]:
+    """The plan of every target on a clean tree; "" is Snakemake without a target."""
+    names = ["all", *TARGETS]
+    return dict(zip(["", *names], checkout.plan([], *([name] for name in names)), strict=True))
+
+
+def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> None:
+    plan = plans["all"]
+    assert plan["train"] == sum(len(matrix.runs(study, "ci")) for study in matrix.studies())
+    assert plan["figure"] == len(FIGURES)
+    assert plan["report_html"] == plan["claims"] == plan["all"] == 1
+    assert plans[""] == plan
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_each_target_plans_alone(plans: dict[str, dict[str, int]], target: str) -> None:
+    plan = plans[target]
+    assert plan[target] == 1
+    if target in matrix.studies():
+        needed = matrix.load_study(target).needs or {}
+        others = sum(run.variant in needed[name] for name in needed for run in matrix.runs(name, "ci"))
+        assert plan.get("train", 0) == len(matrix.runs(target, "ci")) + others
+        assert plan.get("figure", 0) == len(matrix.load_study(target).figures)
+    else:
+        assert plan["train"] > 0
+
+
+def test_slurm_profile_plans_paper_scale_unless_told_otherwise(checkout: Checkout) -> None:
+    profile = ["--profile", "slurm", "-n", "all"]
+    for (code, text), scale in zip(
+        checkout.snakemake(profile, [*profile, "--config", "scale=ci"]), ("paper", "ci"), strict=True
+    ):
+        assert code == 0, text
+        assert f"results/{scale}/report.html" in text
+        assert f"results/{'ci' if scale == 'paper' else 'paper'}/" not in text
+
+
+def test_wrong_settings_are_one_line_and_exit_code_2(checkout: Checkout) -> None:
+    settings = {"scal=ci": "scal", "scale=huge": "huge", "scale=../ci": "../ci", "results=a b": "a b"}
+    calls = checkout.snakemake(*(["-n", "all", "--config", setting] for setting in settings))
+    for (code, text), named in zip(calls, settings.values(), strict=True):
+        lines = [line for line in text.splitlines() if not line.startswith("Using workflow specific")]
+        assert code == 2
+        assert len(lines) == 1
+        assert lines[0].startswith("error: ")
+        assert named in lines[0]
+
+
+def test_wrong_study_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
+    path = checkout.path / "experiments" / "studies" / "broken.yaml"
+    path.write_text("study: broken\ntitle: t\nquestion: q\nvarients: {}\n")
+    try:
+        for program, arguments in ("snakemake", ["-n", "all"]), ("experiments.pipeline", []):
+            result = checkout.run(program, *arguments)
+            assert result.returncode == 2
+            line = result.stdout.splitlines()[-1]
+            assert line.startswith("error: ")
+            assert "varients" in line
+            assert "broken.yaml" in line
+            assert "Traceback" not in result.stdout
+    finally:
+        path.unlink()
+
+
+def test_lint_is_clean(checkout: Checkout) -> None:
+    [(code, text)] = checkout.snakemake(["--lint"])
+    assert code == 0, text
+
+
+def test_registry_of_figures_agrees_with_studies_scripts_and_captions() -> None:
+    for name, studies in FIGURES.items():
+        assert (ROOT / "paper_figures" / f"{SCRIPTS.get(name, name)}.py").is_file()
+        assert (ROOT / "workflows" / "report" / "figures" / f"{name}.rst").read_text().strip()
+        assert all(name in matrix.load_study(study).figures for study in studies)
+    for study in matrix.studies():
+        assert all(study in FIGURES[name] for name in matrix.load_study(study).figures)
+
+
+@pytest.mark.parametrize(("schema", "model"), [("study", matrix.Study), ("scale", matrix.Scale)])
+def test_schemas_have_the_keys_of_the_settings(schema: str, model: type[matrix.Study | matrix.Scale]) -> None:
+    outline = yaml.safe_load((ROOT / "workflows" / "schemas" / f"{schema}.schema.yaml").read_text())
+    assert set(outline["properties"]) == set(model.model_fields)
+    assert set(outline["required"]) == {
+        key for key, field in model.model_fields.items() if field.is_required()
+    }
+
+
+def test_every_run_has_a_name_that_is_a_folder() -> None:
+    for study in matrix.studies():
+        runs: list[RunConfig] = [run for scale in matrix.scales() for run in matrix.runs(study, scale)]
+        assert all("/" not in run.name and not run.name.startswith(".") for run in runs)

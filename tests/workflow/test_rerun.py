@@ -1,0 +1,159 @@
+"""What is made again: nothing, what a touched file leads to, and what a killed pipeline left unfinished."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from experiments import matrix
+from experiments.pipeline import marked
+from tests.workflow.checkout_copy import Checkout
+
+PIPELINE = "experiments.pipeline"
+
+
+@pytest.fixture(scope="module")
+def finished(checkout: Checkout) -> Checkout:
+    """A checkout in which everything has been made."""
+    result = checkout.run(PIPELINE, "--cores", "4")
+    assert result.returncode == 0, result.stdout
+    words = result.stdout.splitlines()[-7:]
+    runs = sum(len(matrix.runs(study, "ci")) for study in matrix.studies())
+    assert f"runs     {runs} ok" in words
+    assert "report   results/ci/report.html" in words
+    assert "claims   results/ci/claims.csv" in words
+    return checkout
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def training(folder: Path) -> list[int]:
+    """Process ids of the stand-ins that are training."""
+    found = []
+    for pid in marked(folder):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0].rpartition(b"/")[2].startswith(b"python") and b"experiments.launch" in words:
+            found.append(pid)
+    return found
+
+
+def test_report_is_one_file_with_every_figure(finished: Checkout) -> None:
+    text = (finished.path / "results" / "ci" / "report.html").read_text()
+    assert "Tables" in text
+    assert "Claims" in text
+    for figure in (finished.path / "results" / "ci" / "figures").glob("*.png"):
+        assert figure.name in text
+
+
+def test_nothing_to_do_twice_and_touched_study_runs_alone(finished: Checkout) -> None:
+    assert finished.plan(["all"]) == [{}]
+    studies = finished.path / "experiments" / "studies"
+    for study, own in (
+        ("rank_sweep", {"train": len(matrix.runs("rank_sweep", "ci")), "table": 1}),
+        ("gpt2_2p5b_v100", {"cluster_model": 1}),
+    ):
+        path = studies / f"{study}.yaml"
+        before = path.stat()
+        path.touch()
+        # By hand and at every call: without the checksums by which Snakemake would skip an unchanged file.
+        [plan] = finished.plan(["all"])
+        assert plan == own | {"figure": 1, "claims": 1, "report_html": 1, "all": 1}
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert finished.plan(["all"]) == [{}]
+
+
+def test_touched_figure_script_draws_that_figure_only(finished: Checkout) -> None:
+    path = finished.path / "paper_figures" / "methods.py"
+    before = path.stat()
+    path.touch()
+    [plan] = finished.plan(["figures"])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert plan == {"figure": 1, "figures": 1}
+
+
+@pytest.mark.slow
+def test_killed_pipeline_is_continued(finished: Checkout) -> None:
+    folder = finished.path / "results" / "ci"
+    run = folder / "rank_sweep" / matrix.runs("rank_sweep", "ci")[0].name
+    (run / "status").unlink()
+    process = subprocess.Popen(
+        finished.command(PIPELINE, "--cores", "2", "rank_sweep"),
+        cwd=finished.path,
+        env=finished.environment(STAND_IN_SECONDS="120"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: training(folder))
+        [job] = training(folder)
+
+        second = finished.run(PIPELINE, "rank_sweep")
+        assert second.returncode == 2
+        assert second.stdout.startswith(f"error: another pipeline is running, process {process.pid} ")
+        assert len(second.stdout.splitlines()) == 1
+
+        open_files = {os.path.realpath(entry) for entry in Path(f"/proc/{job}/fd").iterdir()}
+        assert str(folder / ".pipeline.lock") not in open_files
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert training(folder) == [job]  # an orphan, as after every SIGKILL
+    assert not (run / "status").exists()
+
+    # Snakemake dies with the pipeline; the next call clears its lock and the orphan away.
+    wait_for(lambda: finished.run(PIPELINE, "--cores", "4").returncode == 0)
+    assert marked(folder) == []
+    assert (run / "status").read_text() == "ok\n"
+    assert finished.plan(["all"]) == [{}]
+
+
+@pytest.mark.slow
+def test_terminated_pipeline_ends_its_jobs(finished: Checkout) -> None:
+    folder = finished.path / "results" / "ci"
+    run = folder / "rank_sweep" / matrix.runs("rank_sweep", "ci")[0].name
+    (run / "status").unlink()
+    process = subprocess.Popen(
+        finished.command(PIPELINE, "--cores", "2", "rank_sweep"),
+        cwd=finished.path,
+        env=finished.environment(STAND_IN_SECONDS="120"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: training(folder))
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert marked(folder) == []
+    finally:
+        process.kill()
+
+
+def test_unusable_results_folder_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
+    (checkout.path / "taken").write_text("a file, not a folder\n")
+    result = checkout.run(PIPELINE, "--results", "taken")
+    assert result.returncode == 2
+    assert result.stdout.startswith("error: results folder is not writable")
+    assert len(result.stdout.splitlines()) == 1
+    assert (checkout.path / "taken").read_text() == "a file, not a folder\n"
+
+
+def test_unknown_scale_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
+    result = checkout.run(PIPELINE, "--scale", "huge")
+    assert result.returncode == 2
+    assert result.stdout.startswith("error: unknown scale 'huge'")
+    assert len(result.stdout.splitlines()) == 1
+    assert not (checkout.path / "results" / "huge").exists()

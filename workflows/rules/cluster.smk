@@ -1,0 +1,29 @@
+# Runs that need a cluster: what each method would send and how long that would take, computed and marked simulated.
+
+
+rule cluster_model:
+    input:
+        study=study_yaml,
+        code=code("experiments", "cluster_*.py", "layouts.py"),
+    output:
+        table=report(
+            "<results>/{study}/table.csv",
+            caption="../report/table.rst",
+            category="Tables",
+            labels={"study": "{study} (simulated)"},
+        ),
+        stages="<results>/{study}/stages.csv",
+        summary="<results>/{study}/summary.json",
+    log:
+        "<logs>/cluster_model/{study}.log",
+    wildcard_constraints:
+        study=one_of(SIMULATED),
+    conda:
+        "../../environment.yml"
+    threads: 1
+    params:
+        folder=subpath(output.table, parent=True),
+        title=lambda w: STUDIES[w.study].title,
+        question=lambda w: STUDIES[w.study].question,
+    shell:
+        "python -m experiments.cluster_model --study {wildcards.study} --out {params.folder} > {log} 2>&1"

@@ -1,0 +1,127 @@
+# Settings, checked once, and what several rules need to know about the studies.
+import os
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from edgc.errors import UserError
+from experiments import matrix
+from experiments.settings import load_yaml
+from paper_figures import FIGURES, SCRIPTS
+
+# `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
+# (or that of the rule's conda environment under `--sdm conda`).
+os.environ.update(
+    PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+)
+
+
+def check_schema(values, schema, where):
+    """Validate a mapping, fill in the schema's defaults, and report the first mistake in one line."""
+    try:
+        validate(values, f"../schemas/{schema}.schema.yaml")
+    except WorkflowError as error:
+        problem = error.__context__  # of jsonschema
+        message = ": ".join([*(str(part) for part in problem.absolute_path), problem.message])
+        raise UserError(message, where=where, fix=f"see workflows/schemas/{schema}.schema.yaml") from None
+
+
+def read_matrix(scale):
+    """All studies and their runs at a scale: {study: Study}, {study: {run name: RunConfig}}."""
+    matrix.load_scale(scale)
+    check_schema(load_yaml(matrix.scale_path(scale)), "scale", matrix.scale_path(scale))
+    studies = {name: matrix.load_study(name) for name in matrix.studies()}
+    runs = {name: {run.name: run for run in matrix.runs(name, scale)} for name in studies}
+    for name in studies:
+        check_schema(load_yaml(matrix.study_path(name)), "study", matrix.study_path(name))
+    return studies, runs
+
+
+try:
+    check_schema(config, "config", "--config")
+    STUDIES, RUNS = read_matrix(config["scale"])
+except UserError as error:
+    # The same line and exit code as from every program of the project, not Snakemake's report of an exception.
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def one_of(names):
+    """A pattern for a wildcard; without names it matches nothing."""
+    return "|".join(sorted(names)) or "(?!)"
+
+
+# How the table of a study comes about; a study without an entry in either is analysed from its own runs.
+SIMULATED = {name for name, study in STUDIES.items() if study.cluster is not None}
+EVALUATED = {name for name, study in STUDIES.items() if study.needs is not None}
+ANALYSED = {name for name in STUDIES if RUNS[name]} - SIMULATED - EVALUATED
+
+
+wildcard_constraints:
+    study=one_of(STUDIES),
+    figure=one_of(FIGURES),
+    run=r"[^/]+",
+    data=r"[^/]+",
+
+
+# The inputs of rules.
+
+
+def study_yaml(wildcards):
+    return f"experiments/studies/{wildcards.study}.yaml"
+
+
+def code(folder, *patterns):
+    """Program files: their results are cheap and are made again when the program changes. Training is not."""
+    return sorted(str(path) for pattern in patterns for path in Path(folder).glob(pattern))
+
+
+def run_files(study):
+    """The completion marks of a study's runs."""
+    return [f"<results>/{study}/{name}/status" for name in RUNS[study]]
+
+
+def figure_files(names):
+    """Both formats of figures."""
+    return [f"<results>/figures/{name}.{kind}" for name in names for kind in ("pdf", "png")]
+
+
+def tables(studies):
+    """Tables of studies, without those that have none at this scale."""
+    made = (SIMULATED | EVALUATED | ANALYSED) & set(studies)
+    return [f"<results>/{name}/table.csv" for name in STUDIES if name in made]
+
+
+def study_results(study):
+    """All that a study leaves: its runs, its table, its figures."""
+    return [*run_files(study), *tables([study]), *figure_files(STUDIES[study].figures)]
+
+
+def data_settings(wildcards):
+    """The files that say how data is prepared: the scale, and for data of their own the studies."""
+    default = matrix.load_scale(config["scale"]).defaults.get("data", {}).get("path", "stdlib")
+    paths = {name: {run.data.path for run in runs.values()} for name, runs in RUNS.items()}
+    users = [name for name in STUDIES if wildcards.data in paths[name] - {default}]
+    return [
+        f"experiments/{name}.yaml" for name in (f"scales/{config['scale']}", *map("studies/{}".format, users))
+    ]
+
+
+def evaluated_runs(study):
+    """(study, RunConfig) of every model that a study evaluates."""
+    needs = STUDIES[study].needs
+    return [(name, run) for name in needs for run in RUNS[name].values() if run.variant in needs[name]]
+
+
+def evaluated_data(wildcards):
+    """The data that the models of a study were trained on; tokenizer and held-out text come from it."""
+    paths = {run.data.path for _, run in evaluated_runs(wildcards.study)}
+    if len(paths) != 1:
+        raise WorkflowError(f"{wildcards.study} evaluates models of {len(paths)} data folders, it takes one")
+    return f"<results>/data/{paths.pop()}/data.yaml"
+
+
+def figure_caption(wildcards):
+    """The text under a figure in the report."""
+    return Path(f"workflows/report/figures/{wildcards.figure}.rst").read_text(encoding="utf-8").strip()

@@ -1,0 +1,33 @@
+# One training run. Its folder is complete when `status` is there, whatever that says: a diverged or failed run is a
+# result too. Beside the files below it may hold tensors.parquet and a checkpoint; they are published before `status`.
+
+
+rule train:
+    input:
+        study=study_yaml,
+        scale=f"experiments/scales/{config['scale']}.yaml",
+        data=lambda w: f"<results>/data/{RUNS[w.study][w.run].data.path}/data.yaml",
+    output:
+        config="<results>/{study}/{run}/run.yaml",
+        metrics="<results>/{study}/{run}/metrics.jsonl",
+        summary="<results>/{study}/{run}/summary.json",
+        status="<results>/{study}/{run}/status",
+    log:
+        "<logs>/train/{study}/{run}.log",
+    conda:
+        "../../environment.yml"
+    # A core for each process, so that runs side by side do not disturb each other's timings; Snakemake cuts it down
+    # to the machine.
+    threads: lambda w: max(2, RUNS[w.study][w.run].parallel.world)
+    params:
+        scale=config["scale"],
+        results=subpath(output.status, ancestor=4),
+    # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes. On a terminal the progress bar
+    # is shown; the log gets the lines without it.
+    shell:
+        r"""
+        export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+        export TTY_COMPATIBLE=$([ -t 2 ] && echo 1 || echo 0) COLUMNS=$(stty size <&2 2>/dev/null | cut -d' ' -f2)
+        python -m experiments.launch --study {wildcards.study} --run {wildcards.run} --scale {params.scale} \
+            --results {params.results} 2>&1 | tee >(cat >&2) | sed -u 's/\x1b\[[0-9;?]*[A-Za-z]//g; s/.*\r//' >{log}
+        """

@@ -1,0 +1,72 @@
+# Trained models to Hugging Face folders, then lm-eval on tasks made from the held-out text: no network is used.
+
+
+rule tasks:
+    input:
+        data=evaluated_data,
+        code=code("experiments/tasks", "*.py", "*.yaml"),
+    output:
+        "<results>/{study}/tasks/tasks.json",
+    log:
+        "<logs>/tasks/{study}.log",
+    conda:
+        "../../environment.yml"
+    threads: 1
+    params:
+        data=subpath(input.data, parent=True),
+        folder=subpath(output[0], parent=True),
+    shell:
+        "python -m experiments.tasks.make --data {params.data} --out {params.folder} > {log} 2>&1"
+
+
+rule export:
+    input:
+        runs=lambda w: [f"<results>/{name}/{run.name}/status" for name, run in evaluated_runs(w.study)],
+        data=evaluated_data,
+    output:
+        directory("<results>/{study}/models"),
+    log:
+        "<logs>/export/{study}.log",
+    conda:
+        "../../environment.yml"
+    threads: 2
+    params:
+        data=subpath(input.data, parent=True),
+        runs=lambda w, input: [Path(status).parent for status in input.runs],
+        models=lambda w, input, output: [Path(output[0], Path(status).parent.name) for status in input.runs],
+    # All in one process: the imports take longer than a model.
+    shell:
+        "python -m experiments.export --run-folder {params.runs} --data {params.data} --out {params.models}"
+        " > {log} 2>&1"
+
+
+rule evaluate:
+    input:
+        study=study_yaml,
+        models="<results>/{study}/models",
+        tasks="<results>/{study}/tasks/tasks.json",
+        code=code("experiments", "evalua*.py"),
+    output:
+        table=report(
+            "<results>/{study}/table.csv",
+            caption="../report/table.rst",
+            category="Tables",
+            labels={"study": "{study}"},
+        ),
+        timings="<results>/{study}/timings.csv",
+    log:
+        "<logs>/evaluate/{study}.log",
+    wildcard_constraints:
+        study=one_of(EVALUATED),
+    conda:
+        "../../environment.yml"
+    threads: 2
+    params:
+        models=lambda w, input: [Path(input.models, run.name) for _, run in evaluated_runs(w.study)],
+        tasks=subpath(input.tasks, parent=True),
+        folder=subpath(output.table, parent=True),
+        title=lambda w: STUDIES[w.study].title,
+        question=lambda w: STUDIES[w.study].question,
+    shell:
+        "python -m experiments.evaluate --models {params.models} --tasks-dir {params.tasks} --out {params.folder}"
+        " > {log} 2>&1"
