@@ -62,16 +62,16 @@ class Trainer:
 
     def _forward_step(self, batches: Iterator[MicroBatch], model: Any) -> Any:
         device = self.session.device
-        batch = {key: None if value is None else value.to(device) for key, value in next(batches).items()}
-        mask = batch["loss_mask"]
-        assert mask is not None
+        batch = next(batches)
+        tokens, labels = batch["tokens"].to(device), batch["labels"].to(device)
+        mask = batch["loss_mask"].to(device)
         if self.run.model.architecture == "bert":
-            output = model(batch["tokens"], batch["attention_mask"], lm_labels=batch["labels"])
+            assert batch["attention_mask"] is not None
+            output = model(tokens, batch["attention_mask"].to(device), lm_labels=labels)
             output = output[0] if isinstance(output, tuple) else output
         else:
-            output = model(
-                batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
-            )
+            # Without a mask the model uses its own causal one.
+            output = model(tokens, batch["position_ids"].to(device), None, labels=labels)
 
         def loss_function(losses: torch.Tensor) -> Any:
             loss = (losses.float() * mask).sum() / mask.sum()
