@@ -11,7 +11,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = {
-    "edgc": {"experiments", "paper_figures", "workflows", "snakemake", "pydantic", "yaml", "pandas", "numpy", "typer"},
+    "edgc": {
+        "experiments",
+        "paper_figures",
+        "workflows",
+        "snakemake",
+        "pydantic",
+        "yaml",
+        "pandas",
+        "numpy",
+        "typer",
+    },
     "experiments": {"workflows", "snakemake"},
     "paper_figures": {"workflows", "snakemake", "torch", "megatron"},
 }
