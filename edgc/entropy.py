@@ -161,14 +161,14 @@ def _gaussian(values: Tensor) -> float:
 
 
 def _centre_and_scale(values: Tensor) -> tuple[float, float]:
-    """Median and a robust standard deviation, from a strided subsample of at most 2^16 entries.
+    """Median and a robust standard deviation, from a strided subsample of at most 2^13 entries.
 
     The scale is the smaller of sigma and the range of the middle tenth, the latter scaled to equal sigma for
     normal entries. The range resists outliers and sees a sharp peak, which wide bins would flatten; sigma
     serves where the entries keep away from the median.
     """
     # An odd stride runs through all columns of a matrix whose width is a power of two.
-    stride = -(-values.numel() // (1 << 16)) | 1
+    stride = -(-values.numel() // (1 << 13)) | 1
     subset = values[::stride].double().sort().values
     points = torch.tensor([0.45, 0.5, 0.55], dtype=torch.float64, device=subset.device)
     position = points * (subset.numel() - 1)

@@ -10,6 +10,7 @@ import yaml
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel
 
+from edgc.megatron.cpu_shims import fork_checkpoint_queue
 from experiments.run_folder import atomic_write
 from experiments.settings import RunConfig
 
@@ -23,6 +24,7 @@ def save_model(chunks: Sequence[DistributedDataParallel], run: RunConfig, folder
         state = {"model": chunks[0].module.sharded_state_dict()}
     else:
         state = {f"model{index}": chunk.module.sharded_state_dict() for index, chunk in enumerate(chunks)}
+    fork_checkpoint_queue()
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()

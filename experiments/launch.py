@@ -106,8 +106,11 @@ def start_ranks(
     per_node = check_devices(run, nodes)
     fork = nodes == 1 and not torch.cuda.is_available()
     if fork:
+        from edgc.megatron.cpu_shims import without_compiler
+
         _quiet()
-        import experiments.train  # noqa: F401  (imported once, shared by all forked ranks)
+        with without_compiler():
+            import experiments.train  # noqa: F401  (imported once, shared by all forked ranks)
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,

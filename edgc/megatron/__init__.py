@@ -1,7 +1,21 @@
-"""EDGC for Megatron-Core: needs the package ``megatron-core`` besides torch."""
+"""EDGC for Megatron-Core: needs the package ``megatron-core`` besides torch.
+
+Megatron is imported when :func:`attach` is first asked for, so that :mod:`edgc.megatron.cpu_shims` can come before it.
+"""
 
 from __future__ import annotations
 
-from edgc.megatron.attachment import Attachment, attach
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgc.megatron.attachment import Attachment, attach
 
 __all__ = ["Attachment", "attach"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from edgc.megatron import attachment
+
+    return getattr(attachment, name)

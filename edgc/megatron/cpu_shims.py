@@ -6,7 +6,10 @@ a public setting (see ``experiments/model.py``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import multiprocessing
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +38,41 @@ def install() -> bool:
         _patch()
         _installed = True
     return True
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Import Megatron inside this on a CPU machine: its functions decorated with ``torch.compile`` stay as they are.
+
+    The decoration alone loads the compiler, a third of the import time of every process, and with the fused kernels
+    off nothing that it decorates is used.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    module: Any = torch
+    original = torch.compile
+
+    def unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    module.compile = unchanged
+    try:
+        yield
+    finally:
+        module.compile = original
+
+
+def fork_checkpoint_queue() -> None:
+    """Have ``dist_checkpointing`` collect its writers' results through a forked process.
+
+    It starts one with the spawn method, which imports torch and Megatron anew: seconds for every checkpoint. Spawning
+    protects a CUDA context, and there is none here.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if not torch.cuda.is_available() and filesystem_async._results_queue is None:
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def _patch() -> None:
