@@ -1,7 +1,7 @@
 """Start one training run: check everything, claim the run folder, start the ranks, publish the result.
 
-Ranks are started by torchrun's elastic agent through its programming interface. On one CPU machine the agent forks
-them, so that Megatron is imported once and not once per rank; with CUDA, or over several nodes, they are spawned.
+Ranks are started by torchrun's elastic agent through its programming interface. On one CPU machine they are forked
+from a server that has imported Megatron once; with CUDA, or over several nodes, they are spawned.
 
 Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
 published; 2 bad input, nothing was touched.
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import os
 
-# Before torch is imported: one thread per rank, and no thread pools in the process that forks.
+# Before torch is imported: one thread per rank, and no thread pools in the server that forks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
-import logging
+import multiprocessing
 import sys
-import warnings
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +29,7 @@ from edgc.errors import UserError
 from experiments import provenance
 from experiments.cli import EXIT_BAD_INPUT, main_guard
 from experiments.matrix import find, study_path
-from experiments.run_folder import RunFolder, atomic_write, check_writable, die_with
+from experiments.run_folder import RunFolder, atomic_write, check_writable, die_with_parent
 from experiments.settings import RunConfig, load_yaml, resolve
 
 EXIT_INTERRUPTED = 1
@@ -73,16 +73,12 @@ def check_devices(run: RunConfig, nodes: int) -> int:
     return world // nodes
 
 
-def _quiet() -> None:
-    """Megatron warns on every import about each optional package that is absent."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-
-
-def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, launcher: int) -> None:
+def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str) -> None:
     """Entry point of one rank."""
-    die_with(launcher)
-    _quiet()
+    die_with_parent()
+    from experiments.preload import quiet
+
+    quiet()
     from experiments.train import work
 
     try:
@@ -96,21 +92,29 @@ def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, lau
         atomic_write(Path(attempt) / "summary.json", json.dumps(summary))
 
 
+def _forks(nodes: int) -> bool:
+    import torch
+
+    return nodes == 1 and not torch.cuda.is_available()
+
+
+def warm_up(nodes: int) -> None:
+    """Have the fork server import Megatron while this process still checks its input and starts the agent.
+
+    Not a plain fork: the agent runs threads, and a lock that one of them holds stays locked in a forked child.
+    """
+    if nodes == 1:
+        multiprocessing.set_forkserver_preload(["experiments.preload"])
+        forkserver.ensure_running()
+
+
 def start_ranks(
     run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, nodes: int, rendezvous: str
 ) -> None:
     """Run all ranks of this node to their end; raises what the elastic agent raises."""
-    import torch
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     per_node = check_devices(run, nodes)
-    fork = nodes == 1 and not torch.cuda.is_available()
-    if fork:
-        from edgc.megatron.cpu_shims import without_compiler
-
-        _quiet()
-        with without_compiler():
-            import experiments.train  # noqa: F401  (imported once, shared by all forked ranks)
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -119,10 +123,10 @@ def start_ranks(
         rdzv_backend="c10d",
         rdzv_endpoint=rendezvous,
         max_restarts=0,
-        start_method="fork" if fork else "spawn",
+        start_method="forkserver" if _forks(nodes) else "spawn",
         monitor_interval=0.1,
     )
-    elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt), os.getpid())
+    elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt))
 
 
 def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -168,6 +172,7 @@ def launch(
     """
     check_writable(results)
     data_dir, data = read_data(run, results)
+    warm_up(nodes)
     folder = RunFolder(results / run.scale / run.study / run.name)
     arguments = (run, data_dir, int(data["vocab_size"]), folder.attempt, nodes, rendezvous)
     if node > 0:

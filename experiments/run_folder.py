@@ -122,7 +122,7 @@ class RunFolder:
 
 
 def _stop_orphan(pid_text: str) -> None:
-    """Kill an older launcher, if the recorded process still is one; its ranks die with it (see ``die_with``)."""
+    """Kill an older launcher, if the recorded process still is one; its ranks die with it (see ``die_with_parent``)."""
     if not pid_text.isdigit() or int(pid_text) == os.getpid():
         return
     with contextlib.suppress(OSError):
@@ -131,9 +131,10 @@ def _stop_orphan(pid_text: str) -> None:
             os.kill(int(pid_text), signal.SIGKILL)
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process ``parent``, ends (Linux; elsewhere a no-op)."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere a no-op)."""
     if sys.platform == "linux":
+        parent = os.getppid()
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the line above

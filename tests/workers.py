@@ -1,7 +1,12 @@
-"""Run a function on several gloo ranks in forked processes: many cases per launch, no import cost."""
+"""Run a function on several gloo ranks: many cases per launch, imports paid once.
+
+Workers are forked from a server that has imported what tests need and runs no threads; a fork of pytest itself would
+copy the locks of whatever threads earlier tests have left.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+multiprocessing.set_forkserver_preload(["tests.integration.megatron_cases", "tests.unit.test_powersgd"])
 
 
 def _enter(
@@ -28,5 +35,7 @@ def _enter(
 def run_workers(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """``function(*arguments)`` on every rank of a gloo group of ``world``; the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_enter, (world, folder, function, arguments), nprocs=world, start_method="fork")
+        mp.start_processes(
+            _enter, (world, folder, function, arguments), nprocs=world, start_method="forkserver"
+        )
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,18 +60,6 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         module.compile = original
-
-
-def fork_checkpoint_queue() -> None:
-    """Have ``dist_checkpointing`` collect its writers' results through a forked process.
-
-    It starts one with the spawn method, which imports torch and Megatron anew: seconds for every checkpoint. Spawning
-    protects a CUDA context, and there is none here.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if not torch.cuda.is_available() and filesystem_async._results_queue is None:
-        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def _patch() -> None:

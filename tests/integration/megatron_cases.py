@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.megatron import cpu_shims
 from experiments.settings import RunConfig
-from experiments.setup import Session, build
+
+with cpu_shims.without_compiler():
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from experiments.setup import Session, build
 
 VOCABULARY = 256
 BASE: dict[str, Any] = {

@@ -111,9 +111,14 @@ def wait_for_steps(folder: Path, steps: int) -> None:
     raise AssertionError("the run never got going")
 
 
-def ranks_of(launcher_pid: int) -> list[int]:
-    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher_pid)], capture_output=True, text=True)
-    return [int(pid) for pid in done.stdout.split()]
+def children_of(pid: int) -> list[int]:
+    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(found) for found in done.stdout.split()]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The launcher's grandchildren: ranks are forked from a server that it starts."""
+    return [rank for child in children_of(launcher) for rank in children_of(child)]
 
 
 def test_a_run_publishes_a_complete_folder_and_repeats_bit_for_bit(launcher: Launcher) -> None:
