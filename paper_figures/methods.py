@@ -70,10 +70,10 @@ def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame) -> None:
         rank = mine["rank"].iloc[0] if len(mine) else float("nan")
         if pd.notna(rank):
             place: dict[str, Any] = {
-                "xytext": (0, 5),
+                "xytext": (6, 0),  # beside the bar, not on it
                 "textcoords": "offset points",
-                "ha": "center",
-                "va": "bottom",
+                "ha": "left",
+                "va": "center",
             }
             style.outline(ax.annotate(f"r={rank:g}", (x, y), fontsize=style.MIN_FONT, **place))
 

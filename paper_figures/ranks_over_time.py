@@ -35,7 +35,7 @@ def draw(results: Path) -> Figure:
     fig.legend(*style.handles(*axes), loc="outside upper center", ncols=3, columnspacing=1.0)
     style.letter(axes)
     seeds = runs[runs["variant"].isin(variants)].groupby("variant")["seed"].nunique()
-    style.annotate(fig, list(seeds), bars="every seed is a line", scale=results.name)
+    style.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)
     return fig
 
 

@@ -32,7 +32,7 @@ LASTWORD, CLOZE = 200, 200  # documents; the standard error of the cloze accurac
 CHOICES, CHOICE_TEXTS = 10, 15  # words of the cloze task, and in how many texts a word must occur
 PER_TEXT = 16  # documents of one task from one text, at most, so that no long text dominates
 WORD_SHARE = 0.02  # largest share of one target word: what "always the most frequent word" scores
-CONTEXT_CHARACTERS = 320  # about 100 tokens of the ci models' 128; lm-eval cuts longer ones from the left
+CONTEXT_CHARACTERS = 320  # about 100 tokens; lm-eval cuts from the left what a model cannot read
 PAGES, PAGE_BYTES = 40, 2048
 WORD = re.compile(r"(?<=\S) ([A-Za-z]{2,})(?![A-Za-z0-9_])")
 
