@@ -17,6 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
 import multiprocessing
+import signal
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,7 +30,8 @@ from edgc.errors import UserError
 from experiments import provenance
 from experiments.cli import EXIT_BAD_INPUT, main_guard
 from experiments.matrix import find, study_path
-from experiments.run_folder import RunFolder, atomic_write, check_writable, die_with_parent
+from experiments.processes import die_with_parent
+from experiments.run_folder import RunFolder, atomic_write, check_writable
 from experiments.settings import RunConfig, load_yaml, resolve
 
 EXIT_INTERRUPTED = 1
@@ -75,7 +77,7 @@ def check_devices(run: RunConfig, nodes: int) -> int:
 
 def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str) -> None:
     """Entry point of one rank."""
-    die_with_parent()
+    die_with_parent(signal.SIGKILL)()
     from experiments.preload import quiet
 
     quiet()

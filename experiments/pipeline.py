@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -29,12 +28,12 @@ from typing import IO
 from edgc.errors import UserError
 from experiments import matrix
 from experiments.cli import main_guard
+from experiments.processes import die_with_parent
 from experiments.run_folder import check_writable
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "EDGC_PIPELINE"  # environment variable of every job: the results folder of its pipeline
 STOP_SECONDS = 10.0  # from asking a process to end until it is killed
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def check_inputs(scale: str) -> None:
@@ -46,15 +45,6 @@ def check_inputs(scale: str) -> None:
     matrix.load_scale(scale)
     for study in matrix.studies():
         matrix.runs(study, scale)
-
-
-def die_with_parent(number: int) -> Callable[[], None]:
-    """A function after which the calling process gets signal ``number`` when its parent ends (Linux only)."""
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return lambda: None
-    return lambda: prctl(PR_SET_PDEATHSIG, number)
 
 
 def lock(folder: Path) -> IO[str]:

@@ -8,12 +8,10 @@ a folder with a ``status`` file is complete whatever happened.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,20 +120,10 @@ class RunFolder:
 
 
 def _stop_orphan(pid_text: str) -> None:
-    """Kill an older launcher, if the recorded process still is one; its ranks die with it (see ``die_with_parent``)."""
+    """Kill an older launcher, if the recorded process still is one; its ranks die with it."""
     if not pid_text.isdigit() or int(pid_text) == os.getpid():
         return
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid_text}/cmdline").read_bytes().replace(b"\0", b" ")
         if b"experiments.launch" in command:
             os.kill(int(pid_text), signal.SIGKILL)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere a no-op)."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the line above
-            os._exit(1)

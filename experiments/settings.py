@@ -118,7 +118,6 @@ class TrainConfig(Settings):
     eval_batches: PositiveInt
     precision: Literal["fp32", "bf16"] = "fp32"
     overlap_grad_reduce: bool = False
-    log_interval: PositiveInt = 1
     checkpoint: bool = False
 
 

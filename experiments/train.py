@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgc.compressors.powersgd import compressible
-from edgc.telemetry import EventLog, plain
+from edgc.telemetry import plain
 from experiments.batches import MicroBatch, train_batches, validation_batches
 from experiments.checkpoint import save_model
 from experiments.reporting import History, RankStep, Step, gather_step
+from experiments.run_log import RunLog, perplexity
 from experiments.settings import RunConfig
 from experiments.setup import Session, build
 
@@ -46,17 +45,11 @@ class Trainer:
     def __init__(self, session: Session, data_dir: Path, vocab_size: int, attempt: Path) -> None:
         self.session, self.run, self.data_dir, self.attempt = session, session.run, data_dir, attempt
         self.vocab_size = vocab_size
-        self.is_reporter = dist.get_rank() == 0
-        self.log = EventLog(attempt / "metrics.jsonl" if self.is_reporter else None)
+        self.log = RunLog(session.run, attempt, speaks=dist.get_rank() == 0)
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.forward_backward = get_forward_backward_func()
         self.history = History()
-        self.board: Any = None
-        if self.is_reporter:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(attempt / "tensorboard"), flush_secs=3600)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -143,31 +136,30 @@ class Trainer:
         batches = train_batches(run, self.data_dir, self.replica, self.replicas)
         tokens = run.train.global_batch * run.model.sequence_length
         status, validation, iteration = "ok", math.nan, 0
-        with self._progress() as bar:
-            task = bar.add_task(f"{run.study}/{run.name}", total=run.train.iterations, shown="")
+        with self.log:
             for iteration in range(1, run.train.iterations + 1):
                 begun = time.perf_counter()
                 step = self._train_step(iteration, batches)
                 seconds = time.perf_counter() - begun
                 self.history.add(step, seconds, tokens)
-                self._report(iteration, step, seconds, tokens)
-                bar.update(task, advance=1, shown=_shown(step, tokens / seconds))
+                lr = self.session.optimizer.param_groups[0]["lr"]
+                self.log.step(iteration, step, lr, seconds, tokens)
+                self.log.decision(self.session.attachment.engine)
                 if self._diverged():
                     status = "diverged"
                     break
                 if iteration % run.train.eval_interval == 0 or iteration == run.train.iterations:
                     validation = self.evaluate()
-                    self._report_evaluation(iteration, validation, bar)
-        if status == "ok" and not math.isfinite(validation):
-            status = "diverged"
-        seconds_total = time.perf_counter() - started
-        self.log.write("end", status=status, iterations=iteration, seconds=seconds_total, error=None)
-        self.log.close()
+                    self.log.evaluation(iteration, step.loss, validation)
+            if status == "ok" and not math.isfinite(validation):
+                status = "diverged"
+            seconds_total = time.perf_counter() - started
+            self.log.events.write(
+                "end", status=status, iterations=iteration, seconds=seconds_total, error=None
+            )
         self._write_probe()
         if run.train.checkpoint and status == "ok":
             save_model(self.session.chunks, run, self.attempt / "checkpoint")
-        if self.board is not None:
-            self.board.close()
         return {
             "status": status,
             "error": None,
@@ -191,7 +183,7 @@ class Trainer:
         )
         dist.all_reduce(mine)
         params, params_compressible, dense = (int(value) // self.replicas for value in mine.tolist())
-        self.log.write(
+        self.log.events.write(
             "start",
             study=self.run.study,
             run=self.run.name,
@@ -211,74 +203,6 @@ class Trainer:
         recent = losses[-DIVERGED_STEPS:]
         return not math.isfinite(losses[-1]) or (len(recent) == DIVERGED_STEPS and min(recent) > limit)
 
-    def _report(self, iteration: int, step: Step, seconds: float, tokens: int) -> None:
-        if not self.is_reporter:
-            return
-        clip, norm = self.run.train.clip_grad, step.gradient_norm
-        lr = self.session.optimizer.param_groups[0]["lr"]
-        self.log.write(
-            "step",
-            iteration=iteration,
-            loss=step.loss,
-            perplexity=perplexity(step.loss),
-            lr=lr,
-            grad_norm=norm,
-            grad_norm_clipped=min(norm, clip) if clip > 0 else norm,
-            bytes=step.bytes,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            stages=step.stages,
-        )
-        engine = self.session.attachment.engine
-        if engine.decision is not None:
-            d = engine.decision
-            self.log.write(
-                "decision",
-                iteration=d.iteration,
-                phase=d.phase,
-                reason=d.reason,
-                ranks=d.ranks,
-                entropy=d.entropy,
-                entropy_full=engine.decision_entropy_full,
-                r_min=d.r_min,
-                r_max=d.r_max,
-            )
-        scalars = {
-            "train/loss": step.loss,
-            "train/lr": lr,
-            "train/grad_norm": norm,
-            "communication/bytes": step.bytes,
-        }
-        for stage in step.stages:
-            for key in ("rank", "entropy", "relative_error"):
-                if stage[key] is not None and math.isfinite(stage[key]):
-                    scalars[f"stage{stage['stage']}/{key}"] = stage[key]
-        for key, value in scalars.items():
-            self.board.add_scalar(key, value, iteration)
-
-    def _report_evaluation(self, iteration: int, loss: float, bar: Progress) -> None:
-        if not self.is_reporter:
-            return
-        self.log.write(
-            "eval", iteration=iteration, split="validation", loss=loss, perplexity=perplexity(loss)
-        )
-        self.board.add_scalar("validation/loss", loss, iteration)
-        train = self.history.losses[-1]
-        line = f"iteration {iteration}: train loss {train:.4f}, validation perplexity {perplexity(loss):.2f}"
-        bar.console.print(line, highlight=False)
-
-    def _progress(self) -> Progress:
-        console = Console(stderr=True)
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (self.is_reporter and console.is_terminal),
-        )
-
     def _write_probe(self) -> None:
         """Stage leaders hand their rows to rank 0, which writes ``tensors.parquet``."""
         probe = self.session.probe
@@ -286,23 +210,10 @@ class Trainer:
             return
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, probe.rows)
-        if self.is_reporter:
+        if dist.get_rank() == 0:
             rows = [row for rows in gathered for row in rows]
             table = pd.DataFrame(rows).sort_values(["iteration", "stage", "parameter"], ignore_index=True)
             table.to_parquet(self.attempt / "tensors.parquet", index=False)
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def _shown(step: Step, tokens_per_second: float) -> str:
-    ranks = "/".join("dense" if s["rank"] is None else str(s["rank"]) for s in step.stages)
-    return (
-        f"loss {step.loss:.3f} ppl {perplexity(step.loss):.1f} {tokens_per_second:.0f} tok/s "
-        f"rank {ranks} {step.bytes / 1e6:.2f} MB"
-    )
 
 
 def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:

@@ -1,0 +1,127 @@
+"""What rank 0 tells of a run while it goes on: events, TensorBoard, a progress bar. Other ranks stay silent."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from edgc.engine import Engine
+from edgc.telemetry import EventLog
+from experiments.reporting import Step
+from experiments.settings import RunConfig
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+class RunLog:
+    """``metrics.jsonl``, ``tensorboard/`` and the progress bar of one run.
+
+    Args:
+        run: for names, length and the clipping limit.
+        folder: where the files go.
+        speaks: False on all ranks but one; every method is then without effect.
+    """
+
+    def __init__(self, run: RunConfig, folder: Path, *, speaks: bool) -> None:
+        self.run, self.speaks = run, speaks
+        self.events = EventLog(folder / "metrics.jsonl" if speaks else None)
+        self.board: Any = None
+        if speaks:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"), flush_secs=3600)
+        console = Console(stderr=True)
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (speaks and console.is_terminal),
+        )
+        self.task = self.bar.add_task(f"{run.study}/{run.name}", total=run.train.iterations, shown="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        self.events.close()
+        if self.board is not None:
+            self.board.close()
+
+    def step(self, iteration: int, step: Step, lr: float, seconds: float, tokens: int) -> None:
+        """One iteration: ``tokens`` of all replicas in ``seconds``."""
+        if not self.speaks:
+            return
+        clip, norm = self.run.train.clip_grad, step.gradient_norm
+        self.events.write(
+            "step",
+            iteration=iteration,
+            loss=step.loss,
+            perplexity=perplexity(step.loss),
+            lr=lr,
+            grad_norm=norm,
+            grad_norm_clipped=min(norm, clip) if clip > 0 else norm,
+            bytes=step.bytes,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            stages=step.stages,
+        )
+        scalars = {
+            "train/loss": step.loss,
+            "train/lr": lr,
+            "train/grad_norm": norm,
+            "communication/bytes": step.bytes,
+        }
+        for stage in step.stages:
+            for key in ("rank", "entropy", "relative_error"):
+                if stage[key] is not None and math.isfinite(stage[key]):
+                    scalars[f"stage{stage['stage']}/{key}"] = stage[key]
+        for key, value in scalars.items():
+            self.board.add_scalar(key, value, iteration)
+        ranks = "/".join("dense" if stage["rank"] is None else str(stage["rank"]) for stage in step.stages)
+        shown = (
+            f"loss {step.loss:.3f} ppl {perplexity(step.loss):.1f} {tokens / seconds:.0f} tok/s "
+            f"rank {ranks} {step.bytes / 1e6:.2f} MB"
+        )
+        self.bar.update(self.task, advance=1, shown=shown)
+
+    def decision(self, engine: Engine) -> None:
+        """The controller's decision of this iteration, if it took one."""
+        made = engine.decision
+        if made is None:
+            return
+        self.events.write(
+            "decision",
+            iteration=made.iteration,
+            phase=made.phase,
+            reason=made.reason,
+            ranks=made.ranks,
+            entropy=made.entropy,
+            entropy_full=engine.decision_entropy_full,
+            r_min=made.r_min,
+            r_max=made.r_max,
+        )
+
+    def evaluation(self, iteration: int, train_loss: float, loss: float) -> None:
+        """A validation loss in nats per token."""
+        if not self.speaks:
+            return
+        value = perplexity(loss)
+        self.events.write("eval", iteration=iteration, split="validation", loss=loss, perplexity=value)
+        self.board.add_scalar("validation/loss", loss, iteration)
+        line = f"iteration {iteration}: train loss {train_loss:.4f}, validation perplexity {value:.2f}"
+        self.bar.console.print(line, highlight=False)
