@@ -158,6 +158,14 @@ def all_cases() -> dict[str, dict[str, Any]]:
         "dp4": train(
             configuration("dp4", {"method": "powersgd", "rank": 4}, parallel={"pipeline": 1, "data": 4})
         ),
+        "interleaved": train(
+            configuration(
+                "interleaved",
+                {"method": "powersgd", "rank": 4},
+                model={"layers": 4},
+                parallel={"virtual_pipeline": 2},
+            )
+        ),
         "edgc": train(configuration("edgc", EDGC)),
         "edgc_tp2": train(configuration("edgc", EDGC, parallel={"tensor": 2, "pipeline": 1, "data": 2})),
         "edgc_aligned": train(configuration("edgc", {**EDGC, "alignment": "given", "timing": given})),
