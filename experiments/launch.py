@@ -17,8 +17,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
 import multiprocessing
+import re
 import signal
 import sys
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +37,10 @@ from experiments.run_folder import RunFolder, atomic_write, check_writable
 from experiments.settings import RunConfig, load_yaml, resolve
 
 EXIT_INTERRUPTED = 1
+EXIT_LOST_PEER = 75
+# What gloo and NCCL say in a rank whose peer was killed or has crashed.
+LOST_PEER = re.compile(r"connection (reset|closed|refused)|broken pipe|remote process exited", re.IGNORECASE)
+LOST_PEER_SECONDS = 3.0
 
 
 def read_data(run: RunConfig, results: Path) -> tuple[Path, dict[str, Any]]:
@@ -90,6 +96,12 @@ def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str) -> 
             print(f"error: {error}", file=sys.stderr, flush=True)
         # Skip the agent's traceback: the line above says it all.
         os._exit(EXIT_BAD_INPUT)
+    except RuntimeError as error:
+        if not LOST_PEER.search(str(error)):
+            raise
+        # Not the cause: a peer has gone. The agent ends this process as soon as it sees how that one ended.
+        time.sleep(LOST_PEER_SECONDS)
+        os._exit(EXIT_LOST_PEER)
     if summary is not None:
         atomic_write(Path(attempt) / "summary.json", json.dumps(summary))
 
@@ -143,12 +155,10 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
         if first.exitcode == EXIT_BAD_INPUT:
             folder.discard()
             raise SystemExit(EXIT_BAD_INPUT) from None
-        if first.exitcode < 0:
+        if first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER:
             folder.discard()
-            print(
-                f"interrupted: a rank of {run.study}/{run.name} was killed ({first.signal_name()})",
-                file=sys.stderr,
-            )
+            how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
+            print(f"interrupted: a rank of {run.study}/{run.name} {how}", file=sys.stderr)
             raise SystemExit(EXIT_INTERRUPTED) from None
         reply: Any = first.message  # the rank's error file as a mapping, or a text of the agent's
         message = str(reply["message"] if isinstance(reply, dict) else reply)
