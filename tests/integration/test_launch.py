@@ -121,6 +121,15 @@ def ranks_of(launcher: int) -> list[int]:
     return [rank for child in children_of(launcher) for rank in children_of(child)]
 
 
+def runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie, which waits only for init to take note of its end."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 def test_a_run_publishes_a_complete_folder_and_repeats_bit_for_bit(launcher: Launcher) -> None:
     code, stderr = launcher.run(RUN)
     folder = launcher.path(RUN)
@@ -163,7 +172,10 @@ def test_a_new_launch_takes_over_from_an_orphan(launcher: Launcher) -> None:
     assert code == 0, stderr
     orphan.communicate(timeout=60)
     assert orphan.returncode == -signal.SIGKILL, "the older launch must have been stopped"
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "its ranks must die with it"
+    deadline = time.monotonic() + 20
+    while any(map(runs, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in ranks if runs(pid)], "its ranks must die with it"
     assert json.loads((launcher.path(values) / "summary.json").read_text())["iterations"] == 12
 
 
