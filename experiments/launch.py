@@ -33,7 +33,7 @@ from experiments import provenance
 from experiments.cli import EXIT_BAD_INPUT, main_guard
 from experiments.matrix import find, study_path
 from experiments.processes import die_with_parent
-from experiments.run_folder import RunFolder, atomic_write, check_writable
+from experiments.run_folder import RunFolder, atomic_write, check_writable, hold_as_rank
 from experiments.settings import RunConfig, load_yaml, resolve
 
 EXIT_INTERRUPTED = 1
@@ -84,6 +84,7 @@ def check_devices(run: RunConfig, nodes: int) -> int:
 def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str) -> None:
     """Entry point of one rank."""
     die_with_parent(signal.SIGKILL)()
+    hold_as_rank(Path(attempt))
     from experiments.preload import quiet
 
     quiet()
@@ -118,7 +119,7 @@ def warm_up(nodes: int) -> None:
     Not a plain fork: the agent runs threads, and a lock that one of them holds stays locked in a forked child.
     """
     if nodes == 1:
-        multiprocessing.set_forkserver_preload(["experiments.preload"])
+        multiprocessing.set_forkserver_preload(["experiments.mortal", "experiments.preload"])
         forkserver.ensure_running()
 
 

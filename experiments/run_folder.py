@@ -76,28 +76,21 @@ class RunFolder:
             UserError: if another process keeps the folder (on another machine, for instance).
         """
         check_writable(self.path)
-        # The lock lies beside the folder: Snakemake may delete the folder's files while an orphan still holds it.
-        lock_path = self.path.with_name(f".{self.path.name}.lock")
-        handle = lock_path.open("a+", encoding="utf-8")
         deadline = time.monotonic() + patience_seconds
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                handle.seek(0)
-                _stop_orphan(handle.read().strip())
-                if time.monotonic() > deadline:
-                    fix = "stop the process that holds it"
-                    raise UserError("run folder is in use", where=lock_path, fix=fix) from None
-                time.sleep(0.2)
+        # The locks lie beside the folder: Snakemake may delete its files while an orphan still holds them.
+        handle = self.path.with_name(f".{self.path.name}.lock").open("a+", encoding="utf-8")
+        _lock_exclusively(handle, deadline, stop_holder=True)
         handle.seek(0)
         handle.truncate()
         handle.write(str(os.getpid()))
         handle.flush()
         self._lock = handle
-        shutil.rmtree(self.attempt, ignore_errors=True)
-        self.attempt.mkdir(parents=True)
+        # A killed launcher's ranks outlive it for a moment, and may still write into the attempt.
+        with _ranks_lock(self.path).open("a") as ranks:
+            _lock_exclusively(ranks, deadline)
+            if self.attempt.exists():
+                shutil.rmtree(self.attempt)
+            self.attempt.mkdir(parents=True)
 
     def publish(self) -> None:
         """Move the attempt's files into place, ``status`` last."""
@@ -117,6 +110,34 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def hold_as_rank(attempt: Path) -> None:
+    """Make later launches wait, before they clear ``attempt``, until this process has ended."""
+    _held.append(_ranks_lock(attempt.parent).open("a"))
+    fcntl.flock(_held[-1], fcntl.LOCK_SH)
+
+
+_held: list[IO[str]] = []  # a lock lives as long as its open file
+
+
+def _ranks_lock(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.ranks.lock")
+
+
+def _lock_exclusively(handle: IO[str], deadline: float, stop_holder: bool = False) -> None:
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if stop_holder:
+                handle.seek(0)
+                _stop_orphan(handle.read().strip())
+            if time.monotonic() > deadline:
+                fix = "stop the process that holds it"
+                raise UserError("run folder is in use", where=handle.name, fix=fix) from None
+            time.sleep(0.1)
 
 
 def _stop_orphan(pid_text: str) -> None:

@@ -1,0 +1,11 @@
+"""Imported first by the fork server, which is to end with the launcher that started it.
+
+By itself it would outlive a killed launcher for as long as a rank lives, and the ranks as long as the server: each
+forked rank holds a copy of the pipe by whose end the server notices that it is no longer needed.
+"""
+
+import signal
+
+from experiments.processes import die_with_parent
+
+die_with_parent(signal.SIGKILL)()
