@@ -17,8 +17,10 @@ from typing import Any, Self
 from edgc.errors import UserError
 
 ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
-METHODS = ("none", "powersgd", "edgc")
-POLICIES = ("cqm", "released", "fixed")
+METHODS = ("none", "bf16", "powersgd", "topk", "randomk", "quantize", "sign", "edgc")
+POLICIES = ("cqm", "released", "fixed", "spectral")
+_SWITCHES = ("record_full_entropy", "monotone", "cost_gate", "error_feedback", "warm_start", "one_sided")
+FACTOR_DTYPES = ("fp32", "bf16", "int8", "int4")
 
 
 def _require(condition: bool, key: str, value: object, fix: str) -> None:
@@ -130,8 +132,10 @@ class EDGCConfig(_Settings):
     """Everything that decides how gradients are reduced.
 
     Attributes:
-        method: ``none``, ``powersgd`` (one rank, from the first step) or ``edgc`` (PowerSGD under the controller).
-        policy: of the controller: ``cqm`` (paper), ``released`` (the authors' public code) or ``fixed``.
+        method: ``none``, ``bf16``, ``powersgd`` (one rank, from the first step), ``topk``, ``randomk``, ``quantize``
+            (elementwise), ``sign`` or ``edgc`` (PowerSGD under the controller).
+        policy: of the controller: ``cqm`` (paper), ``released`` (the authors' public code), ``fixed`` or
+            ``spectral`` (ours: the rank whose predicted relative error of M meets ``target_error``).
         rank: of ``powersgd`` and of policy ``fixed``.
         r_max: upper rank; None searches it by timing during warm-up (paper, DAC).
         r_min: lower rank; None means r_max/4 (paper: between r_max/4 and r_max/6).
@@ -145,7 +149,20 @@ class EDGCConfig(_Settings):
         search_start, search_repeats: first iteration of the r_max search, timings per rank. Code: 10 and 2.
         alignment: DAC: ``off``, ``given`` or ``measured`` times.
         record_full_entropy: also measure all entries at every iteration, for studies of the sampler.
-        error_feedback, warm_start: of PowerSGD; off only for ablations.
+        target_error: of ``spectral``: share of the norm of M = G + E that may be kept back (ours).
+        smoothing: of ``spectral``: weight of the newest window in the running mean of the error curve (ours).
+        monotone: of ``spectral``: the rank may fall and never rise again (ours; a gentle decrease measured better
+            than an increase at equal bytes).
+        cost_gate: compress a group of gradients only where that measures faster than sending it dense (ours).
+        gate_interval: iterations between two measurements of the cost gate (ours).
+        error_feedback, warm_start: off only for ablations; the warm start is PowerSGD's.
+        factor_dtype: what PowerSGD sends P and Q in: ``fp32``, ``bf16``, ``int8`` or ``int4`` (ours).
+        one_sided: PowerSGD sends only P or only Q, in turn: one reduction a step instead of two (ours: an option
+            for latency-bound links; it measured worse at equal bytes).
+        error_dtype: what error feedback is kept in: ``fp32`` or ``bf16`` (half the memory, ours).
+        density: of ``topk`` and ``randomk``: share of the entries that a worker sends.
+        bits: of ``quantize``: 8, 4 or 2.
+        rounding: of ``quantize``: ``nearest`` with error feedback, or ``stochastic`` (QSGD: unbiased, without).
         min_compression_elements: 2-D tensors with fewer entries are sent dense (ours).
         seed: of the first Q and of appended columns; the same on every rank.
     """
@@ -167,8 +184,19 @@ class EDGCConfig(_Settings):
     timing: TimingConfig = field(default_factory=TimingConfig)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     record_full_entropy: bool = False
+    target_error: float = 0.3
+    smoothing: float = 0.5
+    monotone: bool = False
+    cost_gate: bool = False
+    gate_interval: int = 1000
     error_feedback: bool = True
     warm_start: bool = True
+    factor_dtype: str = "fp32"
+    one_sided: bool = False
+    error_dtype: str = "fp32"
+    density: float = 0.01
+    bits: int = 8
+    rounding: str = "nearest"
     min_compression_elements: int = 1024
     seed: int = 0
 
@@ -182,6 +210,7 @@ class EDGCConfig(_Settings):
             ("search_start", 1),
             ("search_repeats", 1),
             ("min_compression_elements", 1),
+            ("gate_interval", 1),
             ("seed", 0),
         ):
             _integer(key, getattr(self, key), low)
@@ -198,7 +227,13 @@ class EDGCConfig(_Settings):
         )
         _number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
         _one_of("alignment", self.alignment, ("off", "given", "measured"))
-        for key in ("record_full_entropy", "error_feedback", "warm_start"):
+        _one_of("factor_dtype", self.factor_dtype, FACTOR_DTYPES)
+        _one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
+        _one_of("rounding", self.rounding, ("nearest", "stochastic"))
+        _require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
+        for key in ("target_error", "smoothing", "density"):
+            _number(key, getattr(self, key), 0, 1, open_low=True)
+        for key in _SWITCHES:
             _require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
         if self.r_max is not None and self.r_min is not None:
             fix = f"choose r_min at most r_max = {self.r_max}"

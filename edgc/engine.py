@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from edgc.clock import mark, seconds_between
 from edgc.compressors import Channel, Gradient, PowerSGD, Statistics, build
-from edgc.compressors.base import now
+from edgc.compressors.base import Steps
 from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.controller import Controller, Decision, Plan, Report
@@ -91,7 +92,6 @@ class Engine:
         self.last: Iteration | None = None
         self.decision: Decision | None = None
         self.decision_entropy_full: tuple[float, ...] = ()
-        self._channels: dict[dist.ProcessGroup | None, Channel] = {}
         self._window, self._window_full, self._backward = _Mean(), _Mean(), _Mean()
         self._trial: PowerSGD | None = None
         self._start_iteration()
@@ -114,18 +114,24 @@ class Engine:
         Raises:
             ValueError: if a gradient has no elements of a floating-point type.
         """
+        for _ in self.exchange(gradients, group):
+            pass
+
+    def exchange(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None) -> Steps:
+        """:meth:`reduce` as a generator that yields while collectives are under way.
+
+        Between two yields a driver may advance other reductions, in an order that is the same on every rank.
+        """
         if self.observer is not None:
             self.observer(self.iteration, gradients)
-        channel = self._channels.get(group)
-        if channel is None:
-            channel = self._channels[group] = Channel(group)
         if self.config.entropy.source == "local":
             self._measure(gradients)
+        channel = Channel(group)
         if self.plan.probe_rank:
             self._time_trial(gradients, channel, self.plan.probe_rank)
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         rank = self.rank if channel.world > 1 else None
-        statistics = self.compressor.reduce(gradients, channel, rank)
+        statistics = yield from self.compressor.exchange(gradients, channel, rank)
         if self.plan.probe_rank == 0:
             self._probe_seconds += statistics.seconds_communicate + statistics.seconds_compress
         self._statistics = self._statistics + statistics
@@ -144,20 +150,19 @@ class Engine:
             if self.config.record_full_entropy:
                 self._full.append((estimate(flat, self.config.entropy.estimator), size))
             if sampled:
-                started = now(flat)
+                started = mark(flat.device)
                 entries = self.sampler.take(flat, self.iteration, gradient.name)
                 self._sampled.append((estimate(entries, self.config.entropy.estimator), size))
-                self._entropy_seconds += now(flat) - started
+                self._entropy_seconds += seconds_between(started, mark(flat.device))
 
     def _time_trial(self, gradients: Sequence[Gradient], channel: Channel, rank: int) -> None:
         """Time a compressed reduction on copies; the training step itself stays uncompressed."""
         copies = [replace(gradient, tensor=gradient.tensor.clone()) for gradient in gradients]
         if self._trial is None:
             self._trial = PowerSGD(min_elements=self.config.min_compression_elements, seed=self.config.seed)
-        sent, started = channel.bytes, now(copies[0].tensor)
+        started = mark(copies[0].tensor.device)
         self._trial.reduce(copies, channel, rank)
-        self._probe_seconds += now(copies[0].tensor) - started
-        channel.bytes = sent
+        self._probe_seconds += seconds_between(started, mark(copies[0].tensor.device))
 
     def end_iteration(self, backward_seconds: Sequence[float] = ()) -> None:
         """Close the iteration: record it, exchange measurements where planned, plan the next one.
@@ -172,7 +177,7 @@ class Engine:
             self._backward.add(seconds)
         self.last = Iteration(
             iteration=self.iteration,
-            rank=self.rank if self._statistics.input_sq > 0 else None,
+            rank=self.rank if self._statistics.compressed else None,
             entropy=entropy,
             entropy_full=entropy_full,
             seconds_entropy=self._entropy_seconds,

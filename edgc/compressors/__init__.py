@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgc.compressors.base import Channel, Compressor, Gradient, Statistics
+from edgc.compressors.base import Compressor, Gradient, Statistics
+from edgc.compressors.channel import Channel
 from edgc.compressors.none import NoCompression
 from edgc.compressors.powersgd import PowerSGD
 from edgc.config import EDGCConfig

@@ -1,23 +1,34 @@
 """The contract that every compressor keeps.
 
-What comes in: the local gradients of one data-parallel replica, as views into the communication buffer.
+What comes in: the local gradients of one data-parallel replica, as views into the communication buffer; any shape,
+layout and floating-point type, the same names, shapes, types and order on every rank of the group.
 What is in the buffer afterwards: the same approximation of their mean over the replicas, on every replica bit for bit.
-What is kept: whatever was not sent, as error feedback, keyed by parameter name.
-Bytes are counted where a collective is called (:class:`Channel`), never computed from shapes.
+What is kept: whatever was not sent, as error feedback, keyed by parameter name, so that
+mean(buffer + kept) = mean(gradient + kept before).
+Bytes are counted where a collective is called (:class:`~edgc.compressors.channel.Channel`), never from shapes.
+How it fails: from finite input nothing non-finite comes out. If any replica's gradient is not finite, the buffer is
+not finite on any replica, and a compressor that keeps state leaves its state as it was.
+
+A reduction is a generator that yields whenever it needs the collectives it has started to be finished. One driver runs
+it straight through (:meth:`Compressor.reduce`); another keeps several buckets in flight (:mod:`edgc.ddp`). What a
+rank sends, and in which order, depends on the calls alone and never on their timing.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from edgc.clock import Stopwatch, mark
+from edgc.compressors.channel import Channel
+
+Steps = Generator[None, None, None]
 
 
 @dataclass(frozen=True)
@@ -32,78 +43,107 @@ class Gradient:
 class Statistics:
     """Sums over the gradients of one reduction; ``+`` adds two of them.
 
-    Squared norms are of this replica's own tensors and cover the compressed matrices only: ``gradient_sq`` of G,
-    ``input_sq`` of M = G + E, ``error_sq`` of what this replica keeps. Seconds are wall time on this rank.
+    Squared norms are of this replica's own tensors and cover what was compressed with a loss: ``gradient_sq`` of G,
+    ``input_sq`` of M = G + E, ``error_sq`` of what this replica keeps; on a GPU they may be tensors, so that nobody
+    waits for them. Stopwatches hold wall time on this rank, ``communicate`` only the part that nothing hid.
+    ``skipped`` counts reductions that were given up because a gradient was not finite.
     """
 
     bytes: int = 0
-    seconds_compress: float = 0.0
-    seconds_communicate: float = 0.0
-    seconds_decompress: float = 0.0
-    gradient_sq: float = 0.0
-    input_sq: float = 0.0
-    error_sq: float = 0.0
+    compress: Stopwatch = field(default_factory=Stopwatch)
+    communicate: Stopwatch = field(default_factory=Stopwatch)
+    decompress: Stopwatch = field(default_factory=Stopwatch)
+    gradient_sq: float | Tensor = 0.0
+    input_sq: float | Tensor = 0.0
+    error_sq: float | Tensor = 0.0
+    skipped: int = 0
 
     def __add__(self, other: Statistics) -> Statistics:
         return Statistics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
+    def seconds_compress(self) -> float:
+        return self.compress.seconds
+
+    @property
+    def seconds_communicate(self) -> float:
+        return self.communicate.seconds
+
+    @property
+    def seconds_decompress(self) -> float:
+        return self.decompress.seconds
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything was compressed with a loss."""
+        return float(self.input_sq) > 0
+
+    @property
     def relative_error(self) -> float | None:
         """The root of error_sq / input_sq, the share of M that was kept back; None if nothing was compressed."""
-        return math.sqrt(self.error_sq / self.input_sq) if self.input_sq > 0 else None
+        return math.sqrt(float(self.error_sq) / float(self.input_sq)) if self.compressed else None
 
     @property
     def error_feedback_ratio(self) -> float | None:
         """The norm of the kept error over that of the gradient; None if nothing was compressed."""
-        return math.sqrt(self.error_sq / self.gradient_sq) if self.gradient_sq > 0 else None
-
-
-class Channel:
-    """Averages tensors over a process group, counting bytes and seconds at the collective.
-
-    ``bytes`` is the payload this rank hands to collectives (elements times element size), independent of the
-    algorithm; a ring all-reduce moves 2(W-1)/W of it over each link.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.bytes = 0
-        self.seconds = 0.0
-
-    def mean_(self, tensor: Tensor) -> Tensor:
-        """All-reduce ``tensor`` in place to its mean over the group. With one rank nothing is sent."""
-        if self.world == 1:
-            return tensor
-        started = now(tensor)
-        dist.all_reduce(tensor, group=self.group)
-        tensor.div_(self.world)
-        self.seconds += now(tensor) - started
-        self.bytes += tensor.numel() * tensor.element_size()
-        return tensor
-
-
-def now(tensor: Tensor) -> float:
-    """Wall clock in seconds, after the device of ``tensor`` has finished its queue."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
+        norm = float(self.gradient_sq)
+        return math.sqrt(float(self.error_sq) / norm) if norm > 0 else None
 
 
 class Compressor(ABC):
     """One method of averaging gradients over data-parallel replicas."""
 
     @abstractmethod
-    def reduce(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Statistics:
-        """Replace every gradient by (an approximation of) its mean over ``channel``.
+    def steps(
+        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
+    ) -> Steps:
+        """The reduction as a generator; yields with collectives started, is resumed when they are finished.
 
         Args:
-            gradients: the same names, shapes and order on every rank of the group.
-            rank: of the low-rank approximation; None asks for an uncompressed reduction, error feedback included.
+            gradients: at least one.
+            channel: of this reduction alone.
+            rank: of a low-rank approximation; ignored by methods that have none, except that None asks every
+                method for the exact mean, error feedback included.
+            statistics: norms and ``skipped`` are to be filled in.
+        """
+
+    def exchange(
+        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None
+    ) -> Generator[None, None, Statistics]:
+        """:meth:`steps` with its times taken; after each yield it waits for its collectives itself.
 
         Raises:
             ValueError: if ``rank`` is below 1.
         """
+        if rank is not None and rank < 1:
+            raise ValueError(f"rank must be at least 1, got {rank}")
+        statistics = Statistics()
+        if not gradients:
+            return statistics
+        device = gradients[0].tensor.device
+        steps, sent = self.steps(gradients, channel, rank, statistics), channel.bytes
+        before, channel.waited = channel.waited, statistics.communicate
+        started = mark(device)
+        for _ in steps:
+            statistics.compress.add(started, mark(device))
+            yield
+            channel.finish()
+            started = mark(device)
+        # What follows the last collective; a reduction without one has compressed nothing and sent nothing.
+        statistics.decompress.add(started, mark(device))
+        statistics.bytes = channel.bytes - sent
+        channel.waited = before + statistics.communicate
+        return statistics
+
+    def reduce(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Statistics:
+        """Replace every gradient by (an approximation of) its mean over ``channel``, and wait for it."""
+        exchange = self.exchange(gradients, channel, rank)
+        while True:
+            try:
+                next(exchange)
+            except StopIteration as end:
+                statistics: Statistics = end.value
+                return statistics
 
     def state_dict(self) -> dict[str, Any]:
         """What this replica must keep to go on exactly: error feedback, warm start."""
@@ -113,3 +153,18 @@ class Compressor(ABC):
         """Take over the state of :meth:`state_dict`."""
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, got keys {sorted(state)}")
+
+
+def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One flat view of tensors that follow each other without a gap in one storage; None if they do not."""
+    first = tensors[0]
+    position = first.storage_offset()
+    for tensor in tensors:
+        same = (
+            tensor.dtype == first.dtype
+            and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        )
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == position):
+            return None
+        position += tensor.numel()
+    return torch.as_strided(first, (position - first.storage_offset(),), (1,), first.storage_offset())

@@ -7,34 +7,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Channel, Compressor, Gradient, Statistics, now
+from edgc.compressors.base import Compressor, Gradient, Statistics, Steps, flat_view
+from edgc.compressors.channel import Channel
 
 
-def reduce_dense(tensors: Sequence[Tensor], channel: Channel) -> None:
-    """Average ``tensors`` in place, in one message; a single tensor is sent without a copy."""
-    if not tensors:
-        return
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        channel.mean_(tensors[0])
-        return
-    message = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    channel.mean_(message)
-    for tensor, part in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+def dense_steps(tensors: Sequence[Tensor], channel: Channel) -> Steps:
+    """Average ``tensors`` in place, one message per type; neighbours in memory are sent without a copy."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    messages = []
+    for group in by_type.values():
+        view = flat_view(group)
+        message = torch.cat([tensor.reshape(-1) for tensor in group]) if view is None else view
+        channel.mean_(message)
+        messages.append(None if view is not None else message)
+    yield
+    for group, sent in zip(by_type.values(), messages, strict=True):
+        if sent is not None:
+            for tensor, part in zip(group, sent.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
 
 class NoCompression(Compressor):
     """The baseline: the exact mean. Keeps no state; ``rank`` is ignored."""
 
-    def reduce(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Statistics:
-        if not gradients:
-            return Statistics()
-        sent, waited = channel.bytes, channel.seconds
-        started = now(gradients[0].tensor)
-        reduce_dense([gradient.tensor for gradient in gradients], channel)
-        communicated = channel.seconds - waited
-        return Statistics(
-            bytes=channel.bytes - sent,
-            seconds_compress=now(gradients[0].tensor) - started - communicated,
-            seconds_communicate=communicated,
-        )
+    def steps(
+        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
+    ) -> Steps:
+        yield from dense_steps([gradient.tensor for gradient in gradients], channel)

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Channel, Compressor, Gradient, Statistics, now
-from edgc.compressors.none import reduce_dense
+from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
+from edgc.compressors.channel import Channel
+from edgc.compressors.none import dense_steps
 
 
 def compressible(shape: Sequence[int], min_elements: int) -> bool:
@@ -65,13 +66,9 @@ class PowerSGD(Compressor):
         self.factors: dict[str, Tensor] = {}
         self.draws = 0
 
-    def reduce(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Statistics:
-        if rank is not None and rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
-        if not gradients:
-            return Statistics()
-        statistics = Statistics()
-        sent, waited, started = channel.bytes, channel.seconds, now(gradients[0].tensor)
+    def steps(
+        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
+    ) -> Steps:
         matrices, dense = [], []
         for gradient in gradients:
             if rank is not None and self._factors(gradient.tensor.shape, rank):
@@ -83,14 +80,13 @@ class PowerSGD(Compressor):
         bases = [
             m @ self._start(g.name, m, min(rank or 1, *m.shape)) for g, m in zip(matrices, work, strict=True)
         ]
-        reduce_dense([*bases, *dense], channel)
+        yield from dense_steps([*bases, *dense], channel)
+        if not matrices:
+            return
         bases = [torch.linalg.qr(basis).Q for basis in bases]
         own = [m.mT @ basis for m, basis in zip(work, bases, strict=True)]
         reduced = [factor.clone() for factor in own]
-        compressed = now(gradients[0].tensor)
-        before_second = channel.seconds
-        reduce_dense(reduced, channel)
-        resumed = now(gradients[0].tensor)
+        yield from dense_steps(reduced, channel)
         for gradient, m, basis, mine, mean in zip(matrices, work, bases, own, reduced, strict=True):
             error = m.sub_(basis @ mine.mT)
             statistics.error_sq += float(error.double().square().sum())
@@ -99,11 +95,6 @@ class PowerSGD(Compressor):
             gradient.tensor.copy_(basis @ mean.mT)
             if self.warm_start:
                 self._keep(gradient.name, mean)
-        statistics.bytes = channel.bytes - sent
-        statistics.seconds_communicate = channel.seconds - waited
-        statistics.seconds_compress = compressed - started - (before_second - waited)
-        statistics.seconds_decompress = now(gradients[0].tensor) - resumed
-        return statistics
 
     def _factors(self, shape: Sequence[int], rank: int) -> bool:
         if not compressible(shape, self.min_elements):

@@ -1,0 +1,82 @@
+"""Collectives of one reduction, asynchronous, with their bytes counted where they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.clock import Stopwatch, mark
+
+
+class Channel:
+    """Collectives over a process group that are started now and finished later, in order.
+
+    Every method hands its tensors over until :meth:`finish` returns. With one rank nothing is sent, and results are
+    what the collective would give.
+
+    Attributes:
+        world: number of ranks.
+        bytes: what this rank has sent so far, by the formula of the bandwidth-optimal (ring or direct) algorithm: of
+            a tensor of n bytes, 2(W-1)/W n for an all-reduce, (W-1)/W n for an all-to-all (n: all destinations
+            together) and (W-1) n for an all-gather (n: one rank's share).
+        waited: time that :meth:`finish` took: communication that nothing hid.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.bytes = 0
+        self.waited = Stopwatch()
+        self._pending: list[tuple[Any, Tensor | None]] = []
+        self._device = torch.device("cpu")
+
+    def mean_(self, tensor: Tensor) -> None:
+        """All-reduce ``tensor``, contiguous and of a floating-point type, in place to its mean over the ranks."""
+        if self.world == 1 or tensor.numel() == 0:
+            return
+        self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
+        self.bytes += 2 * (self.world - 1) * _bytes(tensor) // self.world
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+        """Part j of ``source``, cut along its first axis into ``world`` equal parts, becomes rank j's part of mine."""
+        if self.world == 1:
+            output.copy_(source)
+            return
+        self._start(dist.all_to_all_single(output, source, group=self.group, async_op=True), source)
+        self.bytes += (self.world - 1) * _bytes(source) // self.world
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """``output`` becomes the ``source`` of every rank, in rank order, one after another along the first axis."""
+        if self.world == 1:
+            output.copy_(source.view_as(output))
+            return
+        self._start(dist.all_gather_into_tensor(output, source, group=self.group, async_op=True), source)
+        self.bytes += (self.world - 1) * _bytes(source)
+
+    def _start(self, work: Any, tensor: Tensor, divide: bool = False) -> None:
+        self._pending.append((work, tensor if divide else None))
+        self._device = tensor.device
+
+    def finish(self) -> None:
+        """Wait for everything that was started; on a GPU the current stream waits, not the caller.
+
+        Raises:
+            RuntimeError: what the backend raises when a peer is lost.
+        """
+        if not self._pending:
+            return
+        started = mark(self._device)
+        pending, self._pending = self._pending, []
+        for work, mean in pending:
+            work.wait()
+            if mean is not None:
+                mean.div_(self.world)
+        self.waited.add(started, mark(self._device))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
