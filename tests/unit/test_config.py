@@ -61,7 +61,7 @@ def test_settings_are_frozen_and_keyword_only() -> None:
         ({"entropy": {"sampling": "stride"}}, "sampling = 'stride'", "strided, random"),
         ({"entropy": {"source": "both"}}, "source = 'both'", "local, reduced"),
         ({"entropy": {"seed": -1}}, "seed = -1", "at least 0"),
-        ({"method": "PowerSGD"}, "method = 'PowerSGD'", "use one of none, powersgd, edgc"),
+        ({"method": "PowerSGD"}, "method = 'PowerSGD'", "use one of none, bf16, powersgd"),
         ({"policy": "linear"}, "policy = 'linear'", "cqm, released, fixed"),
         ({"alignment": True}, "alignment = True", "off, given, measured"),
         ({"method": "edgc", "r_min": 32, "r_max": 16}, "r_min = 32", "at most r_max = 16"),
