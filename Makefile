@@ -42,9 +42,17 @@ regression: venv ## compare a ci run with results/reference/ci
 .PHONY: reference
 reference: venv ## write results/reference/SCALE from the results of SCALE
 	@$(PIPELINE) all
-	@$(PY) -m experiments.regression --scale $(SCALE) --results $(RESULTS) \
-	  --reference results/reference/$(SCALE) --update
+	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
+
+# Sixty-six runs, most of an hour at ci scale; not part of `reproduce`.
+.PHONY: equal-bytes
+equal-bytes: venv ## compare all compressors at equal bytes and write that to results/reference/SCALE
+	@$(PIPELINE) equal_bytes $(ARGS)
+	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) \
+	  --reference results/reference/$(SCALE) --study equal_bytes
+	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/equal_bytes.png' \
+	  results/reference/$(SCALE)/figures/equal_bytes.png
 
 .PHONY: test
 test: venv ## run all tests (ARGS: options of pytest)

@@ -51,7 +51,7 @@ for study in STUDIES:
 
 rule figures:
     input:
-        figure_files(FIGURES),
+        figure_files(MAIN_FIGURES),
 
 
 rule report:

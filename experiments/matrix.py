@@ -36,13 +36,18 @@ class StudyLayer(Settings):
 
 
 class Study(StudyLayer):
-    """A study file. ``cluster`` holds inputs of the cluster model, ``needs`` studies whose runs are evaluated."""
+    """A study file.
+
+    ``cluster`` holds inputs of the cluster model, ``needs`` studies whose runs are evaluated, ``only_by_name`` the
+    scales at which the study is too long for `all` and is made by its own target alone.
+    """
 
     study: str
     title: str
     question: str
     figures: list[str] = []
     scales: dict[str, StudyLayer] = {}
+    only_by_name: list[str] = []
     cluster: dict[str, Any] | None = None
     needs: dict[str, Any] | None = None
 

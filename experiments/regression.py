@@ -1,8 +1,7 @@
 """A fresh run against the committed reference: ``python -m experiments.regression --scale ci --results results``.
 
 Compares tables, not runs, under the tolerances of ``experiments/tolerances.yaml``. Exit code 0 when
-everything is inside, 1 when something is outside, 2 for bad input. ``--update`` writes the reference from the
-fresh tables.
+everything is inside, 1 when something is outside, 2 for bad input. :mod:`experiments.reference` writes the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import pandas as pd
 import typer
-import yaml
 from pydantic import Field, model_validator
 
 from edgc.errors import UserError
@@ -25,7 +23,6 @@ from experiments.run_folder import atomic_write
 from experiments.settings import Settings, load_yaml, validate
 
 TOLERANCES = Path(__file__).parent / "tolerances.yaml"
-KEPT = ("table.csv", "summary.csv", "moments.csv", "fit.csv", "stages.csv", "summary.json")
 Scalar = str | float | int | bool
 
 
@@ -167,7 +164,7 @@ def load_tolerances(path: Path = TOLERANCES) -> list[Check]:
     return [check if check.key else check.model_copy(update={"key": found.key}) for check in found.checks]
 
 
-def _table(root: Path, check: Check, fix: str) -> pd.DataFrame:
+def read_table(root: Path, check: Check, fix: str) -> pd.DataFrame:
     path = root / check.study / check.table
     if not path.is_file():
         raise UserError(f"{check.table} of study {check.study} is missing", where=path, fix=fix)
@@ -184,55 +181,10 @@ def regress(checks: Sequence[Check], reference: Path, fresh: Path) -> list[Outco
         raise UserError("there is no reference", where=reference, fix="write it with: make reference")
     found = []
     for check in checks:
-        old = _table(reference, check, "write the reference again: make reference")
-        new = _table(fresh, check, f"make it with: snakemake -c2 {check.study}")
+        old = read_table(reference, check, "write the reference again: make reference")
+        new = read_table(fresh, check, f"make it with: snakemake -c2 {check.study}")
         found += compare(check, old, new)
     return found
-
-
-def provenance(fresh: Path) -> dict[str, Any]:
-    """Versions, commit, data and kind of hardware of the runs behind the tables; no names of machines or users."""
-    records = []
-    for path in sorted(fresh.glob("*/*/run.yaml")):
-        record = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("provenance") or {}
-        records.append(
-            {key: record.get(key) for key in ("started", "versions", "git", "hardware", "data_fingerprint")}
-        )
-    if not records:
-        raise UserError(
-            "no run to take the provenance from", where=fresh, fix="run the studies first: make reproduce"
-        )
-    result: dict[str, Any] = {"runs": len(records)}
-    dates = sorted(str(record["started"])[:10] for record in records if record["started"])
-    if dates:
-        result["dates"] = [dates[0], dates[-1]]
-    for key in ("versions", "git", "hardware", "data_fingerprint"):
-        different = []
-        for record in records:
-            if record[key] is not None and record[key] not in different:
-                different.append(record[key])
-        result[key] = different if len(different) > 1 else different[0] if different else None
-    return result
-
-
-def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
-    """Copy the tables of every checked study, the claims and the provenance to ``reference``."""
-    if not fresh.is_dir():
-        raise UserError("there are no results", where=fresh, fix="run the studies first: make reproduce")
-    for check in checks:
-        _table(fresh, check, f"make it with: snakemake -c2 {check.study}")
-    record = provenance(fresh)
-    sources = [
-        fresh / study / name for study in dict.fromkeys(check.study for check in checks) for name in KEPT
-    ]
-    written = []
-    for source in [*sources, fresh / "claims.csv"]:
-        if source.is_file():
-            target = reference / source.relative_to(fresh)
-            atomic_write(target, source.read_bytes())
-            written.append(target)
-    atomic_write(reference / "provenance.yaml", yaml.safe_dump(record, sort_keys=False))
-    return [*written, reference / "provenance.yaml"]
 
 
 @main_guard
@@ -241,18 +193,13 @@ def main(
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
     reference: Annotated[Path | None, typer.Option(help="default: RESULTS/reference/SCALE")] = None,
     tolerances: Annotated[Path, typer.Option(help="the checks")] = TOLERANCES,
-    write: Annotated[bool, typer.Option("--update", help="write the reference from these results")] = False,
     every: Annotated[
         bool, typer.Option("--all", help="print every comparison, not one line per check")
     ] = False,
 ) -> None:
-    """Compare fresh tables with the committed reference (RESULTS/SCALE/regression.csv), or write the reference."""
+    """Compare fresh tables with the committed reference; every comparison goes to RESULTS/SCALE/regression.csv."""
     fresh, known = results / scale, reference or results / "reference" / scale
     checks = load_tolerances(tolerances)
-    if write:
-        for path in update(checks, fresh, known):
-            print(path)
-        return
     found = regress(checks, known, fresh)
     atomic_write(fresh / "regression.csv", pd.DataFrame(found).to_csv(index=False, lineterminator="\n"))
     _print(found, scale, every=every)

@@ -11,6 +11,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "entropy_moments": ("entropy_trend",),
     "methods": ("methods",),
     "ranks_over_time": ("methods",),
+    "equal_bytes": ("equal_bytes",),
     "rank_sweep": ("rank_sweep",),
     "window_ablation": ("window_ablation",),
     "sampling_ablation": ("sampling_ablation",),

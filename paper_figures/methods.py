@@ -46,9 +46,7 @@ def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame) -> None:
     """A marker per variant with its range, a dot per run, and the rank of fixed-rank variants as text."""
     named: set[str] = set()
     for _, row in summary.iterrows():
-        look = style.family(
-            f"{row['method']} {row['variant']}", row["policy"] if isinstance(row["policy"], str) else None
-        )
+        look = style.look(runs[runs["variant"] == row["variant"]].iloc[0])
         x, y = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
         mine = runs[(runs["variant"] == row["variant"]) & (runs["status"] == "ok")]
         label = look.label if look.key not in named else None

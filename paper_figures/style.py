@@ -12,7 +12,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,93 +30,26 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from edgc.errors import UserError
+from paper_figures.families import (
+    ARCHITECTURES,
+    ESTIMATORS,
+    FAMILIES,
+    MARKERS,
+    Family,
+    family,
+    look,
+    stage_colours,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
+
+__all__ = ["ARCHITECTURES", "ESTIMATORS", "FAMILIES", "MARKERS", "Family", "family", "look", "stage_colours"]
 
 COLUMN = 3.35  # inches, one column of a two-column page
 TEXT = 7.0  # inches, full text width
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one family of methods looks in every figure."""
-
-    key: str
-    label: str
-    colour: str
-    marker: str
-    line: str | tuple[int, tuple[float, ...]] = "-"
-
-
-# Okabe-Ito colours first; the marker differs too, so that grey print and every colour vision can tell them
-# apart.
-FAMILIES: dict[str, Family] = {
-    f.key: f
-    for f in (
-        Family("none", "Megatron, uncompressed", "#000000", "o"),
-        Family("bf16", "bf16 all-reduce", "#666666", "P", "--"),
-        Family("powersgd", "PowerSGD, fixed rank", "#0072B2", "s"),
-        Family("edgc", "EDGC", "#D55E00", "D"),
-        Family("released", "EDGC (released policy)", "#E69F00", "^", "--"),
-        Family("spectral", "EDGC (spectral)", "#009E73", "v", "-."),
-        Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", "--"),
-        Family("topk", "Top-k", "#56B4E9", "<", "-."),
-        Family("randomk", "Random-k", "#882255", ">", ":"),
-        Family("quantize", "Quantised", "#999933", "X", "--"),
-        Family("sign", "Sign", "#8C510A", "h", ":"),
-        Family("other", "other", "#888888", "*", ":"),
-    )
-}
-_WORDS = (
-    ("spectral", ("spectral",)),
-    ("released", ("released",)),
-    ("selective", ("selective", "optimus")),
-    ("edgc", ("edgc", "cqm")),
-    ("powersgd", ("powersgd", "fixed", "rank")),
-    ("topk", ("topk", "top_k", "top-k")),
-    ("randomk", ("randomk", "random_k", "random-k", "randk")),
-    ("quantize", ("quant", "int8", "int4", "int2")),
-    ("sign", ("sign",)),
-    ("bf16", ("bf16", "fp16")),
-    ("none", ("none", "uncompressed", "megatron", "dense")),
-)
-
-ESTIMATORS: dict[str, Family] = {
-    f.key: f
-    for f in (
-        Family("histogram", "histogram", "#0072B2", "o"),
-        Family("gaussian", "Gaussian", "#D55E00", "s", "--"),
-        Family("vasicek", "Vasicek", "#009E73", "^", "-."),
-        Family("released", "released code (discrete)", "#CC79A7", "v", ":"),
-    )
-}
-ARCHITECTURES: dict[str, Family] = {
-    "gpt": Family("gpt", "GPT", "#0072B2", "o"),
-    "bert": Family("bert", "BERT", "#D55E00", "s", "--"),
-}
-MARKERS = "osD^vP<>Xph*"
-
-
-def family(name: str, policy: str | None = None) -> Family:
-    """The family of a method, variant name or label ("powersgd_r8", "EDGC (cqm)"); never fails.
-
-    Args:
-        name: ``compression.method``, a variant's name or a label.
-        policy: ``compression.policy``, which tells the EDGC policies apart.
-    """
-    text = f"{name} {policy if policy and 'edgc' in name.lower() else ''}".lower()
-    for key, words in _WORDS:
-        if any(word in text for word in words):
-            return FAMILIES[key]
-    return FAMILIES["other"]
-
-
-def stage_colours(count: int) -> list[tuple[float, float, float]]:
-    """One colour per pipeline stage, ordered from dark (first) to light (last)."""
-    return list(sns.color_palette("viridis", n_colors=count + 1)[:count])
 
 
 def use() -> None:

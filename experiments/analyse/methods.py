@@ -22,6 +22,16 @@ from experiments.analyse.windows import decision_columns
 
 SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "mean_rank")
 
+SETTINGS = ("factor_dtype", "one_sided", "bits", "rounding", "density")
+DEFAULTS = {"factor_dtype": "fp32", "one_sided": False, "bits": 8, "rounding": "nearest", "density": 0.01}
+APPLIES = {
+    "factor_dtype": ("powersgd", "edgc"),
+    "one_sided": ("powersgd", "edgc"),
+    "bits": ("quantize",),
+    "rounding": ("quantize",),
+    "density": ("topk", "randomk"),
+}
+
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
     """Write ``table.csv`` (a row per run), ``summary.csv`` (per variant), ``curves.csv`` and ``timings.csv``."""
@@ -30,6 +40,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         [
             identity(run)
             | {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
+            | {name: setting(run, name) for name in SETTINGS}
             | decision_columns(run)
             | result(run, baseline)
             | {"error": run.summary.get("error")}
@@ -42,6 +53,11 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     write_table(out / "timings.csv", [timing(run) for run in runs])
     write_table(out / "table.csv", table)
     return [out / name for name in ("table.csv", "summary.csv", "curves.csv", "timings.csv")]
+
+
+def setting(run: Run, name: str) -> Any:
+    """A setting where it applies to the run's method, else None."""
+    return run.setting(name, DEFAULTS[name]) if run.method in APPLIES[name] else None
 
 
 def curve(run: Run) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import yaml
 
 from edgc.errors import UserError
 from experiments import matrix
-from experiments.analyse import common, rank_sweep, trend
+from experiments.analyse import common, equal_bytes, rank_sweep, trend
 from experiments.analyse.__main__ import STUDIES, analyse, main
 from tests.unit import synthetic_runs as synthetic
 
@@ -32,6 +32,42 @@ def test_gap_is_taken_against_the_uncompressed_run_of_the_same_seed(root: Path) 
     assert table.loc[("powersgd_r4", 1), "gap_nats"] == pytest.approx(0.124)
     assert table.loc[("powersgd_r4", 2), "gap_nats"] == pytest.approx(0.128)
     assert table.loc[("none", 2), "gap_nats"] == 0
+
+
+def test_equal_bytes_finds_the_planted_order_and_front(root: Path) -> None:
+    folder = root / "equal_bytes"
+    points = pd.read_csv(folder / "pareto.csv").set_index("variant")
+    front = set(points.index[points["on_front"]])
+    assert front == {"r16_int4", "r32_int4", "edgc", "int8", "none"}
+    assert points.loc["int2", "level"] == 6.0
+    assert math.isnan(points.loc["int8", "level"])
+    levels = pd.read_csv(folder / "levels.csv").set_index(["level_percent", "variant"])
+    assert set(levels.loc[6.0, "reference"]) == {"r32_int4"}
+    assert set(levels.loc[3.0, "reference"]) == {"r16_int4"}
+    assert 12.0 not in levels.index.get_level_values(0), "nothing to compare with"
+    row = levels.loc[(6.0, "topk_6")]
+    # Gaps are planted as gap * (1 + 0.02 seed): 0.18 * 1.04 on the mean of three seeds.
+    assert row["difference_nats"] == pytest.approx(0.18 * 1.04)
+    assert row["verdict"] == "worse"
+    assert row["difference_low"] > 0.17
+    assert levels.loc[(6.0, "r32_int4"), "verdict"] == "reference"
+    table = pd.read_csv(folder / "table.csv").set_index(["variant", "seed"])
+    assert table.loc[("r4", 1), "factor_dtype"] == "fp32"
+    assert pd.isna(table.loc[("int8", 1), "factor_dtype"])
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.10, 0.11, 0.12], "worse"),
+        ([-0.10, -0.11, -0.12], "better"),
+        ([0.1, -0.1, 0.02], "not distinguishable"),
+        ([0.1], "not distinguishable"),
+        ([], "reference"),
+    ],
+)
+def test_verdict_needs_an_interval_that_excludes_zero(differences: list[float], verdict: str) -> None:
+    assert equal_bytes.paired(differences)["verdict"] == verdict
 
 
 def test_summary_has_mean_sd_and_interval_over_finished_seeds(root: Path) -> None:

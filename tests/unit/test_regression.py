@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments import regression
+from experiments import reference, regression
 from experiments.analyse.__main__ import analyse
 from experiments.regression import Check
 from tests.unit import synthetic_runs as synthetic
@@ -24,7 +24,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results with the tables of the trained studies and tolerances for these."""
     results = tmp_path_factory.mktemp("results")
     synthetic.write_all(results / "ci")
-    for study in TRAINED:
+    for study in (*TRAINED, "equal_bytes"):
         analyse(study, results / "ci" / study)
     values = yaml.safe_load(regression.TOLERANCES.read_text())
     values["checks"] = [check for check in values["checks"] if check["study"] in TRAINED]
@@ -40,14 +40,14 @@ def results(prepared: Path, tmp_path: Path) -> Path:
 def compare(results: Path) -> int:
     """Exit code of the program."""
     try:
-        regression.main("ci", results, None, results / "tolerances.yaml", write=False, every=False)
+        regression.main("ci", results, None, results / "tolerances.yaml", every=False)
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
 
 
 def write_reference(results: Path) -> None:
-    regression.main("ci", results, None, results / "tolerances.yaml", write=True, every=False)
+    reference.main("ci", results, None, results / "tolerances.yaml")
 
 
 def change(path: Path, variant: str, column: str, value: Any) -> None:
@@ -164,15 +164,28 @@ def test_missing_fresh_table_and_missing_column_are_bad_input(
 
 def test_update_keeps_tables_and_provenance_only(results: Path) -> None:
     write_reference(results)
-    reference = results / "reference" / "ci"
-    names = {path.name for path in reference.rglob("*") if path.is_file()}
-    assert names <= {*regression.KEPT, "provenance.yaml"}
+    folder = results / "reference" / "ci"
+    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert names <= {*reference.KEPT, "provenance.yaml"}
     for study in TRAINED:
         fresh = (results / "ci" / study / "table.csv").read_bytes()
-        assert (reference / study / "table.csv").read_bytes() == fresh
-    record = yaml.safe_load((reference / "provenance.yaml").read_text())
+        assert (folder / study / "table.csv").read_bytes() == fresh
+    record = yaml.safe_load((folder / "provenance.yaml").read_text())
     assert record["versions"] == {"torch": "2.13.0"}
     assert record["runs"] == 26
+
+
+def test_update_of_one_study_leaves_the_others_and_has_its_own_provenance(results: Path) -> None:
+    folder = results / "reference" / "ci"
+    reference.main("ci", results, study="equal_bytes")
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    tables = ("table.csv", "summary.csv", "levels.csv", "pareto.csv", "provenance.yaml")
+    assert names == {f"equal_bytes/{name}" for name in tables}
+    record = yaml.safe_load((folder / "equal_bytes" / "provenance.yaml").read_text())
+    assert record["runs"] == 3 * len(synthetic.EQUAL_BYTES)
+    with pytest.raises(SystemExit) as stop:
+        reference.main("ci", results, study="nothing")
+    assert stop.value.code == 2
 
 
 def test_update_without_results_changes_nothing(results: Path) -> None:

@@ -3,7 +3,7 @@
 
 rule claims:
     input:
-        tables=tables(STUDIES),
+        tables=tables(MAIN),
         paper="results/paper_claims.yaml",
         code=code("experiments", "claim*.py"),
     output:
@@ -22,7 +22,7 @@ rule claims:
 
 rule regression:
     input:
-        tables=tables(STUDIES),
+        tables=tables(MAIN),
         claims=rules.claims.output,
         reference=code(f"results/reference/{config['scale']}", "**/*.*"),
         code=code("experiments", "regression.py", "tolerances.yaml"),

@@ -57,6 +57,10 @@ SIMULATED = {name for name, study in STUDIES.items() if study.cluster is not Non
 EVALUATED = {name for name, study in STUDIES.items() if study.needs is not None}
 ANALYSED = {name for name in STUDIES if RUNS[name]} - SIMULATED - EVALUATED
 
+# What `all` makes: not the studies that are too long for it at this scale, nor their figures.
+MAIN = [name for name, study in STUDIES.items() if config["scale"] not in study.only_by_name]
+MAIN_FIGURES = [name for name, needed in FIGURES.items() if set(needed) <= set(MAIN)]
+
 
 wildcard_constraints:
     study=one_of(STUDIES),

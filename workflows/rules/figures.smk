@@ -5,7 +5,7 @@ rule figure:
     input:
         tables=lambda w: tables(FIGURES[w.figure]),
         script=lambda w: f"paper_figures/{SCRIPTS.get(w.figure, w.figure)}.py",
-        style="paper_figures/style.py",
+        style=code("paper_figures", "style.py", "families.py"),
     output:
         pdf="<results>/figures/{figure}.pdf",
         png=report(

@@ -14,8 +14,8 @@ localrules:
 rule everything:
     input:
         rules.claims.output,
-        [study_results(study) for study in STUDIES],
-        figure_files(FIGURES),
+        [study_results(study) for study in MAIN],
+        figure_files(MAIN_FIGURES),
 
 
 rule report_html:

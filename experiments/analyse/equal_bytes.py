@@ -1,0 +1,103 @@
+"""Compressors at equal bytes: paired comparisons at each level of bytes, and the Pareto front."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from scipy import stats
+
+from experiments.analyse import methods
+from experiments.analyse.common import Run, interval, write_table
+
+LEVELS = (3.0, 6.0, 12.0)  # percent of the bytes of an uncompressed fp32 run
+WIDTH = 1.6  # a variant belongs to a level up to this factor away: half-way (in logarithm) is 1.41
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write the tables of :mod:`experiments.analyse.methods`, ``levels.csv`` and ``pareto.csv``.
+
+    ``levels.csv`` compares each variant with the quantised-factor engine's best of the same level: the difference
+    of their gaps, paired by seed, with a 95 % t interval and whether it excludes zero. The best is chosen on the
+    mean of the same seeds, which favours it; the number of candidates stands beside it.
+    """
+    written = methods.analyse(runs, out)
+    table = pd.read_csv(out / "table.csv")
+    points = pareto(table)
+    write_table(out / "pareto.csv", points)
+    write_table(out / "levels.csv", [row for level in LEVELS for row in compare(table, points, level)])
+    return [*written, out / "levels.csv", out / "pareto.csv"]
+
+
+def pareto(table: pd.DataFrame) -> pd.DataFrame:
+    """Per variant the mean bytes (percent) and gap (nats), and whether no other variant has less of both.
+
+    The front is that of the means: neighbours whose gaps differ by less than their spread could change places.
+    """
+    fine = table[table["status"] == "ok"]
+    points = fine.groupby(["variant", "label", "method"], sort=False, as_index=False).agg(
+        n=("seed", "size"),
+        percent=("bytes_ratio", "mean"),
+        gap_nats=("gap_nats", "mean"),
+        sd=("gap_nats", "std"),
+    )
+    points["percent"] *= 100
+    points["on_front"] = [
+        not any(
+            (other.percent <= one.percent and other.gap_nats < one.gap_nats)
+            or (other.percent < one.percent and other.gap_nats <= one.gap_nats)
+            for other in points.itertuples()
+        )
+        for one in points.itertuples()
+    ]
+    points["level"] = [level_of(percent) for percent in points["percent"]]
+    return points.sort_values("percent", ignore_index=True)
+
+
+def level_of(percent: float) -> float:
+    """The nearest level in logarithm, or nan when none is within a factor of ``WIDTH``."""
+    nearest = min(LEVELS, key=lambda level: abs(math.log(percent / level)))
+    return nearest if abs(math.log(percent / nearest)) <= math.log(WIDTH) else math.nan
+
+
+def compare(table: pd.DataFrame, points: pd.DataFrame, level: float) -> list[dict[str, Any]]:
+    """Rows of ``levels.csv`` for one level; empty when no variant with quantised factors is at the level."""
+    here = points[points["level"] == level]
+    quantised = table[table["factor_dtype"].isin(["int8", "int4"]) & (table["method"] == "powersgd")][
+        "variant"
+    ]
+    candidates = here[here["variant"].isin(set(quantised))]
+    if candidates.empty:
+        return []
+    best = candidates.loc[candidates["gap_nats"].idxmin(), "variant"]
+    gaps = table[table["status"] == "ok"].pivot(index="seed", columns="variant", values="gap_nats")
+    return [
+        {"level_percent": level, "reference": best, "candidates": len(candidates)}
+        | {"variant": row.variant, "label": row.label, "percent": row.percent, "gap_nats": row.gap_nats}
+        | paired((gaps[row.variant] - gaps[best]).dropna().tolist())
+        for row in here.itertuples()
+    ]
+
+
+def paired(differences: Sequence[float]) -> dict[str, Any]:
+    """Mean difference with its t interval and the two-sided p of no difference (nan with one seed or none left)."""
+    found = interval(differences)
+    spread = len(differences) > 1 and found["sd"] > 0
+    p = float(stats.ttest_1samp(differences, 0.0).pvalue) if spread else math.nan
+    return {
+        "n": found["n"],
+        "difference_nats": found["mean"],
+        "difference_low": found["low"],
+        "difference_high": found["high"],
+        "p": p,
+        "verdict": _verdict(found) if any(differences) else "reference",
+    }
+
+
+def _verdict(found: dict[str, float]) -> str:
+    if found["low"] > 0:
+        return "worse"
+    return "better" if found["high"] < 0 else "not distinguishable"

@@ -1,0 +1,99 @@
+"""Validation loss against bytes for every compressor and option, with the Pareto front of the means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+
+NAME = "equal_bytes"
+TICKS = (1, 2, 3, 6, 12, 25, 50, 100)
+LINEAR = 0.01  # nats; the gap's axis is linear below and logarithmic above
+
+
+def draw(results: Path) -> Figure:
+    """Gap to uncompressed training (mean and range over seeds) against the share of the fp32 bytes sent."""
+    runs = style.read(results, "equal_bytes")
+    points = style.read(results, "equal_bytes", "pareto.csv")
+    fig, (ax,) = style.figure(width=style.TEXT, height=4.2)
+    named: set[str] = set()
+    for row in points[points["method"] != "none"].itertuples(index=False):
+        mine = runs[(runs["variant"] == row.variant) & (runs["status"] == "ok")]
+        look = style.look(mine.iloc[0])
+        low, high = mine["gap_nats"].min(), mine["gap_nats"].max()
+        ax.errorbar(
+            row.percent,
+            row.gap_nats,
+            yerr=[[row.gap_nats - low], [high - row.gap_nats]],
+            color=look.colour,
+            marker=look.marker,
+            markersize=6 if look.marker == "*" else 5,
+            linestyle="",
+            elinewidth=0.8,
+            label=None if look.label in named else look.label,
+        )
+        named.add(look.label)
+        text = detail(mine.iloc[0])
+        if text:
+            place: dict[str, Any] = {
+                "xytext": (3, 4),
+                "textcoords": "offset points",
+                "ha": "left",
+                "va": "center",
+            }
+            style.outline(ax.annotate(text, (row.percent, row.gap_nats), fontsize=style.MIN_FONT, **place))
+    front(ax, points)
+    ax.axhline(0, color="#444444", linewidth=0.6)
+    ax.set_xscale("log")
+    ax.set_yscale("symlog", linthresh=LINEAR, linscale=0.6)
+    style.plain(ax.yaxis, ticks(runs["gap_nats"]))
+    style.plain(ax.xaxis, TICKS)
+    percent = points.loc[points["method"] != "none", "percent"]
+    ax.set_xlim(percent.min() / 1.2, percent.max() * 1.3)
+    ax.margins(y=0.06)
+    ax.set_xlabel("bytes sent (% of uncompressed fp32, log scale)")
+    ax.set_ylabel("validation loss above uncompressed\n(nats; linear below 0.01)")
+    fig.legend(*style.handles(ax), loc="outside upper center", ncols=4, columnspacing=1.0)
+    style.annotate(
+        fig,
+        list(points["n"]),
+        bars="bars: min to max",
+        scale=results.name,
+        extra="grey line: Pareto front of the means",
+    )
+    return fig
+
+
+def detail(run: pd.Series) -> str:
+    """Rank, density or bits of a run, in a few characters."""
+    if run["method"] == "powersgd":
+        return f"r{run['rank']:g}"
+    if run["method"] in ("topk", "randomk"):
+        return f"{100 * run['density']:g} %"
+    if run["method"] == "quantize":
+        return f"int{run['bits']:g}" + (" stochastic" if run["rounding"] == "stochastic" else "")
+    if run["method"] == "edgc":
+        return "spectral" if run["policy"] == "spectral" else "CQM"
+    return ""
+
+
+def front(ax: Axes, points: pd.DataFrame) -> None:
+    """A stair through the points that no other point beats in both."""
+    best = points[points["on_front"] & (points["method"] != "none")].sort_values("percent")
+    ax.step(best["percent"], best["gap_nats"], where="post", color="#999999", linewidth=1.0, zorder=0)
+
+
+def ticks(gaps: pd.Series) -> list[float]:
+    """Round values of the gap between its extremes."""
+    wanted = np.array([-0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
+    return [float(t) for t in wanted if gaps.min() * 1.5 - LINEAR <= t <= gaps.max() * 1.5 + LINEAR]
+
+
+if __name__ == "__main__":
+    style.main(draw)

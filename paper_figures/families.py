@@ -1,0 +1,106 @@
+"""How each family of methods, estimator and architecture looks: one colour, marker and line in every figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import seaborn as sns
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family of methods looks in every figure."""
+
+    key: str
+    label: str
+    colour: str
+    marker: str
+    line: str | tuple[int, tuple[float, ...]] = "-"
+
+
+# Okabe-Ito colours first; the marker differs too, so that grey print and every colour vision can tell them
+# apart.
+FAMILIES: dict[str, Family] = {
+    f.key: f
+    for f in (
+        Family("none", "Megatron, uncompressed", "#000000", "o"),
+        Family("bf16", "bf16 all-reduce", "#666666", "P", "--"),
+        Family("powersgd", "PowerSGD, fixed rank", "#0072B2", "s"),
+        Family("edgc", "EDGC", "#D55E00", "D"),
+        Family("released", "EDGC (released policy)", "#E69F00", "^", "--"),
+        Family("spectral", "EDGC (spectral)", "#009E73", "v", "-."),
+        Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", "--"),
+        Family("topk", "Top-k", "#56B4E9", "<", "-."),
+        Family("randomk", "Random-k", "#882255", ">", ":"),
+        Family("quantize", "Quantised", "#999933", "X", "--"),
+        Family("sign", "Sign", "#8C510A", "h", ":"),
+        Family("factors_bf16", "PowerSGD, bf16 factors", "#7FB2D9", "8"),
+        Family("factors_int8", "PowerSGD, int8 factors", "#004D80", "H"),
+        Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*"),
+        Family("one_sided", "PowerSGD, int4, one-sided", "#5C6B00", "1"),
+        Family("edgc_factors", "EDGC, int4 factors", "#AA3377", "d"),
+        Family("other", "other", "#888888", ".", ":"),
+    )
+}
+_WORDS = (
+    ("spectral", ("spectral",)),
+    ("released", ("released",)),
+    ("selective", ("selective", "optimus")),
+    ("edgc", ("edgc", "cqm")),
+    ("powersgd", ("powersgd", "fixed", "rank")),
+    ("topk", ("topk", "top_k", "top-k")),
+    ("randomk", ("randomk", "random_k", "random-k", "randk")),
+    ("quantize", ("quant", "int8", "int4", "int2")),
+    ("sign", ("sign",)),
+    ("bf16", ("bf16", "fp16")),
+    ("none", ("none", "uncompressed", "megatron", "dense")),
+)
+
+ESTIMATORS: dict[str, Family] = {
+    f.key: f
+    for f in (
+        Family("histogram", "histogram", "#0072B2", "o"),
+        Family("gaussian", "Gaussian", "#D55E00", "s", "--"),
+        Family("vasicek", "Vasicek", "#009E73", "^", "-."),
+        Family("released", "released code (discrete)", "#CC79A7", "v", ":"),
+    )
+}
+ARCHITECTURES: dict[str, Family] = {
+    "gpt": Family("gpt", "GPT", "#0072B2", "o"),
+    "bert": Family("bert", "BERT", "#D55E00", "s", "--"),
+}
+MARKERS = "osD^vP<>Xph*"
+
+
+def family(name: str, policy: str | None = None) -> Family:
+    """The family of a method, variant name or label ("powersgd_r8", "EDGC (cqm)"); never fails.
+
+    Args:
+        name: ``compression.method``, a variant's name or a label.
+        policy: ``compression.policy``, which tells the EDGC policies apart.
+    """
+    text = f"{name} {policy if policy and 'edgc' in name.lower() else ''}".lower()
+    for key, words in _WORDS:
+        if any(word in text for word in words):
+            return FAMILIES[key]
+    return FAMILIES["other"]
+
+
+def look(run: pd.Series) -> Family:
+    """The family of a row of a methods table, by its settings: PowerSGD is told apart by the type of its factors."""
+    if run["method"] == "powersgd" and run["one_sided"] in (True, "True"):
+        return FAMILIES["one_sided"]
+    if run["method"] == "powersgd" and run["factor_dtype"] != "fp32":
+        return FAMILIES[f"factors_{run['factor_dtype']}"]
+    if run["method"] == "edgc" and run["factor_dtype"] != "fp32":
+        return FAMILIES["edgc_factors"]
+    return family(str(run["method"]), str(run["policy"]))
+
+
+def stage_colours(count: int) -> list[tuple[float, float, float]]:
+    """One colour per pipeline stage, ordered from dark (first) to light (last)."""
+    return list(sns.color_palette("viridis", n_colors=count + 1)[:count])
