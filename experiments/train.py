@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from edgc.compressors.channel import all_reduce_bytes
 from edgc.compressors.powersgd import compressible
 from edgc.telemetry import plain
 from experiments.batches import MicroBatch, train_batches, validation_batches
@@ -169,7 +170,7 @@ class Trainer:
         }
 
     def _start(self) -> int:
-        """Log the start event; returns the bytes of an uncompressed step of one replica, all stages."""
+        """Log the start event; returns what one replica, all stages, sends in an uncompressed step (bytes)."""
         parameters = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
         limit = self.run.edgc.min_compression_elements
         mine = torch.tensor(
@@ -182,7 +183,8 @@ class Trainer:
             device=self.session.device,
         )
         dist.all_reduce(mine)
-        params, params_compressible, dense = (int(value) // self.replicas for value in mine.tolist())
+        params, params_compressible, size = (int(value) // self.replicas for value in mine.tolist())
+        dense = all_reduce_bytes(size, self.replicas)
         self.log.events.write(
             "start",
             study=self.run.study,

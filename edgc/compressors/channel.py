@@ -39,7 +39,7 @@ class Channel:
         if self.world == 1 or tensor.numel() == 0:
             return
         self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
-        self.bytes += 2 * (self.world - 1) * _bytes(tensor) // self.world
+        self.bytes += all_reduce_bytes(_bytes(tensor), self.world)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Part j of ``source``, cut along its first axis into ``world`` equal parts, becomes rank j's part of mine."""
@@ -76,6 +76,11 @@ class Channel:
             if mean is not None:
                 mean.div_(self.world)
         self.waited.add(started, mark(self._device))
+
+
+def all_reduce_bytes(size: int, world: int) -> int:
+    """Bytes that each of ``world`` ranks sends in a ring all-reduce of ``size`` bytes."""
+    return 2 * (world - 1) * size // world
 
 
 def _bytes(tensor: Tensor) -> int:
