@@ -9,8 +9,12 @@ between windows:
   ``warmup_limit_fraction``;
 * search, inside warm-up (which waits for it): one timed reduction per iteration, see :mod:`edgc.rank_search`;
 * active: stage 0 starts at r_max (reference rank and entropy: the last complete window of warm-up) and moves
-  by the policy at every window end; the other stages follow by :mod:`edgc.alignment`;
+  by the policy at every window end; the other stages follow by :mod:`edgc.alignment`. Under policy
+  ``spectral`` without alignment every stage moves by its own spectra;
 * disabled: uncompressed to the end: method ``none``, or compression that could not pay.
+
+Methods other than ``edgc`` are active from the first iteration. While active, the cost gate (if there is one)
+measures on the schedule of :mod:`edgc.cost_gate`.
 """
 
 from __future__ import annotations
@@ -20,14 +24,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgc import policies
-from edgc.alignment import LinearTime, align
 from edgc.config import EDGCConfig
+from edgc.cost_gate import GateSchedule, summary
 from edgc.errors import UserError
+from edgc.feasibility import check
 from edgc.plans import Decision, Phase, Plan, Report
-from edgc.rank_model import StageModel
 from edgc.rank_search import RankSearch, bytes_limit
+from edgc.spectral import Curve, SmoothedCurves
+from edgc.stage_times import StageTimes
 
-_FORMAT = 1
+_FORMAT = 2
 
 __all__ = ["Controller", "Decision", "Plan", "Report"]
 
@@ -62,41 +68,27 @@ class Controller:
         self._reference: tuple[int, float] | None = None  # rank and entropy of stage 0 at the end of warm-up
         self._first: list[float] = []  # the first two window entropies of stage 0
         self._previous: float | None = None  # stage 0's entropy in the window before
-        self._backward: list[float] = []
+        self._times = StageTimes(config, self.stages)
         self._search: RankSearch | None = None
-        self._lines: list[LinearTime] | None = None
-        self._uncompressed = [math.inf] * self.stages
-        if config.method == "powersgd":
-            assert config.rank is not None
-            self.phase, self.ranks = "active", (config.rank,) * self.stages
+        self._curves: SmoothedCurves | None = None
+        self._gate = GateSchedule(config.gate_interval) if config.cost_gate else None
+        if config.method == "none":
+            self.phase, self.reason = "disabled", "method: none"
+        elif config.method != "edgc":
+            # To a method without a rank the number says only that it is to compress.
+            self.phase, self.ranks = "active", (config.rank or 1,) * self.stages
             self.r_min = self.r_max = config.rank
-        elif config.method == "none" or not any(stages):
-            self.phase = "disabled"
-            self.reason = (
-                "method: none" if config.method == "none" else "no matrix is large enough to compress"
-            )
+        elif not any(stages):
+            self.phase, self.reason = "disabled", "no matrix is large enough to compress"
         else:
             self._prepare([(m, n) for m, n in stages[0]])
 
     def _prepare(self, shapes: list[tuple[int, int]]) -> None:
         """Check the settings of method edgc against the model, and set up its search and its times."""
         config, fixed = self.config, self.config.policy == "fixed"
-        if not shapes:
-            fix = "lower min_compression_elements or use method: none"
-            raise UserError("the first pipeline stage has no matrix to compress", fix=fix)
-        self._model = StageModel(shapes)
-        if config.window >= self.iterations:
-            what = f"window = {config.window} leaves nothing to compress in {self.iterations} iterations"
-            raise UserError(what, fix="choose a shorter window or method: none")
-        if not fixed and config.step_limit < config.rank_multiple:
-            what = f"step_limit = {config.step_limit} is below rank_multiple: no rank could ever move"
-            raise UserError(what, fix=f"use a step_limit of at least {config.rank_multiple}")
-        if not fixed and config.r_max is not None and config.r_max >= self._model.max_rank:
-            what = f"r_max = {config.r_max} is not below the largest rank of the first stage"
-            raise UserError(what, fix=f"use an r_max below {self._model.max_rank}")
-        if fixed and config.r_max is not None and config.r_max < (config.rank or 0):
-            what = f"rank = {config.rank} is above r_max"
-            raise UserError(what, fix=f"use a rank of at most {config.r_max}")
+        self._model = check(config, shapes, self.iterations)
+        if config.policy == "spectral":
+            self._curves = SmoothedCurves(self.stages, config.smoothing)
         limit = bytes_limit(shapes, config.rank_multiple)
         if fixed:
             # Stage 0 stays at ``rank``; only the other stages may rise above it.
@@ -110,10 +102,6 @@ class Controller:
             repeats, multiple = config.search_repeats, config.rank_multiple
             top = limit if self.r_max is None else max(multiple, self.r_max)
             self._search = RankSearch(top, multiple, repeats, stop_at_crossing=self.r_max is None)
-        if config.alignment == "given":
-            given = config.timing
-            self._lines = [LinearTime(given.seconds_per_rank, given.seconds_fixed)] * self.stages
-            self._uncompressed = [given.seconds_uncompressed or math.inf] * self.stages
 
     def _set_limits(self, r_max: int) -> None:
         self.r_max = r_max
@@ -121,17 +109,26 @@ class Controller:
 
     def plan(self, iteration: int) -> Plan:
         """What to do at ``iteration`` (1-based), given the reports so far; changes nothing."""
+        gate = self._gate is not None and self.phase == "active" and self._gate.due(iteration, self.ranks)
         if self.config.method != "edgc" or self.phase == "disabled":
-            return Plan(self.phase, self.ranks, None, False)
+            return Plan(self.phase, self.ranks, None, gate, gate)
         probe = self._search.probe if self._search and iteration >= self.config.search_start else None
         if self.phase == "warmup" and probe is not None:
             return Plan("search", self.ranks, probe, True)
-        return Plan(self.phase, self.ranks, None, iteration % self.config.window == 0)
+        return Plan(self.phase, self.ranks, None, gate or iteration % self.config.window == 0, gate)
+
+    @property
+    def rank_grid(self) -> tuple[int, ...]:
+        """Ranks at which reports are to give error curves now, ascending; empty where no policy uses them."""
+        if self._curves is None or self.phase != "active" or self.r_max is None:
+            return ()
+        return tuple(range(self.config.rank_multiple, self.r_max + 1, self.config.rank_multiple))
 
     def observe(self, iteration: int, report: Report) -> Decision | None:
         """Take in the report of an iteration whose plan asks for an exchange.
 
-        Returns a decision at every window end and where the search starts or ends, else None.
+        Returns a decision at every window end, where the search starts or ends, and where the cost gate has
+        measured, else None.
 
         Raises:
             ValueError: no exchange was due, or the report does not fit the plan.
@@ -144,26 +141,34 @@ class Controller:
         reasons = []
         if plan.phase == "search":
             reasons = self._observe_probe(report)
-        window_end = iteration % self.config.window == 0
+        if plan.gate and self._gate is not None:
+            self._gate.measured(iteration, plan.ranks)
+            if report.gate:
+                reasons.append(summary(report.gate))
+        window_end = self.config.method == "edgc" and iteration % self.config.window == 0
         if window_end and self.phase != "disabled":
             entropy = report.entropy[0] if math.isfinite(report.entropy[0]) else None
-            reasons.append(self._end_of_window(iteration, entropy))
+            reasons.append(self._end_of_window(iteration, entropy, report.error_curve))
         if not reasons:
             return None
         upcoming = self.plan(iteration + 1)
         shown = report.entropy if window_end else (math.nan,) * self.stages
         self.reason = "; ".join(reasons)
-        return Decision(iteration, upcoming.phase, self.reason, upcoming.ranks, shown, self.r_min, self.r_max)
+        limits = self.r_min, self.r_max
+        return Decision(
+            iteration, upcoming.phase, self.reason, upcoming.ranks, shown, *limits, gate=report.gate
+        )
 
     def _observe_probe(self, report: Report) -> list[str]:
         search = self._search
         assert search is not None
         if report.probe_seconds is None or len(report.probe_seconds) != self.stages:
             raise ValueError("a probe was due: the report needs probe_seconds, one per stage")
+        if not all(map(math.isfinite, report.probe_seconds)):
+            return []  # a gradient was not finite and the reduction given up: timed again at the next iteration
         reasons = [] if search.started else ["search: timing reductions"]
         search.observe(report.probe_seconds)
-        if report.backward_seconds is not None and math.isfinite(report.backward_seconds):
-            self._backward.append(max(0.0, report.backward_seconds))
+        self._times.add_backward(report.backward_seconds)
         if search.probe is None:
             if self.r_max is None:
                 r_max, why = search.r_max(self.config.rank_multiple)
@@ -174,15 +179,13 @@ class Controller:
                 reasons.append(f"search: {why}; r_max = {r_max}")
             else:
                 reasons.append("search: times of the reductions are known")
-            self._use_probe_times()
+            self._times.use(search)
         return reasons
 
-    def _use_probe_times(self) -> None:
-        if self.config.alignment == "measured" and self._search is not None:
-            self._lines, self._uncompressed = self._search.lines(), self._search.uncompressed()
-
-    def _end_of_window(self, iteration: int, entropy: float | None) -> str:
-        """Move on with stage 0's window entropy (None: not measured); returns the reason."""
+    def _end_of_window(
+        self, iteration: int, entropy: float | None, curves: Sequence[Curve | None] | None
+    ) -> str:
+        """Move on with stage 0's window entropy and all stages' error curves (None: not measured); the reason."""
         previous, self._previous = self._previous, entropy
         if entropy is not None and len(self._first) < 2:
             self._first.append(entropy)
@@ -190,6 +193,8 @@ class Controller:
             return self._warmup(iteration, previous, entropy)
         if self.config.policy == "fixed":
             return "fixed rank"
+        if self._curves is not None:
+            return self._by_spectra(self._curves.update(curves or (None,) * self.stages))
         if entropy is None:
             return "no entropy was measured in this window; ranks unchanged"
         assert self._reference is not None
@@ -204,9 +209,35 @@ class Controller:
             return f"{target.reason}; ranks unchanged"
         old = self.ranks[0]
         assert old is not None
-        limit, multiple = self.config.step_limit, self.config.rank_multiple
-        new = policies.step(old, target.rank, self.r_min, self.r_max, multiple, limit)
+        new = self._step(old, target.rank)
         return f"{target.reason}; rank {old} -> {new}{self._spread(new)}"
+
+    def _by_spectra(self, curves: Sequence[Curve | None]) -> str:
+        """Move each stage by its own curve; where stages are aligned, only stage 0, which the others follow."""
+        alone, ranks, reasons = self.config.alignment == "off", list(self.ranks), []
+        for stage in range(self.stages if alone else 1):
+            curve, old = curves[stage], ranks[stage]
+            where = f"stage {stage}: " if alone and self.stages > 1 else ""
+            if curve is None:
+                reasons.append(f"{where}no spectra in this window, rank unchanged")
+                continue
+            assert old is not None
+            target = policies.spectral(curve, self.rank_grid, self.config.target_error)
+            assert target.rank is not None
+            new = self._step(old, target.rank)
+            ranks[stage] = min(new, old) if self.config.monotone else new
+            reasons.append(f"{where}{target.reason}; rank {old} -> {ranks[stage]}")
+        if alone:
+            self.ranks = tuple(ranks)
+        elif ranks[0] is not None:
+            reasons[-1] += self._spread(ranks[0])
+        return "; ".join(reasons)
+
+    def _step(self, old: int, target: float) -> int:
+        assert self.r_min is not None
+        assert self.r_max is not None
+        limit, multiple = self.config.step_limit, self.config.rank_multiple
+        return policies.step(old, target, self.r_min, self.r_max, multiple, limit)
 
     def _warmup(self, iteration: int, previous: float | None, entropy: float | None) -> str:
         def over(fraction: float) -> bool:  # rounded: 0.1 * 30 is above 3 in floating point
@@ -233,21 +264,9 @@ class Controller:
 
     def _spread(self, rank: int) -> str:
         """Set every stage's rank from stage 0's; returns a remark where alignment was asked for in vain."""
-        self.ranks = (rank,) * self.stages
-        if self.config.alignment == "off" or self.stages == 1:
-            return ""
-        backward = self.config.timing.backward_seconds
-        if self.config.alignment == "measured":
-            if self._lines is None:
-                return "; not aligned: fewer than two ranks were timed"
-            if not self._backward:
-                return "; not aligned: no backward time was reported"
-            backward = sorted(self._backward)[len(self._backward) // 2]
-        assert self._lines is not None
         assert self.r_max is not None
-        dense, multiple = self._uncompressed, self.config.rank_multiple
-        self.ranks = align(rank, self.stages, backward, self._lines, dense, self.r_max, multiple, self.r_min)
-        return ""
+        self.ranks, remark = self._times.ranks(rank, self.r_min, self.r_max)
+        return f"; {remark}" if remark else ""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next decisions depend on, in JSON's types (every float finite)."""
@@ -260,18 +279,21 @@ class Controller:
             "reference": list(self._reference) if self._reference else None,
             "first": list(self._first),
             "previous": self._previous,
-            "backward": list(self._backward),
+            "backward": list(self._times.backward),
             "search": self._search.state_dict() if self._search else None,
+            "curves": self._curves.state_dict() if self._curves else None,
+            "gate": self._gate.state_dict() if self._gate else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the controller that gave ``state`` stood, one of the same settings and stages.
 
         Raises:
-            UserError: the state is of another format, another number of stages or another kind of search.
+            UserError: the state is of another format, another number of stages, another policy or kind of search.
         """
         fits = state.get("format") == _FORMAT and len(state["ranks"]) == self.stages
-        if not fits or (state["search"] is None) != (self._search is None):
+        fits = fits and (state["search"] is None) == (self._search is None)
+        if not fits or (state["curves"] is None) != (self._curves is None):
             fix = "resume with the settings and the pipeline the run was started with"
             raise UserError("the saved controller state does not fit this run", fix=fix)
         self.phase, self.ranks = state["phase"], tuple(state["ranks"])
@@ -279,8 +301,12 @@ class Controller:
         reference = state["reference"]
         self._reference = (int(reference[0]), float(reference[1])) if reference else None
         self._first, self._previous = [float(h) for h in state["first"]], state["previous"]
-        self._backward = [float(t) for t in state["backward"]]
+        self._times.backward = [float(t) for t in state["backward"]]
+        if self._curves is not None:
+            self._curves.load_state_dict(state["curves"])
+        if self._gate is not None:
+            self._gate.load_state_dict(state["gate"])
         if self._search is not None:
             self._search.load_state_dict(state["search"])
             if self._search.probe is None and self.phase != "disabled":
-                self._use_probe_times()
+                self._times.use(self._search)

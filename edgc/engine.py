@@ -2,28 +2,34 @@
 
 An adapter (:mod:`edgc.megatron`) hands over the gradients of a bucket with :meth:`Engine.reduce`, and calls
 :meth:`Engine.end_iteration` once all buckets of the iteration are done. At window ends, and during the search for
-r_max, the ranks exchange their measurements with one all-gather of a few numbers; every rank then computes the same
-means in the same order, so every rank's controller takes the same decision.
+r_max, the ranks exchange their measurements with one all-gather of a few numbers (a second one where the cost gate has
+measured); every rank then computes the same means in the same order, so that all controllers take the same decision.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from edgc import trial
 from edgc.clock import mark, seconds_between
-from edgc.compressors import Channel, Gradient, PowerSGD, Statistics, build
+from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, Statistics, build
 from edgc.compressors.base import Steps
-from edgc.compressors.powersgd import compressible
+from edgc.compressors.powersgd import compressible, saves_bytes
 from edgc.config import EDGCConfig
 from edgc.controller import Controller, Decision, Plan, Report
+from edgc.cost_gate import CostGate, GateVerdict, GroupTimes, label, verdicts
 from edgc.entropy import Sampler, combine, estimate
+from edgc.measurements import CurveMean, Mean, mean, mean_curve
+from edgc.spectral import MatrixSpectrum, error_curve
 
+RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 Observer = Callable[[int, Sequence[Gradient]], None]
 Shape = tuple[int, int]
 
@@ -38,23 +44,6 @@ class Iteration:
     entropy_full: float
     seconds_entropy: float
     statistics: Statistics
-
-
-@dataclass
-class _Mean:
-    """Running mean of the finite values given to it."""
-
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        if math.isfinite(value):
-            self.total += value
-            self.count += 1
-
-    @property
-    def value(self) -> float:
-        return self.total / self.count if self.count else math.nan
 
 
 class Engine:
@@ -92,16 +81,23 @@ class Engine:
         self.last: Iteration | None = None
         self.decision: Decision | None = None
         self.decision_entropy_full: tuple[float, ...] = ()
-        self._window, self._window_full, self._backward = _Mean(), _Mean(), _Mean()
-        self._trial: PowerSGD | None = None
+        self.gate = CostGate() if config.cost_gate else None
+        self._trial: Compressor | None = None
+        self._start_window()
         self._start_iteration()
+
+    def _start_window(self) -> None:
+        self._window, self._window_full, self._backward = Mean(), Mean(), Mean()
+        self._curve = CurveMean()
 
     def _start_iteration(self) -> None:
         self._statistics = Statistics()
         self._sampled: list[tuple[float, int]] = []
         self._full: list[tuple[float, int]] = []
         self._entropy_seconds = 0.0
-        self._probe_seconds = 0.0
+        self._compressed: set[str] = set()  # names handed over to be compressed
+        self._probes: list[Statistics] = []
+        self._compared: list[tuple[tuple[str, ...], trial.Comparison]] = []
 
     @property
     def rank(self) -> int | None:
@@ -127,13 +123,18 @@ class Engine:
         if self.config.entropy.source == "local":
             self._measure(gradients)
         channel = Channel(group)
-        if self.plan.probe_rank:
-            self._time_trial(gradients, channel, self.plan.probe_rank)
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         rank = self.rank if channel.world > 1 else None
+        if self.plan.probe_rank is not None and gradients:
+            yield from self._time_probe(gradients, group, self.plan.probe_rank)
+        if self.gate is not None and rank is not None:
+            if self.plan.gate and gradients:
+                yield from self._time_both(gradients, group, rank)
+            if not self.gate.compresses({gradient.name: gradient.tensor.numel() for gradient in gradients}):
+                rank = None
+        if rank is not None:
+            self._compressed.update(gradient.name for gradient in gradients)
         statistics = yield from self.compressor.exchange(gradients, channel, rank)
-        if self.plan.probe_rank == 0:
-            self._probe_seconds += statistics.seconds_communicate + statistics.seconds_compress
         self._statistics = self._statistics + statistics
         if self.config.entropy.source == "reduced":
             self._measure(gradients)
@@ -155,14 +156,39 @@ class Engine:
                 self._sampled.append((estimate(entries, self.config.entropy.estimator), size))
                 self._entropy_seconds += seconds_between(started, mark(flat.device))
 
-    def _time_trial(self, gradients: Sequence[Gradient], channel: Channel, rank: int) -> None:
-        """Time a compressed reduction on copies; the training step itself stays uncompressed."""
-        copies = [replace(gradient, tensor=gradient.tensor.clone()) for gradient in gradients]
+    def _time_probe(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int) -> Steps:
+        """Time a reduction on copies for the search of r_max (0: dense); the training step stays uncompressed."""
         if self._trial is None:
-            self._trial = PowerSGD(min_elements=self.config.min_compression_elements, seed=self.config.seed)
-        started = mark(copies[0].tensor.device)
-        self._trial.reduce(copies, channel, rank)
-        self._probe_seconds += seconds_between(started, mark(copies[0].tensor.device))
+            self._trial = build(self.config)
+        channel = Channel(group)
+        statistics = yield from trial.timed(self._trial, gradients, channel, rank or None)
+        self._probes.append(statistics)
+        self._statistics.bytes += channel.bytes
+
+    def _time_both(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int) -> Steps:
+        """Time a compressed and a dense reduction of this group on copies, for the cost gate."""
+        channel = Channel(group)
+        comparison = yield from trial.compare(lambda: build(self.config), gradients, channel, rank)
+        self._compared.append((tuple(gradient.name for gradient in gradients), comparison))
+        self._statistics.bytes += channel.bytes
+
+    def _measure_spectra(self) -> None:
+        """The error curve of what this rank has compressed, at iterations that GDS samples and at window ends."""
+        grid = self.controller.rank_grid
+        sampled = self.sampler.measures(self.iteration) or self.iteration % self.config.window == 0
+        if not (grid and sampled and self._compressed) or self._statistics.skipped:
+            return
+        assert isinstance(self.compressor, PowerSGD)
+        spectra = self.compressor.spectra()
+        matrices = [
+            MatrixSpectrum(item.shape, item.singular_sq.tolist(), float(item.input_sq))
+            # In an order that does not depend on when a matrix was first seen: sums must repeat after a resume.
+            for name, item in sorted(spectra.items())
+            if name in self._compressed
+        ]
+        curve = error_curve(matrices, grid, partial(saves_bytes, factor_dtype=self.config.factor_dtype))
+        if curve is not None:
+            self._curve.add(curve)
 
     def end_iteration(self, backward_seconds: Sequence[float] = ()) -> None:
         """Close the iteration: record it, exchange measurements where planned, plan the next one.
@@ -177,12 +203,13 @@ class Engine:
             self._backward.add(seconds)
         self.last = Iteration(
             iteration=self.iteration,
-            rank=self.rank if self._statistics.compressed else None,
+            rank=self.rank if self.config.method in RANKED and self._has_compressed() else None,
             entropy=entropy,
             entropy_full=entropy_full,
             seconds_entropy=self._entropy_seconds,
             statistics=self._statistics,
         )
+        self._measure_spectra()
         self.decision = None
         if self.plan.exchange:
             self._exchange_and_decide()
@@ -192,23 +219,47 @@ class Engine:
             self._trial = None
         self._start_iteration()
 
+    def _has_compressed(self) -> bool:
+        norm = self._statistics.input_sq
+        # A norm on a GPU is there because something was compressed; reading it would wait for the device.
+        return norm.is_cuda or float(norm) > 0 if isinstance(norm, torch.Tensor) else norm > 0
+
     def _exchange_and_decide(self) -> None:
-        probe = self._probe_seconds if self.plan.probe_rank is not None else math.nan
-        mine = [float(self.stage), self._window.value, self._window_full.value, probe, self._backward.value]
-        rows = self._gather(mine)
+        probe = math.nan
+        if self.plan.probe_rank is not None:
+            probe = sum(trial.seconds(statistics) for statistics in self._probes)
+        grid = self.controller.rank_grid
+        curve = self._curve.value or (math.nan,) * len(grid)
+        means = [self._window.value, self._window_full.value, probe, self._backward.value]
+        rows = self._gather([float(self.stage), *means, *curve])
         by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(self.stages)]
-        entropy = tuple(_mean(row[1] for row in stage) for stage in by_stage)
-        self.decision_entropy_full = tuple(_mean(row[2] for row in stage) for stage in by_stage)
-        probe_seconds = tuple(_mean(row[3] for row in stage) for stage in by_stage)
-        backward = _mean(row[4] for row in rows)
+        entropy = tuple(mean(row[1] for row in stage) for stage in by_stage)
+        self.decision_entropy_full = tuple(mean(row[2] for row in stage) for stage in by_stage)
+        probe_seconds = tuple(mean(row[3] for row in stage) for stage in by_stage)
+        backward = mean(row[4] for row in rows)
         report = Report(
             entropy=entropy,
             probe_seconds=None if self.plan.probe_rank is None else probe_seconds,
             backward_seconds=backward if math.isfinite(backward) else None,
+            error_curve=tuple(mean_curve(row[5:] for row in stage) for stage in by_stage) if grid else None,
+            gate=self._judge() if self.plan.gate else (),
         )
         self.decision = self.controller.observe(self.iteration, report)
         if self.iteration % self.config.window == 0:
-            self._window, self._window_full, self._backward = _Mean(), _Mean(), _Mean()
+            self._start_window()
+
+    def _judge(self) -> tuple[GateVerdict, ...]:
+        """Verdicts of all stages from the times of all ranks; this rank follows those of its stage from now on."""
+        assert self.gate is not None
+        groups = {label(names): names for names, _ in self._compared}
+        times = [GroupTimes(label(names), *comparison.seconds) for names, comparison in self._compared]
+        rows: list[Any] = [(self.stage, times)]
+        if dist.is_initialized():
+            rows *= dist.get_world_size(self.exchange_group)
+            dist.all_gather_object(rows, (self.stage, times), group=self.exchange_group)
+        made = verdicts(rows)
+        self.gate.follow([verdict for verdict in made if verdict.stage == self.stage], groups)
+        return made
 
     def _gather(self, values: list[float]) -> list[list[float]]:
         """The values of every rank, in rank order, the same on every rank."""
@@ -228,6 +279,8 @@ class Engine:
             "controller": self.controller.state_dict(),
             "compressor": self.compressor.state_dict(),
             "means": [[mean.total, mean.count] for mean in means],
+            "curve": [list(self._curve.totals), self._curve.count],
+            "gate": self.gate.state_dict() if self.gate is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,7 +288,10 @@ class Engine:
         self.iteration = int(state["iteration"])
         self.controller.load_state_dict(state["controller"])
         self.compressor.load_state_dict(state["compressor"])
-        self._window, self._window_full, self._backward = (_Mean(t, int(c)) for t, c in state["means"])
+        self._window, self._window_full, self._backward = (Mean(t, int(c)) for t, c in state["means"])
+        self._curve = CurveMean([float(value) for value in state["curve"][0]], int(state["curve"][1]))
+        if self.gate is not None:
+            self.gate.load_state_dict(state["gate"] or {})
         self.plan = self.controller.plan(self.iteration)
         self._start_iteration()
 
@@ -244,10 +300,3 @@ def _combined(entropies: Sequence[tuple[float, int]]) -> float:
     if not entropies:
         return math.nan
     return combine([value for value, _ in entropies], [size for _, size in entropies])
-
-
-def _mean(values: Any) -> float:
-    mean = _Mean()
-    for value in values:
-        mean.add(value)
-    return mean.value

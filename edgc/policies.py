@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from edgc.rank_model import StageModel, next_rank
@@ -39,6 +40,20 @@ def released(
     ratio = abs(entropy - previous) / abs(second - first)
     rank = r_min + (r_max - r_min) * min(1.0, ratio)
     return Target(rank, f"entropy change of {ratio:.3f} times the first one asks for rank {rank:.1f}")
+
+
+def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> Target:
+    """Ours: the smallest of ``ranks`` (ascending) whose predicted relative error is at most ``target_error``.
+
+    ``curve`` holds the squared relative error at each of them (:func:`edgc.spectral.error_curve`). The largest rank
+    where none is enough.
+    """
+    for rank, error_sq in zip(ranks, curve, strict=True):
+        if error_sq <= target_error**2:
+            why = f"predicted error {math.sqrt(error_sq):.4f} at rank {rank} meets {target_error:g}"
+            return Target(rank, why)
+    why = f"predicted error {math.sqrt(curve[-1]):.4f} at rank {ranks[-1]} does not meet {target_error:g}"
+    return Target(ranks[-1], why)
 
 
 def step(current: int, target: float, r_min: int, r_max: int, multiple: int, limit: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -115,6 +116,8 @@ class RunLog:
             r_min=made.r_min,
             r_max=made.r_max,
         )
+        for verdict in made.gate:
+            self.events.write("cost_gate", iteration=made.iteration, **asdict(verdict))
 
     def evaluation(self, iteration: int, train_loss: float, loss: float) -> None:
         """A validation loss in nats per token."""

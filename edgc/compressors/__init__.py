@@ -3,21 +3,60 @@
 from __future__ import annotations
 
 from edgc.compressors.base import Compressor, Gradient, Statistics
+from edgc.compressors.bf16 import BF16
 from edgc.compressors.channel import Channel
 from edgc.compressors.none import NoCompression
 from edgc.compressors.powersgd import PowerSGD
+from edgc.compressors.quantize import Quantize
+from edgc.compressors.randomk import RandomK
+from edgc.compressors.sign import Sign
+from edgc.compressors.topk import TopK
 from edgc.config import EDGCConfig
 
-__all__ = ["Channel", "Compressor", "Gradient", "NoCompression", "PowerSGD", "Statistics", "build"]
+__all__ = [
+    "BF16",
+    "Channel",
+    "Compressor",
+    "Gradient",
+    "NoCompression",
+    "PowerSGD",
+    "Quantize",
+    "RandomK",
+    "Sign",
+    "Statistics",
+    "TopK",
+    "build",
+]
 
 
 def build(config: EDGCConfig) -> Compressor:
     """The compressor of ``config.method``; ``edgc`` is PowerSGD whose ranks come from the controller."""
-    if config.method == "none":
-        return NoCompression()
+    smallest, feedback = config.min_compression_elements, config.error_feedback
+    match config.method:
+        case "none":
+            return NoCompression()
+        case "bf16":
+            return BF16()
+        case "topk":
+            return TopK(config.density, min_elements=smallest, error_feedback=feedback)
+        case "randomk":
+            return RandomK(config.density, min_elements=smallest, error_feedback=feedback, seed=config.seed)
+        case "quantize":
+            return Quantize(
+                config.bits,
+                config.rounding,
+                min_elements=smallest,
+                error_feedback=feedback,
+                seed=config.seed,
+            )
+        case "sign":
+            return Sign(min_elements=smallest, error_feedback=feedback)
     return PowerSGD(
-        min_elements=config.min_compression_elements,
-        error_feedback=config.error_feedback,
+        min_elements=smallest,
+        error_feedback=feedback,
         warm_start=config.warm_start,
         seed=config.seed,
+        factor_dtype=config.factor_dtype,
+        one_sided=config.one_sided,
+        error_dtype=config.error_dtype,
     )

@@ -46,7 +46,7 @@ class Statistics:
     Squared norms are of this replica's own tensors and cover what was compressed with a loss: ``gradient_sq`` of G,
     ``input_sq`` of M = G + E, ``error_sq`` of what this replica keeps; on a GPU they may be tensors, so that nobody
     waits for them. Stopwatches hold wall time on this rank, ``communicate`` only the part that nothing hid.
-    ``skipped`` counts reductions that were given up because a gradient was not finite.
+    ``skipped`` counts reductions that were given up because a gradient was not finite; also a tensor on a GPU.
     """
 
     bytes: int = 0
@@ -56,7 +56,7 @@ class Statistics:
     gradient_sq: float | Tensor = 0.0
     input_sq: float | Tensor = 0.0
     error_sq: float | Tensor = 0.0
-    skipped: int = 0
+    skipped: int | Tensor = 0
 
     def __add__(self, other: Statistics) -> Statistics:
         return Statistics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -11,13 +11,26 @@ warm-started Q, all matrices of a call sharing two messages::
     E_w = M_w - P^ Q_w^T                  what this worker did not send
 
 so that mean_w(M^ + E_w) = mean_w(M_w) at every step. The error uses the worker's own Q_w, not the mean: with M^ the
-differences between workers would pile up in the errors and never drain.
+differences between workers would pile up in the errors and never drain. Where factors are sent in fewer bits, Q_w
+stands for what of it got across (:mod:`edgc.compressors.wires`), so E_w keeps the rest.
+
+One-sided, a step sends only one factor and the other is the orthonormalised one of the step before: Q^ known and
+P_w = M_w Q^ sent, E_w = M_w - P_w Q^^T; then P^ known and Q_w = M_w^T P^ sent; and so on in turn.
+
+The statistics ||E_w||^2 = ||M_w||^2 - ||Q_w||^2 and the singular values of P^ Q_w^T, which are those of Q_w, cost no
+pass over a matrix.
+
+E and Q change after the last message, and only if everything in the call's messages was finite: otherwise the call's
+gradients all become NaN, on every worker, and the state is as it was. Under reduced precision of fp32 products
+(``torch.backends.mkldnn.matmul.fp32_precision``) P^ Q^T and P^ Q_w^T are rounded too, and sent plus kept is what came
+in only up to that.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +38,17 @@ from torch import Tensor
 
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.channel import Channel
-from edgc.compressors.none import dense_steps
+from edgc.compressors.low_rank import Batched, Passes, RowBlocks
+from edgc.compressors.norms import square_sums
+from edgc.compressors.orthogonal import Orthonormal
+from edgc.compressors.warm_start import State, keep
+from edgc.compressors.wires import finite
+from edgc.compressors.workspace import RIGHT, Group, Workspace, grouped, signature
+from edgc.config import FACTOR_DTYPES
+from edgc.errors import UserError
+
+_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}  # per entry of a factor
+_ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def compressible(shape: Sequence[int], min_elements: int) -> bool:
@@ -33,9 +56,24 @@ def compressible(shape: Sequence[int], min_elements: int) -> bool:
     return len(shape) == 2 and min(shape) > 1 and shape[0] * shape[1] >= min_elements
 
 
-def saves_bytes(shape: Sequence[int], rank: int) -> bool:
-    """Whether the two factors of this rank are smaller than the matrix."""
-    return min(rank, *shape) * (shape[0] + shape[1]) < shape[0] * shape[1]
+def saves_bytes(shape: Sequence[int], rank: int, factor_dtype: str = "fp32") -> bool:
+    """Whether the two factors of this rank, scales included, are smaller than the matrix in fp32."""
+    return min(rank, *shape) * (shape[0] + shape[1]) * _BITS[factor_dtype] < shape[0] * shape[1] * 32
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What the last compressed reduction says about the matrix M = G + E of this worker.
+
+    Attributes:
+        shape: of the matrix.
+        singular_sq: squared singular values of what was sent of it, descending, fp64, on the CPU.
+        input_sq: squared Frobenius norm of M.
+    """
+
+    shape: tuple[int, int]
+    singular_sq: Tensor
+    input_sq: float
 
 
 class PowerSGD(Compressor):
@@ -46,6 +84,12 @@ class PowerSGD(Compressor):
         error_feedback, warm_start: off only to show what they are worth.
         always_factor: also factor where that sends more bytes than the matrix (for tests).
         seed: of the first Q and of columns appended when the rank grows; must agree on all workers.
+        factor_dtype: what P and Q are sent in: ``fp32``, ``bf16``, ``int8`` or ``int4``.
+        one_sided: send P and Q in turn, one reduction a step.
+        error_dtype: what E is kept in: ``fp32`` or ``bf16``, rounded to nearest.
+
+    Raises:
+        UserError: an option has another value.
     """
 
     def __init__(
@@ -56,114 +100,203 @@ class PowerSGD(Compressor):
         warm_start: bool = True,
         always_factor: bool = False,
         seed: int = 0,
+        factor_dtype: str = "fp32",
+        one_sided: bool = False,
+        error_dtype: str = "fp32",
     ) -> None:
+        for key, value, allowed in (
+            ("factor_dtype", factor_dtype, FACTOR_DTYPES),
+            ("error_dtype", error_dtype, tuple(_ERROR_DTYPES)),
+        ):
+            if value not in allowed:
+                raise UserError(f"{key} = {value!r} is not valid", fix=f"use one of {', '.join(allowed)}")
         self.min_elements = min_elements
-        self.error_feedback = error_feedback
-        self.warm_start = warm_start
         self.always_factor = always_factor
-        self.seed = seed
-        self.errors: dict[str, Tensor] = {}
-        self.factors: dict[str, Tensor] = {}
-        self.draws = 0
+        self.factor_dtype = factor_dtype
+        self.one_sided = one_sided
+        self._state = State(
+            error_dtype=_ERROR_DTYPES[error_dtype] if error_feedback else None,
+            warm_start=warm_start,
+            seed=seed,
+            one_sided=one_sided,
+        )
+        self._workspaces: dict[str, Workspace] = {}
+        self._last: dict[str, tuple[Group, int]] = {}
+        self._orthonormal = Orthonormal()
+        self._on_cpu, self._on_gpu = RowBlocks(), Batched()
+
+    @property
+    def errors(self) -> dict[str, Tensor]:
+        """E by name, m x n."""
+        return self._state.errors
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """Q by name, n x r (one-sided: or P, m x r), with a norm of about one."""
+        return self._state.factors
 
     def steps(
         self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
     ) -> Steps:
-        matrices, dense = [], []
+        work = self._workspace(gradients, rank)
         for gradient in gradients:
-            if rank is not None and self._factors(gradient.tensor.shape, rank):
-                matrices.append(gradient)
-            else:
-                self._drain(gradient)
-                dense.append(gradient.tensor)
-        work = [self._input(gradient, statistics) for gradient in matrices]
-        bases = [
-            m @ self._start(g.name, m, min(rank or 1, *m.shape)) for g, m in zip(matrices, work, strict=True)
-        ]
-        yield from dense_steps([*bases, *dense], channel)
-        if not matrices:
+            self._last.pop(gradient.name, None)
+        plain = [gradients[i] for i in work.plain]
+        drained = [gradient for gradient in plain if gradient.name in self.errors]
+        for gradient in drained:
+            gradient.tensor.add_(self.errors[gradient.name])
+        dense = [gradient.tensor for gradient in plain]
+        if work.groups:
+            work.bind(gradients)
+            reduce = self._one_sided if self.one_sided else self._two_sided
+            ok = yield from reduce(work, dense, channel, statistics)
+        else:
+            work.dense.start(dense, channel, 0)
+            yield
+            # Without a state to protect, what is not finite may go where it goes.
+            ok = finite(work.dense.messages) if drained else torch.tensor(True)
+        if self._gives_up(ok) or (drained and not ok):
+            for gradient in gradients:
+                gradient.tensor.fill_(math.nan)
+            statistics.skipped += 1
             return
-        bases = [torch.linalg.qr(basis).Q for basis in bases]
-        own = [m.mT @ basis for m, basis in zip(work, bases, strict=True)]
-        reduced = [factor.clone() for factor in own]
-        yield from dense_steps(reduced, channel)
-        for gradient, m, basis, mine, mean in zip(matrices, work, bases, own, reduced, strict=True):
-            error = m.sub_(basis @ mine.mT)
-            statistics.error_sq += float(error.double().square().sum())
-            if self.error_feedback:
-                self.errors[gradient.name] = error
-            gradient.tensor.copy_(basis @ mean.mT)
-            if self.warm_start:
-                self._keep(gradient.name, mean)
+        if not self._decides(ok.device):
+            for message in work.dense.messages:
+                message.masked_fill_(~ok, math.nan)
+            statistics.skipped = statistics.skipped + (~ok).int()
+        work.dense.unpack()
+        for gradient in drained:
+            del self.errors[gradient.name]
+
+    def _two_sided(
+        self, work: Workspace, dense: Sequence[Tensor], channel: Channel, statistics: Statistics
+    ) -> Generator[None, None, Tensor]:
+        passes = self._passes(work.first.device)
+        for group in work.groups:
+            if group.start is not group.factors[RIGHT]:
+                # Quantised, the columns of P are to be of one scale.
+                self._orthonormalise(group.factor(RIGHT).mT, group.start.mT)
+            passes.load(group.x, group.start, group.summed)
+        yield from work.send_first(dense, work.first, channel)
+        ok = work.first_finite(work.first)
+        if self._gives_up(ok):
+            return ok
+        for group in work.groups:
+            self._orthonormalise(group.summed, group.basis)
+            passes.right_factor(group.x, group.basis, group.own)
+        left_over = [group.x.input_sq - square_sums(group.own) for group in work.groups]
+        work.second.copy_(work.own)
+        yield from work.wire.mean(work.second, channel)
+        ok = ok & finite([work.second])
+        if self._gives_up(ok):
+            return ok
+        self._finish(work, left_over, ok, statistics)
+        return ok
+
+    def _one_sided(
+        self, work: Workspace, dense: Sequence[Tensor], channel: Channel, statistics: Statistics
+    ) -> Generator[None, None, Tensor]:
+        passes = self._passes(work.first.device)
+        message, sent = work.lay_out_one_sided()
+        for group in work.groups:
+            factor = group.factor(group.side)
+            if group.side == RIGHT:
+                self._orthonormalise(factor.mT, group.basis.mT)
+                passes.load(group.x, group.basis, group.own)
+            else:
+                self._orthonormalise(factor, group.basis)
+                passes.load(group.x, None, None)
+                passes.right_factor(group.x, group.basis, group.own)
+        left_over = [group.x.input_sq - square_sums(group.own) for group in work.groups]
+        message.copy_(sent)
+        yield from work.send_first(dense, message, channel)
+        ok = work.first_finite(message)
+        if self._gives_up(ok):
+            return ok
+        self._finish(work, left_over, ok, statistics)
+        return ok
+
+    def _finish(
+        self, work: Workspace, left_over: Sequence[Tensor], ok: Tensor, statistics: Statistics
+    ) -> None:
+        """Write M^ and E, count, and keep the factor for the next step."""
+        decides = self._decides(ok.device)
+        work.subtract_kept(left_over)
+        for group, error_sq in zip(work.groups, left_over, strict=True):
+            own, mean, side = (group.basis, group.own), (group.basis, group.mean), group.side
+            if self.one_sided:
+                own, mean = (own[::-1], mean[::-1]) if side == RIGHT else (own, mean)
+                side = group.other
+            error_sq = self._passes(ok.device).store(group.x, own, mean, error_sq.clamp_(min=0), ok)
+            for key, norms in (
+                ("gradient_sq", group.x.gradient_sq),
+                ("input_sq", group.x.input_sq),
+                ("error_sq", error_sq),
+            ):
+                total = torch.where(ok, norms.sum(), 0.0)
+                setattr(statistics, key, getattr(statistics, key) + (float(total) if decides else total))
+            if keep(group.mean, group.factor(side), ok, decides):
+                group.side = side
+            self._last |= {name: (group, i) for i, name in enumerate(group.x.names)}
+        self._state.commit(work)
+
+    # On a CPU the host looks whether a message is finite, and decides. On a GPU it would have to wait; there
+    # everything goes on, and writes are masked.
+
+    def _decides(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def _gives_up(self, ok: Tensor) -> bool:
+        return self._decides(ok.device) and not ok
+
+    def _passes(self, device: torch.device) -> Passes:
+        return self._on_cpu if self._decides(device) else self._on_gpu
+
+    def _orthonormalise(self, x: Tensor, out: Tensor) -> None:
+        if self._decides(x.device):
+            self._orthonormal(x, out)
+        else:
+            self._orthonormal.without_decisions(x, out)
+
+    def _workspace(self, gradients: Sequence[Gradient], rank: int | None) -> Workspace:
+        work = self._workspaces.get(gradients[0].name)
+        if work is None or work.signature != signature(gradients, rank):
+            # A name has one workspace: others with any of these names are of buckets or ranks that are gone.
+            names = {gradient.name for gradient in gradients}
+            gone = {id(self._workspaces[name]) for name in names & self._workspaces.keys()}
+            self._workspaces = {n: w for n, w in self._workspaces.items() if id(w) not in gone}
+            factored = [g for g in gradients if rank is not None and self._factors(g.tensor.shape, rank)]
+            batches = not self._decides(gradients[0].tensor.device)
+            members = grouped(factored, batches, self._state.side)
+            groups = [self._state.group(group, rank or 1) for group in members]
+            work = Workspace(gradients, rank, groups, self.factor_dtype, self.one_sided)
+            self._workspaces |= dict.fromkeys(names, work)
+        elif not self._state.warm_start:
+            for group in work.groups:
+                self._state.begin(group)
+        return work
 
     def _factors(self, shape: Sequence[int], rank: int) -> bool:
         if not compressible(shape, self.min_elements):
             return False
-        return self.always_factor or saves_bytes(shape, rank)
+        return self.always_factor or saves_bytes(shape, rank, self.factor_dtype)
 
-    def _drain(self, gradient: Gradient) -> None:
-        """A dense reduction sends what an earlier compressed one had kept."""
-        error = self.errors.pop(gradient.name, None)
-        if error is not None:
-            gradient.tensor.add_(error.to(gradient.tensor.dtype))
+    def spectra(self) -> dict[str, Spectrum]:
+        """Spectra of the matrices that were factored in their last reduction, by name; computed when asked for.
 
-    def _input(self, gradient: Gradient, statistics: Statistics) -> Tensor:
-        """M = G + E in fp32, in memory of its own."""
-        m = gradient.tensor.to(torch.float32, copy=True)
-        statistics.gradient_sq += float(m.double().square().sum())
-        error = self.errors.get(gradient.name)
-        if error is not None:
-            m.add_(error)
-        statistics.input_sq += float(m.double().square().sum())
-        return m
-
-    def _start(self, name: str, m: Tensor, rank: int) -> Tensor:
-        """The Q to begin with, n x rank: the warm start, cut or extended to the rank."""
-        q = self.factors.get(name)
-        if q is None:
-            return self._random(name, m, rank)
-        if q.shape[1] > rank:
-            # The left singular vectors of Q are the right singular vectors of the last approximation P^ Q^T.
-            u = torch.linalg.svd(q, full_matrices=False).U
-            q = u[:, :rank]
-        elif q.shape[1] < rank:
-            basis = torch.linalg.qr(q).Q
-            fresh = self._random(name, m, rank - q.shape[1])
-            # Twice is enough: projecting once leaves rounding of the size of eps times the condition number.
-            for _ in range(2):
-                fresh = torch.linalg.qr(fresh - basis @ (basis.mT @ fresh)).Q
-            q = torch.cat([q, fresh], dim=1)
-        self.factors[name] = q
-        return q
-
-    def _random(self, name: str, m: Tensor, columns: int) -> Tensor:
-        """Orthonormal columns, the same on every worker whatever its other random numbers."""
-        self.draws += 1
-        digest = hashlib.sha256(f"{self.seed}/{self.draws}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        q = torch.randn(m.shape[1], columns, generator=generator, dtype=torch.float32)
-        q = torch.linalg.qr(q).Q.to(m.device)
-        if self.warm_start:
-            self.factors.setdefault(name, q)
-        return q
-
-    def _keep(self, name: str, q: Tensor) -> None:
-        """Scale Q to a largest entry of one, so that tiny gradients do not underflow in M Q.
-
-        One scale for all columns: their energies decide what is kept when the rank shrinks. A zero gradient leaves
-        the old Q in place: from zero it could never recover.
+        What they are computed from is overwritten by the next reduction of the same gradients.
         """
-        scale = q.abs().amax()
-        self.factors[name] = torch.where(scale > 0, q / scale.where(scale > 0, 1.0), self.factors[name])
+        found = {}
+        for name, (group, i) in self._last.items():
+            own = group.own[i].double()
+            gram = own.mT @ own if own.shape[1] == group.x.rank else own @ own.mT
+            values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).cpu()
+            found[name] = Spectrum(group.x.shape, values, float(group.x.input_sq[i]))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "errors": {name: tensor.clone() for name, tensor in self.errors.items()},
-            "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
-            "draws": self.draws,
-        }
+        return self._state.to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.errors = {name: tensor.clone() for name, tensor in state["errors"].items()}
-        self.factors = {name: tensor.clone() for name, tensor in state["factors"].items()}
-        self.draws = int(state["draws"])
+        self._state.load(state)
+        self._workspaces, self._last = {}, {}

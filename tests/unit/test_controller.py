@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from edgc.config import EDGCConfig, EntropyConfig, TimingConfig
 from edgc.controller import Controller, Decision, Plan, Report
+from edgc.cost_gate import GateVerdict
 from edgc.errors import UserError
 from edgc.rank_model import StageModel, next_rank
 
 SHAPES = [(256, 256), (256, 1024)]
 NAN = math.nan
 Probe = Callable[[int], float]
+Curves = Callable[[int, Sequence[int]], Any]
 
 
 def config(**overrides: Any) -> EDGCConfig:
@@ -35,8 +37,12 @@ def drive(
     start: int = 1,
     stop: int | None = None,
     backward: float | None = 0.04,
+    curves: Curves | None = None,
 ) -> tuple[list[Plan], list[Decision]]:
-    """Run ``start..stop``; window k reports ``entropies[k]`` for stage 0, 1 nat more per further stage."""
+    """Run ``start..stop``; window k reports ``entropies[k]`` for stage 0, 1 nat more per further stage.
+
+    ``curves(k, grid)`` is window k's error curve per stage; a cost gate that is due gets one verdict per stage.
+    """
     plans, decisions = [], []
     window = controller.config.window
     for iteration in range(start, (stop or controller.iterations) + 1):
@@ -49,7 +55,16 @@ def drive(
         seconds = None
         if plan.probe_rank is not None:
             seconds = (probe(plan.probe_rank),) * controller.stages
-        report = Report(tuple(entropy + stage for stage in range(controller.stages)), seconds, backward)
+        grid = controller.rank_grid
+        report = Report(
+            tuple(entropy + stage for stage in range(controller.stages)),
+            seconds,
+            backward,
+            error_curve=curves((iteration - 1) // window, grid) if curves and grid else None,
+            gate=tuple(GateVerdict(s, "w", 1.0, 2.0, True) for s in range(controller.stages))
+            if plan.gate
+            else (),
+        )
         decision = controller.observe(iteration, report)
         if decision is not None:
             decisions.append(decision)
@@ -163,6 +178,159 @@ def test_reasons_say_what_happened() -> None:
     assert "before warmup_fraction" in reasons({"warmup_fraction": 0.35}, [1.0])[0]
     assert "equal entropies" in reasons({"policy": "released"}, [1.0])[2]
     assert reasons({"policy": "fixed", "rank": 8}, [1.0])[-1] == "fixed rank"
+
+
+def power_law(exponents: Sequence[Sequence[float | None]]) -> Curves:
+    """Squared error (1 + rank)^-e, e per window and stage; None: no spectra. ``e`` = 1 meets 0.201 at rank 24."""
+
+    def curves(window: int, grid: Sequence[int]) -> Any:
+        row = exponents[min(window, len(exponents) - 1)]
+        return tuple(None if e is None else tuple((1 + rank) ** -e for rank in grid) for e in row)
+
+    return curves
+
+
+# Per scenario: settings, exponent per window and stage from the third window on, then the ranks of windows 3, 4, ...
+# Warm-up ends after two windows of equal entropy; the target 0.201 asks for rank 24 at e = 1, 40 at e = .87 and 8 at
+# e = 1.5.
+SPECTRAL: list[tuple[str, dict[str, Any], list[Any], list[tuple[int | None, ...]]]] = [
+    ("down to the target", {}, [[1.0]], [(64,), (56,), (48,), (40,), (32,), (24,), (24,), (24,)]),
+    ("not below r_min", {}, [[1.5]], [(64,), (56,), (48,), (40,), (32,), (24,), (16,), (16,)]),
+    ("never enough: r_max", {}, [[0.5]], [(64,)] * 8),
+    ("step limit", {"step_limit": 100}, [[1.0]], [(64,)] + [(24,)] * 7),
+    ("up again", {"step_limit": 100}, [[1.0], [1.0], [0.87]], [(64,), (24,), (24,)] + [(40,)] * 5),
+    (
+        "monotone: never up again",
+        {"step_limit": 100, "monotone": True},
+        [[0.87], [0.87], [1.0], [0.5]],
+        [(64,), (40,), (40,)] + [(24,)] * 5,
+    ),
+    ("nothing known", {}, [[None]], [(64,)] * 8),
+    ("known late", {"step_limit": 100}, [[None], [None], [1.0]], [(64,)] * 3 + [(24,)] * 5),
+    ("no spectra once", {}, [[1.0], [None], [1.0]], [(64,), (56,), (56,), (48,), (40,), (32,), (24,), (24,)]),
+    ("stages on their own", {"step_limit": 100}, [[1.0, 0.87]], [(64, 64)] + [(24, 40)] * 7),
+    ("one stage unknown", {"step_limit": 100}, [[1.0, None]], [(64, 64)] + [(24, 64)] * 7),
+    (
+        "aligned",
+        {"alignment": "given"},
+        [[1.0, 0.5]],
+        [(64, None), (56, 64), (48, 56), (40, 48), (32, 40)] + [(24, 32)] * 3,
+    ),
+    ("aligned, stage 0 unknown", {"alignment": "given"}, [[None, 1.0]], [(64, None)] * 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "exponents", "expected"), [s[1:] for s in SPECTRAL], ids=[s[0] for s in SPECTRAL]
+)
+def test_spectral(
+    overrides: dict[str, Any], exponents: list[Any], expected: list[tuple[int | None, ...]]
+) -> None:
+    timing = TimingConfig(backward_seconds=0.08, seconds_per_rank=0.01, seconds_fixed=0.3)
+    settings_ = config(policy="spectral", target_error=0.201, smoothing=1.0, timing=timing, **overrides)
+    controller = Controller(settings_, [SHAPES] * len(exponents[0]), 100)
+    # Entropy is not needed once warm-up is over.
+    _, decisions = drive(
+        controller, [1.0, 1.0, NAN], curves=power_law([[9.0] * len(exponents[0])] * 2 + exponents)
+    )
+    assert [d.ranks for d in decisions[1:9]] == expected
+    assert all(d.phase == "active" for d in decisions[1:])
+
+
+def test_spectral_is_smoothed() -> None:
+    def ranks(smoothing: float) -> list[int | None]:
+        settings_ = config(policy="spectral", target_error=0.201, smoothing=smoothing, step_limit=100)
+        curves = power_law([[1.0]] * 4 + [[0.5], [1.0]])
+        return [d.ranks[0] for d in drive(Controller(settings_, [SHAPES], 100), [1.0], curves=curves)[1]][2:]
+
+    # The fifth window alone asks for r_max; weighed by 0.1 it moves the rank a little, and is forgotten slowly.
+    assert ranks(1.0) == [24, 24, 64, 24, 24, 24, 24, 24]
+    expected = []
+    mean = {rank: 1 / (1 + rank) for rank in range(4, 65, 4)}
+    for exponent in [1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0]:
+        mean = {rank: 0.9 * old + 0.1 * (1 + rank) ** -exponent for rank, old in mean.items()}
+        expected.append(next(rank for rank in mean if mean[rank] <= 0.201**2))
+    assert ranks(0.1) == expected
+    assert 24 < expected[2] < 64 and expected[3] > 24
+
+
+def test_spectral_says_why() -> None:
+    settings_ = config(policy="spectral", target_error=0.201, smoothing=1.0)
+    _, decisions = drive(Controller(settings_, [SHAPES] * 2, 100), [1.0], curves=power_law([[1.0, None]]))
+    assert decisions[2].reason == (
+        "stage 0: predicted error 0.2000 at rank 24 meets 0.201; rank 64 -> 56; "
+        "stage 1: no spectra in this window, rank unchanged"
+    )
+    _, decisions = drive(Controller(settings_, [SHAPES], 100), [1.0], curves=power_law([[0.5]]))
+    assert "predicted error 0.3522 at rank 64 does not meet 0.201; rank 64 -> 64" in decisions[2].reason
+
+
+def test_the_rank_grid_is_asked_for_only_while_it_is_used() -> None:
+    controller = Controller(config(policy="spectral", r_max=16), [SHAPES], 100)
+    assert controller.rank_grid == ()
+    drive(controller, [1.0], stop=20)
+    assert controller.phase == "active"
+    assert controller.rank_grid == (4, 8, 12, 16)
+    other = Controller(config(), [SHAPES], 100)
+    drive(other, [1.0], stop=20)
+    assert other.rank_grid == ()
+
+
+def test_a_curve_of_another_grid_is_refused() -> None:
+    controller = Controller(config(policy="spectral"), [SHAPES], 100)
+    with pytest.raises(ValueError):
+        drive(controller, [1.0], curves=lambda window, grid: ((0.5, 0.1),))
+
+
+@pytest.mark.parametrize("method", ["bf16", "topk", "randomk", "quantize", "sign", "powersgd"])
+def test_other_methods_compress_from_the_first_iteration(method: str) -> None:
+    controller = Controller(EDGCConfig(method=method, rank=6), [[], []], 30)
+    assert controller.plan(1) == Plan("active", (6, 6), None, False)
+    assert Controller(EDGCConfig(method="quantize"), [[]], 30).plan(1).ranks == (1,)
+
+
+def test_the_cost_gate_measures_on_its_schedule() -> None:
+    settings_ = EDGCConfig(method="powersgd", rank=6, cost_gate=True, gate_interval=7, window=5)
+    plans, decisions = drive(Controller(settings_, [SHAPES], 30), [NAN])
+    measured = [i for i, plan in enumerate(plans, start=1) if plan.gate]
+    assert measured == [1, 8, 15, 22, 29]
+    assert [i for i, plan in enumerate(plans, start=1) if plan.exchange] == measured
+    assert [d.iteration for d in decisions] == measured
+    assert all(d.gate == (GateVerdict(0, "w", 1.0, 2.0, True),) for d in decisions)
+    assert all(d.reason == "cost gate: compression is faster for 1 of 1 groups" for d in decisions)
+    assert all(math.isnan(d.entropy[0]) for d in decisions)
+
+
+def test_the_cost_gate_measures_again_when_the_rank_has_changed() -> None:
+    settings_ = config(cost_gate=True, gate_interval=25)
+    plans, decisions = drive(Controller(settings_, [SHAPES], 100), [1.0, 1.0, 0.0, 0.0, 1.0])
+    # Active from 21; the rank moves at 30 and 40 and back up at 50 and 60; 86 is 25 after 61.
+    assert [d.ranks[0] for d in decisions if d.iteration % 10 == 0][1:6] == [64, 56, 48, 56, 64]
+    assert [i for i, plan in enumerate(plans, start=1) if plan.gate] == [21, 31, 41, 51, 61, 86]
+    assert all(plan.exchange for plan in plans if plan.gate)
+
+
+def test_without_compression_there_is_nothing_to_gate() -> None:
+    plans, decisions = drive(Controller(EDGCConfig(method="none", cost_gate=True), [SHAPES], 30), [1.0])
+    assert not any(plan.gate or plan.exchange for plan in plans)
+    assert decisions == []
+
+
+def test_a_gate_without_verdicts_decides_nothing() -> None:
+    settings_ = EDGCConfig(method="powersgd", rank=6, cost_gate=True)
+    controller = Controller(settings_, [SHAPES], 30)
+    assert controller.observe(1, Report((NAN,))) is None
+    assert not controller.plan(2).gate
+
+
+def test_a_probe_that_was_given_up_is_timed_again() -> None:
+    controller = Controller(config(r_max=None, search_start=1, search_repeats=1), [[(256, 256)]] * 2, 100)
+    controller.observe(1, Report((NAN, NAN), (0.5, 0.5)))
+    assert controller.plan(2).probe_rank == 4
+    assert controller.observe(2, Report((NAN, NAN), (0.1, NAN))) is None
+    assert controller.plan(3).probe_rank == 4
+    controller.observe(3, Report((NAN, NAN), (0.1, 0.1)))
+    assert controller.plan(4).probe_rank == 8
 
 
 @pytest.mark.parametrize("method", ["none", "powersgd"])
@@ -352,6 +520,7 @@ def test_refuses_a_state_of_another_run() -> None:
     for other in (
         Controller(config(), [SHAPES], 100),
         Controller(config(r_max=None), [SHAPES] * 2, 100),
+        Controller(config(policy="spectral"), [SHAPES] * 2, 100),
     ):
         with pytest.raises(UserError, match="does not fit"):
             other.load_state_dict(state)
@@ -360,14 +529,14 @@ def test_refuses_a_state_of_another_run() -> None:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[EDGCConfig, int, int, list[float], Probe]:
-    """Settings, stages, iterations, entropy per window, and a timing function that repeats."""
+def runs(draw: st.DrawFn) -> tuple[EDGCConfig, int, int, list[float], Probe, Curves]:
+    """Settings, stages, iterations, entropy per window, a timing function that repeats, and error curves."""
     multiple = draw(st.sampled_from([1, 2, 4, 8]))
     r_max = draw(st.none() | st.integers(1, 200 // multiple).map(lambda k: k * multiple))
     r_min = draw(st.none() | st.integers(1, 200 // multiple).map(lambda k: k * multiple))
     if r_max is not None and r_min is not None:
         r_min = min(r_min, r_max)
-    policy = draw(st.sampled_from(["cqm", "released", "fixed"]))
+    policy = draw(st.sampled_from(["cqm", "released", "fixed", "spectral"]))
     warmup = draw(st.floats(0, 0.5))
     window = draw(st.integers(1, 12))
     settings_ = EDGCConfig(
@@ -392,17 +561,25 @@ def runs(draw: st.DrawFn) -> tuple[EDGCConfig, int, int, list[float], Probe]:
             seconds_uncompressed=draw(st.floats(0, 5)),
         ),
         entropy=EntropyConfig(),
+        target_error=draw(st.floats(0.01, 1)),
+        smoothing=draw(st.floats(0.01, 1)),
+        monotone=draw(st.booleans()),
+        cost_gate=draw(st.booleans()),
+        gate_interval=draw(st.integers(1, 40)),
     )
     near, far = st.floats(-3, 3), st.floats(allow_nan=True, allow_infinity=True)
     entropies = draw(st.lists(st.one_of(near, near, near, far), min_size=1, max_size=30))
     dense, slope = draw(st.floats(0, 3)), draw(st.floats(-0.01, 0.05))
     iterations = draw(st.integers(window + 1, 150))
+    stages = draw(st.integers(1, 4))
+    exponents = st.lists(st.none() | st.floats(0, 2), min_size=stages, max_size=stages)
     return (
         settings_,
-        draw(st.integers(1, 4)),
+        stages,
         iterations,
         entropies,
         lambda r: max(0.0, 0.2 + slope * r) if r else dense,
+        power_law(draw(st.lists(exponents, min_size=1, max_size=30))),
     )
 
 
@@ -412,10 +589,10 @@ def build(settings_: EDGCConfig, stages: int, iterations: int) -> Controller:
 
 @settings(max_examples=300, deadline=None)
 @given(run=runs())
-def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], Probe]) -> None:
-    settings_, stages, iterations, entropies, probe = run
+def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], Probe, Curves]) -> None:
+    settings_, stages, iterations, entropies, probe, curves = run
     controller = build(settings_, stages, iterations)
-    plans, decisions = drive(controller, entropies, probe=probe)
+    plans, decisions = drive(controller, entropies, probe=probe, curves=curves)
     window, multiple = settings_.window, settings_.rank_multiple
     fixed = settings_.policy == "fixed"
     for iteration, plan in enumerate(plans, start=1):
@@ -443,6 +620,16 @@ def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], 
         assert abs(new - old) <= settings_.step_limit
     if moves:
         assert moves[0] == (settings_.rank if fixed else controller.r_max)
+    if settings_.monotone and settings_.policy == "spectral":
+        assert all(new <= old for old, new in pairwise(moves) if old is not None and new is not None)
+    gated = [i for i, plan in enumerate(plans, start=1) if plan.gate]
+    assert not gated or settings_.cost_gate
+    for iteration, plan in enumerate(plans, start=1):
+        if settings_.cost_gate and plan.phase == "active":
+            last = max((i for i in gated if i <= iteration), default=None)
+            assert last is not None
+            assert iteration - last < settings_.gate_interval
+            assert plans[last - 1].ranks == plan.ranks
     ends = [d.iteration for d in decisions if d.iteration % window == 0]
     if not any(p.phase == "disabled" for p in plans) and controller.phase != "disabled":
         assert ends == list(range(window, iterations + 1, window))
@@ -450,28 +637,28 @@ def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], 
 
 @settings(max_examples=100, deadline=None)
 @given(run=runs())
-def test_same_numbers_same_decisions(run: tuple[EDGCConfig, int, int, list[float], Probe]) -> None:
-    settings_, stages, iterations, entropies, probe = run
-    first = drive(build(settings_, stages, iterations), entropies, probe=probe)
-    second = drive(build(settings_, stages, iterations), entropies, probe=probe)
+def test_same_numbers_same_decisions(run: tuple[EDGCConfig, int, int, list[float], Probe, Curves]) -> None:
+    settings_, stages, iterations, entropies, probe, curves = run
+    first = drive(build(settings_, stages, iterations), entropies, probe=probe, curves=curves)
+    second = drive(build(settings_, stages, iterations), entropies, probe=probe, curves=curves)
     assert repr(first) == repr(second)  # repr: nan is equal to itself
 
 
 @settings(max_examples=150, deadline=None)
 @given(run=runs(), where=st.floats(0, 1))
 def test_a_resumed_run_decides_as_one_that_never_stopped(
-    run: tuple[EDGCConfig, int, int, list[float], Probe], where: float
+    run: tuple[EDGCConfig, int, int, list[float], Probe, Curves], where: float
 ) -> None:
-    settings_, stages, iterations, entropies, probe = run
-    whole = drive(build(settings_, stages, iterations), entropies, probe=probe)
+    settings_, stages, iterations, entropies, probe, curves = run
+    whole = drive(build(settings_, stages, iterations), entropies, probe=probe, curves=curves)
     cut = round(where * (iterations - 1))
     controller = build(settings_, stages, iterations)
-    before = drive(controller, entropies, probe=probe, stop=cut) if cut else ([], [])
+    before = drive(controller, entropies, probe=probe, curves=curves, stop=cut) if cut else ([], [])
     saved = json.dumps(controller.state_dict(), allow_nan=False)
     resumed = build(settings_, stages, iterations)
     resumed.load_state_dict(json.loads(saved))
     assert json.dumps(resumed.state_dict()) == saved
-    after = drive(resumed, entropies, probe=probe, start=cut + 1)
+    after = drive(resumed, entropies, probe=probe, curves=curves, start=cut + 1)
     assert repr((before[0] + after[0], before[1] + after[1])) == repr(whole)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +43,39 @@ def test_released(
     target = policies.released(16, 64, first, second, previous, entropy)
     assert target.rank == (None if expected is None else pytest.approx(expected))
     assert target.reason
+
+
+@pytest.mark.parametrize(
+    ("target_error", "expected"),
+    [
+        (0.9, 4),
+        (0.5, 8),  # exactly the square of 0.5
+        (0.49, 12),
+        (0.3, 12),
+        (0.2, 16),
+        (0.05, 16),  # none is enough: the largest
+        (1.0, 4),
+    ],
+)
+def test_spectral_takes_the_smallest_rank_that_is_enough(target_error: float, expected: int) -> None:
+    target = policies.spectral((0.64, 0.25, 0.09, 0.04), (4, 8, 12, 16), target_error)
+    assert target.rank == expected
+    assert ("does not meet" in target.reason) == (target_error < 0.2)
+    assert f"at rank {expected}" in target.reason
+
+
+@given(
+    drops=st.lists(st.floats(0, 1), min_size=1, max_size=20),
+    target=st.floats(0.01, 1),
+    stricter=st.floats(0, 1),
+)
+def test_a_stricter_target_never_asks_for_less(drops: list[float], target: float, stricter: float) -> None:
+    curve = list(accumulate(drops, operator.mul))
+    ranks = range(4, 4 * len(curve) + 1, 4)
+    loose, strict = (policies.spectral(curve, ranks, t).rank for t in (target, target * stricter))
+    assert loose is not None
+    assert strict is not None
+    assert strict >= loose
 
 
 @pytest.mark.parametrize(

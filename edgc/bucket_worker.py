@@ -1,0 +1,176 @@
+"""The thread that reduces the buckets of one model while backward goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.compressors import Gradient
+from edgc.controller import Decision
+from edgc.engine import Engine, Iteration
+from edgc.errors import UserError
+from edgc.in_order import InOrder
+
+Log = Callable[[Iteration, Decision | None], None]
+Layout = list[list[str]]
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that become ready together; ``future`` gets ``buffer``, which they are views of, once averaged.
+
+    ``last`` is DDP's word that this one closes the iteration; in the first iteration of a static graph, where DDP
+    numbers every bucket 0, it says so of none. On a GPU ``ready`` is reached when the gradients have been computed.
+    """
+
+    last: bool
+    gradients: list[Gradient]
+    buffer: Tensor
+    future: torch.futures.Future[Any]
+    ready: torch.cuda.Event | None = None
+
+
+class BucketWorker:
+    """Takes buckets in the order of :meth:`put`; collectives start in an order that follows from it alone.
+
+    Args:
+        engine: used by this thread alone while buckets are under way.
+        group: used by this thread alone, so that no other collective can come between.
+        device: of the gradients.
+        parameters: number of gradients in an iteration.
+
+    Attributes:
+        log: called in this thread at the end of every iteration, before its last future is set.
+        error: what stopped the worker; every later bucket gets it. None while all is well.
+        skipped: reductions given up so far because a gradient was not finite.
+        layout: names of the gradients per reduction in the last iteration.
+    """
+
+    def __init__(
+        self, engine: Engine, group: dist.ProcessGroup | None, device: torch.device, parameters: int
+    ) -> None:
+        self.engine = engine
+        self.group = group
+        self.parameters = parameters
+        self.log: Log | None = None
+        self.error: Exception | None = None
+        self.skipped: int | Tensor = 0
+        self.layout: Layout = []
+        self._replay: Layout = []
+        self._replays = 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pipeline: InOrder[Bucket | None] = InOrder()
+        self._held: list[Bucket] = []
+        self._unfinished: list[Bucket] = []
+        self._current: Layout = []
+        self._seen: set[str] = set()
+        self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="edgc-buckets", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an iteration has begun and not ended."""
+        return bool(self._seen) and self.error is None
+
+    def replay(self, layout: Layout) -> None:
+        """Reduce the gradients of the next iterations in these groups, until DDP has settled its buckets.
+
+        DDP cuts buckets anew after the first or, in a static graph, second iteration of a process. That changes
+        nothing but the rounding of sums; with the groups of the run that was saved, a resumed one is the same bit for
+        bit. Buckets that fit are taken as they come, the others wait for the last one.
+        """
+        self._replay, self._replays = layout, 2 if layout else 0
+
+    def put(self, bucket: Bucket) -> None:
+        self._queue.put(bucket)
+
+    def stop(self) -> None:
+        """End the thread after the buckets it has; waits at most a second, for it may hang on a lost peer."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            while (bucket := self._queue.get()) is not None:
+                self._unfinished.append(bucket)
+                try:
+                    if self.error is None:
+                        self._take(bucket)
+                except Exception as error:
+                    self.error = self._described(error)
+                if self.error is not None:
+                    self._pipeline.close()
+                    while self._unfinished:
+                        self._unfinished.pop(0).future.set_exception(self.error)
+
+    def _take(self, bucket: Bucket) -> None:
+        """Start the reduction of a bucket; after the last one, finish the iteration."""
+        names = [gradient.name for gradient in bucket.gradients]
+        if not self._seen.isdisjoint(names):
+            raise RuntimeError(f"{names[0]} came again before all gradients of the iteration had come")
+        self._seen.update(names)
+        bucket.last = bucket.last or len(self._seen) == self.parameters
+        if self.stream is not None and bucket.ready is not None:
+            self.stream.wait_event(bucket.ready)
+        done = len(self._current)
+        if self._held or (self._replays and self._replay[done : done + 1] != [names]):
+            self._held.append(bucket)
+        else:
+            self._start(bucket.gradients, bucket)
+        if bucket.last:
+            self._finish_iteration()
+
+    def _start(self, gradients: list[Gradient], bucket: Bucket | None) -> None:
+        self._current.append([gradient.name for gradient in gradients])
+        self._finished(self._pipeline.start(bucket, self.engine.exchange(gradients, self.group)))
+
+    def _finished(self, buckets: list[Bucket | None]) -> None:
+        """Hand over averaged buckets, but for the last of the iteration."""
+        for bucket in buckets:
+            if bucket is not None and not bucket.last:
+                self._unfinished.remove(bucket)
+                bucket.future.set_result(bucket.buffer)
+
+    def _finish_iteration(self) -> None:
+        if self._held:
+            gradients = {gradient.name: gradient for bucket in self._held for gradient in bucket.gradients}
+            rest = self._replay[len(self._current) :]
+            if set(gradients) != {name for names in rest for name in names}:
+                what = "the saved state is of a model with other parameters"
+                raise UserError(what, fix="load it into the model it was saved from")
+            for names in rest:
+                self._start([gradients[name] for name in names], None)
+        self._finished(self._pipeline.drain())
+        self.engine.end_iteration()
+        assert self.engine.last is not None
+        self.skipped += self.engine.last.statistics.skipped
+        if self.log is not None:
+            self.log(self.engine.last, self.engine.decision)
+        # Everything about this iteration is settled before backward can return.
+        self.layout, self._current, self._replays = self._current, [], max(0, self._replays - 1)
+        self._held.clear()
+        self._seen.clear()
+        unfinished, self._unfinished = self._unfinished, []
+        for bucket in unfinished:
+            bucket.future.set_result(bucket.buffer)
+
+    def _described(self, error: Exception) -> Exception:
+        """The error in one line, with where it happened; a mistake of the user's as it is."""
+        if isinstance(error, UserError):
+            return error
+        reason = " ".join(str(error).split()) or "no message"
+        described = RuntimeError(
+            f"edgc: gradient reduction stopped on rank {dist.get_rank(self.group)} in iteration "
+            f"{self.engine.iteration}: {type(error).__name__}: {reason}"
+        )
+        described.__cause__ = error
+        return described

@@ -1,0 +1,221 @@
+"""PowerSGD's passes over whole matrices, as few as there can be, once for a CPU and once for a GPU.
+
+On a CPU the time goes where memory does. So a pass walks over blocks of rows that stay in the last-level cache while
+everything is done with them, and nothing is written to memory of its own: M = G + E takes the place of G in the
+gradient's buffer where that is fp32 without gaps. E stays as it was until :meth:`Passes.store`, so a reduction can be
+given up at any time before.
+
+Factors are left [B, m, r] and right [B, r, n], for B matrices [m, n] of one shape; all products then run along rows.
+B is 1 on a CPU, where batches gain nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from edgc.compressors.norms import square_sum, square_sums
+
+# Entries of a block: 2 MiB of fp32, measured best of 0.5 to 8 MiB. At least so many rows: for fewer, packing the right
+# factor anew for every block takes longer than the product.
+_BLOCK, _ROWS = 1 << 19, 32
+# Share of ||M||^2 below which ||M||^2 - ||Q||^2 would be made of rounding, and ||E||^2 is added up instead.
+_CANCELLED = 1e-3
+
+Factors = tuple[Tensor, Tensor]  # left, right
+
+
+class Matrices:
+    """Matrices of one shape that are factored together in one call.
+
+    Attributes:
+        names, shape, rank: of the parameters; m x n; r <= min(m, n).
+        error: [B, m, n], E in its own type; None without error feedback.
+        gradients: of this call, one a name.
+        m: [B, m, n], fp32, G and then M; ``in_place`` if that is the gradients' own memory.
+        gradient_sq, input_sq: squared norms of G and M, [B], fp64.
+    """
+
+    def __init__(self, names: Sequence[str], shape: tuple[int, int], rank: int, error: Tensor | None) -> None:
+        self.names, self.shape, self.rank, self.error = tuple(names), shape, rank, error
+        self.gradients: Sequence[Tensor] = ()
+        self.m = torch.empty(0)
+        self.in_place = False
+        self.gradient_sq = self.input_sq = torch.empty(0)
+        self._memory: Tensor | None = None
+
+    def bind(self, gradients: Sequence[Tensor]) -> None:
+        """Take the gradients of a call."""
+        self.gradients = gradients
+        batch = batch_view(gradients)
+        self.in_place = batch is not None
+        if batch is None:
+            if self._memory is None:
+                size = (len(gradients), *self.shape)
+                self._memory = torch.empty(size, dtype=torch.float32, device=gradients[0].device)
+            batch = self._memory
+        self.m = batch
+
+
+def batch_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """fp32 matrices of one shape that lie in one storage at equal distances, as one [B, m, n]; None if they do not."""
+    first = tensors[0]
+    place = first.untyped_storage().data_ptr()
+    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(tensors)} or {first.numel()}
+    if (
+        any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors)
+        or any(t.untyped_storage().data_ptr() != place for t in tensors)
+        or len(steps) > 1
+        or min(steps) < first.numel()
+    ):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (*steps, first.shape[1], 1), first.storage_offset())
+
+
+class Passes(Protocol):
+    """The three passes over the matrices of a call."""
+
+    def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
+        """M = G + E and the norms; with factors given, left = M right^T."""
+
+    def right_factor(self, x: Matrices, left: Tensor, out: Tensor) -> None:
+        """out = left^T M."""
+
+    def store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
+        """E = M - product of ``own`` and G = product of ``mean``; M is gone afterwards.
+
+        What a gradient's type cannot hold of the product goes to E.
+
+        Args:
+            error_sq: ||E||^2 as it follows from ||M||^2 - ||own||^2, [B].
+            finite: whether ``mean`` is. On a CPU it must be; on a GPU, where nobody looks, E stays as it was and G
+                becomes NaN if it is not.
+
+        Returns:
+            ``error_sq``; on a CPU exact also where that difference is small.
+        """
+
+
+class RowBlocks:
+    """The passes on a CPU, block by block."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0)
+
+    def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
+        gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
+        for i, rows in _blocks(x):
+            block = x.m[i, rows]
+            if not x.in_place:
+                block.copy_(x.gradients[i][rows])
+            norm = square_sum(block.view(-1))
+            gradient_sq[i] += norm
+            if x.error is not None:
+                block.add_(self._fp32(x.error[i, rows]))
+                norm = square_sum(block.view(-1))
+            input_sq[i] += norm
+            if right is not None and left is not None:
+                torch.mm(block, right[i].mT, out=left[i, rows])
+        x.gradient_sq, x.input_sq = (torch.tensor(n, dtype=torch.float64) for n in (gradient_sq, input_sq))
+
+    def right_factor(self, x: Matrices, left: Tensor, out: Tensor) -> None:
+        for matrix, basis, factor in zip(x.m, left, out, strict=True):
+            torch.mm(basis.mT, matrix, out=factor)
+
+    def store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
+        cancelled = (error_sq < _CANCELLED * x.input_sq).tolist()
+        measured = [0.0] * len(x.names)
+        narrow = x.gradients[0].dtype != torch.float32
+        for i, rows in _blocks(x):
+            block, gradient = x.m[i, rows], x.gradients[i][rows]
+            if x.error is not None or cancelled[i]:
+                block.addmm_(own[0][i, rows], own[1][i], alpha=-1)
+                if cancelled[i]:
+                    measured[i] += square_sum(block.view(-1))
+            left, right = mean[0][i, rows], mean[1][i]
+            if narrow:
+                result = torch.mm(left, right, out=self._room(block))
+                block.add_(result)
+                gradient.copy_(_within(result, gradient.dtype))
+                block.sub_(result.copy_(gradient))
+            if x.error is not None:
+                x.error[i, rows].copy_(block)
+            if not narrow:
+                torch.mm(left, right, out=block)
+                if not x.in_place:
+                    gradient.copy_(block)
+        known = zip(error_sq.tolist(), cancelled, measured, strict=True)
+        return torch.tensor([exact if small else error for error, small, exact in known], dtype=torch.float64)
+
+    def _fp32(self, block: Tensor) -> Tensor:
+        return block if block.dtype == torch.float32 else self._room(block).copy_(block)
+
+    def _room(self, block: Tensor) -> Tensor:
+        if self._scratch.numel() < block.numel():
+            self._scratch = torch.empty(max(_BLOCK, block.numel()))
+        return self._scratch[: block.numel()].view(block.shape)
+
+
+def _blocks(x: Matrices) -> Iterator[tuple[int, slice]]:
+    """Every matrix by its index, in slices of rows."""
+    rows, columns = x.shape
+    height = max(_ROWS, _BLOCK // columns)
+    return (
+        (i, slice(start, min(start + height, rows)))
+        for i in range(len(x.names))
+        for start in range(0, rows, height)
+    )
+
+
+def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 ``x``, clamped in place to the largest values of ``dtype``."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return x.clamp_(-limit, limit)
+
+
+class Batched:
+    """The passes on a GPU, whole matrices, several at once; the host waits for nothing."""
+
+    def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
+        if not x.in_place:
+            for gradient, m in zip(x.gradients, x.m, strict=True):
+                m.copy_(gradient)
+        x.gradient_sq = x.input_sq = square_sums(x.m)
+        if x.error is not None:
+            x.m.add_(x.error)
+            x.input_sq = square_sums(x.m)
+        if right is not None and left is not None:
+            torch.bmm(x.m, right.mT, out=left)
+
+    def right_factor(self, x: Matrices, left: Tensor, out: Tensor) -> None:
+        torch.bmm(left.mT, x.m, out=out)
+
+    def store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
+        if x.error is not None:
+            x.m.baddbmm_(*own, alpha=-1)
+        left, right = mean
+        right.masked_fill_(~finite, math.nan)
+        narrow = x.gradients[0].dtype != torch.float32
+        if narrow:
+            for i, gradient in enumerate(x.gradients):
+                result = left[i] @ right[i]
+                x.m[i].add_(result)
+                gradient.copy_(_within(result, gradient.dtype))
+                x.m[i].sub_(gradient)
+        if x.error is not None:
+            # Another type than fp32 comes through fp32 as it was.
+            out = x.error if x.error.dtype == torch.float32 else x.m
+            torch.where(finite, x.m, x.error, out=out)
+            if out is not x.error:
+                x.error.copy_(out)
+        if not narrow:
+            torch.bmm(left, right, out=x.m)
+            if not x.in_place:
+                for gradient, m in zip(x.gradients, x.m, strict=True):
+                    gradient.copy_(m)
+        return error_sq

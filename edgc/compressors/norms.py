@@ -1,0 +1,38 @@
+"""Squared norms of fp32 matrices at any scale, without a copy in memory; on a GPU without waiting for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Squares of so many entries are added in fp32, their sums in fp64: relative error below 1e-6.
+_SUM = 1 << 18
+# Outside this range squares may have left that of fp32.
+_SMALLEST, _LARGEST = 1e-24, 1e36
+# Entries that are converted to fp64 at a time.
+_FEW = 4096
+
+
+def square_sum(vector: Tensor) -> float:
+    """The squared norm of a flat fp32 tensor on a CPU."""
+    total = 0.0
+    for start in range(0, vector.numel(), _SUM):
+        part = vector[start : start + _SUM]
+        value = float(torch.dot(part, part))
+        total += value if _SMALLEST < value < _LARGEST else _careful_sum(part)
+    return total
+
+
+def _careful_sum(vector: Tensor) -> float:
+    low, high = torch.aminmax(vector)
+    if not low and not high:
+        return 0.0
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in vector.split(_FEW))
+
+
+def square_sums(batch: Tensor) -> Tensor:
+    """The squared norm of every ``batch[i]``, fp64; each contiguous or the transpose of a contiguous matrix."""
+    if batch.device.type != "cpu":
+        return torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float64).square()
+    flat = ((x if x.is_contiguous() else x.mT).reshape(-1) for x in batch)
+    return torch.tensor([square_sum(x) for x in flat], dtype=torch.float64)

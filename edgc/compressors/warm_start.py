@@ -1,0 +1,181 @@
+"""What PowerSGD keeps from step to step: error feedback, and the factor that its power iteration begins with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgc.compressors.base import Gradient
+from edgc.compressors.low_rank import Matrices
+from edgc.compressors.norms import square_sums
+from edgc.compressors.workspace import RIGHT, Group, Workspace
+from edgc.errors import UserError
+
+
+def random_factor(seed: int, draw: int, name: str, length: int, rank: int) -> Tensor:
+    """Orthonormal columns, length x rank, that depend on the arguments alone: the same on every worker."""
+    digest = hashlib.sha256(f"{seed}/{draw}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.linalg.qr(torch.randn(length, rank, generator=generator, dtype=torch.float32)).Q
+
+
+def cut(factor: Tensor, rank: int) -> Tensor:
+    """The leading directions of a factor, length x r, by energy.
+
+    The left singular vectors of Q are the right singular vectors of the last approximation P^ Q^T.
+    """
+    u: Tensor = torch.linalg.svd(factor, full_matrices=False).U
+    return u[:, :rank]
+
+
+def extend(factor: Tensor, fresh: Tensor) -> Tensor:
+    """``factor`` with the columns of ``fresh`` appended, made orthonormal and orthogonal to it."""
+    basis, fresh = torch.linalg.qr(factor).Q, fresh.to(factor.device)
+    # Twice is enough: projecting once leaves rounding of the size of eps times the condition number.
+    for _ in range(2):
+        fresh = torch.linalg.qr(fresh - basis @ (basis.mT @ fresh)).Q
+    return torch.cat([factor, fresh], dim=1)
+
+
+def keep(mean: Tensor, factor: Tensor, finite: Tensor, decide: bool) -> bool:
+    """``factor`` becomes ``mean``, both [B, ., .], scaled by a power of two to a norm of about one each.
+
+    So no scale of the gradients underflows in M Q, and no bit changes. A zero matrix leaves the old factor: from zero
+    it could never recover; and so does one that is not finite, if ``decide`` is off and nobody has looked before.
+
+    Returns:
+        Whether all of ``factor`` was replaced; without ``decide`` always True.
+    """
+    norms = square_sums(mean)
+    if not decide:
+        # The exponents of norms that are not finite or zero do not matter.
+        scale = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None]
+        good = ((norms > 0) & finite)[:, None, None]
+        torch.where(good, mean * scale, factor, out=factor)
+        return True
+    for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
+        if norm > 0:
+            torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
+    return bool((norms > 0).all())
+
+
+class State:
+    """Error feedback and warm start of one worker, by parameter name.
+
+    While a workspace is in use the tensors are views into it.
+
+    Args:
+        error_dtype: of E; None for no error feedback.
+        warm_start: whether factors are kept.
+        seed: of random columns.
+        one_sided: whether factors are of both sides in turn.
+
+    Attributes:
+        errors: E, m x n.
+        factors: Q, n x r (one-sided: or P, m x r), with a norm of about one.
+        sides: one-sided, which of them it is.
+        draws: how often random columns were drawn.
+    """
+
+    def __init__(
+        self, *, error_dtype: torch.dtype | None, warm_start: bool, seed: int, one_sided: bool
+    ) -> None:
+        self.error_dtype, self.warm_start, self.seed, self.one_sided = (
+            error_dtype,
+            warm_start,
+            seed,
+            one_sided,
+        )
+        self.errors: dict[str, Tensor] = {}
+        self.factors: dict[str, Tensor] = {}
+        self.sides: dict[str, int] = {}
+        self.draws: dict[str, int] = {}
+
+    def side(self, name: str) -> int:
+        """Of the factor to begin with."""
+        return self.sides.get(name, RIGHT)
+
+    def group(self, members: Sequence[Gradient], rank: int) -> Group:
+        """Matrices of one shape with their state, in memory of their own or taken over.
+
+        Raises:
+            UserError: the state is of matrices of other shapes.
+        """
+        shapes = [gradient.tensor.shape for gradient in members]
+        rows, columns = shapes[0]
+        rank, device, count = min(rank, rows, columns), members[0].tensor.device, len(members)
+        error = None
+        if self.error_dtype is not None:
+            kept = [self.errors.get(gradient.name) for gradient in members]
+            for gradient, old in zip(members, kept, strict=True):
+                if old is not None and old.shape != gradient.tensor.shape:
+                    what = f"error feedback of {gradient.name} is {tuple(old.shape)}, its gradient {(rows, columns)}"
+                    raise UserError(what, fix="load the compressor's state of this very model")
+            if count == 1 and kept[0] is not None and kept[0].device == device:
+                error = kept[0][None]
+            else:
+                error = torch.zeros(count, rows, columns, dtype=self.error_dtype, device=device)
+                for mine, old in zip(error, kept, strict=True):
+                    if old is not None:
+                        mine.copy_(old)
+        x = Matrices([gradient.name for gradient in members], (rows, columns), rank, error)
+        left = torch.empty(count, rows, rank, device=device) if self.one_sided else None
+        right = torch.empty(count, rank, columns, device=device)
+        group = Group(x, (left, right), self.side(members[0].name))
+        self.begin(group)
+        return group
+
+    def begin(self, group: Group) -> None:
+        """The factors to begin with: the warm start, cut or extended to the rank, or random columns."""
+        length, rank = group.x.shape[group.side], group.x.rank
+        for name, factor in zip(group.x.names, group.factor(group.side), strict=True):
+            q, draw = self.factors.get(name), self.draws.get(name, 0) + 1
+            missing = rank - (0 if q is None else q.shape[1])
+            if missing > 0:
+                fresh = random_factor(self.seed, draw, name, length, missing)
+                q = fresh if q is None else extend(q, fresh)
+                group.drawn.add(name)
+            elif missing < 0 and q is not None:
+                q = cut(q, rank)
+            assert q is not None
+            (factor.mT if group.side == RIGHT else factor).copy_(q)
+
+    def commit(self, work: Workspace) -> None:
+        """Refer to what a reduction has left in its workspace."""
+        for group in work.groups:
+            for i, name in enumerate(group.x.names):
+                if name in group.drawn:
+                    self.draws[name] = self.draws.get(name, 0) + 1
+                if group.x.error is not None and not work.registered:
+                    self.errors[name] = group.x.error[i]
+                if self.warm_start and (self.one_sided or not work.registered):
+                    factor = group.factor(group.side)[i]
+                    self.factors[name] = factor.mT if group.side == RIGHT else factor
+                    if self.one_sided:
+                        self.sides[name] = group.side
+            group.drawn.clear()
+        work.registered = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy of everything."""
+        return {
+            "errors": {name: tensor.clone() for name, tensor in self.errors.items()},
+            "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
+            "sides": dict(self.sides),
+            "draws": dict(self.draws),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Copy everything from :meth:`to_dict`; workspaces made before are no longer of use."""
+        errors = state["errors"].items()
+        self.errors = {
+            name: tensor.to(self.error_dtype or tensor.dtype, copy=True) for name, tensor in errors
+        }
+        self.factors = {name: tensor.clone() for name, tensor in state["factors"].items()}
+        self.sides = dict(state["sides"])
+        self.draws = dict(state["draws"])

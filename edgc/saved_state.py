@@ -1,0 +1,102 @@
+"""Which saved state a rank goes on from, also when the number of ranks has changed.
+
+A saved state is what one replica needs: ``{"world": W, "rank": r, "engine": Engine.state_dict(), ...}``. Only error
+feedback differs between replicas in a way that matters: it is what a replica has not sent yet. Warm starts and the
+controller's state are equal on all. With W replicas the average still owes ``sum_w E_w / W``; after a change of W every
+new replica takes exactly that mean as its error, so that the same is owed, with the smallest norm that does it: the
+differences between the old replicas, which cancel in the average, are not carried on. This works for every compressor
+whose state has ``errors``, a dictionary from parameter name to tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgc.errors import UserError
+
+State = Mapping[str, Any]
+
+
+def state_for(saved: State | Sequence[State], *, world: int, rank: int) -> State:
+    """The state for ``rank`` of ``world`` replicas.
+
+    Args:
+        saved: this rank's own state, or those of all ranks that were saved, in any order.
+
+    Raises:
+        UserError: a state of another rank or number of ranks, or a list that does not hold every rank once.
+
+    Warns:
+        UserWarning: when error feedback was redistributed; the run goes on, but not bit for bit as it would have.
+    """
+    if isinstance(saved, Mapping):
+        _check(saved)
+        if saved["world"] != world:
+            what = f"the saved state is of rank {saved['rank']} of {saved['world']}, but there are {world} ranks now"
+            fix = f"give every rank the list of all {saved['world']} states; their error feedback is then redistributed"
+            raise UserError(what, fix=fix)
+        if saved["rank"] != rank:
+            what = f"the saved state is of rank {saved['rank']}, but this is rank {rank}"
+            raise UserError(what, fix="save and load one state per rank")
+        return saved
+    states = _all_ranks(saved)
+    if len(states) == world:
+        return states[rank]
+    warnings.warn(
+        f"edgc: a state of {len(states)} ranks goes on with {world}; error feedback is redistributed, its sum is kept",
+        stacklevel=3,
+    )
+    return {**merge(states), "world": world, "rank": rank}
+
+
+def merge(states: Sequence[State]) -> State:
+    """One state for all replicas of a new number: the first one's, with the mean of all error feedback.
+
+    Raises:
+        UserError: the states are not of the same parameters.
+    """
+    first = states[0]
+    compressors = [state["engine"]["compressor"] for state in states]
+    if not any("errors" in compressor for compressor in compressors):
+        return first
+    compressor = {**compressors[0], "errors": _mean([c.get("errors", {}) for c in compressors])}
+    return {**first, "engine": {**first["engine"], "compressor": compressor}}
+
+
+def _mean(errors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of every tensor over the replicas, in its own type; a replica without one has an error of zero."""
+    means: dict[str, Tensor] = {}
+    for name in {name: None for replica in errors for name in replica}:  # in order, each name once
+        tensors = [replica[name] for replica in errors if name in replica]
+        if any(tensor.shape != tensors[0].shape for tensor in tensors):
+            shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+            what = f"the saved error feedback of {name} has shapes {shapes}"
+            raise UserError(what, fix="load states that were saved together")
+        total = torch.zeros(tensors[0].shape, dtype=torch.float64)
+        for tensor in tensors:
+            total += tensor.cpu()
+        means[name] = (total / len(errors)).to(tensors[0].dtype).to(tensors[0].device)
+    return means
+
+
+def _all_ranks(saved: Sequence[State]) -> list[State]:
+    """The states in rank order, each rank of one world exactly once."""
+    for state in saved:
+        _check(state)
+    states = sorted(saved, key=lambda state: state["rank"])
+    world = states[0]["world"] if states else 0
+    if not states or [(s["world"], s["rank"]) for s in states] != [(world, rank) for rank in range(world)]:
+        found = ", ".join(f"{state['rank']} of {state['world']}" for state in states) or "none"
+        what = f"the saved states are not those of all ranks of one run: {found}"
+        raise UserError(what, fix="give the states of all its ranks, each once")
+    return states
+
+
+def _check(state: State) -> None:
+    if not isinstance(state, Mapping) or not {"world", "rank", "engine"} <= state.keys():
+        raise UserError("this is not a saved state of edgc", fix="load what state_dict() returned")

@@ -1,0 +1,291 @@
+"""edgc.doctor: the arithmetic, bad input, and real runs on tiny matrices, alone and as part of a job."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgc import diagnosis, doctor
+from edgc.link import Cost, Link, break_even
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --------------------------------------------------------------------- arithmetic
+
+
+def test_a_link_is_found_from_its_own_times() -> None:
+    link = Link(5e-5, 2e8)
+    fitted = Link.fit([(size, link.seconds(Cost(0.0, size, 1))) for size in (4096, 65536, 2**20, 2**24)])
+    assert fitted.latency == pytest.approx(5e-5)
+    assert fitted.bandwidth == pytest.approx(2e8)
+    assert fitted.residual < 1e-9
+
+
+def test_small_messages_count_as_much_as_large_ones() -> None:
+    # 10 % on the largest message is more than the whole latency; it must not be paid for by the small ones.
+    link = Link(1e-4, 1e8)
+    points = [(size, link.seconds(Cost(0.0, size, 1))) for size in (4096, 65536, 2**20, 2**24)]
+    points[-1] = (points[-1][0], points[-1][1] * 1.1)
+    fitted = Link.fit(points)
+    assert fitted.latency == pytest.approx(1e-4, rel=0.1)
+    assert 0 < fitted.residual < 0.1
+
+
+def test_a_link_has_no_negative_parts() -> None:
+    assert Link.fit([(1e3, 1e-6), (1e6, 2e-3)]).latency == 0.0
+    flat = Link.fit([(1e3, 2e-3), (1e6, 1e-3)])
+    assert flat.bandwidth == math.inf
+    assert 1e-3 < flat.latency < 2e-3
+    for points in ([(1.0, 1.0)], [(1.0, 1.0), (1.0, 2.0)], [(1.0, 1.0), (2.0, 0.0)]):
+        with pytest.raises(ValueError, match="two sizes"):
+            Link.fit(points)
+
+
+@given(
+    dense=st.builds(Cost, st.floats(0, 1), st.floats(0, 1e9), st.integers(1, 3)),
+    compressed=st.builds(Cost, st.floats(0, 1), st.floats(0, 1e9), st.integers(1, 3)),
+    latency=st.floats(0, 1e-2),
+    bandwidth=st.floats(1e3, 1e12),
+)
+def test_break_even_divides_the_bandwidths(
+    dense: Cost, compressed: Cost, latency: float, bandwidth: float
+) -> None:
+    below = break_even(dense, compressed, latency)
+    if dense.bytes < compressed.bytes and compressed.seconds < dense.seconds:
+        return  # sends more to compute less: no upper bound on the bandwidth, and not what compression does
+    link = Link(latency, bandwidth)
+    gain = link.seconds(dense) - link.seconds(compressed)
+    slack = 1e-9 * (link.seconds(dense) + link.seconds(compressed))
+    if bandwidth < below * (1 - 1e-9):
+        assert gain >= -slack
+    if bandwidth > below * (1 + 1e-9):
+        assert gain <= slack
+
+
+def test_break_even_by_hand() -> None:
+    dense, compressed = Cost(0.0, 1000.0, 1), Cost(3.0, 200.0, 2)
+    assert break_even(dense, compressed, 1.0) == 200.0
+    assert break_even(dense, Cost(3.0, 1000.0, 2), 1.0) == 0.0
+    assert break_even(Cost(5.0, 1000.0, 2), compressed, 1.0) == math.inf
+    assert break_even(dense, Cost(3.0, 2000.0, 2), 0.0) == 0.0
+
+
+def request(**values: Any) -> diagnosis.Request:
+    standard: dict[str, Any] = {
+        "shapes": ((1000, 1000),),
+        "ranks": (8,),
+        "factor_dtype": "fp32",
+        "repeats": 1,
+        "threads": 1,
+        "device": "cpu",
+        "bandwidth": None,
+        "latency": None,
+    }
+    return diagnosis.Request(**{**standard, **values})
+
+
+MACHINE = {"world": 2, "backend": "gloo", "device": "cpu", "threads": 1}
+POINTS = [(size, 1e-3 + size / 1.25e9) for size in (1e4, 1e6, 1e8)]  # 1 ms, 10 Gbit/s
+
+
+def row(method: str, compress: float, decompress: float, size: float, rounds: int) -> dict[str, Any]:
+    return {
+        "method": method,
+        "rank": None,
+        "seconds_compress": compress,
+        "seconds_decompress": decompress,
+        "seconds_measured": 0.5,
+        "bytes": size,
+        "rounds": rounds,
+    }
+
+
+ROWS = [
+    row("dense", 0.0, 0.0, 1e8, 1),
+    row("rank 8", 0.02, 0.01, 1e7, 2),
+    row("rank 64", 1.0, 0.6, 5e7, 2),
+    row("rank 900", 0.0, 0.1, 1e8, 1),
+]
+
+
+def test_assess_calculates_at_the_assumed_network() -> None:
+    report = diagnosis.assess(request(bandwidth=1.25e8, latency=0.0), MACHINE, POINTS, ROWS)
+    dense, low, high, none = report["methods"]
+    assert dense["seconds_calculated"] == pytest.approx(0.8)
+    assert dense["of_dense"] == 1.0
+    assert dense["pays_below_gbit"] is None
+    assert low["seconds_calculated"] == pytest.approx(0.03 + 0.08)
+    assert low["of_dense"] == pytest.approx(0.1375)
+    assert low["pays_below_gbit"] == pytest.approx(8 * 9e7 / 0.03 / 1e9)
+    assert high["pays_below_gbit"] == pytest.approx(8 * 5e7 / 1.6 / 1e9)
+    assert none["pays_below_gbit"] == 0
+    assert report["verdicts"] == [
+        "at 1 Gbit/s rank 8 would take 0.14x of dense; pays below 24 Gbit/s",
+        "at 1 Gbit/s rank 64 would take 2.50x of dense; pays below 0.25 Gbit/s",
+        "at 1 Gbit/s rank 900 would take 1.12x of dense; pays at no bandwidth",
+        "compression would pay at 1 Gbit/s: fastest is rank 8, 0.14x of dense",
+    ]
+    assert report["network"]["bandwidth_source"] == report["network"]["latency_source"] == "assumed"
+    assert report["network"]["measured_bandwidth_gbit"] == pytest.approx(10)
+
+
+def test_assess_uses_what_was_measured_unless_told_otherwise() -> None:
+    report = diagnosis.assess(request(), MACHINE, POINTS, ROWS)
+    assert report["network"]["bandwidth_gbit"] == pytest.approx(10)
+    assert report["network"]["latency_seconds"] == pytest.approx(1e-3)
+    assert report["network"]["bandwidth_source"] == report["network"]["latency_source"] == "measured"
+    low = report["methods"][1]
+    assert low["seconds_calculated"] == pytest.approx(0.03 + 2e-3 + 8e-3)
+    assert low["pays_below_gbit"] == pytest.approx(8 * 9e7 / 0.031 / 1e9)
+    half = diagnosis.assess(request(bandwidth=1.25e10), MACHINE, POINTS, ROWS)
+    assert half["network"]["latency_source"] == "measured"
+    assert half["verdicts"][-1] == "compression would not pay at 100 Gbit/s"
+
+
+def test_the_text_says_what_is_measured_and_what_is_not() -> None:
+    measured = diagnosis.assess(request(), MACHINE, POINTS, ROWS)
+    assert "not your network" in diagnosis.text(measured, local=True)
+    assert "not your network" not in diagnosis.text(measured, local=False)
+    assumed = diagnosis.text(diagnosis.assess(request(bandwidth=1.25e8), MACHINE, POINTS, ROWS), local=True)
+    assert "1 Gbit/s (assumed), 1e+03 us a round (measured)" in assumed
+    assert "not your network" not in assumed
+    assert "calculated" in assumed
+    for line in measured["verdicts"]:
+        assert line in diagnosis.text(measured, local=False)
+
+
+# --------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--shapes", "12"], "--shapes = 12"),
+        (["--shapes", "0x4"], "--shapes = 0x4"),
+        (["--shapes", "4x4", "--hidden", "8"], "exclude each other"),
+        (["--rank", "0"], "--rank = 0"),
+        (["--rank", "four"], "--rank"),
+        (["--hidden", "-1"], "--hidden = -1"),
+        (["--repeats", "0"], "--repeats = 0"),
+        (["--bandwidth", "0"], "--bandwidth = 0.0"),
+        (["--bandwidth", "inf"], "--bandwidth = inf"),
+        (["--latency", "-1"], "--latency = -1.0"),
+        (["--factor-dtype", "int3"], "--factor-dtype"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert named in captured.err
+    assert ";" in captured.err, "no fix is named"
+
+
+def test_half_a_job_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for key in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    assert doctor.main([]) == 2
+    assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert doctor.main([]) == 2
+    assert "nobody to send to" in capsys.readouterr().err
+
+
+def test_defaults_are_a_block_of_gpt2_medium() -> None:
+    parsed, as_json = doctor.parse(["--layers", "2"])
+    assert parsed.shapes == ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)) * 2
+    assert parsed.ranks == (8, 32, 64, 128)
+    assert (parsed.bandwidth, parsed.latency, as_json) == (None, None, False)
+    assert doctor.parse(["--hidden", "8"])[0].shapes == ((24, 8), (8, 8), (32, 8), (8, 32))
+
+
+TINY = ["--shapes", "96x64", "64x128", "--rank", "4", "8", "60", "--repeats", "2", "--threads", "1"]
+
+
+def check(report: dict[str, Any], width: int) -> None:
+    """The numbers of a real run hang together; no time is compared with anything but itself.
+
+    ``width``: bytes of an entry of the factors.
+    """
+    assert report["world"] == 2
+    assert report["shapes"] == [[96, 64], [64, 128]]
+    network, entries = report["network"], 96 * 64 + 64 * 128
+    methods = {item["method"]: item for item in report["methods"]}
+    assert list(methods) == ["dense", "bf16", "rank 4", "rank 8", "rank 60"]
+    # Between two ranks a ring all-reduce sends a message once.
+    expected = {
+        "dense": (4 * entries, 1),
+        "bf16": (2 * entries, 1),
+        "rank 4": (width * 4 * (160 + 192), 2),
+        "rank 8": (width * 8 * (160 + 192), 2),
+        "rank 60": (4 * entries, 1),  # factors would be larger: sent dense
+    }
+    for name, (size, rounds) in expected.items():
+        item = methods[name]
+        assert (item["bytes"], item["rounds"]) == (size, rounds), name
+        own = item["seconds_compress"] + item["seconds_decompress"]
+        assert 0 < own <= item["seconds_measured"]
+        bandwidth = network["bandwidth_gbit"] * 1e9 / 8
+        seconds = own + rounds * network["latency_seconds"] + size / bandwidth
+        assert item["seconds_calculated"] == pytest.approx(seconds)
+        assert item["of_dense"] == pytest.approx(seconds / methods["dense"]["seconds_calculated"])
+    assert methods["rank 8"]["rank"] == 8
+    assert len(report["verdicts"]) == 5
+    assert all(size > 0 and seconds > 0 for size, seconds in network["points"])
+
+
+@pytest.mark.slow
+def test_alone_it_starts_two_processes() -> None:
+    command = [sys.executable, "-m", "edgc.doctor", *TINY, "--bandwidth", "0.001", "--latency", "7", "--json"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_WORLD_SIZE")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    check(report, width=4)
+    assert report["network"]["bandwidth_gbit"] == pytest.approx(0.001)
+    assert report["network"]["latency_seconds"] == pytest.approx(7e-6)
+    assert report["network"]["bandwidth_source"] == "assumed"
+
+
+@pytest.mark.slow
+def test_under_torchrun_it_joins_the_job() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "edgc.doctor", *TINY, "--factor-dtype", "bf16", "--json"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert outputs[1][0] == "", "only the first rank speaks"
+    report = json.loads(outputs[0][0])
+    check(report, width=2)
+    assert report["network"]["bandwidth_source"] == "measured"

@@ -1,0 +1,204 @@
+"""Policy ``spectral`` in an engine on two gloo ranks: from singular values to one rank for all replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import edgc.engine
+from edgc.compressors import Gradient, PowerSGD
+from edgc.config import EDGCConfig, EntropyConfig
+from edgc.engine import Engine
+from edgc.policies import spectral
+from edgc.spectral import MatrixSpectrum, error_curve
+from tests.workers import run_workers
+
+SHAPES = [(64, 96), (80, 48)]
+CONFIG = EDGCConfig(
+    method="edgc",
+    policy="spectral",
+    r_max=16,
+    r_min=4,
+    window=4,
+    step_limit=100,
+    target_error=0.5,
+    smoothing=1.0,
+    warmup_fraction=0.0,
+    warmup_limit_fraction=0.0,
+    min_compression_elements=64,
+    entropy=EntropyConfig(iteration_rate=0.3),
+)
+
+
+def engine_of(config: EDGCConfig = CONFIG) -> Engine:
+    return Engine(config, stage=0, shapes=[SHAPES], iterations=40)
+
+
+def step(engine: Engine, matrices: Sequence[torch.Tensor]) -> None:
+    engine.reduce([Gradient(f"w{i}", matrix.clone()) for i, matrix in enumerate(matrices)], None)
+    engine.end_iteration()
+
+
+def decaying(shape: tuple[int, int], scale: float, seed: int) -> torch.Tensor:
+    """Singular values exp(-k / scale), k = 0, 1, ..."""
+    generator = torch.Generator().manual_seed(seed)
+    size = min(shape)
+    u, v = (torch.linalg.qr(torch.randn(side, size, generator=generator)).Q for side in shape)
+    return (u * torch.exp(-torch.arange(size) / scale)) @ v.T
+
+
+# --------------------------------------------------------------------- with given singular values
+
+
+def given_spectra(worker: int, iteration: int, rank: int) -> dict[str, Any]:
+    """Another decay on every worker and at every iteration; a name that was not compressed must not count."""
+    found = {}
+    for index, shape in enumerate(SHAPES):
+        scale = 6.0 + 8 * worker + index + 0.1 * iteration
+        values = torch.exp(-2 * torch.arange(min(shape), dtype=torch.float64) / scale)
+        found[f"w{index}"] = SimpleNamespace(
+            shape=shape, singular_sq=values[:rank], input_sq=torch.tensor(float(values.sum()))
+        )
+    found["stale"] = SimpleNamespace(shape=(9, 9), singular_sq=torch.ones(1).double(), input_sq=1e9)
+    return found
+
+
+class Given(PowerSGD):
+    asked: tuple[int, int] = (0, 0)
+
+    def spectra(self) -> dict[str, Any]:
+        return given_spectra(dist.get_rank(), *Given.asked)
+
+
+def with_given_spectra(resume_at: int | None) -> list[dict[str, Any]]:
+    """Decisions of five windows; at ``resume_at`` another engine takes over."""
+    module: Any = edgc.engine
+    original = module.build
+    module.build = lambda config: Given(min_elements=config.min_compression_elements)
+    try:
+        engine, decisions = engine_of(), []
+        for iteration in range(1, 21):
+            Given.asked = iteration, engine.rank or 1
+            generator = torch.Generator().manual_seed(10 * iteration + dist.get_rank())
+            step(engine, [torch.randn(shape, generator=generator) for shape in SHAPES])
+            if engine.decision is not None:
+                decisions.append(asdict(engine.decision))
+            if iteration == resume_at:
+                saved = engine.state_dict()
+                engine = engine_of()
+                engine.load_state_dict(saved)
+        return decisions
+    finally:
+        module.build = original
+
+
+# --------------------------------------------------------------------- with PowerSGD's own
+
+
+def with_real_spectra() -> dict[str, Any]:
+    """Both workers reduce one matrix of known singular values, without error feedback, until the rank has settled."""
+    config = EDGCConfig(**{**CONFIG.__dict__, "error_feedback": False, "target_error": 0.3})
+    engine, found = engine_of(config), []
+    matrices = [decaying(shape, 8.0, seed) for seed, shape in enumerate(SHAPES)]
+    for _ in range(40):
+        step(engine, matrices)
+        assert engine.last is not None
+        found.append((engine.last.rank, engine.last.statistics.relative_error))
+    return {"found": found, "reasons": engine.controller.reason}
+
+
+def cases() -> dict[str, Any]:
+    return {
+        "whole": with_given_spectra(None),
+        "resumed": with_given_spectra(10),
+        "real": with_real_spectra(),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_workers(2, cases)
+
+
+def expected() -> list[tuple[int, str]]:
+    """The ranks, and why, that follow from the mean of all curves of a window's samples on both workers."""
+    sampler, grid, rank, ranks = engine_of().sampler, (4, 8, 12, 16), 16, []
+    for window in range(1, 5):  # the first one is warm-up
+        first = 4 * window + 1
+        sampled = [i for i in range(first, first + 4) if sampler.measures(i) or i % 4 == 0]
+        means = []
+        for worker in range(2):
+            curves = []
+            for i in sampled:
+                found = given_spectra(worker, i, rank)
+                matrices = [
+                    MatrixSpectrum(m.shape, m.singular_sq.tolist(), float(m.input_sq))
+                    for name, m in found.items()
+                    if name != "stale"
+                ]
+                curves.append(error_curve(matrices, grid, lambda shape, r: True))
+            means.append([sum(points) / len(points) for points in zip(*curves, strict=True)])  # type: ignore[arg-type]
+        mean = [(a + b) / 2 for a, b in zip(*means, strict=True)]
+        target = spectral(mean, grid, CONFIG.target_error)
+        assert target.rank is not None
+        why = f"{target.reason}; rank {rank} -> {target.rank}"
+        rank = int(target.rank)
+        ranks.append((rank, why))
+    return ranks
+
+
+def test_all_replicas_take_the_rank_of_the_mean_curve(results: list[dict[str, Any]]) -> None:
+    first, second = (result["whole"] for result in results)
+    assert repr(first) == repr(second)
+    assert first[0]["ranks"] == (16,)
+    assert [(decision["ranks"][0], decision["reason"]) for decision in first[1:]] == expected()
+    assert expected()[0][0] < 16
+    # The two workers alone would have asked for different ranks: agreement is worth something.
+    alone = []
+    for worker in range(2):
+        matrices = [
+            MatrixSpectrum(m.shape, m.singular_sq.tolist(), float(m.input_sq))
+            for name, m in given_spectra(worker, 8, 16).items()
+            if name != "stale"
+        ]
+        curve = error_curve(matrices, (4, 8, 12, 16), lambda shape, r: True)
+        assert curve is not None
+        alone.append(spectral(curve, (4, 8, 12, 16), CONFIG.target_error).rank)
+    assert alone[0] != alone[1]
+
+
+def test_a_resume_inside_a_window_decides_alike(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert repr(result["whole"]) == repr(result["resumed"])
+
+
+def test_the_rank_settles_where_the_true_error_meets_the_target(results: list[dict[str, Any]]) -> None:
+    squares = [torch.exp(-torch.arange(min(shape)) / 4.0) for shape in SHAPES]
+
+    def true_error(rank: int) -> float:
+        return math.sqrt(sum(float(s[rank:].sum()) for s in squares) / sum(float(s.sum()) for s in squares))
+
+    wanted = next(rank for rank in (4, 8, 12, 16) if true_error(rank) <= 0.3)
+    assert wanted == 12
+    for result in results:
+        found = result["real"]["found"]
+        assert [rank for rank, _ in found[:4]] == [None] * 4
+        assert [rank for rank, _ in found[-16:]] == [wanted] * 16
+        assert found[-1][1] == pytest.approx(true_error(wanted), rel=0.02)
+
+
+def test_with_everything_sent_dense_the_rank_stays() -> None:
+    engine = engine_of()  # one process: nothing is compressed
+    reasons = []
+    for _ in range(12):
+        step(engine, [torch.randn(shape) for shape in SHAPES])
+        if engine.decision is not None:
+            reasons.append((engine.decision.ranks, engine.decision.reason))
+    assert reasons[1:] == [((16,), "no spectra in this window, rank unchanged")] * 2
