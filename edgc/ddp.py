@@ -6,7 +6,8 @@ parameter name, so it survives buckets being cut anew after the first iteration.
 
 What follows from how DDP works:
 
-* An iteration is one synchronised backward; those under ``no_sync`` only accumulate.
+* An iteration is one synchronised backward; those under ``no_sync`` only accumulate. (With a static graph torch itself
+  fails, with or without a hook, if the very first backward is under ``no_sync``: its issue 143580.)
 * A parameter that this rank did not use has a gradient of zero, but its error feedback is sent. If no rank used it,
   DDP throws the result away, and what was sent of the error with it.
 * If any rank's gradient is not finite, the bucket is not finite on any rank, so every rank's ``GradScaler`` (or own

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-multiprocessing.set_forkserver_preload(["tests.integration.megatron_cases", "tests.unit.test_powersgd"])
+multiprocessing.set_forkserver_preload(
+    ["tests.integration.ddp_cases", "tests.integration.megatron_cases", "tests.unit.test_powersgd"]
+)
 
 
 def _enter(

@@ -9,8 +9,9 @@ outside what fp32 can square, LAPACK's Householder QR takes over. The columns of
 orthogonal, so one pass is the rule.
 
 On a GPU every one of these decisions would make the host wait, so there it is always three passes in fp64, the first
-with a shifted diagonal (shifted Cholesky-QR3: Fukaya et al., SIAM J. Sci. Comput. 42, 2020). Columns that depend on
-others are replaced by fixed random ones.
+with a shifted diagonal (shifted Cholesky-QR3: Fukaya et al., SIAM J. Sci. Comput. 42, 2020). That needs a condition
+number below some 1e10, also where columns depend on each other or are zero: therefore fixed random columns are added
+first, of 1e-7 of the norm of every column, which is what fp32 rounds off anyway.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from torch import Tensor
 _ONE_PASS, _TWO_PASSES = 4.0, 1e3
 # Squared norms of columns whose entries fp32 can square without loss.
 _SMALLEST, _LARGEST = 1e-24, 1e24
-# Of a column after the first, shifted pass: below, nothing but rounding is left of it.
-_DEPENDENT = 0.02
-_SHIFT = 1e-11
+_TINY, _NOISE, _SHIFT = 1e-300, 1e-7, 1e-11
 
 
 class Orthonormal:
@@ -67,12 +66,13 @@ class Orthonormal:
     def without_decisions(self, x: Tensor, out: Tensor) -> None:
         """The same in a fixed sequence of batched operations, as for a GPU."""
         basis = x.double()
+        # Zero columns stay zero, what is not finite becomes NaN.
+        basis = basis / torch.linalg.vector_norm(basis, dim=-2, keepdim=True).clamp(min=_TINY)
+        basis = basis + _NOISE * self._fill(x)
+        basis = basis / torch.linalg.vector_norm(basis, dim=-2, keepdim=True)
         eye = torch.eye(x.shape[-1], dtype=torch.float64, device=x.device)
-        for shift, dependent in ((_SHIFT, 0.0), (0.0, _DEPENDENT), (0.0, 0.0)):
-            norms = torch.linalg.vector_norm(basis, dim=-2, keepdim=True)
-            basis = torch.where(norms <= dependent, self._fill(x), basis / norms)
-            gram = basis.mT @ basis + shift * eye
-            lower = torch.linalg.cholesky_ex(gram).L
+        for shift in (_SHIFT, 0.0, 0.0):
+            lower = torch.linalg.cholesky_ex(basis.mT @ basis + shift * eye).L
             basis = basis @ torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT
         out.copy_(basis)
 

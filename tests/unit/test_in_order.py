@@ -1,0 +1,261 @@
+"""The order in which several reductions in flight take their steps, and the thread that drives it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgc.bucket_worker import Bucket, BucketWorker
+from edgc.compressors import Gradient
+from edgc.errors import UserError
+from edgc.in_order import InOrder
+
+
+def logging_steps(key: int, waits: int, log: list[tuple[int, int]]) -> Generator[None, None, None]:
+    for step in range(waits):
+        log.append((key, step))
+        yield
+    log.append((key, waits))
+
+
+def run(waits: Sequence[int]) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Every (generator, step) in the order taken, and what each call returned."""
+    pipeline: InOrder[int] = InOrder()
+    log: list[tuple[int, int]] = []
+    finished = [pipeline.start(key, logging_steps(key, count, log)) for key, count in enumerate(waits)]
+    finished.append(pipeline.drain())
+    assert len(pipeline) == 0
+    return log, finished
+
+
+def test_the_order_written_out() -> None:
+    log, finished = run([2, 1, 2])
+    assert log == [(0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1), (2, 1), (2, 2)]
+    assert finished == [[], [], [0, 1], [2]]
+
+
+@given(waits=st.lists(st.integers(0, 5), max_size=12))
+def test_everything_finishes_once_and_in_its_own_order(waits: list[int]) -> None:
+    log, finished = run(waits)
+    for key, count in enumerate(waits):
+        assert [step for other, step in log if other == key] == list(range(count + 1))
+    assert sorted(key for keys in finished for key in keys) == list(range(len(waits)))
+    # What has started before the k-th start cannot depend on generators that come later.
+    for length in range(len(waits)):
+        prefix, _ = run(waits[:length])
+        started = [item for item in log if item[0] < length]
+        before = log.index((length, 0))
+        assert log[:before] == prefix[:before] and set(started) == set(prefix)
+
+
+@given(waits=st.integers(0, 5), buckets=st.integers(1, 12))
+def test_no_more_than_waits_plus_one_are_in_flight(waits: int, buckets: int) -> None:
+    pipeline: InOrder[int] = InOrder()
+    for key in range(buckets):
+        pipeline.start(key, logging_steps(key, waits, []))
+        assert len(pipeline) <= min(key + 1, waits)
+
+
+def test_an_error_is_passed_on_and_close_ends_the_others() -> None:
+    closed = []
+
+    def survivor() -> Generator[None, None, None]:
+        try:
+            yield
+            yield
+        finally:
+            closed.append(True)
+
+    def failing() -> Generator[None, None, None]:
+        raise KeyError("lost")
+        yield
+
+    pipeline: InOrder[str] = InOrder()
+    pipeline.start("a", survivor())
+    with pytest.raises(KeyError, match="lost"):
+        pipeline.start("b", failing())
+    pipeline.close()
+    assert closed == [True] and len(pipeline) == 0
+
+
+# --------------------------------------------------------------------- the thread
+
+
+@dataclass
+class FakeEngine:
+    """Writes down what is asked of it, and takes a random time for it."""
+
+    waits: int = 2
+    delay: random.Random | None = None
+    fail_at: str = ""
+    log: list[Any] = field(default_factory=list)
+    iteration: int = 1
+    decision: None = None
+    last: Any = None
+
+    def exchange(self, gradients: Sequence[Gradient], group: Any) -> Generator[None, None, None]:
+        names = tuple(gradient.name for gradient in gradients)
+        for step in range(self.waits):
+            if self.fail_at in names:
+                raise ConnectionError("peer is\nlost")
+            self.log.append((names, step))
+            if self.delay is not None:
+                time.sleep(self.delay.random() * 2e-3)
+            yield
+        for gradient in gradients:
+            gradient.tensor.mul_(2)
+        self.log.append((names, self.waits))
+
+    def end_iteration(self) -> None:
+        self.log.append("end")
+        self.last = SimpleNamespace(iteration=self.iteration, statistics=SimpleNamespace(skipped=1))
+        self.iteration += 1
+
+
+def backward(
+    worker: BucketWorker,
+    layout: Sequence[Sequence[str]],
+    delay: random.Random | None = None,
+    says_last: bool = True,
+) -> list[Bucket]:
+    """Put one iteration's buckets, as a backward would."""
+    buckets = []
+    for index, names in enumerate(layout):
+        if delay is not None:
+            time.sleep(delay.random() * 3e-3)
+        buffer = torch.ones(len(names))
+        gradients = [Gradient(name, buffer[i : i + 1]) for i, name in enumerate(names)]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        buckets.append(Bucket(says_last and index == len(layout) - 1, gradients, buffer, future))
+        worker.put(buckets[-1])
+    return buckets
+
+
+def new_worker(engine: FakeEngine, parameters: int = 99) -> BucketWorker:
+    return BucketWorker(engine, None, torch.device("cpu"), parameters)  # type: ignore[arg-type]
+
+
+@settings(max_examples=15, deadline=None)
+@given(buckets=st.integers(1, 6), waits=st.integers(0, 3), seed=st.integers(0, 1000))
+def test_the_threads_order_does_not_depend_on_timing(buckets: int, waits: int, seed: int) -> None:
+    layout = [[f"p{i}", f"q{i}"] for i in range(buckets)]
+    logs = []
+    for delay in (None, random.Random(seed), random.Random(seed + 1)):
+        engine = FakeEngine(waits=waits, delay=delay)
+        worker = new_worker(engine)
+        for _ in range(2):
+            for bucket in backward(worker, layout, delay):
+                assert torch.equal(bucket.future.wait(), torch.full((2,), 2.0))
+            assert not worker.busy, "an iteration must be over before its last future is set"
+        worker.stop()
+        logs.append(engine.log)
+    assert logs[0] == logs[1] == logs[2]
+    assert logs[0].count("end") == 2 and worker.skipped == 2
+
+
+def test_early_buckets_are_finished_before_the_last_one_has_come() -> None:
+    worker = new_worker(FakeEngine(waits=2))
+    buckets = backward(worker, [["a"], ["b"], ["c"]], says_last=False)
+    assert bool(
+        (buckets[0].future.wait() == 2).all()
+    )  # would hang if the thread waited for the end of backward
+    assert worker.busy and not buckets[1].future.done() and not buckets[2].future.done()
+    for bucket in [*buckets, *backward(worker, [["d"]])]:
+        bucket.future.wait()
+    assert not worker.busy
+    worker.stop()
+
+
+def test_the_first_iterations_after_loading_keep_the_saved_groups() -> None:
+    saved = [["a"], ["b", "c"], ["d"]]
+    for arriving in (saved, [["a", "b", "c", "d"]], [["a"], ["d", "c", "b"]], [["d"], ["c"], ["b"], ["a"]]):
+        engine = FakeEngine()
+        worker = new_worker(engine)
+        worker.replay(saved)
+        buckets = backward(worker, arriving)
+        assert all(bool((bucket.future.wait() == 2).all()) for bucket in buckets)
+        assert worker.layout == saved
+        # The order of steps is that of an undisturbed run, too.
+        reference = FakeEngine()
+        other = new_worker(reference)
+        backward(other, saved)[-1].future.wait()
+        assert engine.log == reference.log
+        for layout in (saved, arriving, arriving):  # a static graph settles in the second iteration
+            backward(worker, arriving)[-1].future.wait()
+            assert worker.layout == layout
+        worker.stop()
+        other.stop()
+
+
+@pytest.mark.parametrize("fail_at", ["a", "c"])
+def test_an_error_reaches_every_future_and_ends_the_order(fail_at: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 3)
+    engine = FakeEngine(fail_at=fail_at)
+    worker = new_worker(engine)
+    for bucket in backward(worker, [["a"], ["b"], ["c"]]):
+        if fail_at == "a" or bucket.last:
+            with pytest.raises(
+                RuntimeError, match=r"on rank 3 in iteration 1.*ConnectionError: peer is lost$"
+            ):
+                bucket.future.wait()
+    assert not worker.busy
+    with pytest.raises(RuntimeError, match="peer is lost"):
+        backward(worker, [["x"]])[0].future.wait()
+    assert ("x",) not in [item[0] for item in engine.log]
+    worker.stop()
+
+
+def test_a_users_mistake_is_passed_on_as_it_is() -> None:
+    engine = FakeEngine()
+    worker = new_worker(engine)
+    worker.log = lambda last, decision: (_ for _ in ()).throw(UserError("full disk", fix="make room"))
+    with pytest.raises(UserError, match="full disk; make room"):
+        backward(worker, [["a"]])[0].future.wait()
+    worker.stop()
+
+
+def test_the_iteration_ends_with_its_last_gradient_where_ddp_does_not_say_so() -> None:
+    engine = FakeEngine()
+    worker = new_worker(engine, parameters=3)
+    for _ in range(2):
+        for bucket in backward(worker, [["a", "b"], ["c"]], says_last=False):
+            bucket.future.wait()
+    assert engine.log.count("end") == 2 and engine.log[-1] == "end"
+    worker.stop()
+
+
+def test_an_iteration_that_was_broken_off_is_an_error(monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    worker = new_worker(FakeEngine())
+    backward(worker, [["a"], ["b"], ["c"]], says_last=False)
+    with pytest.raises(RuntimeError, match="a came again before all gradients of the iteration had come"):
+        backward(worker, [["a"]])[0].future.wait()
+    worker.stop()
+
+
+@pytest.mark.parametrize("saved", [[["a"], ["b"]], [["a"], ["b"], ["x"]], [["b"], ["c"], ["a", "x"]]])
+def test_a_saved_state_of_other_parameters_is_refused(saved: list[list[str]]) -> None:
+    engine = FakeEngine()
+    worker = new_worker(engine)
+    worker.replay(saved)
+    with pytest.raises(UserError, match="other parameters"):
+        backward(worker, [["a"], ["b", "c"]])[1].future.wait()
+    worker.stop()
+
+
+def test_stop_ends_the_thread() -> None:
+    worker = new_worker(FakeEngine())
+    backward(worker, [["a"]])[0].future.wait()
+    worker.stop()
+    assert not worker._thread.is_alive() and worker._thread.daemon
+    assert all(thread.name != "edgc-buckets" or not thread.is_alive() for thread in threading.enumerate())

@@ -1,0 +1,308 @@
+"""Block quantisation: levels, steps, packing, extremes; what stochastic rounding gives on average."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+import edgc.compressors.blocks as blocks_module
+from edgc.compressors import Channel
+from edgc.compressors.blocks import FACTORS, Blocks
+from edgc.compressors.quantization import QuantisedMean, quantised_mean
+from tests.workers import run_workers
+
+BITS = (8, 4, 2, 1)
+HIGHEST = {8: 127, 4: 7, 2: 1, 1: 1}
+
+
+def packed(x: torch.Tensor, quantiser: Blocks, **options: Any) -> torch.Tensor:
+    message = torch.randint(
+        0, 256, (quantiser.bytes(len(x)),), dtype=torch.uint8
+    )  # nothing may shine through
+    quantiser.pack(x, message, **options)
+    return message
+
+
+def through(x: torch.Tensor, quantiser: Blocks, **options: Any) -> torch.Tensor:
+    out = torch.full_like(x, math.nan)
+    quantiser.unpack(packed(x, quantiser, **options), out)
+    return out
+
+
+def normal(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def least_error(block: torch.Tensor, bits: int) -> float:
+    """The least squared error over the allowed steps of one block, in float64."""
+    x, top = block.double(), HIGHEST[bits]
+    amax = float(x.abs().max())
+    if bits == 1:
+        steps = [float(x.abs().mean())]
+    else:
+        steps = [amax / top * f for f in (FACTORS if bits < 8 else (1.0,))]
+    best = math.inf
+    for step in steps:
+        if bits == 1:
+            levels = torch.where(x >= 0, 1.0, -1.0)
+        else:
+            levels = (x / step).round().clamp(-top, top) if step > 0 else torch.zeros_like(x)
+        best = min(best, float((x - step * levels).square().sum()))
+    return best
+
+
+# --------------------------------------------------------------------- one vector
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    bits=st.sampled_from(BITS),
+    count=st.integers(0, 1500),
+    seed=st.integers(0, 2**31),
+    power=st.sampled_from([1, 3, 9]),
+    exponent=st.integers(-30, 30),
+)
+def test_every_vector(bits: int, count: int, seed: int, power: int, exponent: int) -> None:
+    """Least error of each block, exact residual, exact under a change of scale by a power of two."""
+    x = normal(count, seed) ** power
+    quantiser = Blocks(bits)
+    residual = torch.empty_like(x)
+    message = packed(x, quantiser, residual=residual)
+    out = torch.empty_like(x)
+    quantiser.unpack(message, out)
+    assert torch.equal(residual, x - out)
+    for block, got in zip(x.split(64), out.split(64), strict=True):
+        # A block that is not full is filled with zeros, which under 1 bit lower the mean of its magnitudes.
+        full = torch.cat([block, torch.zeros(64 - len(block))])
+        best = least_error(full, bits)
+        error = float((block.double() - got.double()).square().sum())
+        # The step that is sent is rounded to 8 significant bits: 2**-9 of every level, besides fp32 ties.
+        norm = float(block.double().square().sum())
+        slack = 2 * math.sqrt(best * norm) * 2**-8 + norm * 2**-16
+        assert error <= best + slack
+    for block, got in zip(through(x * 2.0**exponent, quantiser).split(64), out.split(64), strict=True):
+        if len(got) and 1e-20 < got.abs().max() < 1e20:
+            assert torch.equal(block, got * 2.0**exponent)
+    in_place = x.clone()
+    quantiser.pack(in_place, message, residual=in_place)
+    assert torch.equal(in_place, residual)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_byte_comes_back(bits: int) -> None:
+    """Vectors that are multiples of a step survive bit for bit, in every combination of neighbours in a byte."""
+    top, count = HIGHEST[bits], 64 * 512
+    generator = torch.Generator().manual_seed(bits)
+    levels = torch.randint(-top, top + 1, (count,), generator=generator).view(-1, 64)
+    if bits == 1:
+        levels = torch.where(levels >= 0, 1, -1)
+    else:
+        # Every block shows its highest level; with blocks of the highest level alone no smaller step can win.
+        levels[:, 0] = top
+        levels[: len(levels) // 2] = torch.where(levels[: len(levels) // 2] > 0, top, -top)
+    x = (levels * 0.375).float().view(-1)
+    out = through(x, Blocks(bits))
+    if bits in (8, 1, 2):
+        assert torch.equal(out, x)
+    else:
+        exact = (out == x).view(-1, 64).all(dim=1)
+        assert exact[: len(exact) // 2].all()
+        # Entries that fill the range evenly lose nothing with f = 1 either.
+        assert exact.all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.9, 0.8, 0.7])
+def test_a_block_that_lies_on_the_levels_of_a_factor_gets_it(factor: float) -> None:
+    """All entries but the largest are multiples of f amax / 7, so that hardly any other factor can do better."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-7, 8, (50, 64), generator=generator).float() * factor
+    x[:, 17] = 7.0
+    out = through(x.view(-1), Blocks(4)).view(50, 64)
+    errors = (x - out).square().sum(dim=1).tolist()
+    assert all(e <= least_error(block, 4) + 0.25 for e, block in zip(errors, x, strict=True))
+    found = (out.abs().amax(dim=1) / 7 - factor).abs() < 2**-8
+    assert found.float().mean() > 0.7
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_message_is_no_longer_than_it_says(bits: int) -> None:
+    quantiser = Blocks(bits)
+    assert quantiser.bytes(64 * 8 * 10) == 64 * 8 * 10 * bits // 8 + 2 * 80
+    assert quantiser.bytes(0) == 0
+    assert quantiser.bytes(1) == 64 + 2 * (8 // bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-38, 1e-30, 1e-10, 1e10, 1e30, 1e37, 1e38, 3e38])
+def test_any_finite_scale(bits: int, scale: float) -> None:
+    x = normal(1000).clamp(-1, 1) * scale
+    out = through(x, Blocks(bits))
+    assert torch.isfinite(out).all()
+    assert (x.double() - out.double()).abs().max() <= x.double().abs().max()
+    if 1e-30 <= scale <= 1e38:
+        relative = (x.double() - out.double()).norm() / x.double().norm()
+        assert relative < {8: 0.008, 4: 0.15, 2: 0.7, 1: 0.8}[bits]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_largest_float_stays_finite(bits: int) -> None:
+    x = torch.full((128,), torch.finfo(torch.float32).max)
+    x[::2] *= -1
+    x[64:] *= 0.999
+    out = through(x, Blocks(bits))
+    assert torch.isfinite(out).all() or bits == 1  # the mean magnitude itself may round up
+    if bits > 1:
+        assert torch.equal(out.sign(), x.sign())
+        assert ((out - x).abs() / x.abs()).max() < 0.15
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_entry_spoils_its_group_alone(bits: int, bad: float) -> None:
+    x, group = normal(2048), slice(512, 512 + 64 * (8 // bits))
+    good = through(x, Blocks(bits))
+    x[530] = bad
+    message = packed(x, Blocks(bits))
+    out = torch.empty_like(x)
+    Blocks(bits).unpack(message, out)
+    assert out[group].isnan().all()
+    out[group] = good[group]
+    assert torch.equal(out, good)
+    assert not bool(Blocks(bits).finite(message))
+    assert bool(Blocks(bits).finite(packed(normal(640), Blocks(bits))))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_chunk_in_work_does_not_show(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(10_000) ** 5
+    whole, residual = packed(x, Blocks(bits)), torch.empty_like(x)
+    monkeypatch.setattr(blocks_module, "_CHUNK_PER_THREAD", 1024)
+    small = Blocks(bits)
+    assert torch.equal(packed(x, small, residual=residual), whole)
+    out = torch.empty_like(x)
+    small.unpack(whole, out)
+    assert torch.equal(residual, x - out)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_longer_message_is_filled_with_zeros(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "_CHUNK_PER_THREAD", 1024)
+    quantiser, x = Blocks(bits), normal(700)
+    message = torch.full((quantiser.bytes(5000),), 255, dtype=torch.uint8)
+    quantiser.pack(x, message)
+    out = torch.full((5000,), math.nan)
+    quantiser.unpack(message, out)
+    assert torch.equal(out[:700], through(x, Blocks(bits)))
+    assert (out[768:] == 0).all()
+
+
+def test_weights_and_sums() -> None:
+    for bits in BITS:
+        quantiser, x, y = Blocks(bits), normal(900, 1), normal(900, 2)
+        out = torch.empty(900)
+        quantiser.unpack(packed(x, quantiser), out, weight=0.5)
+        quantiser.unpack(packed(y, quantiser), out, weight=0.5, add=True)
+        assert torch.equal(out, 0.5 * through(x, quantiser) + 0.5 * through(y, quantiser))
+
+
+@pytest.mark.parametrize("arguments", [{"bits": 3}, {"bits": 8, "size": 0}, {"bits": 1, "stochastic": True}])
+def test_no_such_quantiser(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no quantiser"):
+        Blocks(**arguments)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_stochastic_rounding_is_right_on_average(bits: int) -> None:
+    """640 entries, 2000 draws: every mean within 5.5 standard errors, and some draws for events that are rare."""
+    x, draws = normal(640) ** 3, 2000
+    quantiser, generator = Blocks(bits, stochastic=True), torch.Generator().manual_seed(1)
+    total, squares = torch.zeros(640, dtype=torch.float64), torch.zeros(640, dtype=torch.float64)
+    for _ in range(draws):
+        error = through(x, quantiser, generator=generator).double() - x.double()
+        total += error
+        squares += error.square()
+    step = (x.view(-1, 64).abs().amax(dim=1).double() / HIGHEST[bits] * (1 + 2**-7)).repeat_interleave(64)
+    bound = 5.5 * (squares / draws / draws).sqrt() + 12 * step / draws
+    assert ((total / draws).abs() <= bound).all()
+    assert (squares / draws <= 1.2 * (step / 2) ** 2).all()
+    nearest = through(x, Blocks(bits)).double() - x.double()
+    assert not (nearest.abs() <= bound).all()
+    again = [through(x, quantiser, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
+    assert torch.equal(*again)
+
+
+# --------------------------------------------------------------------- the mean over workers
+
+
+def means(sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(before, after, kept) of every case on this worker; buffers are used twice."""
+    me, results = dist.get_rank(), []
+    channel = Channel(None)
+    for size in sizes:
+        for bits in BITS:
+            for scale in (1e-30, 1.0, 1e30):
+                quantiser = Blocks(bits)
+                buffers = QuantisedMean(size, channel.world, quantiser, torch.device("cpu"))
+                for round_ in range(2):
+                    vector = normal(size, 100 * me + round_) * scale
+                    before, kept = vector.clone(), torch.full_like(vector, math.nan)
+                    for _ in quantised_mean(vector, channel, quantiser, kept, buffers if round_ else None):
+                        channel.finish()
+                    silent = before.clone()
+                    for _ in quantised_mean(silent, channel, quantiser, None, buffers):
+                        channel.finish()
+                    assert torch.equal(silent, vector), "whether errors are kept must not change the mean"
+                    results.append((before, vector, kept))
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_mean_and_what_is_kept(world: int) -> None:
+    results = run_workers(world, means, [1, 63, 64, 65, 500, 4097])
+    for records in zip(*results, strict=True):
+        befores, afters, kepts = zip(*records, strict=True)
+        assert all(torch.equal(after, afters[0]) for after in afters)
+        came_in = torch.stack(befores).double()
+        kept = torch.stack(kepts).double()
+        gap = (afters[0].double() + kept.mean(dim=0) - came_in.mean(dim=0)).norm()
+        assert gap <= 2e-7 * came_in.norm()
+        if world == 1:
+            assert torch.equal(afters[0], befores[0])
+        else:
+            assert kept.norm() > 0
+
+
+class TwoOfAKind(Channel):
+    """A second worker that has exactly what this one has, and the same messages for it."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.world = 2
+
+    def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        output.copy_(source[:1].expand_as(output))
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        output.copy_(source.expand_as(output))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_steady_state_allocates_nothing_large(bits: int) -> None:
+    size = 1 << 18
+    channel, quantiser = TwoOfAKind(), Blocks(bits)
+    buffers = QuantisedMean(size, 2, quantiser, torch.device("cpu"))
+    vector, kept = normal(size), torch.empty(size)
+    for _ in range(2):
+        list(quantised_mean(vector, channel, quantiser, kept, buffers))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        list(quantised_mean(vector, channel, quantiser, kept, buffers))
+    events = [event.self_cpu_memory_usage for event in profiler.events()]
+    assert events, "the profiler saw nothing"
+    assert max(events) <= 4096

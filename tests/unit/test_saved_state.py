@@ -1,0 +1,144 @@
+"""Which saved state a rank goes on from, and what happens to error feedback when the number of ranks changes."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgc.errors import UserError
+from edgc.saved_state import merge, state_for
+
+
+def state(rank: int, world: int, errors: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    compressor: dict[str, Any] = {} if errors is None else {"errors": errors, "draws": 7}
+    return {
+        "world": world,
+        "rank": rank,
+        "engine": {"iteration": 5, "compressor": compressor},
+        "layout": [["a"]],
+    }
+
+
+def states(
+    world: int, dtype: torch.dtype = torch.float32, missing: int | None = None
+) -> list[dict[str, Any]]:
+    saved = []
+    for rank in range(world):
+        generator = torch.Generator().manual_seed(rank)
+        errors = {
+            name: torch.randn(shape, generator=generator).to(dtype)
+            for name, shape in (("a", (3, 4)), ("b", (5,)), ("empty", (0, 2)))
+        }
+        if rank == missing:
+            del errors["b"]
+        saved.append(state(rank, world, errors))
+    return saved
+
+
+def owed(saved: list[Any]) -> dict[str, torch.Tensor]:
+    """What the average still owes: the sum of all error feedback over the number of ranks."""
+    names = {name for item in saved for name in item["engine"]["compressor"]["errors"]}
+    return {
+        name: sum(
+            (item["engine"]["compressor"]["errors"].get(name, torch.zeros(())).double() for item in saved),
+            start=torch.zeros((), dtype=torch.float64),
+        )
+        / len(saved)
+        for name in names
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    before=st.integers(1, 6),
+    after=st.integers(1, 6),
+    missing=st.none() | st.integers(0, 5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    order=st.randoms(use_true_random=False),
+)
+def test_the_average_owes_what_it_owed(
+    before: int, after: int, missing: int | None, dtype: Any, order: Any
+) -> None:
+    if before == after or missing == 0 == before - 1:
+        return
+    saved = states(before, dtype, missing)
+    shuffled = list(saved)
+    order.shuffle(shuffled)
+    with pytest.warns(UserWarning, match=f"a state of {before} ranks goes on with {after}") as caught:
+        loaded = [state_for(shuffled, world=after, rank=rank) for rank in range(after)]
+    assert len(caught) == after and caught[0].filename == __file__
+    wanted = owed(saved)
+    for name, value in owed(loaded).items():
+        tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(
+            value.expand_as(wanted[name]), wanted[name], rtol=tolerance, atol=tolerance
+        )
+    for rank, item in enumerate(loaded):
+        assert (item["world"], item["rank"]) == (after, rank)
+        assert item["engine"]["compressor"]["draws"] == 7 and item["engine"]["iteration"] == 5
+        assert all(error.dtype == dtype for error in item["engine"]["compressor"]["errors"].values())
+
+
+def test_the_differences_between_ranks_are_not_carried_on() -> None:
+    up, down = torch.ones(2, 2), -torch.ones(2, 2)
+    merged = merge([state(0, 2, {"a": 1e6 * up + up}), state(1, 2, {"a": 1e6 * down + up})])
+    torch.testing.assert_close(merged["engine"]["compressor"]["errors"]["a"], up)
+
+
+def test_nothing_is_changed_that_was_given() -> None:
+    saved = states(3)
+    before = [item["engine"]["compressor"]["errors"]["a"].clone() for item in saved]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_for(saved, world=2, rank=0)
+    for item, tensor in zip(saved, before, strict=True):
+        assert item["world"] == 3 and torch.equal(item["engine"]["compressor"]["errors"]["a"], tensor)
+
+
+def test_states_without_error_feedback_go_on_as_they_are() -> None:
+    with pytest.warns(UserWarning, match="2 ranks goes on with 3"):
+        loaded = state_for([state(rank, 2, None) for rank in range(2)], world=3, rank=2)
+    assert loaded["engine"]["compressor"] == {} and loaded["rank"] == 2
+
+
+def test_the_same_number_of_ranks_takes_its_own_state_without_a_word() -> None:
+    saved = states(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rank, given_ in itertools.product(range(3), (saved, saved[::-1])):
+            assert state_for(given_, world=3, rank=rank) is saved[rank]
+        assert state_for(saved[1], world=3, rank=1) is saved[1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "world", "message"),
+    [
+        (
+            states(4)[1],
+            2,
+            "is of rank 1 of 4, but there are 2 ranks now; give every rank the list of all 4 states",
+        ),
+        (states(2)[1], 2, "is of rank 1, but this is rank 0; save and load one state per rank"),
+        ([], 2, "not those of all ranks of one run: none; give the states"),
+        (states(4)[:3], 2, "not those of all ranks of one run: 0 of 4, 1 of 4, 2 of 4; give"),
+        ([*states(2), states(2)[1]], 2, "0 of 2, 1 of 2, 1 of 2"),
+        ([states(2)[0], states(3)[1]], 2, "0 of 2, 1 of 3"),
+        ({"errors": {}}, 2, "this is not a saved state of edgc; load what state_dict"),
+        ([3], 2, "this is not a saved state of edgc"),
+        (
+            [state(0, 2, {"a": torch.ones(2, 3)}), state(1, 2, {"a": torch.ones(3, 2)})],
+            1,
+            r"error feedback of a has shapes \[\(2, 3\), \(3, 2\)\]; load states that were saved together",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:edgc")
+def test_states_that_do_not_fit_are_refused(saved: Any, world: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        state_for(saved, world=world, rank=0)
