@@ -16,6 +16,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 # snakefmt calls shfmt, which lies beside it.
 SNAKEFMT = PATH='$(abspath $(VENV))/bin':"$$PATH" snakefmt
+BENCH = $(PY) -m experiments.bench
 PIPELINE = $(PY) -m experiments.pipeline --die-with-parent --scale $(SCALE) --cores $(CORES) --results $(RESULTS)
 
 .PHONY: help
@@ -54,9 +55,27 @@ equal-bytes: venv ## compare all compressors at equal bytes and write that to re
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/equal_bytes.png' \
 	  results/reference/$(SCALE)/figures/equal_bytes.png
 
+.PHONY: bench
+bench: venv ## time the compression engine on this machine, on its GPU if it has one (ARGS: options of the program)
+	@folder=$$($(BENCH) engine --results '$(RESULTS)/bench' $(ARGS)); \
+	$(PY) -m paper_figures bench --results "$$folder"
+
+.PHONY: bench-network
+bench-network: venv ## time training steps over links of limited bandwidth (root only)
+	@folder=$$($(BENCH) network --results '$(RESULTS)/bench' $(ARGS)); \
+	[ -z "$$folder" ] || $(PY) -m paper_figures bench_network --results "$$folder"
+
+.PHONY: bench-keep
+bench-keep: venv ## copy the results of both benchmarks to results/reference/bench, to be committed
+	@$(BENCH) keep --results '$(RESULTS)/bench' $(ARGS)
+
 .PHONY: test
 test: venv ## run all tests (ARGS: options of pytest)
 	@$(PY) -m pytest $(ARGS)
+
+.PHONY: test-network
+test-network: venv ## test the network of limited bandwidth (root only; says why where it skips)
+	@$(PY) -m pytest tests/integration/test_testbed.py -m root $(ARGS)
 
 .PHONY: lint
 lint: venv ## ruff, mypy and snakefmt

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgc.errors import UserError
-from paper_figures import FIGURES, SCRIPTS
+from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 
 
 def render(name: str, results: Path, out: Path) -> list[Path]:
     """Draw figure ``name`` from the tables under ``results`` and write its PDF and PNG to ``out``."""
-    if name not in FIGURES:
-        close = difflib.get_close_matches(name, FIGURES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known figures: {', '.join(FIGURES)}"
+    known = [*FIGURES, *BENCHMARKS]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known figures: {', '.join(known)}"
         raise UserError(f"unknown figure {name}", fix=hint)
     if not results.is_dir():
         raise UserError(
@@ -32,8 +33,9 @@ def render(name: str, results: Path, out: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
+    names = ", ".join([*FIGURES, *BENCHMARKS])
     parser = argparse.ArgumentParser(prog="python -m paper_figures", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help=f"all, or one of: {', '.join(FIGURES)}")
+    parser.add_argument("name", metavar="NAME", help=f"all (of a scale), or one of: {names}")
     parser.add_argument("--results", type=Path, default=Path("results/ci"), help="folder of one scale")
     parser.add_argument(
         "--out", type=Path, default=None, help="folder of the figures (default RESULTS/figures)"

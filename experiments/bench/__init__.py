@@ -1,0 +1,5 @@
+"""Benchmarks of the compression engine: on one machine, and over a network of a chosen bandwidth.
+
+``python -m experiments.bench engine`` times engines beside each other; ``python -m experiments.bench network`` times
+training steps between two network namespaces (root only). What they write lies in ``results/bench/<machine>/``.
+"""

@@ -1,0 +1,210 @@
+"""``python -m experiments.bench engine`` and ``python -m experiments.bench network``.
+
+Both print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
+results are committed.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from edgc.errors import UserError
+from experiments.bench import engine, engine_table, machine, network, testbed
+from experiments.bench.children import ChildError
+from experiments.cli import main_guard
+from experiments.run_folder import atomic_write, check_writable
+
+RESULTS = Path("results/bench")
+REFERENCE = Path("results/reference/bench")
+WIDEST = 40  # characters of a cell on the screen
+KEPT = ("engine", "engine_rounds", "network", "network_rounds")
+
+app = typer.Typer(add_completion=False, help=__doc__)
+screen = Console(stderr=True)
+Results = Annotated[Path, typer.Option(help="a folder named after the machine is made in it")]
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """``8,32`` as numbers, each once.
+
+    Raises:
+        UserError: if it is anything else.
+    """
+    try:
+        return tuple(dict.fromkeys(int(word) for word in text.split(",")))
+    except ValueError:
+        fix = f"give whole numbers with commas between them, e.g. {option} 8,32"
+        raise UserError(f"{option} {text!r} is not valid", fix=fix) from None
+
+
+def words(text: str, option: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """``a,b`` as words, each once and each allowed.
+
+    Raises:
+        UserError: if one is not.
+    """
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    for word in found:
+        if word not in allowed:
+            raise UserError(f"{option} {word!r} is not known", fix=f"use some of {', '.join(allowed)}")
+    return found
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr; yields the function that moves it by one. A failed worker is one line and exit code 1."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=screen, transient=True) as bar:
+            task = bar.add_task("starting", total=total)
+            yield lambda text: bar.update(task, advance=1, description=text)
+    except ChildError as error:
+        screen.print(f"error: a worker process failed: {error}", markup=False, soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+def write(
+    folder: Path, name: str, host: Mapping[str, Any], plan: Any, tables: Mapping[str, pd.DataFrame]
+) -> None:
+    """Tables, and the machine and the settings behind them as ``name``.json; each file whole or not at all."""
+    for key, table in tables.items():
+        text = machine.label(table, host).to_csv(index=False, lineterminator="\n", float_format="%.6g")
+        atomic_write(folder / f"{key}.csv", text)
+    described = {"machine": host, "settings": asdict(plan)}
+    atomic_write(folder / f"{name}.json", json.dumps(described, indent=1) + "\n")
+    print(folder)
+
+
+def show(table: pd.DataFrame, columns: list[str], values: list[str]) -> None:
+    """The most important columns, for the eye."""
+    printed = Table(*columns, *values)
+    for _, row in table.iterrows():
+        cells = ["" if pd.isna(row[name]) else str(row[name])[:WIDEST] for name in columns]
+        cells += [f"{row[name]:.3g}" if pd.notna(row.get(name)) else "" for name in values]
+        printed.add_row(*cells)
+    wide = Console(stderr=True, markup=False, width=None if screen.is_terminal else 140)
+    wide.print(printed)
+
+
+@app.command("engine")
+@main_guard
+def time_engines(
+    layers: Annotated[int, typer.Option(help="transformer layers whose gradients are reduced")] = 3,
+    hidden: Annotated[int, typer.Option(help="hidden size; GPT-2 medium has 1024")] = 1024,
+    ranks: Annotated[str, typer.Option(help="ranks, with commas")] = "8,32,64,128",
+    threads: Annotated[str, typer.Option(help="threads, with commas; ignored on a GPU")] = "1,2",
+    repeats: Annotated[int, typer.Option(help="rounds; medians are taken over them")] = 7,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtypes: Annotated[str, typer.Option(help="of the gradients: fp32, bf16 (default: both on a GPU)")] = "",
+    allocators: Annotated[
+        str, typer.Option(help="default, thp, kept; ignored on a GPU")
+    ] = "default,thp,kept",
+    gloo: Annotated[bool, typer.Option(help="also time two ranks with gloo; ignored on a GPU")] = True,
+    results: Results = RESULTS,
+) -> None:
+    """Time one step of every engine on the same gradients: engine.csv, engine_rounds.csv, engine.json."""
+    known = ("auto", "cpu", "cuda")
+    if device not in known:
+        raise UserError(f"--device {device!r} is not known", fix=f"use one of {', '.join(known)}")
+    gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    names = words(allocators, "--allocators", tuple(engine.ALLOCATORS))
+    plan = engine.Plan(
+        layers=layers,
+        hidden=hidden,
+        ranks=numbers(ranks, "--ranks"),
+        threads=(1,) if gpu else numbers(threads, "--threads"),
+        repeats=repeats,
+        device="cuda" if gpu else "cpu",
+        dtypes=words(dtypes or ("fp32,bf16" if gpu else "fp32"), "--dtypes", ("fp32", "bf16")),
+        allocators=("default",) if gpu else names,
+        gloo=gloo and not gpu,
+    )
+    host = machine.describe(plan.device)
+    folder = results / host["slug"]
+    check_writable(folder)
+    with progress(plan.rounds) as advance:
+        found = engine.measure(plan, advance)
+    table = engine_table.table(plan, found)
+    columns = ["network", "allocator", "threads", "rank", "engine", "factor_dtype"]
+    values = ["cpu_ms", "wall_ms", "relative_error", "speedup_cpu", "speedup_wall", "ratio_to_floor"]
+    write(folder, "engine", host, plan, {"engine": table, "engine_rounds": engine_table.rounds_table(found)})
+    show(table[table["status"] == "ok"], columns, values)
+
+
+@app.command("network")
+@main_guard
+def time_steps(
+    rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas; 0 is no limit")] = "100,1000,0",
+    ranks: Annotated[str, typer.Option(help="ranks of torch's hook and ours, with commas")] = "4,32,128",
+    quantised: Annotated[str, typer.Option(help="ranks of ours with int8 and int4 factors")] = "32,128",
+    repeats: Annotated[int, typer.Option(help="rounds for each limit")] = 5,
+    threads: Annotated[int, typer.Option(help="threads of each rank")] = 1,
+    results: Results = RESULTS,
+) -> None:
+    """Time training steps of two ranks over a limited link (root only): network.csv, network_rounds.csv, network.json.
+
+    Where no testbed can be made it says why and ends with exit code 0.
+    """
+    plan = network.Plan(
+        rates=tuple(float(rate) or None for rate in numbers(rates, "--rates")),
+        ranks=numbers(ranks, "--ranks"),
+        quantised=numbers(quantised, "--quantised"),
+        rounds=repeats,
+        threads=threads,
+    )
+    reason = testbed.missing()
+    if reason is not None:
+        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
+        return
+    host = machine.describe("cpu")
+    folder = results / host["slug"]
+    check_writable(folder)
+    # So that the namespaces are removed also when somebody ends the program.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with progress(plan.turns) as advance:
+        rounds = network.measure(plan, advance)
+    table = network.table(plan, rounds)
+    write(folder, "network", host, plan, {"network": table, "network_rounds": rounds})
+    columns = ["mbit_per_s", "method", "status"]
+    show(table, columns, ["seconds", "speedup_over_dense", "speedup_over_torch", "bytes"])
+
+
+@app.command("keep")
+@main_guard
+def keep(results: Results = RESULTS, reference: Path = REFERENCE) -> None:
+    """Copy the tables and figures of every machine from RESULTS to REFERENCE, where they can be committed."""
+    folders = [path for path in sorted(results.glob("*")) if path.is_dir()]
+    if not folders:
+        raise UserError("there are no results of a benchmark", where=results, fix="run: make bench")
+    for folder in folders:
+        for path in [folder / f"{name}.csv" for name in KEPT] + [
+            *folder.glob("*.json"),
+            *folder.glob("figures/*.png"),
+        ]:
+            if path.is_file():
+                target = reference / folder.name / path.relative_to(folder)
+                atomic_write(target, path.read_bytes())
+                print(target)
+
+
+@app.callback()
+def programs() -> None:
+    """Benchmarks of the compression engine."""
+
+
+if __name__ == "__main__":
+    app()

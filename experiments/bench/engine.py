@@ -1,0 +1,216 @@
+"""The engine benchmark: every engine on the same gradients, one step at a time, in turns.
+
+Worker processes named after an allocator time engines without a network (communication takes no time); the two ranks
+of ``gloo`` time them with a real all-reduce over the loopback interface. Only one process, or one pair of ranks, works
+at any time. In a round each engine takes one step, in an order that turns round after
+round; ratios are taken within a round, so that a machine that slows down for a while slows both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from edgc.config import FACTOR_DTYPES
+from edgc.errors import UserError
+from experiments.bench import machine
+from experiments.bench.children import Child, Group
+
+MODULE = "experiments.bench.engine_worker"
+FLOOR = ("products", "orthogonalisation")
+SETTLE = 4  # steps of an engine before it is timed
+# THP_MEM_ALLOC_ENABLE is torch's: large blocks in huge pages. The other three tell glibc never to give memory back, so
+# that a block that is freed and allocated again causes no page fault.
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "default": {},
+    "thp": {"THP_MEM_ALLOC_ENABLE": "1"},
+    "kept": {
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "MALLOC_TOP_PAD_": str(1 << 28),
+    },
+}
+ALONE, GLOO = "none", "gloo"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        layers, hidden: of the gradients, see :func:`experiments.bench.gradients.layer_shapes`.
+        ranks, threads: each with each.
+        repeats: rounds.
+        dtypes: of the gradients.
+        allocators: names in ``ALLOCATORS``; the first times all engines and the floor.
+        gloo: also time two ranks with gloo, at the smallest number of threads.
+    """
+
+    layers: int = 3
+    hidden: int = 1024
+    ranks: tuple[int, ...] = (8, 32, 64, 128)
+    threads: tuple[int, ...] = (1, 2)
+    repeats: int = 7
+    device: str = "cpu"
+    dtypes: tuple[str, ...] = ("fp32",)
+    allocators: tuple[str, ...] = tuple(ALLOCATORS)
+    gloo: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "repeats"):
+            if getattr(self, key) < 1:
+                raise UserError(f"--{key} {getattr(self, key)} is not valid", fix="use 1 or more")
+        for key in ("ranks", "threads"):
+            if not getattr(self, key) or min(getattr(self, key)) < 1:
+                raise UserError(f"--{key} needs whole numbers of at least 1", fix=f"e.g. --{key} 1,2")
+        largest = self.hidden // 4
+        if max(self.ranks) > largest:
+            fix = f"use ranks up to {largest} or a larger --hidden"
+            raise UserError(
+                f"rank {max(self.ranks)} compresses matrices of {self.hidden} rows too little", fix=fix
+            )
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")
+
+    def clock(self, threads: int) -> str:
+        """The time that engines are held against the floor by: waiting threads count as busy in processor time."""
+        return "cpu" if self.device == "cpu" and threads == 1 else "wall"
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the whole benchmark, those of gloo included."""
+        sections = len(self.dtypes) * len(self.ranks)
+        return sections * self.repeats * (len(self.threads) + self.gloo)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One engine in one setting.
+
+    Attributes:
+        variant: ``copy``, ``torch`` or the type of our factors, with ``+bf16`` behind it for bf16 products.
+        network: ``none`` or ``gloo``.
+    """
+
+    gradient_dtype: str
+    rank: int
+    threads: int
+    allocator: str
+    network: str
+    variant: str
+
+
+@dataclass
+class Measured:
+    """Answers of the workers.
+
+    Attributes:
+        facts: relative error and bytes of one step, or why there is no timing.
+        rounds: seconds of each part, one entry a round; of two ranks the slower one's.
+        floor: of a setting (a key whose variant is empty): seconds of each part, one entry a round.
+    """
+
+    facts: dict[Key, dict[str, Any] | str] = field(default_factory=dict)
+    rounds: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
+    floor: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
+
+
+def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
+    """Run the benchmark; ``advance`` is told of every round.
+
+    Raises:
+        experiments.bench.children.ChildError: a worker has ended or reported an error that is not one engine's.
+    """
+    found = Measured()
+    for dtype in plan.dtypes:
+        with _alone(plan, dtype) as groups:
+            for rank in plan.ranks:
+                for threads in plan.threads:
+                    _section(plan, found, groups, Key(dtype, rank, threads, "", ALONE, ""), advance)
+        if plan.gloo:
+            with _gloo_ranks(plan, dtype) as groups:
+                for rank in plan.ranks:
+                    key = Key(dtype, rank, min(plan.threads), "", GLOO, "")
+                    _section(plan, found, groups, key, advance)
+    return found
+
+
+@contextlib.contextmanager
+def _alone(plan: Plan, dtype: str) -> Iterator[dict[str, Group]]:
+    """A worker for every allocator, with the gradients loaded."""
+    with contextlib.ExitStack() as stack:
+        groups = {}
+        for name in plan.allocators:
+            environment = {"OMP_NUM_THREADS": str(max(plan.threads)), **ALLOCATORS[name]}
+            groups[name] = stack.enter_context(Group([Child(MODULE, environment)]))
+            _load(plan, dtype, groups[name])
+        yield groups
+
+
+@contextlib.contextmanager
+def _gloo_ranks(plan: Plan, dtype: str) -> Iterator[dict[str, Group]]:
+    """The two ranks of a process group over the loopback interface."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = {
+            "STORE": f"{folder}/store",
+            "WORLD_SIZE": "2",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": str(min(plan.threads)),
+        }
+        with Group([Child(MODULE, {**shared, "RANK": str(rank)}) for rank in range(2)]) as group:
+            _load(plan, dtype, group)
+            yield {plan.allocators[0]: group}
+
+
+def _load(plan: Plan, dtype: str, group: Group) -> None:
+    group.ask(
+        {"do": "load", "layers": plan.layers, "hidden": plan.hidden, "dtype": dtype, "device": plan.device}
+    )
+
+
+def _section(
+    plan: Plan,
+    found: Measured,
+    groups: dict[str, Group],
+    base: Key,
+    advance: Callable[[str], None],
+) -> None:
+    """All rounds at one rank and number of threads."""
+    keys: list[tuple[Group, Key]] = []
+    for index, (allocator, group) in enumerate(groups.items()):
+        variants = ["copy", "torch", *FACTOR_DTYPES] if index == 0 else ["torch", "fp32"]
+        setting = {**vars(base), "allocator": allocator}
+        if index == 0 and base.network == ALONE and plan.device == "cpu":
+            missing = machine.bf16_matmul()
+            for variant in ("torch+bf16", "fp32+bf16"):
+                if missing is None:
+                    variants.append(variant)
+                else:
+                    found.facts[Key(**{**setting, "variant": variant})] = f"not available: {missing}"
+        request = {"variants": variants, "rank": base.rank, "threads": base.threads, "settle": SETTLE}
+        facts = group.ask({"do": "prepare", **request})[0]
+        for variant in variants:
+            key = Key(**{**setting, "variant": variant})
+            found.facts[key] = facts[variant]
+            if not isinstance(facts[variant], str):
+                keys.append((group, key))
+    with_floor = base.network == ALONE
+    first = groups[plan.allocators[0]]
+    if with_floor:
+        first.ask({"do": "prepare_floor", "rank": base.rank})
+    for index in range(plan.repeats):
+        for group, key in keys if index % 2 == 0 else keys[::-1]:
+            answers = group.ask({"do": "run", "name": key.variant})
+            slowest = {name: max(answer[name] for answer in answers) for name in answers[0]}
+            found.rounds.setdefault(key, []).append(slowest)
+        if with_floor:
+            parts = {
+                name: first.ask({"do": "run", "name": name})[0][plan.clock(base.threads)] for name in FLOOR
+            }
+            found.floor.setdefault(base, []).append(parts)
+        advance(f"rank {base.rank}, {base.threads} threads" + (", gloo" if base.network == GLOO else ""))

@@ -1,0 +1,80 @@
+"""What a timing must carry to be read: the processor, its caches, the GPU, the versions. Never the machine's name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from experiments.provenance import git_state, hardware, versions
+
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Processor or GPU, caches of one core in KiB, memory in GiB, versions and commit.
+
+    Args:
+        device: ``cpu`` or ``cuda``, whichever is measured.
+    """
+    found = hardware()
+    name = found["gpus"][0] if device == "cuda" else f"{found['cpu']}, {found['cores']} cores"
+    return {
+        "name": name,
+        "slug": slug(name),
+        "cpu": found["cpu"],
+        "cores": found["cores"],
+        "gpus": found["gpus"],
+        "architecture": platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "caches_kib": _caches(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "huge_pages": _read(HUGE_PAGES),
+        "bf16_matmul": bf16_matmul() is None,
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
+def label(table: pd.DataFrame, host: Mapping[str, Any]) -> pd.DataFrame:
+    """The table with what its numbers depend on in columns of their own, so that it can be read alone."""
+    caches = " ".join(f"{name} {size} KiB" for name, size in host["caches_kib"].items())
+    return table.assign(machine=host["name"], caches=caches, torch=host["versions"]["torch"])
+
+
+def slug(text: str) -> str:
+    """A name that is a folder's: lower case, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def bf16_matmul() -> str | None:
+    """None if the processor multiplies bf16 matrices itself, otherwise what it lacks."""
+    cpu = torch.cpu.get_capabilities()
+    if any(cpu.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
+        return None
+    return "the processor has neither AMX nor AVX-512 BF16"
+
+
+def _caches() -> dict[str, int]:
+    """Level and kind of each cache of the first core -> KiB; empty where the system does not say."""
+    found = {}
+    for index in sorted(CACHES.glob("index*")):
+        kind = {"Data": "d", "Instruction": "i"}.get(_read(index / "type"), "")
+        size = re.fullmatch(r"(\d+)K", _read(index / "size"))
+        if size:
+            found[f"L{_read(index / 'level')}{kind}"] = int(size.group(1))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,222 @@
+"""The network benchmark: seconds per training step of two ranks over a link of limited bandwidth, method by method.
+
+Both ranks hold one model per method. In a round each method trains one step, in an order that turns round after round;
+the limit is changed between rounds while the processes live on. torch's ``powerSGD_hook`` with several buckets is
+tried in processes of its own, since it has been seen to crash them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from edgc.errors import UserError
+from experiments.bench.children import Child, ChildError, Group
+from experiments.bench.engine_table import spread
+from experiments.bench.gpt import Size
+from experiments.bench.testbed import Testbed
+
+MODULE = "experiments.bench.network_worker"
+RANKS = 2
+PORT = "29500"  # in namespaces of our own
+STEP_SECONDS = 60.0
+RISKY_SECONDS = 40.0
+RISKY_STEPS = 3
+
+
+def methods(ranks: tuple[int, ...], quantised: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    """Name -> settings of :class:`experiments.bench.network_worker.Method`, in the order of the table.
+
+    Args:
+        ranks: of torch's hook and of ours with fp32 factors.
+        quantised: of ours with int8 and int4 factors.
+    """
+    found: dict[str, dict[str, Any]] = {
+        "compute": {"hook": "compute"},
+        "dense": {"hook": "dense"},
+        "dense, one bucket": {"hook": "dense", "one_bucket": True},
+        "bf16 hook": {"hook": "bf16"},
+    }
+    for rank in ranks:
+        found[f"torch r{rank}, one bucket"] = {"hook": "torch", "rank": rank, "one_bucket": True}
+    for dtype, of in (("fp32", ranks), ("int8", quantised), ("int4", quantised)):
+        for rank in of:
+            found[f"edgc r{rank} {dtype}"] = {"hook": "edgc", "rank": rank, "factor_dtype": dtype}
+    return found
+
+
+def risky(ranks: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    """Methods that may end their processes."""
+    rank = min(ranks, key=lambda value: abs(value - 32))
+    return {f"torch r{rank}, default buckets": {"hook": "torch", "rank": rank}}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        rates: limits in Mbit/s; None is no limit.
+        ranks, quantised: see :func:`methods`.
+        rounds: per limit, after one that is not counted.
+        threads: of each rank.
+    """
+
+    rates: tuple[float | None, ...] = (100.0, 1000.0, None)
+    ranks: tuple[int, ...] = (4, 32, 128)
+    quantised: tuple[int, ...] = (32, 128)
+    rounds: int = 5
+    threads: int = 1
+    size: Size = field(default_factory=Size)
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
+        if self.threads < 1:
+            raise UserError(f"--threads {self.threads} is not valid", fix="use 1 or more")
+        for rate in self.rates:
+            if rate is not None and not 1 <= rate <= 1e4:
+                raise UserError(
+                    f"--rates {rate:g} is not valid", fix="use 1 to 10000 Mbit/s, or 0 for no limit"
+                )
+        for key in ("ranks", "quantised"):
+            if not getattr(self, key) or min(getattr(self, key)) < 1:
+                raise UserError(f"--{key} needs whole numbers of at least 1", fix=f"e.g. --{key} 4,32")
+
+    @property
+    def turns(self) -> int:
+        """How often :func:`measure` reports progress."""
+        return len(self.rates) * (self.rounds + 2)
+
+
+def measure(plan: Plan, advance: Callable[[str], None]) -> pd.DataFrame:
+    """Run the benchmark in a testbed of its own; one row per method, limit and round.
+
+    Raises:
+        UserError: if no testbed can be made.
+    """
+    rows: list[dict[str, Any]] = []
+    with Testbed(RANKS) as testbed:
+        with ranks_on(testbed, plan) as group:
+            chosen, failed = _prepare(group, methods(plan.ranks, plan.quantised))
+            for rate in plan.rates:
+                testbed.limit(rate)
+                rows += [_row(rate, name, status=reason) for name, reason in failed.items()]
+                for index in range(-1, plan.rounds):
+                    for name in chosen if index % 2 == 0 else chosen[::-1]:
+                        answers = group.ask({"do": "step", "name": name}, STEP_SECONDS)
+                        if index >= 0:
+                            rows.append(_row(rate, name, index, answers))
+                    advance(words(rate))
+        for rate in plan.rates:
+            for name, settings in risky(plan.ranks).items():
+                rows += _try(testbed, plan, rate, name, settings)
+            advance(f"{words(rate)}, several buckets")
+    return pd.DataFrame(rows).sort_values(["mbit_per_s"], kind="stable", ignore_index=True)
+
+
+@contextlib.contextmanager
+def ranks_on(testbed: Testbed, plan: Plan) -> Iterator[Group]:
+    """One process per host, joined to a process group."""
+    shared = {
+        "WORLD_SIZE": str(testbed.hosts),
+        "MASTER_ADDR": testbed.address(0),
+        "MASTER_PORT": PORT,
+        "OMP_NUM_THREADS": str(plan.threads),
+    }
+    children = [
+        Child(MODULE, {**shared, "RANK": str(index)}, testbed.inside(index)) for index in range(testbed.hosts)
+    ]
+    with Group(children) as group:
+        group.ask({"do": "start", "size": asdict(plan.size), "threads": plan.threads})
+        yield group
+
+
+def _prepare(group: Group, wanted: dict[str, dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
+    """Build every method; those that fail on all ranks before they communicate are left out, with the reason."""
+    chosen, failed = [], {}
+    for name, settings in wanted.items():
+        try:
+            group.ask({"do": "prepare", "name": name, "settings": settings}, STEP_SECONDS)
+            chosen.append(name)
+        except ChildError as error:
+            failed[name] = str(error)
+    return chosen, failed
+
+
+def _try(
+    testbed: Testbed, plan: Plan, rate: float | None, name: str, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A few steps of a method in processes of its own; its crash is its result."""
+    rows = []
+    testbed.limit(None)
+    try:
+        with ranks_on(testbed, plan) as group:
+            group.ask({"do": "prepare", "name": name, "settings": settings}, RISKY_SECONDS)
+            testbed.limit(rate)
+            for index in range(min(RISKY_STEPS, plan.rounds)):
+                answers = group.ask({"do": "step", "name": name}, RISKY_SECONDS)
+                rows.append(_row(rate, name, index, answers))
+    except ChildError as error:
+        rows.append(_row(rate, name, status=f"failed: {error}"))
+    return rows
+
+
+def _row(
+    rate: float | None,
+    name: str,
+    index: int | None = None,
+    answers: list[dict[str, Any]] | None = None,
+    *,
+    status: str = "ok",
+) -> dict[str, Any]:
+    """A round of a method: the slower rank's seconds, the mean of the ranks' bytes."""
+    row: dict[str, Any] = {"mbit_per_s": rate or 0, "method": name, "round": index, "status": status}
+    for answer in [answers] if answers else []:
+        row["seconds"] = max(rank["seconds"] for rank in answer)
+        for key in ("bytes", "wire"):
+            values = [rank[key] for rank in answer if rank[key] is not None]
+            row[key] = sum(values) / len(values) if values else None
+    return row
+
+
+def words(rate: float | None) -> str:
+    return f"{rate:g} Mbit/s" if rate else "no limit"
+
+
+def table(plan: Plan, rounds: pd.DataFrame) -> pd.DataFrame:
+    """One row per limit and method: median and quartiles of the seconds, ratios within rounds, bytes.
+
+    ``mbit_per_s`` is 0 where there is no limit. ``speedup_over_dense`` is against dense with default buckets,
+    ``speedup_over_torch`` against torch's hook at the same rank with one bucket. ``bytes`` is what the method counts
+    itself or the formula of the ring, ``wire`` what left the interface, headers and acknowledgements included.
+    """
+    settings = {**methods(plan.ranks, plan.quantised), **risky(plan.ranks)}
+    rows = []
+    for (rate, name), part in rounds.groupby(["mbit_per_s", "method"], sort=False):
+        options = settings[name]
+        row: dict[str, Any] = {"mbit_per_s": rate, "method": name, "hook": options["hook"]}
+        row |= {"rank": options.get("rank"), "factor_dtype": options.get("factor_dtype", "")}
+        row["buckets"] = "one" if options.get("one_bucket") else "default"
+        bad = part[part["status"] != "ok"]
+        row["status"] = "ok" if bad.empty else bad["status"].iloc[0]
+        good = part[part["status"] == "ok"].set_index("round")
+        row["rounds"] = len(good)
+        if len(good):
+            row |= spread("seconds", good["seconds"])
+            for column, other in (
+                ("speedup_over_dense", "dense"),
+                ("speedup_over_torch", f"torch r{options.get('rank')}, one bucket"),
+            ):
+                base = rounds[(rounds["mbit_per_s"] == rate) & (rounds["method"] == other)]
+                ratio = (base.set_index("round")["seconds"] / good["seconds"]).dropna() if len(base) else []
+                if len(ratio):
+                    row |= spread(column, ratio)
+            row["bytes"], row["wire"] = good["bytes"].median(), good["wire"].median()
+            row["wire_over_bytes"] = row["wire"] / row["bytes"] if row["bytes"] else None
+        rows.append(row)
+    return pd.DataFrame(rows)

@@ -1,0 +1,149 @@
+"""One rank of the network benchmark: a model per method, all of them trained in turns, one step when asked.
+
+Runs on a host of the testbed with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment.
+"""
+
+# No `from __future__ import annotations`: DDP checks the annotations of a hook and wants them as objects.
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from edgc.config import EDGCConfig
+from experiments.bench import gpt
+from experiments.bench.children import serve
+from experiments.bench.testbed import INTERFACE, sent_bytes
+
+ONE_BUCKET_MB = 4096  # more than the model has
+WARM_UP = 4  # steps: buckets are rebuilt after the first, torch's hook starts at the third
+ITERATIONS = 1000000  # a length of training that no benchmark reaches
+TIMEOUT = timedelta(seconds=60)
+
+
+def bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's ``bf16_compress_hook``; under that name DDP takes it for NCCL alone."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+class Method:
+    """A model with one way of averaging its gradients."""
+
+    def __init__(self, size: gpt.Size, settings: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = gpt.GPT(size)
+        size_mb = ONE_BUCKET_MB if settings.get("one_bucket") else None
+        self.model = DistributedDataParallel(model, bucket_cap_mb=size_mb)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.world, self.hook = dist.get_world_size(), str(settings["hook"])
+        self.entries = sum(parameter.numel() for parameter in model.parameters())
+        self.expected = self._register(settings)
+
+    def _register(self, settings: dict[str, Any]) -> Callable[[], int | None]:
+        """Install the communication; returns the function that tells the bytes of the last step by formula."""
+        ring = 2 * (self.world - 1) / self.world
+        if self.hook == "compute":
+            return lambda: 0
+        if self.hook == "dense":
+            return lambda: round(4 * ring * self.entries)
+        if self.hook == "bf16":
+            self.model.register_comm_hook(dist.group.WORLD, bf16_hook)
+            return lambda: round(2 * ring * self.entries)
+        if self.hook == "torch":
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=settings["rank"], start_powerSGD_iter=2
+            )
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            return self._of_torch(state, ring)
+        # Imported late: the other methods do not need it.
+        from edgc.ddp import register
+
+        options = {key: settings[key] for key in ("rank", "factor_dtype")}
+        handle = register(self.model, EDGCConfig(method="powersgd", **options), iterations=ITERATIONS)
+        return lambda: handle.last.statistics.bytes if handle.last is not None else None
+
+    @staticmethod
+    def _of_torch(state: powerSGD_hook.PowerSGDState, ring: float) -> Callable[[], int | None]:
+        total = 0
+
+        def last() -> int:
+            nonlocal total
+            before, total = total, state.total_numel_after_compression
+            return round(4 * ring * (total - before))
+
+        return last
+
+    def step(self, text: torch.Tensor) -> float:
+        """One training step; returns the loss."""
+        alone = self.model.no_sync() if self.hook == "compute" else contextlib.nullcontext()
+        with alone:
+            loss: torch.Tensor = self.model(text)
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        return float(loss.detach())
+
+
+class Rank:
+    """Handlers of this process."""
+
+    def __init__(self) -> None:
+        self.methods: dict[str, Method] = {}
+        self.generator = torch.Generator()
+
+    def start(self, size: dict[str, int], threads: int) -> dict[str, Any]:
+        """Join the process group."""
+        torch.set_num_threads(threads)
+        self.size = gpt.Size(**size)
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        self.generator.manual_seed(dist.get_rank())
+        model: nn.Module = gpt.GPT(self.size)
+        return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+
+    def prepare(self, name: str, settings: dict[str, Any]) -> None:
+        """Build a method and train it for a few steps."""
+        method = self.methods[name] = Method(self.size, settings)
+        for _ in range(WARM_UP):
+            method.step(gpt.batch(self.size, self.generator))
+            method.expected()
+
+    def step(self, name: str) -> dict[str, float | int | None]:
+        """One timed step: seconds, bytes by formula, and bytes that left the interface."""
+        method, text = self.methods[name], gpt.batch(self.size, self.generator)
+        dist.barrier()
+        sent, cpu, started = sent_bytes(), time.process_time(), time.perf_counter()
+        loss = method.step(text)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        # The peer may still be waiting for what lies in this host's queue.
+        dist.barrier()
+        wire = sent_bytes() - sent
+        return {"seconds": seconds, "cpu": cpu, "bytes": method.expected(), "wire": wire, "loss": loss}
+
+    def all_reduce(self, entries: int) -> dict[str, float | int]:
+        """Time one all-reduce of so many fp32 numbers."""
+        tensor = torch.ones(entries)
+        dist.barrier()
+        sent, started = sent_bytes(), time.perf_counter()
+        dist.all_reduce(tensor)
+        seconds = time.perf_counter() - started
+        dist.barrier()
+        if not bool((tensor == dist.get_world_size()).all()):
+            raise RuntimeError("the all-reduce gave a wrong sum")
+        return {"seconds": seconds, "wire": sent_bytes() - sent}
+
+
+def main() -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
+    rank = Rank()
+    serve({name: getattr(rank, name) for name in ("start", "prepare", "step", "all_reduce")})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""torch's ``powerSGD_hook``, run on a buffer, with its collectives watched or answered without a network."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as original
+
+from edgc.clock import Mark, Stopwatch, mark
+from experiments.bench.gradients import Shape, views
+
+
+class Bucket:
+    """What the hook asks of a DDP bucket: the only one, of matrices."""
+
+    def __init__(self, buffer: Tensor, shapes: Sequence[Shape]) -> None:
+        self._buffer, self._views = buffer, views(buffer, shapes)
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        return self._views
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+class OneRank:
+    """A process group of one rank, without a backend."""
+
+    def size(self) -> int:
+        return 1
+
+
+class _Done:
+    """A collective that is finished when it starts."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._future.set_result([tensor])
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+
+class _Noted:
+    """A collective and its future in one; tells when the hook goes on after it, in whichever way the hook waits."""
+
+    def __init__(self, work: dist.Work, note: Callable[[], None]) -> None:
+        self._future, self._note = work.get_future(), note
+
+    def get_future(self) -> _Noted:
+        return self
+
+    def wait(self) -> Any:
+        value = self._future.wait()
+        self._note()
+        return value
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        def noted(future: torch.futures.Future[Any]) -> Any:
+            self._note()
+            return callback(future)
+
+        return self._future.then(noted)
+
+
+class Watched:
+    """``torch.distributed`` as the hook sees it, noting when each all-reduce starts and ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.started: list[Mark] = []
+        self.ended: list[Mark] = []
+        self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, tensor: Tensor, *, group: Any, async_op: bool) -> Any:
+        self.started.append(mark(self.device))
+        if isinstance(group, OneRank):
+            self.ended.append(mark(self.device))
+            return _Done(tensor)
+        self.bytes += 2 * (group.size() - 1) * tensor.numel() * tensor.element_size() // group.size()
+        work = dist.all_reduce(tensor, group=group, async_op=async_op)
+        return _Noted(work, lambda: self.ended.append(mark(self.device)))
+
+
+@contextlib.contextmanager
+def watched(device: torch.device) -> Iterator[Watched]:
+    """Inside, the hook's collectives go through the object that is yielded."""
+    watch = Watched(device)
+    module = cast(Any, original)
+    module.dist, before = watch, module.dist
+    try:
+        yield watch
+    finally:
+        module.dist = before
+
+
+class Hook:
+    """torch's hook with its state.
+
+    Args:
+        group: None answers every all-reduce at once with what was sent, as one rank.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None) -> None:
+        self.shapes = shapes
+        self.state = original.PowerSGDState(
+            cast(Any, group or OneRank()), matrix_approximation_rank=rank, start_powerSGD_iter=2
+        )
+        self.state.iter = 2  # the two iterations that the hook would send uncompressed are over
+        self.compress, self.communicate, self.decompress = Stopwatch(), Stopwatch(), Stopwatch()
+        self.bytes = 0
+
+    def step(self, buffer: Tensor) -> None:
+        """Replace ``buffer`` by the mean of its approximation; sets the three stopwatches of this step."""
+        bucket = cast(Any, Bucket(buffer, self.shapes))
+        self.compress, self.communicate, self.decompress = Stopwatch(), Stopwatch(), Stopwatch()
+        with watched(buffer.device) as watch:
+            marks = [mark(buffer.device)]
+            original.powerSGD_hook(self.state, bucket).wait()
+            finished = mark(buffer.device)
+        # Everything before the last all-reduce is compression, all that follows it decompression.
+        for started, ended in zip(watch.started, watch.ended, strict=True):
+            self.compress.add(marks[-1], started)
+            self.communicate.add(started, ended)
+            marks.append(ended)
+        self.decompress.add(marks[-1], finished)
+        self.bytes = watch.bytes
+
+    def kept(self) -> Tensor:
+        """The error feedback, flat, as it is after a step."""
+        return self.state.error_dict[0]

@@ -1,0 +1,193 @@
+"""The engine beside torch's hook on one machine: time, speed-up, distance to the floor, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from edgc.errors import UserError
+from paper_figures import style
+from paper_figures.families import FAMILIES, Family
+
+NAME = "bench"
+Line = str | tuple[int, tuple[float, ...]]
+TORCH = Family("torch", "torch powerSGD_hook", "#0072B2", "s")
+OURS = {
+    "fp32": Family("fp32", "edgc, fp32 factors", FAMILIES["edgc"].colour, "D"),
+    "bf16": Family("bf16", "edgc, bf16 factors", "#E69F00", "^", "--"),
+    "int8": Family("int8", "edgc, int8 factors", "#AA3377", "v", "-."),
+    "int4": Family("int4", "edgc, int4 factors", "#009E73", "P", ":"),
+}
+ALLOCATORS = {"default": "-", "thp": "--", "kept": ":"}
+ALLOCATOR_LABELS = {"default": "default allocator", "thp": "huge pages", "kept": "heap kept"}
+PARTS = {"compress": "compress", "communicate": "communicate", "decompress": "decompress"}
+
+
+def draw(results: Path) -> Figure:
+    """Medians over rounds with quartiles; processor time where one thread runs, else wall time."""
+    path = results / "engine.csv"
+    if not path.is_file():
+        raise UserError(
+            "there is no table of the engine benchmark", where=path, fix="make it with: make bench"
+        )
+    table = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    table = table[table["gradient_dtype"] == table["gradient_dtype"].iloc[0]]
+    good = table[(table["status"] == "ok") & (table["products"] != "bf16")]
+    alone = good[good["network"] == "none"]
+    threads = sorted(alone["threads"].unique())
+    one = alone[alone["threads"] == threads[0]]
+    clock = "cpu" if (one["device"].iloc[0] == "cpu" and threads[0] == 1) else "wall"
+    fig, axes = style.figure(2, 2, width=style.TEXT, height=5.4)
+    times(axes[0], one, clock)
+    speedups(axes[1], alone, threads)
+    floors(axes[2], one)
+    shares(axes[3], good)
+    for ax in axes[:3]:
+        ax.set_xlabel("rank (log scale)")
+        ax.set_xscale("log")
+        style.plain(ax.xaxis, sorted(good["rank"].unique()))
+        ax.set_xlim(good["rank"].min() / 1.2, good["rank"].max() * 1.2)
+    style.letter(axes)
+    fig.legend(*style.handles(*axes[:3]), loc="outside upper center", ncols=4, columnspacing=1.0)
+    machine = table["machine"].iloc[0]
+    style.annotate(
+        fig,
+        list(good["repeats"].astype(int)),
+        what="rounds",
+        bars="bars: quartiles",
+        extra=f"{machine}; torch {table['torch'].iloc[0]}; caches of a core: {table['caches'].iloc[0]}"
+        f"\n(a), (c) {thread_count(threads[0])}; (b) line style: torch's allocator, as in (a); "
+        f"medians of ratios within rounds",
+    )
+    return fig
+
+
+def thread_count(count: int) -> str:
+    return f"{count} thread" if count == 1 else f"{count} threads"
+
+
+def bars(
+    ax: Axes, rows: pd.DataFrame, column: str, look: Family, label: str | None, line: Line | None = None
+) -> None:
+    """Medians over the rank, with their quartiles."""
+    rows = rows.sort_values("rank")
+    middle = rows[column]
+    ax.errorbar(
+        rows["rank"],
+        middle,
+        yerr=[middle - rows[f"{column}_q1"], rows[f"{column}_q3"] - middle],
+        color=look.colour,
+        marker=look.marker,
+        elinewidth=0.8,
+        label=label,
+        linestyle=look.line if line is None else line,
+    )
+
+
+def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
+    """Time of a step: torch under each allocator, ours, and what neither can go below."""
+    column = f"{clock}_ms"
+    for allocator, line in ALLOCATORS.items():
+        rows = one[(one["engine"] == "torch") & (one["allocator"] == allocator)]
+        if not rows.empty:
+            label = f"{TORCH.label}, {ALLOCATOR_LABELS[allocator]}"
+            bars(ax, rows, column, TORCH, label, line)
+    first = one[one["allocator"] == one["allocator"].iloc[0]]
+    for dtype, look in OURS.items():
+        bars(ax, first[first["factor_dtype"] == dtype], column, look, look.label)
+    base = first[first["factor_dtype"] == "fp32"].sort_values("rank")
+    ax.plot(
+        base["rank"], base["floor_ms"], color="#444444", linewidth=0.9, linestyle=(0, (4, 2)), label="floor"
+    )
+    copied = first[first["engine"] == "copy"].sort_values("rank")
+    ax.plot(
+        copied["rank"],
+        copied[column],
+        color="#999999",
+        linewidth=0.9,
+        linestyle=(0, (1, 1)),
+        label="dense copy",
+    )
+    ax.set_yscale("log")
+    style.plain(ax.yaxis)
+    ax.set_ylabel(f"{'processor' if clock == 'cpu' else 'wall'} time (ms, log scale)")
+    ax.set_title("compress + decompress")
+
+
+def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> None:
+    """Torch's time over ours with fp32 factors, each allocator of torch's, per number of threads."""
+    first = alone[alone["allocator"] == alone["allocator"].iloc[0]]
+    mine = first[first["factor_dtype"] == "fp32"]
+    for count, marker in zip(threads, "oDsv", strict=False):
+        rows = mine[mine["threads"] == count]
+        clock = "cpu" if (rows["device"].iloc[0] == "cpu" and count == 1) else "wall"
+        for allocator, line in ALLOCATORS.items():
+            column = f"speedup_{clock}" if allocator == first["allocator"].iloc[0] else ""
+            column = column or f"speedup_over_{allocator}_{clock}"
+            if column in rows and rows[column].notna().any():
+                look = Family("", "", "#000000" if count == threads[0] else "#888888", marker)
+                bars(ax, rows, column, look, None, line)
+        ax.plot(
+            [],
+            [],
+            color="#000000" if count == threads[0] else "#888888",
+            marker=marker,
+            label=f"(b) {thread_count(count)}",
+        )
+    ax.axhline(1, color="#444444", linewidth=0.6)
+    ax.set_ylabel("torch's time / edgc's (no unit)")
+    ax.set_title("speed-up of fp32 factors")
+
+
+def floors(ax: Axes, one: pd.DataFrame) -> None:
+    """Time over the floor."""
+    first = one[one["allocator"] == one["allocator"].iloc[0]]
+    bars(ax, first[first["engine"] == "torch"], "ratio_to_floor", TORCH, None)
+    for dtype, look in OURS.items():
+        bars(ax, first[first["factor_dtype"] == dtype], "ratio_to_floor", look, look.label)
+    ax.axhline(1, color="#444444", linewidth=0.9, linestyle=(0, (4, 2)))
+    ax.set_ylabel("time / floor (no unit)")
+    ax.set_title("distance to the floor")
+
+
+def shares(ax: Axes, good: pd.DataFrame) -> None:
+    """Where the wall time of a step goes with two ranks and gloo, at the rank nearest 32."""
+    gloo = good[good["network"] == "gloo"]
+    if gloo.empty:
+        style.message(ax, "two ranks were not timed")
+        ax.set_xlabel("wall time of a step (ms)")
+        ax.set_ylabel("engine")
+        return
+    rank = min(gloo["rank"].unique(), key=lambda value: abs(value - 32))
+    gloo = gloo[gloo["rank"] == rank]
+    names, rows = [], []
+    for _, row in gloo.iterrows():
+        names.append({"copy": "dense", "torch": "torch"}.get(row["engine"], f"edgc {row['factor_dtype']}"))
+        rows.append(row)
+    colours = sns.color_palette("colorblind", len(PARTS))
+    left = [0.0] * len(rows)
+    for (part, label), colour in zip(PARTS.items(), colours, strict=True):
+        values = [float(row[f"{part}_ms"]) for row in rows]
+        ax.barh(names, values, left=left, color=colour, label=label)
+        left = [start + value for start, value in zip(left, values, strict=True)]
+    packs = [float(row["pack_ms"]) for row in rows]
+    ax.barh(names, packs, left=0, color="none", edgecolor="black", hatch="////", linewidth=0.4, height=0.35)
+    ax.set_ylim(len(names) + 1.2, -0.7)  # from the top down, with room for the legend
+    patches = [
+        Patch(color=colour, label=label) for colour, label in zip(colours, PARTS.values(), strict=True)
+    ]
+    patches.append(Patch(facecolor="none", edgecolor="black", hatch="////", label="of which packing"))
+    ax.legend(handles=patches, loc="lower right", ncols=2)
+    ax.set_xlabel("wall time of a step (ms)")
+    ax.set_ylabel("engine")
+    ax.set_title(f"two ranks, gloo on loopback, rank {rank}")
+
+
+if __name__ == "__main__":
+    style.main(draw)

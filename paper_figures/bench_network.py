@@ -1,0 +1,84 @@
+"""Seconds of a training step over links of limited bandwidth, method by method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from edgc.errors import UserError
+from paper_figures import style
+from paper_figures.families import FAMILIES, Family
+
+NAME = "bench_network"
+LOOKS = {
+    "compute": Family("compute", "no communication", "#999999", "|"),
+    "dense": FAMILIES["none"],
+    "bf16": FAMILIES["bf16"],
+    "torch": FAMILIES["powersgd"],
+    "edgc": FAMILIES["edgc"],
+}
+LABELS = {"compute": "no communication"}
+
+
+def draw(results: Path) -> Figure:
+    """A panel per limit, the slowest link first; medians over rounds with quartiles."""
+    path = results / "network.csv"
+    if not path.is_file():
+        fix = "make it with: make bench-network (root only)"
+        raise UserError("there is no table of the network benchmark", where=path, fix=fix)
+    table = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    rates = sorted(table["mbit_per_s"].unique(), key=lambda rate: rate or float("inf"))
+    methods = list(dict.fromkeys(table["method"]))
+    fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.19 * len(methods) + 1.1, sharey=True)
+    for ax, rate in zip(axes, rates, strict=True):
+        panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
+        ax.set_title(f"{rate:g} Mbit/s" if rate else "no limit")
+        ax.set_xlabel("seconds per step")
+        ax.set_ylim(len(methods) - 0.5, -0.5)  # from the top down
+    axes[0].set_yticks(range(len(methods)), [LABELS.get(name, name) for name in methods])
+    axes[0].set_ylabel("method")
+    style.letter(axes)
+    style.annotate(
+        fig,
+        list(table.loc[table["status"] == "ok", "rounds"].astype(int)),
+        what="rounds",
+        bars="bars: quartiles",
+        extra="two ranks training a small GPT (sizes: network.json); dashed: dense with default buckets; "
+        "dotted: no communication"
+        f"\n{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}",
+    )
+    return fig
+
+
+def panel(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:
+    """One dot a method; a method that failed says so in its line."""
+    for place, name in enumerate(methods):
+        row = rows.loc[name]
+        look = LOOKS[row["hook"]]
+        if row["status"] != "ok":
+            ax.annotate(
+                "failed", (0.02, place), xycoords=("axes fraction", "data"), va="center", color=look.colour
+            )
+            continue
+        error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
+        ax.errorbar(
+            row["seconds"],
+            place,
+            xerr=error,
+            color=look.colour,
+            marker=look.marker,
+            markersize=5,
+            linestyle="",
+        )
+    for name, line in (("dense", (0, (4, 2))), ("compute", (0, (1, 1)))):
+        if name in rows.index:
+            ax.axvline(rows.loc[name, "seconds"], color="#444444", linewidth=0.8, linestyle=line, zorder=0)
+    ax.set_xlim(left=0)
+    ax.grid(axis="y", visible=False)
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,83 @@
+"""The network of limited bandwidth: it is there, it limits, and nothing of it stays."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from edgc.errors import UserError
+from experiments.bench import network, testbed
+from experiments.bench.gpt import Size
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+MEGABIT = 1e6
+ENTRIES = 500_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible() -> None:
+    reason = testbed.missing()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def namespaces() -> set[str]:
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in done.stdout.splitlines()}
+
+
+def test_all_reduce_takes_what_the_limit_says_and_nothing_stays() -> None:
+    before = namespaces()
+    plan = network.Plan(size=Size(layers=1, hidden=8, heads=1, vocabulary=16, sequence=4, batch=1))
+    with testbed.Testbed(2) as net:
+        assert len(namespaces() - before) == 3
+        with network.ranks_on(net, plan) as group:
+            seconds = {}
+            for rate in (20.0, 100.0, None):
+                net.limit(rate)
+                runs = [group.ask({"do": "all_reduce", "entries": ENTRIES}) for _ in range(3)]
+                seconds[rate] = min(max(rank["seconds"] for rank in run) for run in runs)
+                for rank in (rank for run in runs for rank in run):
+                    # Each rank sends as many bytes as the tensor has, and headers and acknowledgements.
+                    assert 1 < rank["wire"] / (4 * ENTRIES) < 1.2
+            for rate in (20.0, 100.0):
+                expected = 8 * 4 * ENTRIES / (rate * MEGABIT)
+                # The burst passes freely; a busy machine may take longer, but not several times.
+                assert 0.7 * expected < seconds[rate] < 4 * expected
+            assert seconds[None] < seconds[20.0]
+    assert namespaces() == before
+
+
+def test_a_failure_inside_leaves_nothing() -> None:
+    before = namespaces()
+    with pytest.raises(RuntimeError, match=r"inside"), testbed.Testbed(1):
+        raise RuntimeError("inside")
+    assert namespaces() == before
+
+
+def test_what_a_killed_process_left_is_removed() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    name = f"edgc-{process.pid}-0"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    with testbed.Testbed(1) as one, testbed.Testbed(1) as other:
+        assert name not in namespaces()
+        assert {one.host(0), other.host(0)} <= namespaces()
+
+
+def test_a_limit_that_the_kernel_refuses_is_one_line() -> None:
+    with testbed.Testbed(1) as net, pytest.raises(UserError, match=r"`tc .*` failed"):
+        net.limit(0)
+
+
+def test_bytes_counted_by_a_training_step_are_those_on_the_wire() -> None:
+    size = Size(layers=2, hidden=64, heads=2, vocabulary=256, sequence=16, batch=1)
+    plan = network.Plan(size=size)
+    wanted = network.methods((4,), (4,))
+    with testbed.Testbed(2) as net, network.ranks_on(net, plan) as group:
+        for name, settings in wanted.items():
+            group.ask({"do": "prepare", "name": name, "settings": settings})
+            for rank in group.ask({"do": "step", "name": name}):
+                # Besides: headers, acknowledgements, the handshake of each message, two barriers.
+                assert rank["bytes"] <= rank["wire"] <= 1.15 * rank["bytes"] + 12_000, name

@@ -1,0 +1,355 @@
+"""The benchmarks: the floor by hand, what is timed against what is meant, tables from known times, and the programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from edgc.config import FACTOR_DTYPES
+from experiments.bench import engine, engine_table, floor, gpt, network, testbed
+from experiments.bench.__main__ import app
+from experiments.bench.children import Child, ChildError, Group
+from experiments.bench.gradients import make, views
+from experiments.bench.variants import Ours, TorchHook
+from paper_figures import BENCHMARKS, bench, bench_network, style
+from paper_figures.__main__ import render
+from tests.unit.bench_cases import RANK, SHAPES, trained, two_real_ranks
+from tests.workers import run_workers
+
+CPU = torch.device("cpu")
+
+
+# ---- the floor
+
+
+def test_floor_of_a_case_counted_by_hand() -> None:
+    # One 2 x 3 matrix at rank 1: each of 4 products takes 6 multiplications and 6 additions; G is read and written
+    # once, M is written and read once, E is read and written once: 6 entries, 4 bytes each, 6 times.
+    need = floor.work([(2, 3)], 1)
+    assert (need.bytes, need.operations, need.copied) == (144, 48, 48)
+    assert floor.seconds(need, bandwidth=72.0, rate=16.0, orthogonalisation=0.5) == 2 + 3 + 0.5
+    # With gradients of two bytes the two passes over G are half as long.
+    assert floor.work([(2, 3)], 1, gradient_bytes=2).bytes == 120
+    # Two matrices, and a rank that only one of them can have.
+    assert floor.work([(2, 3), (4, 5)], 3).operations == 8 * (6 * 2 + 20 * 3)
+
+
+def test_what_is_measured_for_the_floor_does_the_operations_that_it_counts() -> None:
+    products = floor.Products([*SHAPES, (700, 500)], 8, CPU)
+    with FlopCounterMode(display=False) as counter:
+        products()
+    assert counter.get_total_flops() == floor.work([*SHAPES, (700, 500)], 8).operations
+
+
+@pytest.mark.parametrize("method", [floor._householder, floor._cholesky])
+def test_both_orthogonalisations_of_the_floor_are_some(method: floor.Call) -> None:
+    factor = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
+    basis = method(factor)
+    assert torch.allclose(basis.mT @ basis, torch.eye(16), atol=1e-5)
+    assert torch.allclose(basis @ (basis.mT @ factor), factor, atol=1e-4)
+
+
+# ---- what is timed
+
+
+def test_gradients_repeat_and_follow_each_other() -> None:
+    one, two = make(SHAPES, 2, seed=1, dtype=torch.float32, device=CPU)
+    again, _ = make(SHAPES, 2, seed=1, dtype=torch.float32, device=CPU)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, two)
+    # The directions of one explain most of the other.
+    for a, b in zip(views(one, SHAPES), views(two, SHAPES), strict=True):
+        basis = torch.linalg.svd(a).U[:, :16]
+        assert (basis.mT @ b).norm() > 0.9 * b.norm()
+
+
+def test_an_engine_alone_does_what_it_does_as_one_of_two_ranks() -> None:
+    real, _ = run_workers(2, two_real_ranks)
+    for dtype in FACTOR_DTYPES:
+        buffer, errors, sent = trained(Ours(SHAPES, RANK, None, dtype), 4)
+        assert torch.allclose(buffer, real[dtype][0], atol=1e-2 * float(buffer.abs().max())), dtype
+        assert errors == pytest.approx(real[dtype][1], rel=1e-2), dtype
+        assert sent == real[dtype][2] > 0, dtype
+    factors = RANK * sum(rows + columns for rows, columns in SHAPES)
+    assert real["fp32"][2] == 4 * factors
+    assert real["int4"][2] < real["int8"][2] < real["bf16"][2] < real["fp32"][2]
+    torch.manual_seed(0)
+    buffer, errors, _ = trained(TorchHook(SHAPES, RANK, None), 4)
+    assert torch.allclose(buffer, real["torch"][0], atol=1e-4 * float(buffer.abs().max()))
+    assert real["torch"][2] == real["fp32"][2]
+
+
+def test_engines_reconstruct_equally_well() -> None:
+    _, theirs, _ = trained(TorchHook(SHAPES, RANK, None), 8)
+    for dtype in FACTOR_DTYPES:
+        _, ours, _ = trained(Ours(SHAPES, RANK, None, dtype), 8)
+        assert ours[-1] < theirs[-1] * 1.02, dtype
+
+
+# ---- worker processes
+
+
+@pytest.fixture
+def children() -> Iterator[Group]:
+    with Group([Child("tests.unit.bench_child", {}) for _ in range(2)]) as group:
+        yield group
+
+
+def test_answers_come_in_order_and_errors_do_not_mix_with_later_answers(children: Group) -> None:
+    assert children.ask({"do": "echo", "value": [1, "ä"]}) == [[1, "ä"]] * 2
+    with pytest.raises(ChildError, match=r"^ValueError: no good$"):
+        children.ask({"do": "fail", "message": "no\ngood"})
+    assert children.ask({"do": "echo", "value": 2}) == [2, 2]
+
+
+def test_a_worker_that_dies_tells_its_last_line(children: Group) -> None:
+    with pytest.raises(ChildError, match=r"^last words$"):
+        children.ask({"do": "die", "message": "last words"})
+    with pytest.raises(ChildError, match=r"last words"):
+        children.ask({"do": "echo", "value": 1})
+
+
+def test_a_worker_that_hangs_is_given_up() -> None:
+    with (
+        pytest.raises(ChildError, match=r"no answer within 0.2 s"),
+        Group([Child("tests.unit.bench_child", {})]) as group,
+    ):
+        group.ask({"do": "sleep", "seconds": 600}, 0.2)
+
+
+# ---- tables from known times
+
+
+def _measured() -> tuple[engine.Plan, engine.Measured]:
+    """Torch takes 6, 4 and 9 seconds, ours 2, 2 and 3."""
+    plan = engine.Plan(
+        layers=1, hidden=32, ranks=(4,), threads=(1,), repeats=3, allocators=("default", "thp")
+    )
+    found = engine.Measured()
+
+    def add(variant: str, seconds: list[float], allocator: str = "default") -> None:
+        key = engine.Key("fp32", 4, 1, allocator, "none", variant)
+        found.facts[key] = {"relative_error": 0.5, "bytes": 7}
+        found.rounds[key] = [dict.fromkeys(engine_table.PARTS, value) for value in seconds]
+
+    add("torch", [6.0, 4.0, 9.0])
+    add("fp32", [2.0, 2.0, 3.0])
+    add("copy", [1.0, 1.0, 1.0])
+    add("torch", [3.0, 3.0, 3.0], "thp")
+    found.facts[engine.Key("fp32", 4, 1, "default", "none", "fp32+bf16")] = "not available: no such unit"
+    setting = engine.Key("fp32", 4, 1, "", "none", "")
+    found.floor[setting] = [{"products": 2.0, "orthogonalisation": 0.5}] * 3
+    return plan, found
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    plan, found = _measured()
+    table = engine_table.table(plan, found).set_index(["allocator", "engine", "products"])
+    ours = table.loc[("default", "edgc", "fp32")]
+    assert ours["cpu_ms"] == 2000
+    assert ours["speedup_cpu"] == 3  # of 3, 2 and 3; the ratio of the medians is 3 as well
+    assert ours["speedup_cpu_q1"] == 2.5
+    assert ours["speedup_over_thp_cpu"] == 1.5
+    # Copying takes 1 s for two passes, so six take 3; products 2 s; orthogonalisation 0.5 s.
+    assert ours["floor_ms"] == pytest.approx(5500)
+    assert ours["ratio_to_floor"] == pytest.approx(2 / 5.5)
+    assert table.loc[("default", "torch", "fp32"), "ratio_to_floor"] == pytest.approx(6 / 5.5)
+    missing = table.loc[("default", "edgc", "bf16")]
+    assert missing["status"] == "not available: no such unit"
+    assert pd.isna(missing["cpu_ms"])
+    assert len(engine_table.rounds_table(found)) == 12
+
+
+# ---- the programs
+
+TINY = ["--layers", "1", "--hidden", "64", "--ranks", "4,8", "--threads", "1", "--repeats", "2"]
+TINY += ["--allocators", "default,thp", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the engine benchmark has written, at a tiny size."""
+    results = tmp_path_factory.mktemp("results") / "bench"
+    done = CliRunner().invoke(app, ["engine", *TINY, "--results", str(results)])
+    assert done.exit_code == 0, done.output
+    [folder] = results.iterdir()
+    assert done.stdout.splitlines() == [str(folder)]
+    return folder
+
+
+def test_engine_benchmark_writes_every_engine_in_every_setting(folder: Path) -> None:
+    table = pd.read_csv(folder / "engine.csv", keep_default_na=False, na_values=[""])
+    ok = table[table["status"] == "ok"]
+    alone = ok[(ok["network"] == "none") & (ok["allocator"] == "default") & (ok["products"] != "bf16")]
+    for rank in (4, 8):
+        mine = alone[alone["rank"] == rank]
+        assert list(mine["engine"]) == ["copy", "torch", "edgc", "edgc", "edgc", "edgc"]
+        assert list(mine["factor_dtype"].dropna()) == ["fp32", "bf16", "int8", "int4"]
+        assert (mine["repeats"] == 2).all()
+    assert set(ok.loc[ok["network"] == "gloo", "engine"]) == {"copy", "torch", "edgc"}
+    assert set(ok.loc[ok["allocator"] == "thp", "engine"]) == {"torch", "edgc"}
+    assert (ok[["cpu_ms", "wall_ms"]] > 0).all(axis=None)
+    parts = ok[["compress_ms", "communicate_ms", "decompress_ms"]].sum(axis=1)
+    assert (parts > 0).all()
+    torch_rows = ok[ok["engine"] == "torch"]
+    assert (torch_rows[["speedup_cpu", "speedup_wall"]] == 1).all(axis=None)
+    assert alone["ratio_to_floor"].gt(0).all()
+    quantised = ok["factor_dtype"].isin(["int8", "int4"])
+    assert (ok.loc[quantised, "pack_ms"] > 0).all()
+    assert (ok.loc[~quantised, "pack_ms"] == 0).all()
+    # The error of a rank is that of torch's hook, and a copy has none.
+    for key, part in ok[ok["engine"] != "copy"].groupby(["network", "rank"]):
+        theirs = part.loc[part["engine"] == "torch", "relative_error"].iloc[0]
+        assert (part["relative_error"] < 1.1 * theirs).all(), key
+    assert (ok.loc[ok["engine"] == "copy", "relative_error"] < 1e-6).all()
+    # Where the processor has no bf16 products, the rows say so.
+    others = table[table["products"] == "bf16"]
+    assert len(others) == 4
+    assert (others["status"] == "ok").all() or others["status"].str.startswith("not available: ").all()
+    rounds = pd.read_csv(folder / "engine_rounds.csv")
+    assert len(rounds) == 2 * len(ok)
+    described = json.loads((folder / "engine.json").read_text())
+    assert described["settings"]["hidden"] == 64
+    assert described["machine"]["slug"] == folder.name
+    assert (table["machine"] == described["machine"]["name"]).all()
+
+
+def _legible(fig: Figure) -> None:
+    """Every text is large enough and inside the page; every panel has both labels and data."""
+    try:
+        fig.canvas.draw()
+        width, height = fig.canvas.get_width_height()
+        for ax in fig.axes:
+            assert ax.get_xlabel()
+            assert ax.lines or ax.containers
+        assert fig.axes[0].get_ylabel()
+        for text in fig.findobj(Text):
+            if text.get_visible() and text.get_text().strip():
+                assert text.get_fontsize() >= style.MIN_FONT, text.get_text()
+        for text in [*fig.texts, *(label for ax in fig.axes for label in (ax.xaxis.label, ax._left_title))]:
+            box = text.get_window_extent()
+            assert box.x0 >= -1 and box.y0 >= -1, text.get_text()
+            assert box.x1 <= width + 1 and box.y1 <= height + 1, text.get_text()
+        assert "n = " in " ".join(text.get_text() for text in fig.texts)
+    finally:
+        plt.close(fig)
+
+
+def test_engine_figure(folder: Path, tmp_path: Path) -> None:
+    _legible(bench.draw(folder))
+    written = render("bench", folder, tmp_path)
+    assert [path.name for path in written] == ["bench.pdf", "bench.png"]
+
+
+def test_results_are_kept_on_request_only(folder: Path, tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    done = CliRunner().invoke(app, ["keep", "--results", str(folder.parent), "--reference", str(reference)])
+    assert done.exit_code == 0, done.output
+    kept = {str(path.relative_to(reference)) for path in reference.rglob("*") if path.is_file()}
+    assert kept == {f"{folder.name}/{name}" for name in ("engine.csv", "engine_rounds.csv", "engine.json")}
+    assert CliRunner().invoke(app, ["keep", "--results", str(tmp_path / "none")]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["engine", "--ranks", "8,x"], "--ranks '8,x' is not valid"),
+        (["engine", "--ranks", "0"], "--ranks needs whole numbers of at least 1"),
+        (["engine", "--hidden", "64", "--ranks", "32"], "rank 32"),
+        (["engine", "--repeats", "0"], "--repeats 0 is not valid"),
+        (["engine", "--device", "tpu"], "--device 'tpu' is not known"),
+        (["engine", "--allocators", "huge"], "--allocators 'huge' is not known"),
+        (["engine", "--dtypes", "fp16"], "--dtypes 'fp16' is not known"),
+        (["network", "--rates", "fast"], "--rates 'fast' is not valid"),
+        (["network", "--rates", "20000"], "--rates 20000 is not valid"),
+        (["network", "--threads", "0"], "--threads 0 is not valid"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*arguments, "--results", str(tmp_path / "bench")])
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "bench").exists()
+
+
+# ---- the network benchmark
+
+
+def _network() -> tuple[network.Plan, pd.DataFrame]:
+    """Rounds at one limit in which dense takes 4 and 6 s, torch 2 and 2, ours 1 and 2, and one method failed."""
+    plan = network.Plan(rates=(100.0,), ranks=(4,), quantised=(4,), rounds=2)
+    seconds = {"dense": (4.0, 6.0), "torch r4, one bucket": (2.0, 2.0), "edgc r4 fp32": (1.0, 2.0)}
+    rows = []
+    for name in network.methods((4,), (4,)):
+        for index, value in enumerate(seconds.get(name, (3.0, 3.0))):
+            answers = [{"seconds": value - late, "bytes": 100, "wire": 106} for late in (0.0, 0.5)]
+            rows.append(network._row(100.0, name, index, answers))
+    [risky] = network.risky((4,))
+    rows.append(network._row(100.0, risky, status="failed: [/a/b.cc:1] mismatch"))
+    return plan, pd.DataFrame(rows)
+
+
+def test_network_table_has_ratios_within_rounds_and_keeps_failures() -> None:
+    table = network.table(*_network()).set_index("method")
+    ours = table.loc["edgc r4 fp32"]
+    assert ours["seconds"] == 1.5
+    assert ours["speedup_over_dense"] == 3.5  # of 4 and 3
+    assert ours["speedup_over_torch"] == 1.5  # of 2 and 1
+    assert ours["wire_over_bytes"] == pytest.approx(1.06)
+    failed = table.loc["torch r4, default buckets"]
+    assert failed["status"] == "failed: [/a/b.cc:1] mismatch"
+    assert pd.isna(failed["seconds"])
+    assert set(table["buckets"]) == {"one", "default"}
+
+
+def test_network_program_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, rounds = _network()
+    monkeypatch.setattr(testbed, "missing", lambda: None)
+    monkeypatch.setattr(network, "measure", lambda plan, advance: rounds)
+    arguments = ["--rates", "100", "--ranks", "4", "--quantised", "4", "--repeats", str(plan.rounds)]
+    done = CliRunner().invoke(app, ["network", *arguments, "--results", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    [folder] = tmp_path.iterdir()
+    assert done.stdout.splitlines() == [str(folder)]
+    assert json.loads((folder / "network.json").read_text())["settings"]["rates"] == [100.0]
+    assert len(pd.read_csv(folder / "network_rounds.csv")) == len(rounds)
+    fig = bench_network.draw(folder)
+    assert any(text.get_text() == "failed" for text in fig.findobj(Text))
+    _legible(fig)
+    assert set(BENCHMARKS) == {bench.NAME, bench_network.NAME}
+
+
+def test_size_of_the_network_benchmark() -> None:
+    parameters = sum(parameter.numel() for parameter in gpt.GPT(gpt.Size()).parameters())
+    assert parameters == pytest.approx(12.3e6, rel=0.01)
+    size = gpt.Size(layers=1, hidden=8, heads=2, vocabulary=16, sequence=4, batch=2)
+    text = gpt.batch(size, torch.Generator().manual_seed(0))
+    loss = gpt.GPT(size)(text)
+    assert loss.item() == pytest.approx(torch.tensor(16.0).log().item(), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [("os.geteuid", lambda: 1000, "need root"), ("shutil.which", lambda _: None, "`ip` is missing")],
+)
+def test_without_a_testbed_the_benchmark_says_why_and_succeeds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attribute: str, value: object, words: str
+) -> None:
+    monkeypatch.setattr(f"experiments.bench.testbed.{attribute}", value)
+    reason = testbed.missing()
+    assert reason is not None and words in reason
+    done = CliRunner().invoke(app, ["network", "--results", str(tmp_path)])
+    assert done.exit_code == 0
+    assert done.stdout == ""
+    assert done.stderr == f"skipped: {reason}\n"
