@@ -1,6 +1,7 @@
 """Entropy-driven dynamic gradient compression for distributed training (arXiv 2511.10333).
 
-Settings are here; :mod:`edgc.megatron` attaches them to a Megatron-Core model. Needs torch only, and this package
+Settings are here; :mod:`edgc.megatron` attaches them to a Megatron-Core model, :mod:`edgc.ddp` to a model under
+PyTorch's ``DistributedDataParallel``. Needs torch only, and this package
 itself not even that, so that settings can be checked on a login node.
 """
 

@@ -10,7 +10,15 @@ from experiments.settings import RunConfig
 from paper_figures import FIGURES, SCRIPTS
 from tests.workflow.checkout_copy import ROOT, Checkout
 
-STUDIES = ["entropy_trend", "rank_sweep", "window_ablation", "sampling_ablation", "methods", "equal_bytes", "zero_shot"]
+STUDIES = [
+    "entropy_trend",
+    "rank_sweep",
+    "window_ablation",
+    "sampling_ablation",
+    "methods",
+    "equal_bytes",
+    "zero_shot",
+]
 TARGETS = [*STUDIES, "gpt2_2p5b_v100", "gpt2_12p1b_h100", "figures", "report", "ci_regression"]
 
 
