@@ -21,9 +21,9 @@ from torch import Tensor
 
 from edgc.compressors.norms import square_sum, square_sums
 
-# Entries of a block: 2 MiB of fp32, measured best of 0.5 to 8 MiB. At least so many rows: for fewer, packing the right
+# Entries of a block: 4 MiB of fp32, measured best of 0.5 to 8 MiB. At least so many rows: for fewer, packing the right
 # factor anew for every block takes longer than the product.
-_BLOCK, _ROWS = 1 << 19, 32
+_BLOCK, _ROWS = 1 << 20, 32
 # Share of ||M||^2 below which ||M||^2 - ||Q||^2 would be made of rounding, and ||E||^2 is added up instead.
 _CANCELLED = 1e-3
 
