@@ -82,7 +82,7 @@ class Spec:
 
     def tensor(self, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        if self.layout == "contiguous":
+        if self.layout == "contiguous" or not self.shape:
             return (torch.randn(self.shape, generator=generator) * self.scale).to(self.dtype)
         if self.layout == "transposed":
             values = (torch.randn(self.shape[::-1], generator=generator) * self.scale).to(self.dtype)

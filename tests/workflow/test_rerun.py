@@ -24,7 +24,8 @@ def finished(checkout: Checkout) -> Checkout:
     result = checkout.run(PIPELINE, "--cores", "4")
     assert result.returncode == 0, result.stdout
     words = result.stdout.splitlines()[-7:]
-    runs = sum(len(matrix.runs(study, "ci")) for study in matrix.studies())
+    made = [study for study in matrix.studies() if "ci" not in matrix.load_study(study).only_by_name]
+    runs = sum(len(matrix.runs(study, "ci")) for study in made)
     assert f"runs     {runs} ok" in words
     assert "report   results/ci/report.html" in words
     assert "claims   results/ci/claims.csv" in words
