@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Squares of so many entries are added in fp32, their sums in fp64: relative error below 1e-6.
-_SUM = 1 << 18
+_SUM = 1 << 19
 # Outside this range squares may have left that of fp32.
 _SMALLEST, _LARGEST = 1e-24, 1e36
 # Entries that are converted to fp64 at a time.

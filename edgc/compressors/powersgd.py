@@ -181,7 +181,8 @@ class PowerSGD(Compressor):
         ok = work.first_finite(work.first)
         if self._gives_up(ok):
             return ok
-        for group in work.groups:
+        # Backwards: what was loaded last is still in the cache.
+        for group in reversed(work.groups):
             self._orthonormalise(group.summed, group.basis)
             passes.right_factor(group.x, group.basis, group.own)
         left_over = [group.x.input_sq - square_sums(group.own) for group in work.groups]
