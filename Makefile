@@ -46,7 +46,7 @@ reference: venv ## write results/reference/SCALE from the results of SCALE
 	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
 
-# Sixty-six runs, most of an hour at ci scale; not part of `reproduce`.
+# Seventy-eight runs, more than an hour at ci scale; not part of `reproduce`.
 .PHONY: equal-bytes
 equal-bytes: venv ## compare all compressors at equal bytes and write that to results/reference/SCALE
 	@$(PIPELINE) equal_bytes $(ARGS)
