@@ -86,7 +86,7 @@ class Bench:
         if engine == "copy":
             return Copy(self.shapes, self.group, self.buffer)
         if engine == "torch":
-            return TorchHook(self.shapes, rank, self.group)
+            return TorchHook(self.shapes, rank, self.group, self.buffer)
         return Ours(self.shapes, rank, self.group, engine)
 
     def _settle(self, name: str, steps: int) -> dict[str, Any]:

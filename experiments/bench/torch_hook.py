@@ -112,15 +112,28 @@ class Hook:
     """torch's hook with its state.
 
     Args:
+        first: the Q to begin with, one a matrix, n x r.
         group: None answers every all-reduce at once with what was sent, as one rank.
     """
 
-    def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        rank: int,
+        first: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        like: Tensor,
+    ) -> None:
         self.shapes = shapes
         self.state = original.PowerSGDState(
             cast(Any, group or OneRank()), matrix_approximation_rank=rank, start_powerSGD_iter=2
         )
         self.state.iter = 2  # the two iterations that the hook would send uncompressed are over
+        # The hook keeps its factors shape by shape, and begins with those that it finds.
+        order = [i for shape in dict.fromkeys(shapes) for i, other in enumerate(shapes) if other == shape]
+        self.state.q_memory_dict[0] = torch.cat([first[i].reshape(-1) for i in order]).to(like)
+        size = sum(rows * q.shape[1] for (rows, _), q in zip(shapes, first, strict=True))
+        self.state.p_memory_dict[0] = like.new_empty(size)
         self.compress, self.communicate, self.decompress = Stopwatch(), Stopwatch(), Stopwatch()
         self.bytes = 0
 

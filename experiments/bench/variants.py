@@ -12,9 +12,12 @@ from torch import Tensor
 
 from edgc.clock import Stopwatch, mark
 from edgc.compressors import Channel, build
+from edgc.compressors.warm_start import random_factor
 from edgc.config import EDGCConfig
 from experiments.bench.gradients import Shape, entries, name, named, views
 from experiments.bench.torch_hook import Hook
+
+SEED = 0  # of the first Q
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,13 @@ class Copy(Variant):
 
 
 class TorchHook(Variant):
-    """torch's ``powerSGD_hook``."""
+    """torch's ``powerSGD_hook``, with the first Q of :class:`Ours`, so that their errors can be compared."""
 
-    def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None) -> None:
-        self.hook = Hook(shapes, rank, group)
+    def __init__(
+        self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, like: Tensor
+    ) -> None:
+        first = [random_factor(SEED, 1, name(i), shape[1], min(rank, *shape)) for i, shape in enumerate(shapes)]
+        self.hook = Hook(shapes, rank, first, group, like)
 
     def step(self, buffer: Tensor) -> Parts:
         self.hook.step(buffer)
@@ -120,7 +126,7 @@ class Ours(Variant):
         self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, factor_dtype: str
     ) -> None:
         config = EDGCConfig(
-            method="powersgd", rank=rank, factor_dtype=factor_dtype, min_compression_elements=1
+            method="powersgd", rank=rank, factor_dtype=factor_dtype, min_compression_elements=1, seed=SEED
         )
         self.compressor = build(config)
         self.shapes, self.rank, self.group = shapes, rank, group
