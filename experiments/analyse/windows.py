@@ -95,17 +95,23 @@ def root_mean_square(values: pd.Series) -> float:
 
 
 def active_decisions(run: Run) -> list[list[float]]:
-    """Ranks per stage (nan = uncompressed) of every decision in the active phase, in order."""
+    """Ranks per stage (nan = uncompressed) of every decision of the policy in the active phase, in order."""
+    return [[as_float(rank) for rank in event.get("ranks") or []] for event in _of_policy(run)]
+
+
+def _of_policy(run: Run) -> list[dict[str, Any]]:
+    """Decisions in the active phase at window ends; the cost gate also decides inside windows, but never a rank."""
+    window = int(run.setting("window", 1000))
     return [
-        [as_float(rank) for rank in event.get("ranks") or []]
+        event
         for event in run.decisions
-        if event.get("phase") == "active"
+        if event.get("phase") == "active" and run.policy is not None and int(event["iteration"]) % window == 0
     ]
 
 
 def decision_columns(run: Run) -> dict[str, Any]:
     """How often the controller decided and moved, where it went, and whether it kept its limits."""
-    active = [event for event in run.decisions if event.get("phase") == "active"]
+    active = _of_policy(run)
     ranks = [[as_float(rank) for rank in event.get("ranks") or []] for event in active]
     first = [row[0] for row in ranks if row]
     moves = sum(1 for a, b in itertools.pairwise(ranks) if differ(a, b))

@@ -145,6 +145,7 @@ def all_cases() -> dict[str, dict[str, Any]]:
         "seconds_uncompressed": 0.1,
     }
     search = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
+    spectral = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}
     return {
         "plain": train(none, attached=False),
         "none": train(none),
@@ -170,6 +171,7 @@ def all_cases() -> dict[str, dict[str, Any]]:
         "edgc_tp2": train(configuration("edgc", EDGC, parallel={"tensor": 2, "pipeline": 1, "data": 2})),
         "edgc_aligned": train(configuration("edgc", {**EDGC, "alignment": "given", "timing": given})),
         "edgc_search": train(configuration("edgc", search)),
+        "spectral_gated": train(configuration("spectral", spectral)),
     }
 
 

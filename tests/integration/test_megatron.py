@@ -72,7 +72,7 @@ def test_compression_changes_the_run_and_sends_less(results: Results) -> None:
 
 
 def test_every_rank_takes_the_same_decisions(results: Results) -> None:
-    for case in ("edgc", "edgc_tp2", "edgc_aligned", "edgc_search"):
+    for case in ("edgc", "edgc_tp2", "edgc_aligned", "edgc_search", "spectral_gated"):
         first, *others = (rank["decisions"] for rank in results[case])
         assert first, case
         for decisions in others:
@@ -100,3 +100,13 @@ def test_the_search_for_r_max_ends(results: Results) -> None:
     assert final["phase"] in ("active", "disabled")
     if final["phase"] == "active":
         assert final["r_max"] >= final["r_min"] >= 4
+
+
+def test_the_cost_gate_measures_every_group_of_every_stage(results: Results) -> None:
+    active = [d for d in results["spectral_gated"][0]["decisions"] if d["gate"]]
+    assert len(active) >= 2, "the gate measures again after its interval"
+    for decision in active:
+        assert {verdict["stage"] for verdict in decision["gate"]} == {0, 1}
+        for verdict in decision["gate"]:
+            assert verdict["seconds_compressed"] > 0 and verdict["seconds_dense"] > 0
+            assert verdict["compress"] == (verdict["seconds_compressed"] < verdict["seconds_dense"])

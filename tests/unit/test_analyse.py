@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -133,6 +134,25 @@ def test_a_decision_outside_its_limits_is_counted(tmp_path: Path) -> None:
     )  # ranks 76 and 72 and 68 lie above r_max = 64
     analyse("methods", tmp_path)
     assert pd.read_csv(tmp_path / "table.csv").loc[0, "decisions_outside_limits"] == 3
+
+
+def test_what_the_cost_gate_decides_inside_a_window_is_not_counted(tmp_path: Path) -> None:
+    path = synthetic.write_run(
+        tmp_path,
+        study="methods",
+        variant="edgc_cqm",
+        compression=synthetic.edgc(window=40),
+        ranks=[32, 32],
+        decide_every=40,
+    )
+    analyse("methods", tmp_path)
+    before = pd.read_csv(tmp_path / "table.csv")
+    gate = {"event": "decision", "iteration": 65, "phase": "active", "ranks": [28, 28], "r_min": 4, "r_max": 64}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(gate) + "\n")
+    analyse("methods", tmp_path)
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table.csv"), before)
+    assert before.loc[0, "decisions"] > 3
 
 
 def test_window_correlation_is_the_planted_one(tmp_path: Path) -> None:
