@@ -131,7 +131,9 @@ class BucketWorker:
 
     def _start(self, gradients: list[Gradient], bucket: Bucket | None) -> None:
         self._current.append([gradient.name for gradient in gradients])
-        self._finished(self._pipeline.start(bucket, self.engine.exchange(gradients, self.group)))
+        # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
+        ahead = self.engine.waits - 1
+        self._finished(self._pipeline.start(bucket, self.engine.exchange(gradients, self.group), ahead))
 
     def _finished(self, buckets: list[Bucket | None]) -> None:
         """Hand over averaged buckets, but for the last of the iteration."""

@@ -104,6 +104,11 @@ class Engine:
         """Rank in use on this stage in this iteration; None is uncompressed."""
         return self.plan.ranks[self.stage]
 
+    @property
+    def waits(self) -> int:
+        """How often a reduction of this iteration waits for its collectives, measurements aside."""
+        return self.compressor.waits(self.rank)
+
     def reduce(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None) -> None:
         """Average ``gradients`` over ``group`` in place, compressed as the controller says.
 

@@ -18,10 +18,12 @@ Waits = Generator[None, None, object]
 class InOrder(Generic[Key]):
     """A fixed software pipeline of generators, each of which yields where it must wait for what it has started.
 
-    :meth:`start` takes the new generator to its first wait, and then every older one a step further, oldest first.
-    So a generator of n waits is finished by the n-th start after its own, at most n + 1 are in flight, and the
-    transfers of one overlap with the work of its neighbours. :meth:`drain` goes round the rest until nothing is left.
-    What a generator raises is passed on; after that only :meth:`close` makes sense.
+    :meth:`start` takes the new generator to its first wait, then every older one a step further, oldest first, and
+    then the new one past as many waits as it is told. With all but the last, the transfers of one overlap with the
+    work of the next one and none waits for it to begin; with none, transfers of several overlap. A generator of n
+    waits is finished by the n-th start after its own at the latest, and at most n + 1 are in flight. :meth:`drain`
+    goes round the rest until nothing is left. What a generator raises is passed on; after that only :meth:`close`
+    makes sense.
     """
 
     def __init__(self) -> None:
@@ -31,10 +33,18 @@ class InOrder(Generic[Key]):
         """Number of generators in flight."""
         return len(self._running)
 
-    def start(self, key: Key, steps: Waits) -> list[Key]:
-        """Begin ``steps`` and advance the older ones; returns the keys of what finished, in that order."""
-        self._running.append((key, steps))
-        return self._advance([self._running[-1], *self._running[:-1]])
+    def start(self, key: Key, steps: Waits, ahead: int = 0) -> list[Key]:
+        """Begin ``steps``, advance the older ones and go past ``ahead`` waits of the new one.
+
+        Returns:
+            The keys of what finished, in that order.
+        """
+        new = key, steps
+        self._running.append(new)
+        finished = self._advance([new, *self._running[:-1]])
+        for _ in range(ahead):
+            finished += self._advance([task for task in self._running if task is new])
+        return finished
 
     def drain(self) -> list[Key]:
         """Advance everything in turn until all is finished; returns the keys in the order in which they finished."""

@@ -107,6 +107,10 @@ class Compressor(ABC):
             statistics: norms and ``skipped`` are to be filled in.
         """
 
+    def waits(self, rank: int | None) -> int:
+        """How often :meth:`steps` yields with ``rank``, at most, in a group of several workers."""
+        return 1
+
     def exchange(
         self, gradients: Sequence[Gradient], channel: Channel, rank: int | None
     ) -> Generator[None, None, Statistics]:

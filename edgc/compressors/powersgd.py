@@ -42,7 +42,7 @@ from edgc.compressors.low_rank import Batched, Passes, RowBlocks
 from edgc.compressors.norms import square_sums
 from edgc.compressors.orthogonal import Orthonormal
 from edgc.compressors.warm_start import State, keep
-from edgc.compressors.wires import finite
+from edgc.compressors.wires import blocks_of, finite
 from edgc.compressors.workspace import RIGHT, Group, Workspace, grouped, signature
 from edgc.config import FACTOR_DTYPES
 from edgc.errors import UserError
@@ -134,6 +134,11 @@ class PowerSGD(Compressor):
     def factors(self) -> dict[str, Tensor]:
         """Q by name, n x r (one-sided: or P, m x r), with a norm of about one."""
         return self._state.factors
+
+    def waits(self, rank: int | None) -> int:
+        if rank is None:
+            return 1
+        return (1 if self.one_sided else 2) * (2 if blocks_of(self.factor_dtype) else 1)
 
     def steps(
         self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics

@@ -45,6 +45,9 @@ class Quantize(Feedback):
         self.align = self.blocks.size
         self.draws_at_random = stochastic
 
+    def waits(self, rank: int | None) -> int:
+        return 1 if rank is None else 2
+
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
         work = flat.work
         if channel.world == 1:

@@ -104,7 +104,9 @@ class TorchHook(Variant):
     def __init__(
         self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, like: Tensor
     ) -> None:
-        first = [random_factor(SEED, 1, name(i), shape[1], min(rank, *shape)) for i, shape in enumerate(shapes)]
+        first = [
+            random_factor(SEED, 1, name(i), shape[1], min(rank, *shape)) for i, shape in enumerate(shapes)
+        ]
         self.hook = Hook(shapes, rank, first, group, like)
 
     def step(self, buffer: Tensor) -> Parts:

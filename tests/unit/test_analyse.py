@@ -147,7 +147,14 @@ def test_what_the_cost_gate_decides_inside_a_window_is_not_counted(tmp_path: Pat
     )
     analyse("methods", tmp_path)
     before = pd.read_csv(tmp_path / "table.csv")
-    gate = {"event": "decision", "iteration": 65, "phase": "active", "ranks": [28, 28], "r_min": 4, "r_max": 64}
+    gate = {
+        "event": "decision",
+        "iteration": 65,
+        "phase": "active",
+        "ranks": [28, 28],
+        "r_min": 4,
+        "r_max": 64,
+    }
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(gate) + "\n")
     analyse("methods", tmp_path)

@@ -39,6 +39,7 @@ from edgc.compressors.randomk import draw
 from edgc.compressors.topk import chosen, largest
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from tests.lockstep import Room
 from tests.workers import run_workers
 
 SMALLEST = 64
@@ -447,6 +448,23 @@ def together(world: int, key: str) -> list[tuple[Record, ...]]:
 
 every_world = pytest.mark.parametrize("world", WORLDS)
 every_method = pytest.mark.parametrize("name", METHODS)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("name", [*METHODS, "powersgd one-sided int4"])
+def test_it_waits_as_often_as_it_says(name: str, rank: int | None) -> None:
+    make = METHODS.get(name, lambda: PowerSGD(min_elements=SMALLEST, one_sided=True, factor_dtype="int4"))
+    room, compressors = Room(2), [make(), make()]
+    generator = torch.Generator().manual_seed(0)
+    running = [
+        compressor.exchange([Gradient("a", torch.randn(40, 50, generator=generator))], channel, rank)
+        for compressor, channel in zip(compressors, room.channels, strict=True)
+    ]
+    waits = 0
+    while [next(exchange, "end") for exchange in running] != ["end", "end"]:
+        room.meet()
+        waits += 1
+    assert waits == compressors[0].waits(rank) > 0
 
 
 @every_world
