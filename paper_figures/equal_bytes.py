@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 
 from paper_figures import style
 
@@ -23,6 +24,7 @@ def draw(results: Path) -> Figure:
     points = style.read(results, "equal_bytes", "pareto.csv")
     fig, (ax,) = style.figure(width=style.TEXT, height=4.2)
     named: set[str] = set()
+    texts: dict[tuple[float, float], str] = {}
     for row in points[points["method"] != "none"].itertuples(index=False):
         mine = runs[(runs["variant"] == row.variant) & (runs["status"] == "ok")]
         look = style.look(mine.iloc[0])
@@ -39,15 +41,8 @@ def draw(results: Path) -> Figure:
             label=None if look.label in named else look.label,
         )
         named.add(look.label)
-        text = detail(mine.iloc[0])
-        if text:
-            place: dict[str, Any] = {
-                "xytext": (3, 4),
-                "textcoords": "offset points",
-                "ha": "left",
-                "va": "center",
-            }
-            style.outline(ax.annotate(text, (row.percent, row.gap_nats), fontsize=style.MIN_FONT, **place))
+        if text := detail(mine.iloc[0]):
+            texts[row.percent, row.gap_nats] = text
     front(ax, points)
     ax.axhline(0, color="#444444", linewidth=0.6)
     ax.set_xscale("log")
@@ -67,7 +62,35 @@ def draw(results: Path) -> Figure:
         scale=results.name,
         extra="grey line: Pareto front of the means",
     )
+    write(ax, texts)
     return fig
+
+
+def write(ax: Axes, texts: dict[tuple[float, float], str]) -> None:
+    """Put each text beside its point, on the first side where it covers no other."""
+    # The layout decides where points are.
+    ax.figure.draw_without_rendering()
+    taken: list[Bbox] = []
+    sides = [(x, y) for x in (4, -4) for y in (4, -5)]
+    for point, text in texts.items():
+        for side in sides:
+            label = beside(ax, point, text, side)
+            if not any(label.get_window_extent().overlaps(other) for other in taken):
+                break
+            label.remove()
+        else:
+            label = beside(ax, point, text, sides[0])
+        taken.append(label.get_window_extent())
+
+
+def beside(ax: Axes, point: tuple[float, float], text: str, offset: tuple[float, float]) -> Annotation:
+    """A text that far from its point, in typographic points."""
+    align = "left" if offset[0] > 0 else "right"
+    label = ax.annotate(
+        text, point, offset, textcoords="offset points", ha=align, va="center", fontsize=style.MIN_FONT
+    )
+    style.outline(label)
+    return label
 
 
 def detail(run: pd.Series) -> str:
