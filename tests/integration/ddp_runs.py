@@ -62,6 +62,7 @@ class Case:
     steps: int = 12
     plain: bool = False
     bucket_view: bool = False
+    bucket_cap_mb: float = 1e-3
     delays: bool = False
 
     @property
@@ -95,7 +96,7 @@ def wrapped(net: nn.Module, case: Case, **options: Any) -> DistributedDataParall
             find_unused_parameters=case.unused,
             static_graph=case.static,
             gradient_as_bucket_view=case.bucket_view,
-            bucket_cap_mb=1e-3,
+            bucket_cap_mb=case.bucket_cap_mb,
             **options,
         )
 

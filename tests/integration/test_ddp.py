@@ -43,11 +43,12 @@ def test_replicas_are_equal_in_every_case_of_the_matrix(world: World) -> None:
     assert len(world[0]["matrix"]) == 12
     for name, ranks in each(world, "matrix"):
         assert equal([rank["weights"] for rank in ranks]), name
+        assert all(len(rank["losses"]) == 200 for rank in ranks), name
         first, last = (
             sum(sum(rank["losses"][part]) for rank in ranks) for part in (slice(0, 8), slice(-8, None))
         )
         assert last < 0.7 * first, f"{name} does not learn"
-        assert ranks[0]["buckets"] >= (5 if "unused True" in name else 2), name
+        assert ranks[0]["buckets"] >= (5 if "unused True" in name else 4), name
 
 
 def test_the_order_of_collectives_is_the_same_on_every_rank(world: World) -> None:
