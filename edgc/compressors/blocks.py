@@ -25,7 +25,7 @@ group g, as balanced digits of a signed byte (for 1 bit: as bits).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -56,6 +56,11 @@ class _Scratch:
     broken: Tensor
     better: Tensor
     ones: Tensor  # entries of a block
+    blocks: int = field(init=False)
+    cuts: dict[int, _Scratch] = field(init=False, default_factory=dict)  # made so far, by their blocks
+
+    def __post_init__(self) -> None:
+        self.blocks = len(self.step)
 
     @classmethod
     def new(cls, groups: int, per_byte: int, size: int, device: torch.device) -> _Scratch:
@@ -73,19 +78,18 @@ class _Scratch:
             ones=buffer(size).fill_(1),
         )
 
-    @property
-    def blocks(self) -> int:
-        return len(self.step)
-
     def cut(self, blocks: int) -> _Scratch:
         """The part of it for at most so many blocks, whole groups of them."""
         if blocks >= self.blocks:
             return self
-        groups = blocks * len(self.folded) // self.blocks
-        lengths = dict.fromkeys(("folded", "rest", "digit", "spoiled"), groups) | {"ones": len(self.ones)}
-        return _Scratch(
-            **{f.name: getattr(self, f.name)[: lengths.get(f.name, blocks)] for f in fields(self)}
-        )
+        if blocks not in self.cuts:
+            groups = blocks * len(self.folded) // self.blocks
+            lengths = dict.fromkeys(("folded", "rest", "digit", "spoiled"), groups) | {"ones": len(self.ones)}
+            names = [f.name for f in fields(self) if f.init]
+            self.cuts[blocks] = _Scratch(
+                **{name: getattr(self, name)[: lengths.get(name, blocks)] for name in names}
+            )
+        return self.cuts[blocks]
 
 
 class Blocks:
@@ -132,6 +136,10 @@ class Blocks:
             residual: becomes what did not get across, x minus the unpacked message; may be ``x`` itself.
             generator: of stochastic rounding.
         """
+        if not x.numel():
+            # Of a short vector only the first ranks have a part.
+            out.zero_()
+            return
         steps, codes = self._views(out)
         whole, total = self._scratch(x.device), x.numel()
         for first in range(0, len(steps), whole.blocks):
@@ -165,6 +173,8 @@ class Blocks:
 
     def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None:
         """``out``, flat fp32 and as long as what was packed, becomes ``weight`` times it, or gains that."""
+        if not out.numel():
+            return
         steps, codes = self._views(message)
         whole, total = self._scratch(out.device), out.numel()
         for begin in range(0, total, whole.blocks * self.size):
