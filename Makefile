@@ -8,7 +8,7 @@ MAKEFLAGS += --no-builtin-rules
 SCALE ?= ci
 # More than four cores bring nothing at ci scale: a run is four processes, and two runs at once would disturb
 # each other's timings.
-CORES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+CORES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 RESULTS ?= results
 VENV ?= .venv
 ARGS ?=
@@ -69,9 +69,10 @@ bench-network: venv ## time training steps over links of limited bandwidth (root
 bench-keep: venv ## copy the results of both benchmarks to results/reference/bench, to be committed
 	@$(BENCH) keep --results '$(RESULTS)/bench' $(ARGS)
 
+# The tests of a file stay together, for they share what takes long to make; tests/conftest.py says which start first.
 .PHONY: test
-test: venv ## run all tests (ARGS: options of pytest)
-	@$(PY) -m pytest $(ARGS)
+test: venv ## run all tests, CORES files at a time (ARGS: options of pytest; -n0 runs one after another)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-network
 test-network: venv ## test the network of limited bandwidth (root only; says why where it skips)

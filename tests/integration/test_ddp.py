@@ -10,6 +10,8 @@ import torch
 from tests.integration import ddp_cases
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.slow
+
 World = list[dict[str, Any]]
 METHODS = ddp_cases.METHODS.keys() - set(ddp_cases.TIMED)
 

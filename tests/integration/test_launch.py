@@ -18,6 +18,8 @@ from edgc.telemetry import read_events
 from experiments.data import prepare
 from experiments.settings import DataConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 RUN: dict[str, Any] = {
@@ -82,7 +84,7 @@ class Launcher:
 
     def run(self, values: dict[str, Any]) -> tuple[int, str]:
         process = self.start(values)
-        _, stderr = process.communicate(timeout=240)
+        _, stderr = process.communicate(timeout=600)
         return process.returncode, stderr
 
     def path(self, values: dict[str, Any]) -> Path:
@@ -102,7 +104,7 @@ def repeatable(folder: Path) -> list[Any]:
 
 
 def wait_for_steps(folder: Path, steps: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     metrics = folder / ".attempt" / "metrics.jsonl"
     while time.monotonic() < deadline:
         if metrics.exists() and metrics.read_text().count('"step"') >= steps:
@@ -153,7 +155,7 @@ def test_a_killed_rank_publishes_nothing_and_the_next_run_is_undisturbed(launche
     process = launcher.start(killed)
     wait_for_steps(launcher.path(killed), 3)
     os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=600)
     assert process.returncode == 1, stderr
     assert "interrupted" in stderr
     assert not (launcher.path(killed) / "status").exists()
@@ -170,9 +172,9 @@ def test_a_new_launch_takes_over_from_an_orphan(launcher: Launcher) -> None:
     short = changed(variant="orphan", train={"iterations": 12})
     code, stderr = launcher.run(short)
     assert code == 0, stderr
-    orphan.communicate(timeout=60)
+    orphan.communicate(timeout=600)
     assert orphan.returncode == -signal.SIGKILL, "the older launch must have been stopped"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(map(runs, ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in ranks if runs(pid)], "its ranks must die with it"

@@ -11,6 +11,8 @@ import torch
 from tests.integration import megatron_cases
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.slow
+
 Results = dict[str, list[dict[str, Any]]]
 
 

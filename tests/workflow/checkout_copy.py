@@ -109,7 +109,7 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=120,
+            timeout=600,
         )
 
     def snakemake(self, *calls: Sequence[str]) -> list[tuple[int, str]]:
@@ -121,7 +121,7 @@ class Checkout:
             text=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=120,
+            timeout=600,
         )
         assert result.returncode == 0, result.stdout + result.stderr
         return [(code, text) for code, text in json.loads(result.stdout.splitlines()[-1])]

@@ -32,7 +32,7 @@ def finished(checkout: Checkout) -> Checkout:
     return checkout
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -94,7 +94,7 @@ def test_killed_pipeline_is_continued(finished: Checkout) -> None:
     process = subprocess.Popen(
         finished.command(PIPELINE, "--cores", "2", "rank_sweep"),
         cwd=finished.path,
-        env=finished.environment(STAND_IN_SECONDS="120"),
+        env=finished.environment(STAND_IN_SECONDS="1200"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -130,14 +130,14 @@ def test_terminated_pipeline_ends_its_jobs(finished: Checkout) -> None:
     process = subprocess.Popen(
         finished.command(PIPELINE, "--cores", "2", "rank_sweep"),
         cwd=finished.path,
-        env=finished.environment(STAND_IN_SECONDS="120"),
+        env=finished.environment(STAND_IN_SECONDS="1200"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
         wait_for(lambda: training(folder))
         process.terminate()
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert process.wait(timeout=600) == 128 + signal.SIGTERM
         assert marked(folder) == []
     finally:
         process.kill()
