@@ -67,15 +67,18 @@ def draw(results: Path) -> Figure:
 
 
 def write(ax: Axes, texts: dict[tuple[float, float], str]) -> None:
-    """Put each text beside its point, on the first side where it covers no other."""
+    """Put each text beside its point, on the first side where it covers neither another text nor another point."""
     # The layout decides where points are.
     ax.figure.draw_without_rendering()
     taken: list[Bbox] = []
     sides = [(x, y) for x in (4, -4) for y in (4, -5)]
+    centres = {point: ax.transData.transform(point) for point in texts}
+    points = {point: Bbox([centre - 4, centre + 4]) for point, centre in centres.items()}
     for point, text in texts.items():
+        others = [*taken, *(box for other, box in points.items() if other != point)]
         for side in sides:
             label = beside(ax, point, text, side)
-            if not any(label.get_window_extent().overlaps(other) for other in taken):
+            if not any(label.get_window_extent().overlaps(other) for other in others):
                 break
             label.remove()
         else:
