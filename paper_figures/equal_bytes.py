@@ -62,14 +62,13 @@ def draw(results: Path) -> Figure:
         scale=results.name,
         extra="grey line: Pareto front of the means",
     )
+    fig.draw_without_rendering()  # the layout decides where points are
     write(ax, texts)
     return fig
 
 
 def write(ax: Axes, texts: dict[tuple[float, float], str]) -> None:
     """Put each text beside its point, on the first side where it covers neither another text nor another point."""
-    # The layout decides where points are.
-    ax.figure.draw_without_rendering()
     taken: list[Bbox] = []
     sides = [(x, y) for x in (4, -4) for y in (4, -5)]
     centres = {point: ax.transData.transform(point) for point in texts}
