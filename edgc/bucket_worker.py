@@ -22,12 +22,18 @@ Log = Callable[[Iteration, Decision | None], None]
 Layout = list[list[str]]
 
 
+class Flush:
+    """In the queue: see :meth:`BucketWorker.flush`."""
+
+
 @dataclass(eq=False)
 class Bucket:
     """Gradients that become ready together; ``future`` gets ``buffer``, which they are views of, once averaged.
 
     ``last`` is DDP's word that this one closes the iteration; in the first iteration of a static graph, where DDP
     numbers every bucket 0, it says so of none. On a GPU ``ready`` is reached when the gradients have been computed.
+    ``group`` is for a bucket of other replicas than the worker's; ``compress`` and ``shards`` are those of
+    :meth:`edgc.engine.Engine.reduce`.
     """
 
     last: bool
@@ -35,6 +41,9 @@ class Bucket:
     buffer: Tensor
     future: torch.futures.Future[Any]
     ready: torch.cuda.Event | None = None
+    group: dist.ProcessGroup | None = None
+    compress: bool = True
+    shards: tuple[Tensor, ...] = ()
 
 
 class BucketWorker:
@@ -45,6 +54,8 @@ class BucketWorker:
         group: used by this thread alone, so that no other collective can come between.
         device: of the gradients.
         parameters: number of gradients in an iteration.
+        closes: whether this thread closes the engine's iteration after the last bucket; if not, the caller does when
+            it has all futures.
 
     Attributes:
         log: called in this thread at the end of every iteration, before its last future is set.
@@ -54,9 +65,16 @@ class BucketWorker:
     """
 
     def __init__(
-        self, engine: Engine, group: dist.ProcessGroup | None, device: torch.device, parameters: int
+        self,
+        engine: Engine,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        parameters: int,
+        *,
+        closes: bool = True,
     ) -> None:
         self.engine = engine
+        self.closes = closes
         self.group = group
         self.parameters = parameters
         self.log: Log | None = None
@@ -71,7 +89,7 @@ class BucketWorker:
         self._unfinished: list[Bucket] = []
         self._current: Layout = []
         self._seen: set[str] = set()
-        self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Bucket | Flush | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="edgc-buckets", daemon=True)
         self._thread.start()
 
@@ -92,6 +110,13 @@ class BucketWorker:
     def put(self, bucket: Bucket) -> None:
         self._queue.put(bucket)
 
+    def flush(self) -> None:
+        """Take everything that was put so far to its end, without waiting for further buckets.
+
+        The order of collectives then depends on where among the buckets this is called: the same on every rank.
+        """
+        self._queue.put(Flush())
+
     def stop(self) -> None:
         """End the thread after the buckets it has; waits at most a second, for it may hang on a lost peer."""
         self._queue.put(None)
@@ -100,11 +125,14 @@ class BucketWorker:
 
     def _run(self) -> None:
         with torch.no_grad(), torch.cuda.stream(self.stream):
-            while (bucket := self._queue.get()) is not None:
-                self._unfinished.append(bucket)
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, Bucket):
+                    self._unfinished.append(item)
                 try:
-                    if self.error is None:
-                        self._take(bucket)
+                    if self.error is None and isinstance(item, Bucket):
+                        self._take(item)
+                    elif self.error is None:
+                        self._finished(self._pipeline.drain())
                 except Exception as error:
                     self.error = self._described(error)
                 if self.error is not None:
@@ -133,7 +161,13 @@ class BucketWorker:
         self._current.append([gradient.name for gradient in gradients])
         # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
         ahead = self.engine.waits - 1
-        self._finished(self._pipeline.start(bucket, self.engine.exchange(gradients, self.group), ahead))
+        options: dict[str, Any] = {}
+        group = self.group
+        if bucket is not None:
+            group = bucket.group or self.group
+            options = {"compress": bucket.compress, "shards": bucket.shards}
+        exchange = self.engine.exchange(gradients, group, **options)
+        self._finished(self._pipeline.start(bucket, exchange, ahead))
 
     def _finished(self, buckets: list[Bucket | None]) -> None:
         """Hand over averaged buckets, but for the last of the iteration."""
@@ -152,11 +186,12 @@ class BucketWorker:
             for names in rest:
                 self._start([gradients[name] for name in names], None)
         self._finished(self._pipeline.drain())
-        self.engine.end_iteration()
-        assert self.engine.last is not None
-        self.skipped += self.engine.last.statistics.skipped
-        if self.log is not None:
-            self.log(self.engine.last, self.engine.decision)
+        if self.closes:
+            self.engine.end_iteration()
+            assert self.engine.last is not None
+            self.skipped += self.engine.last.statistics.skipped
+            if self.log is not None:
+                self.log(self.engine.last, self.engine.decision)
         # Everything about this iteration is settled before backward can return.
         self.layout, self._current, self._replays = self._current, [], max(0, self._replays - 1)
         self._held.clear()

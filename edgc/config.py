@@ -19,7 +19,15 @@ from edgc.errors import UserError
 ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
 METHODS = ("none", "bf16", "powersgd", "topk", "randomk", "quantize", "sign", "edgc")
 POLICIES = ("cqm", "released", "fixed", "spectral")
-_SWITCHES = ("record_full_entropy", "monotone", "cost_gate", "error_feedback", "warm_start", "one_sided")
+_SWITCHES = (
+    "record_full_entropy",
+    "monotone",
+    "cost_gate",
+    "error_feedback",
+    "warm_start",
+    "one_sided",
+    "compress_experts",
+)
 FACTOR_DTYPES = ("fp32", "bf16", "int8", "int4")
 
 
@@ -163,6 +171,7 @@ class EDGCConfig(_Settings):
         density: of ``topk`` and ``randomk``: share of the entries that a worker sends.
         bits: of ``quantize``: 8, 4 or 2.
         rounding: of ``quantize``: ``nearest`` with error feedback, or ``stochastic`` (QSGD: unbiased, without).
+        compress_experts: under Megatron's expert parallelism, whether the experts' gradients are compressed too (ours).
         min_compression_elements: 2-D tensors with fewer entries are sent dense (ours).
         seed: of the first Q and of appended columns; the same on every rank.
     """
@@ -197,6 +206,7 @@ class EDGCConfig(_Settings):
     density: float = 0.01
     bits: int = 8
     rounding: str = "nearest"
+    compress_experts: bool = True
     min_compression_elements: int = 1024
     seed: int = 0
 

@@ -33,6 +33,7 @@ from edgc.config import EDGCConfig
 from edgc.controller import Decision
 from edgc.engine import Engine, Iteration, Observer
 from edgc.errors import UserError
+from edgc.groups import own_group
 from edgc.saved_state import State, state_for
 
 __all__ = ["Handle", "register"]
@@ -213,7 +214,7 @@ def register(
     shapes = [_matrix_shape(parameter) for parameter in parameters.values()]
     _same_on_all_ranks(model, (config, iterations, [*zip(parameters, shapes, strict=True)]))
     stage = [(s[0], s[1]) for s in shapes if compressible(s, config.min_compression_elements)]
-    group = process_group or _own_group(model.process_group)
+    group = process_group or own_group(model.process_group)
     engine = Engine(
         config, stage=0, shapes=[stage], iterations=iterations, exchange_group=group, observer=observer
     )
@@ -266,15 +267,6 @@ def _same_on_all_ranks(model: DistributedDataParallel, mine: Any) -> None:
     if other:
         what = f"config, iterations or parameters differ between ranks 0 and {', '.join(map(str, other))}"
         raise UserError(what, where="edgc.ddp.register", fix="give the same on every rank")
-
-
-def _own_group(model_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that no other thread uses: collectives of two threads on one group could mix."""
-    ranks = dist.get_process_group_ranks(model_group)
-    whole = len(ranks) == dist.get_world_size()
-    backend = None if whole else dist.get_backend(model_group)
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=not whole)
-    return group
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from edgc import trial
-from edgc.clock import mark, seconds_between
+from edgc.clock import Stopwatch
 from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, Statistics, build
 from edgc.compressors.base import Steps
-from edgc.compressors.powersgd import compressible, saves_bytes
+from edgc.compressors.powersgd import saves_bytes
 from edgc.config import EDGCConfig
 from edgc.controller import Controller, Decision, Plan, Report
 from edgc.cost_gate import CostGate, GateVerdict, GroupTimes, label, verdicts
-from edgc.entropy import Sampler, combine, estimate
+from edgc.entropy_meter import EntropyMeter, Measured
 from edgc.measurements import CurveMean, Mean, mean, mean_curve
 from edgc.spectral import MatrixSpectrum, error_curve
 
@@ -36,7 +36,14 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Iteration:
-    """What this rank did in one iteration: ``rank`` is None where nothing was compressed, entropies in nats."""
+    """What this rank did in one iteration.
+
+    Attributes:
+        rank: None where nothing was compressed.
+        entropy, entropy_full: in nats; nan if not measured.
+        exposed: time in which the step waited for averaged gradients; None if nobody measured it.
+        skipped: whether the whole step was given up because of a gradient that was not finite.
+    """
 
     iteration: int
     rank: int | None
@@ -44,6 +51,8 @@ class Iteration:
     entropy_full: float
     seconds_entropy: float
     statistics: Statistics
+    exposed: Stopwatch | None = None
+    skipped: bool = False
 
 
 class Engine:
@@ -56,6 +65,8 @@ class Engine:
         iterations: length of the run, which warm-up is a share of.
         exchange_group: group over which ranks exchange measurements; None is the world.
         observer: called with the local gradients before they are reduced, for studies.
+        deferred: whether an iteration's changes of error feedback and warm start wait for :meth:`end_iteration`,
+            which can then drop them.
     """
 
     def __init__(
@@ -67,13 +78,15 @@ class Engine:
         iterations: int,
         exchange_group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
+        deferred: bool = False,
     ) -> None:
         self.config = config
         self.stage = stage
         self.stages = len(shapes)
         self.compressor = build(config)
+        self.compressor.deferred = deferred
         self.controller = Controller(config, shapes, iterations)
-        self.sampler = Sampler(config.entropy)
+        self.entropy = EntropyMeter(config)
         self.exchange_group = exchange_group
         self.observer = observer
         self.iteration = 1
@@ -92,9 +105,6 @@ class Engine:
 
     def _start_iteration(self) -> None:
         self._statistics = Statistics()
-        self._sampled: list[tuple[float, int]] = []
-        self._full: list[tuple[float, int]] = []
-        self._entropy_seconds = 0.0
         self._compressed: set[str] = set()  # names handed over to be compressed
         self._probes: list[Statistics] = []
         self._compared: list[tuple[tuple[str, ...], trial.Comparison]] = []
@@ -109,16 +119,35 @@ class Engine:
         """How often a reduction of this iteration waits for its collectives, measurements aside."""
         return self.compressor.waits(self.rank)
 
-    def reduce(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None) -> None:
+    def reduce(
+        self,
+        gradients: Sequence[Gradient],
+        group: dist.ProcessGroup | None,
+        *,
+        compress: bool = True,
+        shards: Sequence[torch.Tensor] = (),
+    ) -> None:
         """Average ``gradients`` over ``group`` in place, compressed as the controller says.
+
+        Args:
+            compress: False sends them dense whatever the controller says.
+            shards: flat buffers that the gradients are views of, if this rank needs the means only in its own of
+                ``group.size()`` equal parts of each: what goes dense is then reduce-scattered.
 
         Raises:
             ValueError: if a gradient has no elements of a floating-point type.
         """
-        for _ in self.exchange(gradients, group):
+        for _ in self.exchange(gradients, group, compress=compress, shards=shards):
             pass
 
-    def exchange(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None) -> Steps:
+    def exchange(
+        self,
+        gradients: Sequence[Gradient],
+        group: dist.ProcessGroup | None,
+        *,
+        compress: bool = True,
+        shards: Sequence[torch.Tensor] = (),
+    ) -> Steps:
         """:meth:`reduce` as a generator that yields while collectives are under way.
 
         Between two yields a driver may advance other reductions, in an order that is the same on every rank.
@@ -126,11 +155,11 @@ class Engine:
         if self.observer is not None:
             self.observer(self.iteration, gradients)
         if self.config.entropy.source == "local":
-            self._measure(gradients)
-        channel = Channel(group)
+            self.entropy.add(self.iteration, gradients)
+        channel = Channel(group, shards)
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
-        rank = self.rank if channel.world > 1 else None
-        if self.plan.probe_rank is not None and gradients:
+        rank = self.rank if channel.world > 1 and compress else None
+        if self.plan.probe_rank is not None and gradients and compress:
             yield from self._time_probe(gradients, group, self.plan.probe_rank)
         if self.gate is not None and rank is not None:
             if self.plan.gate and gradients:
@@ -142,24 +171,13 @@ class Engine:
         statistics = yield from self.compressor.exchange(gradients, channel, rank)
         self._statistics = self._statistics + statistics
         if self.config.entropy.source == "reduced":
-            self._measure(gradients)
+            self.entropy.add(self.iteration, gradients)
 
-    def _measure(self, gradients: Sequence[Gradient]) -> None:
-        """Entropy of the compressible gradients, sampled and, for studies, of all entries."""
-        sampled = self.config.method == "edgc" and self.sampler.measures(self.iteration)
-        if not (sampled or self.config.record_full_entropy):
-            return
-        for gradient in gradients:
-            if not compressible(gradient.tensor.shape, self.config.min_compression_elements):
-                continue
-            flat, size = gradient.tensor.reshape(-1), gradient.tensor.numel()
-            if self.config.record_full_entropy:
-                self._full.append((estimate(flat, self.config.entropy.estimator), size))
-            if sampled:
-                started = mark(flat.device)
-                entries = self.sampler.take(flat, self.iteration, gradient.name)
-                self._sampled.append((estimate(entries, self.config.entropy.estimator), size))
-                self._entropy_seconds += seconds_between(started, mark(flat.device))
+    def rescale(self, scale: float) -> None:
+        """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows."""
+        if scale != self.entropy.scale:
+            self.compressor.rescale(scale / self.entropy.scale)
+            self.entropy.scale = scale
 
     def _time_probe(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int) -> Steps:
         """Time a reduction on copies for the search of r_max (0: dense); the training step stays uncompressed."""
@@ -177,11 +195,11 @@ class Engine:
         self._compared.append((tuple(gradient.name for gradient in gradients), comparison))
         self._statistics.bytes += channel.bytes
 
-    def _measure_spectra(self) -> None:
+    def _measure_spectra(self, skipped: bool) -> None:
         """The error curve of what this rank has compressed, at iterations that GDS samples and at window ends."""
         grid = self.controller.rank_grid
-        sampled = self.sampler.measures(self.iteration) or self.iteration % self.config.window == 0
-        if not (grid and sampled and self._compressed) or self._statistics.skipped:
+        sampled = self.entropy.samples(self.iteration) or self.iteration % self.config.window == 0
+        if not (grid and sampled and self._compressed) or self._statistics.skipped or skipped:
             return
         assert isinstance(self.compressor, PowerSGD)
         spectra = self.compressor.spectra()
@@ -195,26 +213,40 @@ class Engine:
         if curve is not None:
             self._curve.add(curve)
 
-    def end_iteration(self, backward_seconds: Sequence[float] = ()) -> None:
+    def end_iteration(
+        self,
+        backward_seconds: Sequence[float] = (),
+        *,
+        exposed: Stopwatch | None = None,
+        skipped: bool = False,
+    ) -> None:
         """Close the iteration: record it, exchange measurements where planned, plan the next one.
 
         Args:
             backward_seconds: durations of this iteration's micro-batch backward passes on this rank.
+            exposed: time in which this rank's step has waited for averaged gradients, if that was measured.
+            skipped: whether the step is given up, the same on every rank of every stage: nothing of the iteration is
+                taken as a measurement, and what was ``deferred`` is dropped.
         """
-        entropy, entropy_full = _combined(self._sampled), _combined(self._full)
-        self._window.add(entropy)
-        self._window_full.add(entropy_full)
+        self.compressor.settle(not skipped)
+        entropy = self.entropy.close()
+        if skipped:
+            entropy = Measured(math.nan, math.nan, entropy.seconds)
+        self._window.add(entropy.sampled)
+        self._window_full.add(entropy.full)
         for seconds in backward_seconds:
             self._backward.add(seconds)
         self.last = Iteration(
             iteration=self.iteration,
             rank=self.rank if self.config.method in RANKED and self._has_compressed() else None,
-            entropy=entropy,
-            entropy_full=entropy_full,
-            seconds_entropy=self._entropy_seconds,
+            entropy=entropy.sampled,
+            entropy_full=entropy.full,
+            seconds_entropy=entropy.seconds,
             statistics=self._statistics,
+            exposed=exposed,
+            skipped=skipped,
         )
-        self._measure_spectra()
+        self._measure_spectra(skipped)
         self.decision = None
         if self.plan.exchange:
             self._exchange_and_decide()
@@ -299,9 +331,3 @@ class Engine:
             self.gate.load_state_dict(state["gate"] or {})
         self.plan = self.controller.plan(self.iteration)
         self._start_iteration()
-
-
-def _combined(entropies: Sequence[tuple[float, int]]) -> float:
-    if not entropies:
-        return math.nan
-    return combine([value for value, _ in entropies], [size for _, size in entropies])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from edgc.engine import Iteration
 from edgc.telemetry import plain
 
-SECONDS = ("compress", "communicate", "decompress", "entropy")
+SECONDS = ("compress", "communicate", "decompress", "entropy", "exposed")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class RankStep:
     seconds_communicate: float
     seconds_decompress: float
     seconds_entropy: float
+    seconds_exposed: float
+    skipped: float
 
     @classmethod
     def of(cls, stage: int, replica: int, loss: float, gradient_norm: float, done: Iteration) -> RankStep:
@@ -54,6 +56,8 @@ class RankStep:
             seconds_communicate=s.seconds_communicate,
             seconds_decompress=s.seconds_decompress,
             seconds_entropy=done.seconds_entropy,
+            skipped=float(done.skipped),
+            seconds_exposed=math.nan if done.exposed is None else done.exposed.seconds,
         )
 
 
@@ -69,6 +73,7 @@ class Step:
     gradient_norm: float
     bytes: int
     stages: list[dict[str, Any]]
+    skipped: bool = False
 
 
 def gather_step(mine: RankStep, device: torch.device) -> Step:
@@ -102,6 +107,7 @@ def gather_step(mine: RankStep, device: torch.device) -> Step:
         gradient_norm=ranks[0].gradient_norm,
         bytes=sum(int(rank.bytes) for rank in ranks) // replicas,
         stages=stages,
+        skipped=any(rank.skipped for rank in ranks),
     )
 
 
@@ -125,6 +131,7 @@ class History:
     ranks: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in SECONDS})
     bytes_total: int = 0
+    skipped: int = 0
     last_ranks: list[int | None] = field(default_factory=list)
 
     def add(self, step: Step, seconds: float, tokens: int) -> None:
@@ -132,6 +139,7 @@ class History:
         self.seconds.append(seconds)
         self.tokens_per_second.append(tokens / seconds)
         self.bytes_total += step.bytes
+        self.skipped += step.skipped
         self.last_ranks = [stage["rank"] for stage in step.stages]
         self.ranks += [rank for rank in self.last_ranks if rank is not None]
         for key, values in self.parts.items():
@@ -143,6 +151,7 @@ class History:
         dense = bytes_dense_per_step * steps
         values: dict[str, Any] = {
             "iterations": steps,
+            "skipped_steps": self.skipped,
             "train_loss": _mean(self.losses[-10:]),
             "bytes_total": self.bytes_total,
             "bytes_dense_total": dense,

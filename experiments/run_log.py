@@ -77,6 +77,7 @@ class RunLog:
             grad_norm=norm,
             grad_norm_clipped=min(norm, clip) if clip > 0 else norm,
             bytes=step.bytes,
+            skipped=step.skipped,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             stages=step.stages,

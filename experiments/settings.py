@@ -40,7 +40,11 @@ class DataConfig(Settings):
 
 
 class ModelConfig(Settings):
-    """A GPT or BERT transformer; sizes in units (hidden) and tokens (sequence_length)."""
+    """A GPT or BERT transformer; sizes in units (hidden) and tokens (sequence_length).
+
+    With ``experts`` every layer's MLP is a mixture of that many, of which each token goes through
+    ``experts_per_token``; they have no biases.
+    """
 
     architecture: Literal["gpt", "bert"] = "gpt"
     layers: PositiveInt
@@ -52,9 +56,15 @@ class ModelConfig(Settings):
     tie_embeddings: bool = True
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
     init_std: float = Field(0.02, gt=0.0)
+    experts: PositiveInt | None = None
+    experts_per_token: PositiveInt = 2
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
+        if self.experts is not None and self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is above experts = {self.experts}; change one of them"
+            )
         if self.hidden % self.heads:
             raise ValueError(
                 f"hidden = {self.hidden} is not divisible by heads = {self.heads}; change one of them"
@@ -63,12 +73,17 @@ class ModelConfig(Settings):
 
 
 class ParallelConfig(Settings):
-    """Degrees of parallelism. Give ``data`` or the ``world`` size; world = tensor * pipeline * data."""
+    """Degrees of parallelism. Give ``data`` or the ``world`` size; world = tensor * pipeline * data.
+
+    The ``expert`` degree divides ``data``; ``sequence`` shards activations over the tensor-parallel ranks.
+    """
 
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     data: PositiveInt = 1
     virtual_pipeline: PositiveInt | None = None
+    expert: PositiveInt = 1
+    sequence: bool = False
     world: PositiveInt = 1
 
     @model_validator(mode="before")
@@ -101,7 +116,11 @@ class ParallelConfig(Settings):
 
 
 class TrainConfig(Settings):
-    """Optimisation and bookkeeping of one run; intervals in iterations, batches in sequences."""
+    """Optimisation and bookkeeping of one run; intervals in iterations, batches in sequences.
+
+    ``bucket_elements`` is the size at which the first stage's gradients are cut into buckets under
+    ``overlap_grad_reduce``; None is Megatron's default.
+    """
 
     iterations: PositiveInt
     micro_batch: PositiveInt
@@ -116,8 +135,10 @@ class TrainConfig(Settings):
     clip_grad: float = Field(1.0, ge=0.0)
     eval_interval: PositiveInt
     eval_batches: PositiveInt
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     overlap_grad_reduce: bool = False
+    bucket_elements: PositiveInt | None = None
+    distributed_optimizer: bool = False
     checkpoint: bool = False
 
 
@@ -176,6 +197,19 @@ class RunConfig(Settings):
             raise ValueError(
                 f"model.heads = {self.model.heads} is not divisible by parallel.tensor = {self.parallel.tensor}; "
                 "change one of them"
+            )
+        experts, degree = self.model.experts, self.parallel.expert
+        if degree > 1 and (experts is None or experts % degree or self.parallel.data % degree):
+            raise ValueError(
+                f"parallel.expert = {degree} must divide model.experts = {experts} and parallel.data = "
+                f"{self.parallel.data}; change one of them"
+            )
+        if self.parallel.sequence and self.parallel.tensor == 1:
+            raise ValueError("parallel.sequence needs parallel.tensor above 1; set it to false")
+        if self.parallel.sequence and self.model.sequence_length % self.parallel.tensor:
+            raise ValueError(
+                f"model.sequence_length = {self.model.sequence_length} is not divisible by parallel.tensor = "
+                f"{self.parallel.tensor}; change one of them"
             )
         if self.model.architecture == "bert" and (self.parallel.pipeline > 1 or self.parallel.tensor > 1):
             raise ValueError("bert runs with parallel.pipeline = 1 and parallel.tensor = 1; set both to 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from edgc.megatron.cpu_shims import install
 from experiments.model import build_model, dtype_of, transformer_config
 from experiments.probes import GradientProbe
 from experiments.settings import RunConfig
+
+# Of fp16. Megatron's own default of 2**32 skips some 16 steps before the first one counts.
+INITIAL_LOSS_SCALE = 2.0**16
 
 
 @dataclass
@@ -59,10 +63,12 @@ def initialise(run: RunConfig) -> torch.device:
         install()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if on_gpu else "gloo")
+    _end_earlier_sessions()
     parallel_state.initialize_model_parallel(
         run.parallel.tensor,
         run.parallel.pipeline,
         run.parallel.virtual_pipeline,
+        expert_model_parallel_size=run.parallel.expert,
         create_gloo_process_groups=not on_gpu,
     )
     random.seed(run.seed)
@@ -72,15 +78,24 @@ def initialise(run: RunConfig) -> torch.device:
     return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
 
 
+def _end_earlier_sessions() -> None:
+    """End the process groups of sessions that this process has had before: the threads of gloo's would pile up."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
+
+
 def build(run: RunConfig, vocab_size: int) -> Session:
     """Build this rank's part of the job. ``torch.distributed`` environment variables must be set."""
     device = initialise(run)
     config = transformer_config(run)
     overlap = run.train.overlap_grad_reduce
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=run.train.precision == "bf16",
+        grad_reduce_in_fp32=run.train.precision != "fp32",
         overlap_grad_reduce=overlap,
-        use_distributed_optimizer=False,
+        bucket_size=run.train.bucket_elements,
+        use_distributed_optimizer=run.train.distributed_optimizer,
     )
     chunks = []
     virtual = run.parallel.virtual_pipeline
@@ -95,7 +110,7 @@ def build(run: RunConfig, vocab_size: int) -> Session:
             vp_stage=vp_stage,
             config=config,
         )
-        if run.train.precision == "bf16":
+        if run.train.precision != "fp32":
             from megatron.core.transformer.module import Float16Module
 
             module = Float16Module(config, module)
@@ -112,7 +127,11 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     probe = GradientProbe(run.probe, run.edgc, stage, reports=reports) if run.probe.every else None
     attachment = attach(
-        chunks, run.edgc, iterations=run.train.iterations, observer=probe.observe if probe else None
+        chunks,
+        run.edgc,
+        iterations=run.train.iterations,
+        optimizer=optimizer,
+        observer=probe.observe if probe else None,
     )
     return Session(run, chunks, optimizer, scheduler, attachment, probe, leaders, leaders_group, device)
 
@@ -129,7 +148,10 @@ def _optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[A
             adam_beta2=train.adam_beta2,
             clip_grad=train.clip_grad,
             bf16=train.precision == "bf16",
+            fp16=train.precision == "fp16",
             params_dtype=dtype_of(run),
+            initial_loss_scale=INITIAL_LOSS_SCALE,
+            use_distributed_optimizer=train.distributed_optimizer,
         ),
         chunks,
     )

@@ -31,6 +31,7 @@ from experiments.setup import Session, build
 
 DIVERGED_LOSS = 2.0  # times log(vocabulary), the loss of a uniform guess
 DIVERGED_STEPS = 10
+SKIPPED_STEPS = 20  # in a row, because of gradients that are not finite
 
 
 class Trainer:
@@ -99,8 +100,9 @@ class Trainer:
             chunk.zero_grad_buffer()
         session.optimizer.zero_grad()
         loss = self._schedule(batches, forward_only=False)
-        _, gradient_norm, _ = session.optimizer.step()
-        session.scheduler.step(increment=1)
+        updated, gradient_norm, _ = session.optimizer.step()
+        if updated:
+            session.scheduler.step(increment=1)
         if session.probe is not None:
             session.probe.end_iteration(iteration, session.leaders, session.leaders_group)
         done = session.attachment.engine.last
@@ -199,11 +201,11 @@ class Trainer:
         return dense
 
     def _diverged(self) -> bool:
-        """A non-finite loss, or ten steps in a row far worse than guessing; the same answer on every rank."""
-        losses = self.history.losses
+        """Twenty skipped steps in a row, or ten far worse than guessing; the same answer on every rank."""
         limit = DIVERGED_LOSS * math.log(self.vocab_size)
-        recent = losses[-DIVERGED_STEPS:]
-        return not math.isfinite(losses[-1]) or (len(recent) == DIVERGED_STEPS and min(recent) > limit)
+        recent = self.history.losses[-DIVERGED_STEPS:]
+        far = len(recent) == DIVERGED_STEPS and min(recent) > limit
+        return far or self.session.attachment.skipped_in_a_row >= SKIPPED_STEPS
 
     def _write_probe(self) -> None:
         """Stage leaders hand their rows to rank 0, which writes ``tensors.parquet``."""

@@ -7,7 +7,10 @@ What is kept: whatever was not sent, as error feedback, keyed by parameter name,
 mean(buffer + kept) = mean(gradient + kept before).
 Bytes are counted where a collective is called (:class:`~edgc.compressors.channel.Channel`), never from shapes.
 How it fails: from finite input nothing non-finite comes out. If any replica's gradient is not finite, the buffer is
-not finite on any replica, and a compressor that keeps state leaves its state as it was.
+not finite on any replica, and a compressor that keeps state leaves its state as it was. With ``deferred`` on, no
+reduction changes the state before :meth:`Compressor.settle` says so, for the reductions of a whole step together.
+Where only a part of a mean is needed (:attr:`Gradient.needed`, :attr:`Channel.shards`), the rest of the buffer is
+undefined.
 
 A reduction is a generator that yields whenever it needs the collectives it has started to be finished. One driver runs
 it straight through (:meth:`Compressor.reduce`); another keeps several buckets in flight (:mod:`edgc.ddp`). What a
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -33,10 +36,14 @@ Steps = Generator[None, None, None]
 
 @dataclass(frozen=True)
 class Gradient:
-    """A named gradient of any shape; ``tensor`` is read and overwritten in place."""
+    """A named gradient of any shape; ``tensor`` is read and overwritten in place.
+
+    ``needed`` is the range of its entries, in memory order, whose mean this rank needs; None is all of them.
+    """
 
     name: str
     tensor: Tensor
+    needed: tuple[int, int] | None = None
 
 
 @dataclass
@@ -91,7 +98,17 @@ class Statistics:
 
 
 class Compressor(ABC):
-    """One method of averaging gradients over data-parallel replicas."""
+    """One method of averaging gradients over data-parallel replicas.
+
+    Attributes:
+        deferred: whether changes of state wait for :meth:`settle`; to be set before the first reduction. It costs the
+            memory of a second error feedback and no pass over it.
+    """
+
+    deferred = False
+
+    def __init__(self) -> None:
+        self._changes: list[Callable[[], None]] = []
 
     @abstractmethod
     def steps(
@@ -125,7 +142,11 @@ class Compressor(ABC):
         if not gradients:
             return statistics
         device = gradients[0].tensor.device
-        steps, sent = self.steps(gradients, channel, rank, statistics), channel.bytes
+        if rank is None and channel.shards:
+            steps = self.scattered(gradients, channel, statistics)
+        else:
+            steps = self.steps(gradients, channel, rank, statistics)
+        sent = channel.bytes
         before, channel.waited = channel.waited, statistics.communicate
         started = mark(device)
         for _ in steps:
@@ -148,6 +169,33 @@ class Compressor(ABC):
             except StopIteration as end:
                 statistics: Statistics = end.value
                 return statistics
+
+    def scattered(self, gradients: Sequence[Gradient], channel: Channel, statistics: Statistics) -> Steps:
+        """The exact mean, as :meth:`steps` without a rank, but each rank gets only its part of ``channel.shards``,
+        which the gradients are views of."""
+        self._drain(gradients)
+        channel.scatter_means()
+        yield
+
+    def _drain(self, gradients: Sequence[Gradient]) -> None:  # noqa: B027  (most keep nothing)
+        """Add what error feedback holds of ``gradients`` to them, and forget it (see ``deferred``)."""
+
+    def rescale(self, factor: float) -> None:  # noqa: B027
+        """Gradients come multiplied by ``factor`` from now on, as when a loss scale changes: state follows."""
+
+    def _then(self, change: Callable[[], None]) -> None:
+        """Change the state, now or when :meth:`settle` says so."""
+        if self.deferred:
+            self._changes.append(change)
+        else:
+            change()
+
+    def settle(self, keep: bool) -> None:
+        """Make the deferred changes of all reductions since the last call, or drop them as if these had not been."""
+        changes, self._changes = self._changes, []
+        if keep:
+            for change in changes:
+                change()
 
     def state_dict(self) -> dict[str, Any]:
         """What this replica must keep to go on exactly: error feedback, warm start."""

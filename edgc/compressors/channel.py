@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,16 +18,22 @@ class Channel:
     Every method hands its tensors over until :meth:`finish` returns. With one rank nothing is sent, and results are
     what the collective would give.
 
+    Args:
+        group: None is the world.
+        shards: flat buffers of which this rank needs only its own of ``world`` equal parts, if the gradients of the
+            reduction lie in such buffers.
+
     Attributes:
         world: number of ranks.
         bytes: what this rank has sent so far, by the formula of the bandwidth-optimal (ring or direct) algorithm: of
-            a tensor of n bytes, 2(W-1)/W n for an all-reduce, (W-1)/W n for an all-to-all (n: all destinations
-            together) and (W-1) n for an all-gather (n: one rank's share).
+            a tensor of n bytes, 2(W-1)/W n for an all-reduce, (W-1)/W n for a reduce-scatter and for an all-to-all
+            (n: all destinations together), and (W-1) n for an all-gather (n: one rank's share).
         waited: time that :meth:`finish` took: communication that nothing hid.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> None:
         self.group = group
+        self.shards = tuple(shards)
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.bytes = 0
@@ -40,6 +47,20 @@ class Channel:
             return
         self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
         self.bytes += all_reduce_bytes(_bytes(tensor), self.world)
+
+    def scatter_means(self) -> None:
+        """Reduce-scatter :attr:`shards`: this rank's part of each becomes its mean, the other parts are undefined."""
+        if self.world == 1:
+            return
+        for buffer in self.shards:
+            own = self.own_part(buffer)
+            work = dist.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
+            self._start(work, own, divide=True)
+            self.bytes += (self.world - 1) * _bytes(buffer) // self.world
+
+    def own_part(self, buffer: Tensor) -> Tensor:
+        """This rank's part of a flat buffer that is cut into ``world`` equal parts."""
+        return buffer.view(self.world, -1)[self.rank]
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Part j of ``source``, cut along its first axis into ``world`` equal parts, becomes rank j's part of mine."""

@@ -20,6 +20,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -68,6 +69,10 @@ class Flat:
             for offset, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
+    def swap(self) -> None:
+        """What is left in ``work`` is kept until the next call has brought what follows from it."""
+        self.work, self.spare = self.spare, self.work
+
     def clear_gaps(self) -> None:
         """Zeros between the gradients of ``work``."""
         ends = [*self.offsets[1:], len(self.work)]
@@ -92,6 +97,7 @@ class Feedback(Compressor):
     draws_at_random = False
 
     def __init__(self, *, min_elements: int = 1024, error_feedback: bool = True, seed: int = 0) -> None:
+        super().__init__()
         self.min_elements = min_elements
         self.error_feedback = error_feedback
         self.seed = seed
@@ -114,9 +120,7 @@ class Feedback(Compressor):
         for gradient in gradients:
             through = rank is not None and compressible(gradient.tensor.shape, self.min_elements)
             (lossy if through else dense).append(gradient)
-        drained = [gradient for gradient in dense if gradient.name in self.errors]
-        for gradient in drained:
-            gradient.tensor.add_(self._error(gradient))
+        drained = self._add_errors(dense)
         messages = dense_steps([gradient.tensor for gradient in dense], channel)
         next(messages)
         if not lossy:
@@ -163,10 +167,14 @@ class Feedback(Compressor):
         write: Callable[[Tensor], None],
         statistics: Statistics,
     ) -> None:
-        write(flat.spare)
-        for gradient, kept, result in zip(
-            gradients, flat.parts(flat.work), flat.parts(flat.spare), strict=True
-        ):
+        into = flat.spare
+        if self.deferred:
+            # The errors of last time must stay until the new ones are settled.
+            if "result" not in flat.buffers:
+                flat.buffers["result"] = torch.empty_like(flat.work)
+            into = flat.buffers["result"]
+        write(into)
+        for gradient, kept, result in zip(gradients, flat.parts(flat.work), flat.parts(into), strict=True):
             tensor, shape = gradient.tensor, gradient.tensor.shape
             if tensor.dtype == torch.float32:
                 tensor.copy_(result.view(shape))
@@ -175,11 +183,14 @@ class Feedback(Compressor):
                 tensor.copy_(result.view(shape).clamp(-limit, limit))
                 kept.view(shape).add_(result.view(shape).sub_(tensor))
             statistics.error_sq += _square_sum(kept)
-            if self.error_feedback:
-                self.errors[gradient.name] = kept.view(shape)
-            if self.draws_at_random:
-                self.counts[gradient.name] = self.counts.get(gradient.name, 0) + 1
-        flat.work, flat.spare = flat.spare, flat.work
+            self._then(partial(self._adopt, gradient.name, kept.view(shape)))
+        self._then(flat.swap)
+
+    def _adopt(self, name: str, kept: Tensor) -> None:
+        if self.error_feedback:
+            self.errors[name] = kept
+        if self.draws_at_random:
+            self.counts[name] = self.counts.get(name, 0) + 1
 
     def _error(self, gradient: Gradient) -> Tensor:
         error, tensor = self.errors[gradient.name], gradient.tensor
@@ -190,9 +201,23 @@ class Feedback(Compressor):
             )
         return error.to(tensor.device)
 
+    def _drain(self, gradients: Sequence[Gradient]) -> None:
+        self._forget(self._add_errors(gradients))
+
+    def _add_errors(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Add E where there is one; returns those."""
+        drained = [gradient for gradient in gradients if gradient.name in self.errors]
+        for gradient in drained:
+            gradient.tensor.add_(self._error(gradient))
+        return drained
+
     def _forget(self, gradients: Sequence[Gradient]) -> None:
         for gradient in gradients:
-            del self.errors[gradient.name]
+            self._then(partial(self.errors.__delitem__, gradient.name))
+
+    def rescale(self, factor: float) -> None:
+        for error in self.errors.values():
+            error.mul_(factor)
 
     def _generator(self, name: str, *parts: object) -> torch.Generator:
         """Random numbers of this method, step, name and ``parts``; the same wherever those are."""

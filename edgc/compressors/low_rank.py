@@ -36,22 +36,36 @@ class Matrices:
     Attributes:
         names, shape, rank: of the parameters; m x n; r <= min(m, n).
         error: [B, m, n], E in its own type; None without error feedback.
+        spare: like ``error`` and takes the new E, so that the old one stays; None to overwrite it.
         gradients: of this call, one a name.
+        needed: for each, the rows whose mean this rank needs.
         m: [B, m, n], fp32, G and then M; ``in_place`` if that is the gradients' own memory.
         gradient_sq, input_sq: squared norms of G and M, [B], fp64.
     """
 
     def __init__(self, names: Sequence[str], shape: tuple[int, int], rank: int, error: Tensor | None) -> None:
         self.names, self.shape, self.rank, self.error = tuple(names), shape, rank, error
+        self.spare: Tensor | None = None
         self.gradients: Sequence[Tensor] = ()
+        self.needed: Sequence[tuple[int, int]] = ()
         self.m = torch.empty(0)
         self.in_place = False
         self.gradient_sq = self.input_sq = torch.empty(0)
         self._memory: Tensor | None = None
 
-    def bind(self, gradients: Sequence[Tensor]) -> None:
-        """Take the gradients of a call."""
+    @property
+    def next_error(self) -> Tensor | None:
+        """Where the new E goes."""
+        return self.error if self.spare is None else self.spare
+
+    def bind(self, gradients: Sequence[Tensor], needed: Sequence[tuple[int, int] | None] = ()) -> None:
+        """Take the gradients of a call, and the ranges of their entries whose mean is needed (None: all)."""
         self.gradients = gradients
+        rows, columns = self.shape
+        self.needed = [
+            (0, rows) if part is None else (part[0] // columns, -(-part[1] // columns))
+            for part in needed or [None] * len(gradients)
+        ]
         batch = batch_view(gradients)
         self.in_place = batch is not None
         if batch is None:
@@ -87,7 +101,7 @@ class Passes(Protocol):
         """out = left^T M."""
 
     def store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
-        """E = M - product of ``own`` and G = product of ``mean``; M is gone afterwards.
+        """E = M - product of ``own`` and, in needed rows at least, G = product of ``mean``; M is gone afterwards.
 
         What a gradient's type cannot hold of the product goes to E.
 
@@ -131,6 +145,7 @@ class RowBlocks:
         cancelled = (error_sq < _CANCELLED * x.input_sq).tolist()
         measured = [0.0] * len(x.names)
         narrow = x.gradients[0].dtype != torch.float32
+        kept = x.next_error
         for i, rows in _blocks(x):
             block, gradient = x.m[i, rows], x.gradients[i][rows]
             if x.error is not None or cancelled[i]:
@@ -143,9 +158,9 @@ class RowBlocks:
                 block.add_(result)
                 gradient.copy_(_within(result, gradient.dtype))
                 block.sub_(result.copy_(gradient))
-            if x.error is not None:
-                x.error[i, rows].copy_(block)
-            if not narrow:
+            if kept is not None:
+                kept[i, rows].copy_(block)
+            if not narrow and rows.start < x.needed[i][1] and rows.stop > x.needed[i][0]:
                 torch.mm(left, right, out=block)
                 if not x.in_place:
                     gradient.copy_(block)
@@ -208,11 +223,13 @@ class Batched:
                 gradient.copy_(_within(result, gradient.dtype))
                 x.m[i].sub_(gradient)
         if x.error is not None:
+            kept = x.next_error
+            assert kept is not None
             # Another type than fp32 comes through fp32 as it was.
-            out = x.error if x.error.dtype == torch.float32 else x.m
+            out = kept if kept.dtype == torch.float32 else x.m
             torch.where(finite, x.m, x.error, out=out)
-            if out is not x.error:
-                x.error.copy_(out)
+            if out is not kept:
+                kept.copy_(out)
         if not narrow:
             torch.bmm(left, right, out=x.m)
             if not x.in_place:

@@ -35,4 +35,7 @@ class NoCompression(Compressor):
     def steps(
         self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
     ) -> Steps:
-        yield from dense_steps([gradient.tensor for gradient in gradients], channel)
+        if channel.shards:
+            yield from self.scattered(gradients, channel, statistics)
+        else:
+            yield from dense_steps([gradient.tensor for gradient in gradients], channel)

@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,6 +111,7 @@ class PowerSGD(Compressor):
         ):
             if value not in allowed:
                 raise UserError(f"{key} = {value!r} is not valid", fix=f"use one of {', '.join(allowed)}")
+        super().__init__()
         self.min_elements = min_elements
         self.always_factor = always_factor
         self.factor_dtype = factor_dtype
@@ -148,8 +150,7 @@ class PowerSGD(Compressor):
             self._last.pop(gradient.name, None)
         plain = [gradients[i] for i in work.plain]
         drained = [gradient for gradient in plain if gradient.name in self.errors]
-        for gradient in drained:
-            gradient.tensor.add_(self.errors[gradient.name])
+        self._add_errors(drained)
         dense = [gradient.tensor for gradient in plain]
         if work.groups:
             work.bind(gradients)
@@ -170,8 +171,25 @@ class PowerSGD(Compressor):
                 message.masked_fill_(~ok, math.nan)
             statistics.skipped = statistics.skipped + (~ok).int()
         work.dense.unpack()
-        for gradient in drained:
-            del self.errors[gradient.name]
+        self._forget(drained)
+
+    def _drain(self, gradients: Sequence[Gradient]) -> None:
+        drained = [gradient for gradient in gradients if gradient.name in self.errors]
+        self._add_errors(drained)
+        self._forget(drained)
+
+    def _add_errors(self, gradients: Sequence[Gradient]) -> None:
+        for gradient in gradients:
+            gradient.tensor.add_(self.errors[gradient.name])
+
+    def _forget(self, gradients: Sequence[Gradient]) -> None:
+        for gradient in gradients:
+            # Its workspaces may hold the memory, but begin with what is in the state.
+            self._then(partial(self._state.forget, gradient.name))
+
+    def rescale(self, factor: float) -> None:
+        for error in self.errors.values():
+            error.mul_(factor)
 
     def _two_sided(
         self, work: Workspace, dense: Sequence[Tensor], channel: Channel, statistics: Statistics
@@ -241,10 +259,9 @@ class PowerSGD(Compressor):
             ):
                 total = torch.where(ok, norms.sum(), 0.0)
                 setattr(statistics, key, getattr(statistics, key) + (float(total) if decides else total))
-            if keep(group.mean, group.factor(side), ok, decides):
-                group.side = side
+            self._then(partial(_adopt, group, side, ok, decides))
             self._last |= {name: (group, i) for i, name in enumerate(group.x.names)}
-        self._state.commit(work)
+        self._then(partial(self._state.commit, work))
 
     # On a CPU the host looks whether a message is finite, and decides. On a GPU it would have to wait; there
     # everything goes on, and writes are masked.
@@ -274,7 +291,7 @@ class PowerSGD(Compressor):
             factored = [g for g in gradients if rank is not None and self._factors(g.tensor.shape, rank)]
             batches = not self._decides(gradients[0].tensor.device)
             members = grouped(factored, batches, self._state.side)
-            groups = [self._state.group(group, rank or 1) for group in members]
+            groups = [self._state.group(group, rank or 1, self.deferred) for group in members]
             work = Workspace(gradients, rank, groups, self.factor_dtype, self.one_sided)
             self._workspaces |= dict.fromkeys(names, work)
         elif not self._state.warm_start:
@@ -306,3 +323,12 @@ class PowerSGD(Compressor):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state.load(state)
         self._workspaces, self._last = {}, {}
+
+
+def _adopt(group: Group, side: int, ok: Tensor, decides: bool) -> None:
+    """Error feedback and warm start of the step become those of the next one."""
+    x = group.x
+    if x.spare is not None:
+        x.error, x.spare = x.spare, x.error
+    if keep(group.mean, group.factor(side), ok, decides):
+        group.side = side

@@ -100,8 +100,8 @@ class State:
         """Of the factor to begin with."""
         return self.sides.get(name, RIGHT)
 
-    def group(self, members: Sequence[Gradient], rank: int) -> Group:
-        """Matrices of one shape with their state, in memory of their own or taken over.
+    def group(self, members: Sequence[Gradient], rank: int, deferred: bool) -> Group:
+        """Matrices of one shape with their state, in memory of their own or taken over; twice if ``deferred``.
 
         Raises:
             UserError: the state is of matrices of other shapes.
@@ -124,6 +124,7 @@ class State:
                     if old is not None:
                         mine.copy_(old)
         x = Matrices([gradient.name for gradient in members], (rows, columns), rank, error)
+        x.spare = torch.empty_like(error) if deferred and error is not None else None
         left = torch.empty(count, rows, rank, device=device) if self.one_sided else None
         right = torch.empty(count, rank, columns, device=device)
         group = Group(x, (left, right), self.side(members[0].name))
@@ -151,7 +152,7 @@ class State:
             for i, name in enumerate(group.x.names):
                 if name in group.drawn:
                     self.draws[name] = self.draws.get(name, 0) + 1
-                if group.x.error is not None and not work.registered:
+                if group.x.error is not None and not (work.registered and group.x.spare is None):
                     self.errors[name] = group.x.error[i]
                 if self.warm_start and (self.one_sided or not work.registered):
                     factor = group.factor(group.side)[i]
@@ -160,6 +161,10 @@ class State:
                         self.sides[name] = group.side
             group.drawn.clear()
         work.registered = True
+
+    def forget(self, name: str) -> None:
+        """What error feedback held of ``name`` has been sent."""
+        del self.errors[name]
 
     def to_dict(self) -> dict[str, Any]:
         """A copy of everything."""

@@ -150,7 +150,8 @@ class Workspace:
     def bind(self, gradients: Sequence[Gradient]) -> None:
         """Take the gradients of a call that has this workspace's signature."""
         for group in self.groups:
-            group.x.bind([gradients[self._at[name]].tensor for name in group.x.names])
+            mine = [gradients[self._at[name]] for name in group.x.names]
+            group.x.bind([g.tensor for g in mine], [g.needed for g in mine])
 
     def _sizes(self, sides: Sequence[int]) -> list[int]:
         xs = [group.x for group in self.groups]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgc.megatron.attachment import Attachment, attach
+    from edgc.megatron.attaching import attach
+    from edgc.megatron.attachment import Attachment
 
 __all__ = ["Attachment", "attach"]
 
@@ -16,6 +17,6 @@ __all__ = ["Attachment", "attach"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from edgc.megatron import attachment
+    from edgc.megatron import attaching
 
-    return getattr(attachment, name)
+    return getattr(attaching, name)

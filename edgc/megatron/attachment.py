@@ -1,126 +1,203 @@
-"""The one call that a Megatron-Core user adds: ``edgc.megatron.attach(model_chunks, config, iterations=...)``."""
+"""EDGC on one rank of a Megatron-Core job: between Megatron's bucket groups and the engine."""
 
 from __future__ import annotations
 
-import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
-from edgc.compressors.powersgd import compressible
-from edgc.config import EDGCConfig
-from edgc.engine import Engine, Observer
+from edgc.bucket_worker import Bucket, BucketWorker
+from edgc.clock import Mark, Stopwatch, mark, seconds_between
+from edgc.compressors import Gradient
+from edgc.controller import Decision
+from edgc.engine import Engine, Iteration
 from edgc.errors import UserError
+from edgc.groups import own_groups
 from edgc.megatron.bucket_group import CompressedBucketGroup
 
 
-class Attachment:
-    """EDGC on one rank of a Megatron-Core job; made by :func:`attach`."""
+class Pending:
+    """A reduction that goes on in another thread."""
 
-    def __init__(self, engine: Engine, groups: Sequence[CompressedBucketGroup]) -> None:
+    def __init__(self, worker: BucketWorker, future: torch.futures.Future[Tensor]) -> None:
+        self._worker, self._future = worker, future
+
+    def wait(self) -> None:
+        """Raises what went wrong in that thread."""
+        # Always, done or not: what a rank sends must not depend on who is faster.
+        self._worker.flush()
+        self._future.wait()
+
+
+class Attachment:
+    """Made by :func:`edgc.megatron.attach`.
+
+    With ``overlap_grad_reduce`` a thread reduces beside backward, over process groups of its own; without, reductions
+    happen in the caller's thread. An iteration ends with the last bucket group's ``finish_grad_sync``. There all ranks
+    of all stages learn whether any averaged gradient was not finite (one all-reduce of one number). If so, the step is
+    skipped everywhere: gradients become NaN, the guarded optimizer does not step, and error feedback, warm start and
+    the controller's means stay as they were before the iteration.
+
+    Attributes:
+        engine: reduces the gradients; not to be called from outside.
+        groups: the bucket groups of this rank.
+        skipped: steps skipped so far.
+        skipped_in_a_row: up to and with the last iteration.
+    """
+
+    def __init__(
+        self, engine: Engine, groups: Sequence[CompressedBucketGroup], *, overlap: bool, fp16: bool
+    ) -> None:
         self.engine = engine
         self.groups = list(groups)
+        self.skipped = self.skipped_in_a_row = 0
+        self.device = groups[0].buckets[0].grad_data.device
         self._finished = 0
-        self._backward_seconds: list[float] = []
+        self._finite: list[Tensor] = []
+        self._exposed = Stopwatch()
+        self._backward: list[tuple[Mark, Mark]] = []
+        self._worker: BucketWorker | None = None
+        self._needs_scale = fp16  # until an optimizer tells it
+        if overlap:
+            self._own_groups = own_groups([group.edgc_replicas for group in groups])
+            parameters = sum(len(group.params) for group in groups)
+            self._worker = BucketWorker(engine, None, self.device, parameters, closes=False)
+            # The thread must not keep the attachment alive, which ends it.
+            self._stop = weakref.finalize(self, self._worker.stop)
 
-    def group_finished(self) -> None:
-        """Called by every bucket group once per iteration; the last one closes the iteration."""
+    @property
+    def last(self) -> Iteration | None:
+        """The last iteration: bytes, rank, entropy, times and errors; None before the first."""
+        return self.engine.last
+
+    @property
+    def decision(self) -> Decision | None:
+        """The controller's decision at the end of the last iteration; None if it took none."""
+        return self.engine.decision
+
+    def guard(self, optimizer: Any) -> None:
+        """Let skipped steps be skipped by ``optimizer``, a Megatron optimizer, and follow its loss scale.
+
+        Error feedback is kept in the unit of the gradients, so it is rescaled when the loss scale changes.
+        """
+        prepare = optimizer.prepare_grads
+        reference = weakref.ref(self)
+
+        def prepare_grads() -> bool:
+            found = bool(prepare())
+            attachment = reference()
+            if attachment is None:
+                return found
+            attachment.engine.rescale(_loss_scale(optimizer))
+            return found or attachment.skipped_in_a_row > 0
+
+        optimizer.prepare_grads = prepare_grads
+        self.engine.rescale(_loss_scale(optimizer))
+        self._needs_scale = False
+
+    def reduce(
+        self,
+        gradients: list[Gradient],
+        group: dist.ProcessGroup,
+        *,
+        compress: bool,
+        shards: tuple[Tensor, ...],
+    ) -> Pending | None:
+        """Average the gradients of one bucket group; None if that is done when it returns.
+
+        Raises:
+            UserError: under fp16 without an optimizer.
+        """
+        if self._needs_scale:
+            raise UserError(
+                "edgc.megatron does not know the loss scale",
+                where="attach",
+                fix="give attach the optimizer, or call attachment.guard(optimizer) before the first iteration",
+            )
+        if self._worker is None:
+            self.engine.reduce(gradients, group, compress=compress, shards=shards)
+            return None
+        if self._worker.error is not None:
+            raise self._worker.error
+        on_gpu = self.device.type == "cuda"
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device] if on_gpu else None)
+        ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
+        own = self._own_groups[tuple(dist.get_process_group_ranks(group))]
+        self._worker.put(
+            Bucket(False, gradients, gradients[0].tensor, future, ready, own, compress, tuple(shards))
+        )
+        return Pending(self._worker, future)
+
+    def group_finished(self, started: Mark, ended: Mark, finite: Tensor) -> None:
+        """Called once per iteration by every bucket group; the last one closes the iteration.
+
+        Args:
+            started, ended: of the wait for the group's means.
+            finite: whether they are.
+        """
+        self._exposed.add(started, ended)
+        self._finite.append(finite)
         self._finished += 1
         if self._finished == len(self.groups):
-            self._finished = 0
-            self.engine.end_iteration(self._backward_seconds)
-            self._backward_seconds = []
+            self._close()
+
+    def _close(self) -> None:
+        bad = torch.stack([flag.to(self.device) for flag in self._finite]).logical_not().any().float()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        skipped = bool(bad)
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            for group in self.groups:
+                for bucket in group.buckets:
+                    bucket.grad_data.fill_(torch.nan)
+        backward = [seconds_between(*span) for span in self._backward]
+        self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
+        self._finished, self._finite, self._exposed, self._backward = 0, [], Stopwatch(), []
+
+    def close(self) -> None:
+        """End the thread and its process groups, when training is over; on every rank, between two iterations."""
+        if self._worker is not None:
+            self._stop()
+            for group in self._own_groups.values():
+                dist.destroy_process_group(group)
 
     def time_backward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook: time the backward pass of each micro-batch, from the output's gradient to the last node."""
-        if not (isinstance(output, torch.Tensor) and output.requires_grad):
+        if not (isinstance(output, Tensor) and output.requires_grad):
             return
 
-        def started(gradient: torch.Tensor) -> None:
-            begin = time.perf_counter()
+        def started(gradient: Tensor) -> None:
+            begin = mark(self.device)
 
             def finished() -> None:
-                self._backward_seconds.append(time.perf_counter() - begin)
+                self._backward.append((begin, mark(self.device)))
 
             torch.autograd.Variable._execution_engine.queue_callback(finished)
 
         output.register_hook(started)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.engine.state_dict()
+        """What this rank needs, besides model and optimizer, to go on exactly: save one per rank."""
+        return {
+            "world": parallel_state.get_data_parallel_world_size(),
+            "rank": parallel_state.get_data_parallel_rank(),
+            "engine": self.engine.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.engine.load_state_dict(state)
+        """Go on from this rank's :meth:`state_dict`, or from what :func:`edgc.saved_state.state_for` made of all."""
+        self.engine.load_state_dict(state["engine"])
+        self.skipped = int(state["skipped"])
+        self.skipped_in_a_row = int(state["skipped_in_a_row"])
 
 
-def attach(
-    model_chunks: Sequence[DistributedDataParallel] | DistributedDataParallel,
-    config: EDGCConfig,
-    *,
-    iterations: int,
-    observer: Observer | None = None,
-) -> Attachment:
-    """Reduce the data-parallel gradients of ``model_chunks`` as ``config`` says, from the next iteration on.
-
-    To be called on every rank, after the model is wrapped in Megatron's ``DistributedDataParallel`` and before the
-    first iteration. Gradients are taken from ``param.main_grad``; under tensor parallelism the shapes are those of
-    the local shard. Tied embeddings: each end stage reduces its own copy, before Megatron adds the two.
-
-    Args:
-        model_chunks: this rank's chunk, or its list of chunks under an interleaved schedule.
-        iterations: length of the run in iterations (warm-up is a share of it).
-        observer: called with the local gradients of each bucket group before they are reduced.
-
-    Raises:
-        UserError: for the distributed optimizer, and for chunks that already have an attachment.
-    """
-    chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
-    groups = [
-        group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-    ]
-    for chunk in chunks:
-        if chunk.ddp_config.use_distributed_optimizer:
-            raise UserError(
-                "edgc.megatron does not reduce-scatter yet",
-                where="DistributedDataParallelConfig",
-                fix="set use_distributed_optimizer to False",
-            )
-    if any(isinstance(group, CompressedBucketGroup) for group in groups):
-        raise UserError("these model chunks already have an attachment", fix="call attach once per model")
-    names = {
-        parameter: f"chunk{index}.{name}" if len(chunks) > 1 else name
-        for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.module.named_parameters()
-    }
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    own = [
-        tuple(parameter.shape)
-        for group in groups
-        for parameter in sorted(group.params, key=names.__getitem__)
-    ]
-    own = [shape for shape in own if compressible(shape, config.min_compression_elements)]
-    shapes = _shapes_of_all_stages(stage, own)
-    attachment = Attachment(
-        Engine(config, stage=stage, shapes=shapes, iterations=iterations, observer=observer), groups
-    )
-    for group in groups:
-        group.__class__ = CompressedBucketGroup
-        group.edgc_attachment, group.edgc_names = attachment, names
-    if config.method == "edgc" and config.alignment == "measured":
-        for chunk in chunks:
-            chunk.module.register_forward_hook(attachment.time_backward)
-    return attachment
-
-
-def _shapes_of_all_stages(stage: int, own: list[tuple[int, ...]]) -> list[list[tuple[int, int]]]:
-    """Matrix shapes per stage, the same list on every rank; the first rank of a stage speaks for it."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (stage, own))
-    by_stage: dict[int, list[tuple[int, int]]] = {}
-    for index, shapes in gathered:
-        by_stage.setdefault(index, shapes)
-    return [by_stage[index] for index in sorted(by_stage)]
+def _loss_scale(optimizer: Any) -> float:
+    return float(optimizer.get_loss_scale())

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from torch import Tensor
 
+from edgc.clock import mark
 from edgc.compressors import Gradient
-
-
-class _Finished:
-    """A handle for a reduction that is over when it returns."""
-
-    def wait(self) -> None:
-        pass
+from edgc.compressors.wires import finite
 
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
-    """Reduces its gradients through an :class:`edgc.engine.Engine` instead of one all-reduce.
+    """Reduces its gradients through an :class:`edgc.engine.Engine` instead of one collective.
 
     Megatron has no injection API for this, so :func:`edgc.megatron.attach` sets the class of existing bucket groups
-    and gives them ``edgc_attachment`` and ``edgc_names`` (parameter to name).
+    and then calls :meth:`edgc_join`.
     """
 
-    edgc_attachment: Any
-    edgc_names: dict[Any, str]
     grad_reduce_handle: Any
+
+    def edgc_join(self, attachment: Any, names: dict[Any, str], compress: bool) -> None:
+        """Reduce through ``attachment``.
+
+        Args:
+            names: of the parameters, which error feedback is kept by.
+            compress: False sends this group dense.
+        """
+        self._edgc, self._edgc_names, self._edgc_compress = attachment, names, compress
+
+    @property
+    def edgc_replicas(self) -> dist.ProcessGroup:
+        """The ranks that the gradients are averaged over."""
+        if self.ddp_config.use_distributed_optimizer:
+            group: dist.ProcessGroup = self.intra_distributed_optimizer_instance_group
+        else:
+            group = self.data_parallel_group
+        return group
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         if self.is_first_batch and self.grad_reduce_handle is not None:
@@ -35,24 +48,47 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
                 check_for_nan_or_inf=self.ddp_config.check_for_nan_in_grad,
                 check_for_large=self.ddp_config.check_for_large_grads,
             )
-        gradients = []
+        scatters = self.ddp_config.use_distributed_optimizer and not force_all_reduce
+        gradients, buffers = [], []
         for bucket in self.buckets:
             self._scale_for_mean(bucket)
-            # Names sort the same on every rank; bucket.params_list follows the order of creation, which does too,
-            # but error feedback is looked up by name and should not depend on how buckets were cut.
-            gradients += [Gradient(self.edgc_names[p], p.main_grad) for p in bucket.params_list]
-        self.edgc_attachment.engine.reduce(gradients, self.data_parallel_group)
-        # The reduction above is synchronous; with overlap Megatron still waits on a handle.
-        self.grad_reduce_handle = _Finished() if self.ddp_config.overlap_grad_reduce else None
+            if scatters:
+                buffers.append(bucket.grad_data)
+            # Error feedback is looked up by name: it does not depend on how buckets were cut.
+            gradients += [
+                Gradient(self._edgc_names[p], p.main_grad, self._needed(bucket, p) if scatters else None)
+                for p in bucket.params_list
+            ]
+        self.grad_reduce_handle = self._edgc.reduce(
+            gradients, self.edgc_replicas, compress=self._edgc_compress, shards=tuple(buffers)
+        )
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        device = self.buckets[0].grad_data.device
+        started = mark(device)
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
-        self.edgc_attachment.group_finished()
+        self._edgc.group_finished(started, mark(device), finite(map(self._averaged, self.buckets)))
 
     def _scale_for_mean(self, bucket: Any) -> None:
         """Scale so that the mean over replicas equals what Megatron's scaled sum (or average) would give."""
         factor = bucket.gradient_scaling_factor
         if not self.ddp_config.average_in_collective:
-            factor *= self.data_parallel_group.size()
+            factor *= self.edgc_replicas.size()
         if factor != 1.0:
             bucket.grad_data *= factor
+
+    def _needed(self, bucket: Any, parameter: Any) -> tuple[int, int]:
+        """The entries of a gradient that lie in this rank's shard of the bucket."""
+        gradient = parameter.main_grad
+        size = bucket.grad_data.numel() // self.edgc_replicas.size()
+        start = self.edgc_replicas.rank() * size
+        first = gradient.storage_offset() - bucket.grad_data.storage_offset()
+        low = min(max(start - first, 0), gradient.numel())
+        return low, min(max(start + size - first, low), gradient.numel())
+
+    def _averaged(self, bucket: Any) -> Tensor:
+        """What holds the mean on this rank."""
+        data: Tensor = bucket.grad_data
+        if self.ddp_config.use_distributed_optimizer:
+            data = data.view(self.edgc_replicas.size(), -1)[self.edgc_replicas.rank()]
+        return data

@@ -79,12 +79,22 @@ def _patch() -> None:
     # clip_grads groups gradients by the name of the CUDA tensor type
     original = torch.Tensor.type
 
+    _without_transformer_engine()
+
     def cuda_type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             return original(self, dtype, *args, **kwargs)
         return original(self).replace("torch.", "torch.cuda.", 1)
 
     tensor_type.type = cuda_type_name
+
+
+def _without_transformer_engine() -> None:
+    """Mixtures of experts: a name that Megatron leaves undefined where Transformer Engine is not installed."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _on_cpu(factory: Any) -> Any:

@@ -46,9 +46,20 @@ def configuration(name: str, compression: dict[str, Any], **sections: dict[str, 
 
 
 def train(
-    run: RunConfig, *, iterations: int = 20, full_rank: bool = False, attached: bool = True
+    run: RunConfig,
+    *,
+    iterations: int = 20,
+    full_rank: bool = False,
+    attached: bool = True,
+    poison: frozenset[int] = frozenset(),
+    omit: frozenset[int] = frozenset(),
 ) -> dict[str, Any]:
-    """Train on a fixed random stream; returns losses, a fingerprint of this rank's weights, and the decisions."""
+    """Train on a fixed random stream; returns losses, a fingerprint of this rank's weights, and the decisions.
+
+    Args:
+        poison: iterations in which one entry of one gradient of the last rank is not a number.
+        omit: iterations that are left out.
+    """
     session = build(run, VOCABULARY)
     if not attached:
         _detach(session)
@@ -57,13 +68,20 @@ def train(
         engine.compressor.always_factor = True  # type: ignore[attr-defined]
     replica = parallel_state.get_data_parallel_rank()
     losses, decisions, entropies = [], [], []
-    for iteration in range(iterations):
+    poisons = _Poison(session)
+    kept = []
+    for iteration in sorted(set(range(iterations)) - omit):
+        poisons.active = iteration in poison
+        before = engine.compressor.state_dict() if poisons.active else None
         for chunk in session.chunks:
             chunk.zero_grad_buffer()
         session.optimizer.zero_grad()
         losses.append(_iteration(session, run, iteration, replica))
-        session.optimizer.step()
-        session.scheduler.step(increment=1)
+        updated, _, _ = session.optimizer.step()
+        if updated:
+            session.scheduler.step(increment=1)
+        if before is not None:
+            kept.append(_same(before, engine.compressor.state_dict()))
         if attached and engine.decision is not None:
             decisions.append(asdict(engine.decision))
         if attached and engine.last is not None:
@@ -77,9 +95,60 @@ def train(
         "decisions": decisions,
         "entropies": entropies,
         "bytes": engine.last.statistics.bytes if engine.last else 0,
+        "skipped": session.attachment.skipped,
+        "exposed": engine.last.exposed.seconds if engine.last and engine.last.exposed else 0.0,
+        "skipped_in_a_row": session.attachment.skipped_in_a_row,
+        "kept": kept,
+        "scale": float(session.optimizer.get_loss_scale()),
+        "copies": _copies(session),
     }
+    session.attachment.close()
     parallel_state.destroy_model_parallel()
     return result
+
+
+class _Poison:
+    """Makes one entry of one gradient of the last rank not a number, while ``active``."""
+
+    def __init__(self, session: Session) -> None:
+        self.active = False
+        if dist.get_rank() == dist.get_world_size() - 1:
+            matrices = [p for p in session.chunks[-1].parameters() if p.dim() == 2]
+            matrices[len(matrices) // 2].register_hook(self._touch)
+
+    def _touch(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.active:
+            gradient = gradient.clone()
+            gradient[0, 0] = float("nan")
+        return gradient
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are equal bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _copies(session: Session) -> dict[tuple[Any, ...], torch.Tensor]:
+    """This rank's parameters, in fp64, by what makes two of them copies: equal keys, equal bits."""
+    stage, tensor = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    expert = parallel_state.get_expert_model_parallel_rank()
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    for index, chunk in enumerate(session.chunks):
+        for name, parameter in chunk.module.named_parameters():
+            shard = tensor if getattr(parameter, "tensor_model_parallel", False) else "same on all"
+            where: tuple[Any, ...] = (stage, index, name)
+            if getattr(parameter, "shared", False) or getattr(parameter, "shared_embedding", False):
+                where = ("tied embedding",)
+            expert_part = "same on all" if getattr(parameter, "allreduce", True) else expert
+            copies[(*where, shard, expert_part)] = parameter.detach().double()
+    return copies
 
 
 def _detach(session: Session) -> None:

@@ -129,7 +129,7 @@ def results() -> list[dict[str, Any]]:
 
 def expected() -> list[tuple[int, str]]:
     """The ranks, and why, that follow from the mean of all curves of a window's samples on both workers."""
-    sampler, grid, rank, ranks = engine_of().sampler, (4, 8, 12, 16), 16, []
+    sampler, grid, rank, ranks = engine_of().entropy.sampler, (4, 8, 12, 16), 16, []
     for window in range(1, 5):  # the first one is warm-up
         first = 4 * window + 1
         sampled = [i for i in range(first, first + 4) if sampler.measures(i) or i % 4 == 0]

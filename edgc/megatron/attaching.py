@@ -1,0 +1,121 @@
+"""The one call that a Megatron-Core user adds: ``edgc.megatron.attach(model_chunks, config, iterations=...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+from edgc.compressors.powersgd import compressible
+from edgc.config import EDGCConfig
+from edgc.engine import Engine, Observer
+from edgc.errors import UserError
+from edgc.megatron.attachment import Attachment
+from edgc.megatron.bucket_group import CompressedBucketGroup
+
+
+def attach(
+    model_chunks: Sequence[DistributedDataParallel] | DistributedDataParallel,
+    config: EDGCConfig,
+    *,
+    iterations: int,
+    optimizer: Any = None,
+    observer: Observer | None = None,
+) -> Attachment:
+    """Reduce the data-parallel gradients of ``model_chunks`` as ``config`` says, from the next iteration on.
+
+    To be called on every rank, after the model is wrapped in Megatron's ``DistributedDataParallel`` and before the
+    first iteration. Gradients are taken from ``param.main_grad``; under tensor parallelism the shapes are those of
+    the local shard, and every tensor-parallel rank compresses its own.
+
+    Tied embeddings: each end stage reduces its own copy, compressed like any matrix, before Megatron adds the two.
+    The sum of two compressed means is the compressed sum, each with its own error feedback, so the copies get the same
+    gradient bit for bit; leaving them dense would send the largest matrix of the model whole.
+
+    Distributed optimizer: what goes dense is reduce-scattered; of what is compressed the factors are all-reduced, and
+    each rank reconstructs the rows of its shard.
+
+    Args:
+        model_chunks: this rank's chunk, or its list of chunks under an interleaved schedule.
+        iterations: length of the run in iterations (warm-up is a share of it).
+        optimizer: Megatron's, which then does not step on gradients that are not finite; required for fp16, whose loss
+            scale error feedback must follow. Without it, such gradients are NaN on all ranks, and
+            ``attachment.last.skipped`` says so.
+        observer: called with the local gradients of each bucket group before they are reduced; under
+            ``overlap_grad_reduce`` in another thread.
+
+    Raises:
+        UserError: for chunks that already have an attachment, and for what is not supported.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
+    for chunk in chunks:
+        _check(chunk)
+    dense = [group for chunk in chunks for group in chunk.bucket_groups]
+    expert = [group for chunk in chunks for group in chunk.expert_parallel_bucket_groups]
+    groups = [
+        group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+    ]
+    names = {
+        parameter: f"chunk{index}.{name}" if len(chunks) > 1 else name
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.module.named_parameters()
+    }
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    own = [
+        tuple(parameter.shape)
+        for group in (dense + expert if config.compress_experts else dense)
+        for parameter in sorted(group.params, key=names.__getitem__)
+    ]
+    own = [shape for shape in own if compressible(shape, config.min_compression_elements)]
+    engine = Engine(
+        config,
+        stage=stage,
+        shapes=_shapes_of_all_stages(stage, own),
+        iterations=iterations,
+        observer=observer,
+        deferred=True,
+    )
+    for group in groups:
+        group.__class__ = CompressedBucketGroup
+    overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
+    attachment = Attachment(engine, groups, overlap=overlap, fp16=bool(chunks[0].config.fp16))
+    for group in groups:
+        group.edgc_join(attachment, names, compress=config.compress_experts or group not in expert)
+    if optimizer is not None:
+        attachment.guard(optimizer)
+    if config.method == "edgc" and config.alignment == "measured":
+        for chunk in chunks:
+            chunk.module.register_forward_hook(attachment.time_backward)
+    return attachment
+
+
+def _check(chunk: DistributedDataParallel) -> None:
+    """Refuse what cannot work, in one line."""
+    settings = chunk.ddp_config
+    if any(isinstance(group, CompressedBucketGroup) for group in chunk.bucket_groups):
+        raise UserError("these model chunks already have an attachment", fix="call attach once per model")
+    if settings.num_distributed_optimizer_instances > 1:
+        raise UserError(
+            f"num_distributed_optimizer_instances = {settings.num_distributed_optimizer_instances} is not supported",
+            where="DistributedDataParallelConfig",
+            fix="set it to 1",
+        )
+    if getattr(settings, "use_megatron_fsdp", False):
+        raise UserError(
+            "use_megatron_fsdp is not supported",
+            where="DistributedDataParallelConfig",
+            fix="set it to False; use_distributed_optimizer is supported",
+        )
+
+
+def _shapes_of_all_stages(stage: int, own: list[tuple[int, ...]]) -> list[list[tuple[int, int]]]:
+    """Matrix shapes per stage, the same list on every rank; the first rank of a stage speaks for it."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (stage, own))
+    by_stage: dict[int, list[tuple[int, int]]] = {}
+    for index, shapes in gathered:
+        by_stage.setdefault(index, shapes)
+    return [by_stage[index] for index in sorted(by_stage)]
