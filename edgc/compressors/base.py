@@ -106,9 +106,7 @@ class Compressor(ABC):
     """
 
     deferred = False
-
-    def __init__(self) -> None:
-        self._changes: list[Callable[[], None]] = []
+    _changes: tuple[Callable[[], None], ...] = ()
 
     @abstractmethod
     def steps(
@@ -186,13 +184,13 @@ class Compressor(ABC):
     def _then(self, change: Callable[[], None]) -> None:
         """Change the state, now or when :meth:`settle` says so."""
         if self.deferred:
-            self._changes.append(change)
+            self._changes = (*self._changes, change)
         else:
             change()
 
     def settle(self, keep: bool) -> None:
         """Make the deferred changes of all reductions since the last call, or drop them as if these had not been."""
-        changes, self._changes = self._changes, []
+        changes, self._changes = self._changes, ()
         if keep:
             for change in changes:
                 change()

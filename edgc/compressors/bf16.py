@@ -21,7 +21,6 @@ class BF16(Compressor):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._messages: dict[tuple[str, ...], Tensor] = {}
 
     def steps(

@@ -97,7 +97,6 @@ class Feedback(Compressor):
     draws_at_random = False
 
     def __init__(self, *, min_elements: int = 1024, error_feedback: bool = True, seed: int = 0) -> None:
-        super().__init__()
         self.min_elements = min_elements
         self.error_feedback = error_feedback
         self.seed = seed

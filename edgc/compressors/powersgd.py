@@ -111,7 +111,6 @@ class PowerSGD(Compressor):
         ):
             if value not in allowed:
                 raise UserError(f"{key} = {value!r} is not valid", fix=f"use one of {', '.join(allowed)}")
-        super().__init__()
         self.min_elements = min_elements
         self.always_factor = always_factor
         self.factor_dtype = factor_dtype
