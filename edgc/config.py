@@ -29,6 +29,7 @@ _SWITCHES = (
     "compress_experts",
 )
 FACTOR_DTYPES = ("fp32", "bf16", "int8", "int4")
+PIPELINE_FACTOR_DTYPES = ("fp32", "bf16")
 
 
 def _require(condition: bool, key: str, value: object, fix: str) -> None:
@@ -136,6 +137,33 @@ class TimingConfig(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig(_Settings):
+    """Compression of the activation gradients that pipeline stages send backwards (see :mod:`edgc.megatron.pipeline`).
+
+    It is apart from ``method``, and without effect where there is one stage. Optimus-CC's compressed backpropagation
+    (Song et al., ASPLOS 2023) is ``rank=12, epilogue_only=True`` in its authors' scripts.
+
+    Attributes:
+        rank: of each micro-batch's gradient as a matrix (tokens x hidden size); None sends it as it is.
+        epilogue_only: compress only what the receiving stage uses in its cool-down, which nothing hides.
+        error_feedback: off only for ablations; what one micro-batch left out goes with the next.
+        factor_dtype: what the factors are sent in: ``fp32`` or ``bf16`` (ours).
+    """
+
+    rank: int | None = None
+    epilogue_only: bool = False
+    error_feedback: bool = True
+    factor_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            _integer("rank", self.rank, 1)
+        for key in ("epilogue_only", "error_feedback"):
+            _require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
+        _one_of("factor_dtype", self.factor_dtype, PIPELINE_FACTOR_DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EDGCConfig(_Settings):
     """Everything that decides how gradients are reduced.
 
@@ -173,6 +201,7 @@ class EDGCConfig(_Settings):
         rounding: of ``quantize``: ``nearest`` with error feedback, or ``stochastic`` (QSGD: unbiased, without).
         compress_experts: under Megatron's expert parallelism, whether the experts' gradients are compressed too (ours).
         min_compression_elements: 2-D tensors with fewer entries are sent dense (ours).
+        pipeline: compression of what pipeline stages send backwards; off unless it has a rank.
         seed: of the first Q and of appended columns; the same on every rank.
     """
 
@@ -208,6 +237,7 @@ class EDGCConfig(_Settings):
     rounding: str = "nearest"
     compress_experts: bool = True
     min_compression_elements: int = 1024
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -11,15 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from edgc.compressors.activation import Traffic
 from edgc.engine import Iteration
 from edgc.telemetry import plain
 
 SECONDS = ("compress", "communicate", "decompress", "entropy", "exposed")
+PIPELINE_SUMS = ("pipeline_bytes", "pipeline_bytes_dense")
+PIPELINE_MEANS = ("pipeline_relative_error", "seconds_pipeline")
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's numbers of one iteration; nan where a number does not apply."""
+    """One rank's numbers of one iteration; nan where a number does not apply.
+
+    Those of the pipeline are of the gradients that this rank sent to the stage before it, where they are compressed:
+    bytes, the bytes they would have been, and the seconds of compressing what it sent and decompressing what came.
+    """
 
     stage: float
     replica: float
@@ -37,10 +44,31 @@ class RankStep:
     seconds_entropy: float
     seconds_exposed: float
     skipped: float
+    pipeline_bytes: float = math.nan
+    pipeline_bytes_dense: float = math.nan
+    pipeline_relative_error: float = math.nan
+    seconds_pipeline: float = math.nan
 
     @classmethod
-    def of(cls, stage: int, replica: int, loss: float, gradient_norm: float, done: Iteration) -> RankStep:
+    def of(
+        cls,
+        stage: int,
+        replica: int,
+        loss: float,
+        gradient_norm: float,
+        done: Iteration,
+        traffic: Traffic | None = None,
+    ) -> RankStep:
         s = done.statistics
+        pipeline = {}
+        if traffic is not None:
+            p = traffic.statistics
+            pipeline = {
+                "pipeline_bytes": float(p.bytes),
+                "pipeline_bytes_dense": float(traffic.dense_bytes),
+                "pipeline_relative_error": _number(p.relative_error),
+                "seconds_pipeline": p.seconds_compress + p.seconds_decompress,
+            }
         return cls(
             stage=float(stage),
             replica=float(replica),
@@ -58,6 +86,7 @@ class RankStep:
             seconds_entropy=done.seconds_entropy,
             skipped=float(done.skipped),
             seconds_exposed=math.nan if done.exposed is None else done.exposed.seconds,
+            **pipeline,
         )
 
 
@@ -74,6 +103,12 @@ class Step:
     bytes: int
     stages: list[dict[str, Any]]
     skipped: bool = False
+
+    @property
+    def pipeline_bytes(self) -> int | None:
+        """What one replica's stages sent backwards; None where that is not compressed."""
+        sent = [stage["pipeline_bytes"] for stage in self.stages]
+        return None if None in sent else sum(sent)
 
 
 def gather_step(mine: RankStep, device: torch.device) -> Step:
@@ -100,6 +135,8 @@ def gather_step(mine: RankStep, device: torch.device) -> Step:
                 **{
                     f"seconds_{key}": _mean(getattr(r, f"seconds_{key}") for r in of_stage) for key in SECONDS
                 },
+                **{key: _mean(getattr(r, key) for r in of_stage) for key in PIPELINE_MEANS},
+                **{key: _total((getattr(r, key) for r in of_stage), replicas) for key in PIPELINE_SUMS},
             }
         )
     return Step(
@@ -114,6 +151,12 @@ def gather_step(mine: RankStep, device: torch.device) -> Step:
 def _mean(values: Any) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def _total(values: Any, replicas: int) -> int | None:
+    """Of one replica; None where the number does not apply."""
+    total = sum(values)
+    return None if math.isnan(total) else int(total) // replicas
 
 
 def _mean_loss(losses: Sequence[float]) -> float:

@@ -78,6 +78,7 @@ class RunLog:
             grad_norm_clipped=min(norm, clip) if clip > 0 else norm,
             bytes=step.bytes,
             skipped=step.skipped,
+            pipeline_bytes=step.pipeline_bytes,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
             stages=step.stages,

@@ -21,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from edgc.megatron import Attachment, attach
 from edgc.megatron.cpu_shims import install
+from edgc.megatron.pipeline import CompressedP2P
 from experiments.model import build_model, dtype_of, transformer_config
 from experiments.probes import GradientProbe
 from experiments.settings import RunConfig
@@ -42,6 +43,7 @@ class Session:
     leaders: list[int]
     leaders_group: dist.ProcessGroup | None
     device: torch.device
+    pipeline: CompressedP2P | None = None
 
     @property
     def stage(self) -> int:
@@ -50,6 +52,14 @@ class Session:
     @property
     def is_last_stage(self) -> bool:
         return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+    def pipeline_arguments(self, micro_batches: int, *, forward_only: bool = False) -> dict[str, Any]:
+        """What the next call of the forward-backward function needs where backward traffic is compressed."""
+        if self.pipeline is None:
+            return {}
+        if not forward_only:
+            self.pipeline.begin_iteration(micro_batches)
+        return self.pipeline.schedule_arguments()
 
 
 def initialise(run: RunConfig) -> torch.device:
@@ -133,7 +143,26 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         optimizer=optimizer,
         observer=probe.observe if probe else None,
     )
-    return Session(run, chunks, optimizer, scheduler, attachment, probe, leaders, leaders_group, device)
+    return Session(
+        run,
+        chunks,
+        optimizer,
+        scheduler,
+        attachment,
+        probe,
+        leaders,
+        leaders_group,
+        device,
+        pipeline=_compressed_p2p(run, config),
+    )
+
+
+def _compressed_p2p(run: RunConfig, config: Any) -> CompressedP2P | None:
+    settings = run.edgc.pipeline
+    if settings.rank is None or run.parallel.pipeline == 1:
+        return None
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return CompressedP2P(pp_group=group, config=config, pipeline=settings, seed=run.edgc.seed)
 
 
 def _optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[Any, OptimizerParamScheduler]:

@@ -89,6 +89,7 @@ class Trainer:
             seq_length=self.run.model.sequence_length,
             micro_batch_size=self.run.train.micro_batch,
             forward_only=forward_only,
+            **self.session.pipeline_arguments(len(micro_batches), forward_only=forward_only),
         )
         if not losses:
             return math.nan
@@ -109,7 +110,10 @@ class Trainer:
         assert done is not None
         assert done.iteration == iteration
         norm = math.nan if gradient_norm is None else float(gradient_norm)
-        return gather_step(RankStep.of(session.stage, self.replica, loss, norm, done), session.device)
+        traffic = session.pipeline.traffic if session.pipeline is not None else None
+        return gather_step(
+            RankStep.of(session.stage, self.replica, loss, norm, done, traffic), session.device
+        )
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -187,6 +187,7 @@ def _iteration(session: Session, run: RunConfig, iteration: int, replica: int) -
         seq_length=length,
         micro_batch_size=size,
         forward_only=False,
+        **session.pipeline_arguments(run.micro_batches),
     )
     return float(torch.stack([item["loss"] for item in losses]).mean()) if losses else float("nan")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgc.config import EDGCConfig, EntropyConfig, TimingConfig
+from edgc.config import EDGCConfig, EntropyConfig, PipelineConfig, TimingConfig
 from edgc.errors import UserError
 
 
@@ -28,6 +28,7 @@ def test_round_trip_through_plain_dictionaries() -> None:
         alignment="given",
         timing=TimingConfig(backward_seconds=0.5, seconds_per_rank=0.01),
         entropy=EntropyConfig(estimator="vasicek", sampling="random", seed=3),
+        pipeline=PipelineConfig(rank=12, epilogue_only=True),
     )
     plain = config.to_dict()
     assert plain["entropy"]["estimator"] == "vasicek"
@@ -82,6 +83,10 @@ def test_settings_are_frozen_and_keyword_only() -> None:
         ({"method": "powersgd"}, "rank = None", "give the rank"),
         ({"method": "edgc", "policy": "fixed"}, "rank = None", "give the rank"),
         ({"alignment": "given"}, "timing.seconds_per_rank = 0.0", "above 0"),
+        ({"pipeline": {"rank": 0}}, "pipeline.rank = 0 is not valid", "whole number of at least 1"),
+        ({"pipeline": {"epilogue": True}}, "unknown key pipeline.epilogue", "did you mean epilogue_only?"),
+        ({"pipeline": {"error_feedback": 1}}, "pipeline.error_feedback = 1", "true or false"),
+        ({"pipeline": {"factor_dtype": "int8"}}, "pipeline.factor_dtype = 'int8'", "use one of fp32, bf16"),
         ({"timing": {"backward_seconds": -1}}, "backward_seconds = -1", "at least 0"),
         ({"timing": {"seconds_fixed": math.inf}}, "seconds_fixed = inf", "use a number"),
     ],
