@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -53,14 +54,18 @@ def train(
     attached: bool = True,
     poison: frozenset[int] = frozenset(),
     omit: frozenset[int] = frozenset(),
+    prepare: Callable[[Session], Callable[[], dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
     """Train on a fixed random stream; returns losses, a fingerprint of this rank's weights, and the decisions.
 
     Args:
         poison: iterations in which one entry of one gradient of the last rank is not a number.
         omit: iterations that are left out.
+        prepare: may change the session before the first iteration; what it returns is called after the last one and
+            adds to the result.
     """
     session = build(run, VOCABULARY)
+    finish = prepare(session) if prepare is not None else dict
     if not attached:
         _detach(session)
     engine = session.attachment.engine
@@ -101,6 +106,7 @@ def train(
         "kept": kept,
         "scale": float(session.optimizer.get_loss_scale()),
         "copies": _copies(session),
+        **finish(),
     }
     session.attachment.close()
     parallel_state.destroy_model_parallel()
