@@ -24,9 +24,10 @@ Error feedback is in units of the scaled loss: where a loss scaler changes its s
 
 Why this cannot dead-lock where Megatron would not: a call posts what Megatron's own would post, to the same peers, all
 of it before it waits, so it ends if and only if Megatron's does. Only the sizes of backward messages differ, and both
-ends know them by counting. Messages carry no tag, so where both neighbours are one rank (two stages, interleaved)
-order tells them apart. There calls pair off: k-th step with forward and backward traffic on one stage, its counterpart
-on the other; and a call's forward messages are posted before its backward messages, on every rank.
+ends know them by counting. Messages carry no tag, so where both neighbours are one rank (two stages, interleaved) they
+are told apart by their order alone. There the schedules' calls with traffic in both directions pair off, one on each
+rank, and a call posts its forward messages before its backward messages on every rank. (Megatron's own batched call
+does not: with ``batch_p2p_comm`` it would swap the two there.)
 """
 
 from __future__ import annotations

@@ -132,6 +132,20 @@ def runs(pid: int) -> bool:
     return state not in "ZX"
 
 
+def test_compressed_pipeline_traffic_is_in_the_events(launcher: Launcher) -> None:
+    values = changed(variant="pipeline", compression={"pipeline": {"rank": 2}})
+    code, stderr = launcher.run(values)
+    assert code == 0, stderr
+    tokens, hidden, micro_batches = 2 * 32, 32, 2
+    for step in read_events(launcher.path(values) / "metrics.jsonl", "step"):
+        first, last = step["stages"]
+        assert step["pipeline_bytes"] == last["pipeline_bytes"] == micro_batches * 4 * 2 * (tokens + hidden)
+        assert last["pipeline_bytes_dense"] == micro_batches * 4 * tokens * hidden
+        assert first["pipeline_bytes"] == 0 and first["pipeline_relative_error"] is None
+        assert 0 < last["pipeline_relative_error"] < 1
+        assert first["seconds_pipeline"] > 0 and last["seconds_pipeline"] > 0
+
+
 def test_a_run_publishes_a_complete_folder_and_repeats_bit_for_bit(launcher: Launcher) -> None:
     code, stderr = launcher.run(RUN)
     folder = launcher.path(RUN)
