@@ -65,8 +65,13 @@ bench-network: venv ## time training steps over links of limited bandwidth (root
 	@folder=$$($(BENCH) network --results '$(RESULTS)/bench' $(ARGS)); \
 	[ -z "$$folder" ] || $(PY) -m paper_figures bench_network --results "$$folder"
 
+.PHONY: bench-stages
+bench-stages: venv ## see when pipeline stages finish with and without DAC, over links with injected delays
+	@folder=$$($(BENCH) stages --results '$(RESULTS)/bench' $(ARGS)); \
+	$(PY) -m paper_figures stage_spread --results "$$folder"
+
 .PHONY: bench-keep
-bench-keep: venv ## copy the results of both benchmarks to results/reference/bench, to be committed
+bench-keep: venv ## copy the results of the benchmarks to results/reference/bench, to be committed
 	@$(BENCH) keep --results '$(RESULTS)/bench' $(ARGS)
 
 # The tests of a file stay together, for they share what takes long to make; tests/conftest.py says which start first.

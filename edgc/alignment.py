@@ -5,8 +5,11 @@ micro-batch, so it may communicate for ``T_0(r_0) + i * t_b``. With ``T_i(r) = s
 
     r_i = T_i^-1(T_0(r_0) + i * t_b)
 
-floored to the rank multiple. The authors' public code takes the next multiple *above*, ``(r // 4 + 1) * 4``,
-which exceeds the time budget even where r is a multiple already; we floor, so the budget holds.
+floored to the rank multiple. The paper has one t_b, for its stages are equal. Where they are not, the last
+micro-batch still has to go back through every stage before i, so the head start is the sum of *their* times,
+``t_b[0] + ... + t_b[i-1]``; the last stage's own time, with the loss in it, gives nobody a head start.
+The authors' public code takes the next multiple *above*, ``(r // 4 + 1) * 4``, which exceeds the time budget
+even where r is a multiple already; we floor, so the budget holds.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ class LinearTime:
         seconds_per_rank: slope, at least 0.
         seconds_fixed: what is paid at any rank.
         residual: root mean square of the fit's residuals; 0 for given times.
+        relative_residual: the same as a share of the mean of the fitted times.
     """
 
     seconds_per_rank: float
     seconds_fixed: float
     residual: float = 0.0
+    relative_residual: float = 0.0
 
     @classmethod
     def fit(cls, points: Sequence[tuple[float, float]]) -> Self:
@@ -55,7 +60,8 @@ class LinearTime:
         slope = max(0.0, joint / spread)
         fixed = mean_time - slope * mean_rank
         squares = math.fsum((t - slope * r - fixed) ** 2 for r, t in zip(ranks, seconds, strict=True))
-        return cls(slope, fixed, math.sqrt(squares / len(ranks)))
+        residual = math.sqrt(squares / len(ranks))
+        return cls(slope, fixed, residual, residual / mean_time if mean_time > 0 else 0.0)
 
     def time(self, rank: float) -> float:
         """T(rank), seconds."""
@@ -75,7 +81,7 @@ class LinearTime:
 def align(
     first_rank: int,
     stages: int,
-    backward_seconds: float,
+    backward_seconds: Sequence[float],
     times: Sequence[LinearTime],
     uncompressed_seconds: Sequence[float],
     r_max: int,
@@ -85,35 +91,41 @@ def align(
     """The rank of every stage when stage 0 has ``first_rank``; None means that the stage sends uncompressed.
 
     A stage sends uncompressed where its time budget exceeds its uncompressed time (``inf`` where that is
-    unknown), or where the budget allows more than ``r_max``. Otherwise its rank is a multiple of ``multiple``
-    inside [r_min, r_max] (``r_min`` defaults to one multiple), and not below ``first_rank`` if the stage is
-    as fast as stage 0. A stage whose time does not depend on the rank (slope 0: too noisy, or nothing to
-    compress) takes ``first_rank``, as does stage 0 itself; with one stage this is the identity.
+    unknown), where the budget allows more than ``r_max``, or where the rank it would get is slower than no
+    compression. Otherwise its rank is a multiple of ``multiple`` inside [r_min, r_max] (``r_min`` defaults to
+    one multiple), and not below ``first_rank`` if the stage is as fast as stage 0. A stage whose time does not
+    depend on the rank (slope 0: too noisy, or nothing to compress) takes ``first_rank``, as does stage 0
+    itself, whatever its times are; with one stage this is the identity.
+
+    Args:
+        backward_seconds: t_b of every stage; the last one's is not used and may be anything.
 
     Raises:
-        ValueError: sequences of another length than ``stages``, or negative ``backward_seconds``.
+        ValueError: sequences of another length than ``stages``, or a negative backward time that is used.
     """
-    if stages < 1 or len(times) != stages or len(uncompressed_seconds) != stages:
-        raise ValueError(f"times and uncompressed_seconds need one entry for each of {stages} stages")
-    if not backward_seconds >= 0:
-        raise ValueError(f"backward_seconds = {backward_seconds} is not a time")
+    if stages < 1 or any(len(s) != stages for s in (times, uncompressed_seconds, backward_seconds)):
+        raise ValueError(f"times of every kind need one entry for each of {stages} stages")
+    for seconds in backward_seconds[:-1]:
+        if not seconds >= 0:
+            raise ValueError(f"backward_seconds = {seconds} is not a time")
     low = multiple if r_min is None else r_min
     ranks: list[int | None] = [first_rank]
     for stage in range(1, stages):
-        own, budget = times[stage], times[0].time(first_rank) + stage * backward_seconds
-        if budget > uncompressed_seconds[stage] * (1 + _SLACK):
+        own, dense = times[stage], uncompressed_seconds[stage] * (1 + _SLACK)
+        budget = times[0].time(first_rank) + math.fsum(backward_seconds[:stage])
+        if budget > dense:
             ranks.append(None)
             continue
-        if not own.seconds_per_rank > 0:
-            ranks.append(first_rank)
-            continue
-        real = own.rank(budget)
-        slack = _SLACK * max(1.0, abs(budget) / own.seconds_per_rank)
-        if real > r_max + slack:
-            ranks.append(None)
-            continue
-        rank = math.floor((real + slack) / multiple) * multiple
-        if own.time(first_rank) <= times[0].time(first_rank):
-            rank = max(rank, first_rank)
-        ranks.append(min(r_max, max(low, rank)))
+        rank = first_rank
+        if own.seconds_per_rank > 0:
+            real = own.rank(budget)
+            slack = _SLACK * max(1.0, abs(budget) / own.seconds_per_rank)
+            if real > r_max + slack:
+                ranks.append(None)
+                continue
+            rank = math.floor((real + slack) / multiple) * multiple
+            if own.time(first_rank) <= times[0].time(first_rank):
+                rank = max(rank, first_rank)
+            rank = min(r_max, max(low, rank))
+        ranks.append(rank if own.time(rank) <= dense else None)
     return tuple(ranks)

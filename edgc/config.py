@@ -184,6 +184,9 @@ class EDGCConfig(_Settings):
             many nats (ours; the paper gives no number).
         search_start, search_repeats: first iteration of the r_max search, timings per rank. Code: 10 and 2.
         alignment: DAC: ``off``, ``given`` or ``measured`` times.
+        remeasure_above: where times were measured (``alignment: measured``, or r_max searched), measure them again
+            while training goes on when reductions took another time than predicted over a window, by more than
+            this share; None: never (ours; the paper leaves congestion open).
         record_full_entropy: also measure all entries at every iteration, for studies of the sampler.
         target_error: of ``spectral``: share of the norm of M = G + E that may be kept back (ours).
         smoothing: of ``spectral``: weight of the newest window in the running mean of the error curve (ours).
@@ -219,6 +222,7 @@ class EDGCConfig(_Settings):
     search_start: int = 10
     search_repeats: int = 2
     alignment: str = "off"
+    remeasure_above: float | None = 0.2
     timing: TimingConfig = field(default_factory=TimingConfig)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     record_full_entropy: bool = False
@@ -267,6 +271,8 @@ class EDGCConfig(_Settings):
         )
         _number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
         _one_of("alignment", self.alignment, ("off", "given", "measured"))
+        if self.remeasure_above is not None:
+            _number("remeasure_above", self.remeasure_above, 0, open_low=True)
         _one_of("factor_dtype", self.factor_dtype, FACTOR_DTYPES)
         _one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
         _one_of("rounding", self.rounding, ("nearest", "stochastic"))

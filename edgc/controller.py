@@ -10,7 +10,9 @@ between windows:
 * search, inside warm-up (which waits for it): one timed reduction per iteration, see :mod:`edgc.rank_search`;
 * active: stage 0 starts at r_max (reference rank and entropy: the last complete window of warm-up) and moves
   by the policy at every window end; the other stages follow by :mod:`edgc.alignment`. Under policy
-  ``spectral`` without alignment every stage moves by its own spectra;
+  ``spectral`` without alignment every stage moves by its own spectra. Where times were measured they are watched
+  (:mod:`edgc.change_detector`) and, if they change, measured again beside the training steps; then r_max (if it was
+  searched) and the ranks follow at once. While even the lowest rank would be slower, nothing is compressed;
 * disabled: uncompressed to the end: method ``none``, or compression that could not pay.
 
 Methods other than ``edgc`` are active from the first iteration. While active, the cost gate (if there is one)
@@ -23,17 +25,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc import policies
+from edgc import policies, warm_up
 from edgc.config import EDGCConfig
 from edgc.cost_gate import GateSchedule, summary
 from edgc.errors import UserError
 from edgc.feasibility import check
 from edgc.plans import Decision, Phase, Plan, Report
-from edgc.rank_search import RankSearch, bytes_limit
+from edgc.rank_search import bytes_limit
 from edgc.spectral import Curve, SmoothedCurves
 from edgc.stage_times import StageTimes
 
-_FORMAT = 2
+_FORMAT = 3
 
 __all__ = ["Controller", "Decision", "Plan", "Report"]
 
@@ -45,6 +47,8 @@ class Controller:
         config: the compression settings.
         stages: per pipeline stage the (rows, columns) of its compressible matrices.
         iterations: length of the run.
+        overlapped: whether the training step's reductions overlap with backward or with each other, so that their
+            times show only what nothing hid.
 
     Attributes:
         phase, ranks, r_min, r_max: as in :class:`~edgc.plans.Decision`, now.
@@ -55,7 +59,12 @@ class Controller:
     """
 
     def __init__(
-        self, config: EDGCConfig, stages: Sequence[Sequence[tuple[int, int]]], iterations: int
+        self,
+        config: EDGCConfig,
+        stages: Sequence[Sequence[tuple[int, int]]],
+        iterations: int,
+        *,
+        overlapped: bool = False,
     ) -> None:
         if not stages:
             raise ValueError("at least one stage is needed")
@@ -68,8 +77,8 @@ class Controller:
         self._reference: tuple[int, float] | None = None  # rank and entropy of stage 0 at the end of warm-up
         self._first: list[float] = []  # the first two window entropies of stage 0
         self._previous: float | None = None  # stage 0's entropy in the window before
-        self._times = StageTimes(config, self.stages)
-        self._search: RankSearch | None = None
+        self._times = StageTimes(config, self.stages, overlapped=overlapped)
+        self._paused: tuple[int | None, ...] | None = None  # ranks to go on from once compression pays again
         self._curves: SmoothedCurves | None = None
         self._gate = GateSchedule(config.gate_interval) if config.cost_gate else None
         if config.method == "none":
@@ -98,10 +107,10 @@ class Controller:
         elif not limit:
             self.phase, self.reason = "disabled", f"rank {config.rank_multiple} already saves no bytes"
             return
-        if self.r_max is None or config.alignment == "measured":
-            repeats, multiple = config.search_repeats, config.rank_multiple
-            top = limit if self.r_max is None else max(multiple, self.r_max)
-            self._search = RankSearch(top, multiple, repeats, stop_at_crossing=self.r_max is None)
+        if self.r_max is None:
+            self._times.measure(limit, find_r_max=True)
+        elif config.alignment == "measured" and self.stages > 1:
+            self._times.measure(max(config.rank_multiple, self.r_max), find_r_max=False)
 
     def _set_limits(self, r_max: int) -> None:
         self.r_max = r_max
@@ -112,10 +121,10 @@ class Controller:
         gate = self._gate is not None and self.phase == "active" and self._gate.due(iteration, self.ranks)
         if self.config.method != "edgc" or self.phase == "disabled":
             return Plan(self.phase, self.ranks, None, gate, gate)
-        probe = self._search.probe if self._search and iteration >= self.config.search_start else None
-        if self.phase == "warmup" and probe is not None:
-            return Plan("search", self.ranks, probe, True)
-        return Plan(self.phase, self.ranks, None, gate or iteration % self.config.window == 0, gate)
+        probe = self._times.probe if iteration >= self.config.search_start else None
+        phase: Phase = "search" if self.phase == "warmup" and probe is not None else self.phase
+        exchange = gate or probe is not None or iteration % self.config.window == 0
+        return Plan(phase, self.ranks, probe, exchange, gate)
 
     @property
     def rank_grid(self) -> tuple[int, ...]:
@@ -124,11 +133,16 @@ class Controller:
             return ()
         return tuple(range(self.config.rank_multiple, self.r_max + 1, self.config.rank_multiple))
 
+    def watches(self, iteration: int) -> bool:
+        """Whether the report of ``iteration`` is to give the window's times of reductions."""
+        active = self.config.method == "edgc" and self.phase == "active"
+        return active and iteration % self.config.window == 0 and self._times.watched
+
     def observe(self, iteration: int, report: Report) -> Decision | None:
         """Take in the report of an iteration whose plan asks for an exchange.
 
-        Returns a decision at every window end, where the search starts or ends, and where the cost gate has
-        measured, else None.
+        Returns a decision at every window end, where a measurement of times starts or ends, and where the cost gate
+        has measured, else None.
 
         Raises:
             ValueError: no exchange was due, or the report does not fit the plan.
@@ -139,16 +153,23 @@ class Controller:
         if len(report.entropy) != self.stages:
             raise ValueError(f"the report has {len(report.entropy)} entropies for {self.stages} stages")
         reasons = []
-        if plan.phase == "search":
+        # As they were in this window, whatever is decided below.
+        measured = report.reduction_seconds if self.watches(iteration) else None
+        predicted, grid = self._times.predicted(plan.ranks), self.rank_grid
+        if plan.probe_rank is not None:
             reasons = self._observe_probe(report)
+        measurement_ended = plan.probe_rank is not None and self._times.probe is None
         if plan.gate and self._gate is not None:
             self._gate.measured(iteration, plan.ranks)
             if report.gate:
                 reasons.append(summary(report.gate))
         window_end = self.config.method == "edgc" and iteration % self.config.window == 0
         if window_end and self.phase != "disabled":
+            if measured is not None and (why := self._times.check(measured, plan.ranks)):
+                reasons.append(why)
             entropy = report.entropy[0] if math.isfinite(report.entropy[0]) else None
-            reasons.append(self._end_of_window(iteration, entropy, report.error_curve))
+            curves = report.error_curve if self.rank_grid == grid else None  # another r_max: another grid
+            reasons.append(self._end_of_window(iteration, entropy, curves))
         if not reasons:
             return None
         upcoming = self.plan(iteration + 1)
@@ -156,31 +177,67 @@ class Controller:
         self.reason = "; ".join(reasons)
         limits = self.r_min, self.r_max
         return Decision(
-            iteration, upcoming.phase, self.reason, upcoming.ranks, shown, *limits, gate=report.gate
+            iteration,
+            upcoming.phase,
+            self.reason,
+            upcoming.ranks,
+            shown,
+            *limits,
+            gate=report.gate,
+            timing=self._times.timing if measurement_ended else (),
+            reduction_seconds=() if measured is None else tuple(measured),
+            predicted_seconds=() if measured is None else predicted,
         )
 
     def _observe_probe(self, report: Report) -> list[str]:
-        search = self._search
+        search = self._times.search
         assert search is not None
         if report.probe_seconds is None or len(report.probe_seconds) != self.stages:
             raise ValueError("a probe was due: the report needs probe_seconds, one per stage")
         if not all(map(math.isfinite, report.probe_seconds)):
             return []  # a gradient was not finite and the reduction given up: timed again at the next iteration
         reasons = [] if search.started else ["search: timing reductions"]
-        search.observe(report.probe_seconds)
-        self._times.add_backward(report.backward_seconds)
-        if search.probe is None:
-            if self.r_max is None:
-                r_max, why = search.r_max(self.config.rank_multiple)
-                if r_max == 0:
-                    self.phase = "disabled"
-                    return [*reasons, f"search: {why}; compression is off for this run"]
-                self._set_limits(r_max)
-                reasons.append(f"search: {why}; r_max = {r_max}")
-            else:
-                reasons.append("search: times of the reductions are known")
-            self._times.use(search)
+        if not self._times.add(report.probe_seconds, report.backward_seconds):
+            return reasons
+        if verdict := self._times.finish(self.ranks):
+            reasons.append(verdict)
+        r_max = None
+        if search.stop_at_crossing:
+            r_max, why = search.r_max(self.config.rank_multiple)
+            reasons.append(f"search: {why}" + (f"; r_max = {r_max}" if r_max else ""))
+        else:
+            reasons.append("search: times of the reductions are known")
+        if self.phase == "active":
+            reasons.append(self._follow_times(r_max))
+        elif r_max == 0:
+            self.phase = "disabled"
+            reasons[-1] += "; compression is off for this run"
+        elif r_max is not None:
+            self._set_limits(r_max)
         return reasons
+
+    def _follow_times(self, r_max: int | None) -> str:
+        """Go on with times that were measured anew, and with the r_max found by them (None: not searched)."""
+        old, self._paused = self._paused or self.ranks, None
+        if r_max == 0:
+            self._paused, self.ranks = old, (None,) * self.stages
+            return "nothing is compressed until times change again"
+        if r_max is not None and r_max != self.r_max:
+            self._set_limits(r_max)
+            if self._curves is not None:  # they have a point for every rank up to r_max
+                self._curves = SmoothedCurves(self.stages, self.config.smoothing)
+        ranks = [rank if rank is None else self._clamped(rank) for rank in old]
+        self.ranks, remark = tuple(ranks), ""
+        if self.config.alignment != "off" and ranks[0] is not None:
+            remark = self._spread(ranks[0])
+        return f"ranks {_words(old)} -> {_words(self.ranks)}{remark}"
+
+    def _clamped(self, rank: int) -> int:
+        if self.config.policy == "fixed":
+            return rank
+        assert self.r_min is not None
+        assert self.r_max is not None
+        return min(self.r_max, max(self.r_min, rank))
 
     def _end_of_window(
         self, iteration: int, entropy: float | None, curves: Sequence[Curve | None] | None
@@ -191,6 +248,8 @@ class Controller:
             self._first.append(entropy)
         if self.phase == "warmup":
             return self._warmup(iteration, previous, entropy)
+        if self._paused is not None:
+            return "compression would not pay; ranks unchanged"
         if self.config.policy == "fixed":
             return "fixed rank"
         if self._curves is not None:
@@ -240,26 +299,17 @@ class Controller:
         return policies.step(old, target, self.r_min, self.r_max, multiple, limit)
 
     def _warmup(self, iteration: int, previous: float | None, entropy: float | None) -> str:
-        def over(fraction: float) -> bool:  # rounded: 0.1 * 30 is above 3 in floating point
-            return iteration + 1 > round(fraction * self.iterations, 6)
-
-        if not over(self.config.warmup_fraction):
-            return "warm-up: before warmup_fraction"
-        if self._search is not None and self._search.probe is not None:
-            return "warm-up: the search of r_max is not finished"
-        if entropy is None and self.config.policy != "fixed":
-            return "warm-up: no entropy was measured in this window"
-        change = abs(entropy - previous) if entropy is not None and previous is not None else math.inf
-        stable = change <= self.config.stability_tolerance
-        if not stable and not over(self.config.warmup_limit_fraction):
-            return "warm-up: entropy is not stable yet"
-        assert self.r_max is not None
+        measuring = self._times.probe is not None
+        over, why = warm_up.ends(
+            self.config, self.iterations, iteration, previous, entropy, measuring=measuring
+        )
+        if not over:
+            return f"warm-up: {why}"
         rank = self.config.rank if self.config.policy == "fixed" else self.r_max
         assert rank is not None
         self.phase = "active"
         if entropy is not None:
             self._reference = (rank, entropy)
-        why = f"entropy stable within {change:.4f} nats" if stable else "warmup_limit_fraction reached"
         return f"warm-up ends: {why}; rank {rank}{self._spread(rank)}"
 
     def _spread(self, rank: int) -> str:
@@ -279,8 +329,8 @@ class Controller:
             "reference": list(self._reference) if self._reference else None,
             "first": list(self._first),
             "previous": self._previous,
-            "backward": list(self._times.backward),
-            "search": self._search.state_dict() if self._search else None,
+            "paused": list(self._paused) if self._paused else None,
+            "times": self._times.state_dict(),
             "curves": self._curves.state_dict() if self._curves else None,
             "gate": self._gate.state_dict() if self._gate else None,
         }
@@ -289,10 +339,11 @@ class Controller:
         """Continue where the controller that gave ``state`` stood, one of the same settings and stages.
 
         Raises:
-            UserError: the state is of another format, another number of stages, another policy or kind of search.
+            UserError: the state is of another format, another number of stages, another policy, or of a run that
+                measures times where this one does not.
         """
         fits = state.get("format") == _FORMAT and len(state["ranks"]) == self.stages
-        fits = fits and (state["search"] is None) == (self._search is None)
+        fits = fits and self._times.fits(state["times"])
         if not fits or (state["curves"] is None) != (self._curves is None):
             fix = "resume with the settings and the pipeline the run was started with"
             raise UserError("the saved controller state does not fit this run", fix=fix)
@@ -301,12 +352,13 @@ class Controller:
         reference = state["reference"]
         self._reference = (int(reference[0]), float(reference[1])) if reference else None
         self._first, self._previous = [float(h) for h in state["first"]], state["previous"]
-        self._times.backward = [float(t) for t in state["backward"]]
+        self._paused = tuple(state["paused"]) if state["paused"] else None
+        self._times.load_state_dict(state["times"])
         if self._curves is not None:
             self._curves.load_state_dict(state["curves"])
         if self._gate is not None:
             self._gate.load_state_dict(state["gate"])
-        if self._search is not None:
-            self._search.load_state_dict(state["search"])
-            if self._search.probe is None and self.phase != "disabled":
-                self._times.use(self._search)
+
+
+def _words(ranks: Sequence[int | None]) -> str:
+    return "/".join("dense" if rank is None else str(rank) for rank in ranks)

@@ -216,7 +216,13 @@ def register(
     stage = [(s[0], s[1]) for s in shapes if compressible(s, config.min_compression_elements)]
     group = process_group or own_group(model.process_group)
     engine = Engine(
-        config, stage=0, shapes=[stage], iterations=iterations, exchange_group=group, observer=observer
+        config,
+        stage=0,
+        shapes=[stage],
+        iterations=iterations,
+        exchange_group=group,
+        observer=observer,
+        overlapped=True,
     )
     # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
     names = {parameter: name for name, parameter in model.module.named_parameters()}

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ from edgc.config import EDGCConfig
 from edgc.controller import Controller, Decision, Plan, Report
 from edgc.cost_gate import CostGate, GateVerdict, GroupTimes, label, verdicts
 from edgc.entropy_meter import EntropyMeter, Measured
-from edgc.measurements import CurveMean, Mean, mean, mean_curve
+from edgc.measurements import CurveMean, Mean, WindowTimes, mean, mean_curve, stage_seconds
 from edgc.spectral import MatrixSpectrum, error_curve
 
 RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 Observer = Callable[[int, Sequence[Gradient]], None]
 Shape = tuple[int, int]
+_COLUMNS = 6  # of a row of measurements, before the error curve
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Engine:
         observer: called with the local gradients before they are reduced, for studies.
         deferred: whether an iteration's changes of error feedback and warm start wait for :meth:`end_iteration`,
             which can then drop them.
+        overlapped: whether reductions overlap with backward or with each other, so that the time they are waited for
+            is only what nothing hid. Measurements of times know how to deal with that.
+        open_channel: what reductions are sent through, for studies of other networks.
     """
 
     def __init__(
@@ -79,16 +84,19 @@ class Engine:
         exchange_group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
         deferred: bool = False,
+        overlapped: bool = False,
+        open_channel: Callable[..., Channel] = Channel,
     ) -> None:
         self.config = config
         self.stage = stage
         self.stages = len(shapes)
         self.compressor = build(config)
         self.compressor.deferred = deferred
-        self.controller = Controller(config, shapes, iterations)
+        self.controller = Controller(config, shapes, iterations, overlapped=overlapped)
         self.entropy = EntropyMeter(config)
         self.exchange_group = exchange_group
         self.observer = observer
+        self.open_channel = open_channel
         self.iteration = 1
         self.plan: Plan = self.controller.plan(1)
         self.last: Iteration | None = None
@@ -96,12 +104,15 @@ class Engine:
         self.decision_entropy_full: tuple[float, ...] = ()
         self.gate = CostGate() if config.cost_gate else None
         self._trial: Compressor | None = None
+        self._times = WindowTimes(config.window)
+        self._replicas = math.nan  # number of this rank's group of replicas, if it has one with others in it
         self._start_window()
         self._start_iteration()
 
     def _start_window(self) -> None:
-        self._window, self._window_full, self._backward = Mean(), Mean(), Mean()
+        self._window, self._window_full = Mean(), Mean()
         self._curve = CurveMean()
+        self._times.clear()
 
     def _start_iteration(self) -> None:
         self._statistics = Statistics()
@@ -156,14 +167,16 @@ class Engine:
             self.observer(self.iteration, gradients)
         if self.config.entropy.source == "local":
             self.entropy.add(self.iteration, gradients)
-        channel = Channel(group, shards)
+        channel = self.open_channel(group, shards)
+        if channel.world > 1 and math.isnan(self._replicas):
+            self._replicas = float(min(dist.get_process_group_ranks(group)))
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         rank = self.rank if channel.world > 1 and compress else None
         if self.plan.probe_rank is not None and gradients and compress:
-            yield from self._time_probe(gradients, group, self.plan.probe_rank)
+            yield from self._time_probe(gradients, group, self.plan.probe_rank, shards)
         if self.gate is not None and rank is not None:
             if self.plan.gate and gradients:
-                yield from self._time_both(gradients, group, rank)
+                yield from self._time_both(gradients, group, rank, shards)
             if not self.gate.compresses({gradient.name: gradient.tensor.numel() for gradient in gradients}):
                 rank = None
         if rank is not None:
@@ -179,18 +192,30 @@ class Engine:
             self.compressor.rescale(scale / self.entropy.scale)
             self.entropy.scale = scale
 
-    def _time_probe(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int) -> Steps:
-        """Time a reduction on copies for the search of r_max (0: dense); the training step stays uncompressed."""
+    def _time_probe(
+        self,
+        gradients: Sequence[Gradient],
+        group: dist.ProcessGroup | None,
+        rank: int,
+        shards: Sequence[torch.Tensor],
+    ) -> Steps:
+        """Time a reduction on copies (0: dense); the training step goes on as it is."""
         if self._trial is None:
             self._trial = build(self.config)
-        channel = Channel(group)
+        channel = self.open_channel(group, [buffer.clone() for buffer in shards])
         statistics = yield from trial.timed(self._trial, gradients, channel, rank or None)
         self._probes.append(statistics)
         self._statistics.bytes += channel.bytes
 
-    def _time_both(self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int) -> Steps:
+    def _time_both(
+        self,
+        gradients: Sequence[Gradient],
+        group: dist.ProcessGroup | None,
+        rank: int,
+        shards: Sequence[torch.Tensor],
+    ) -> Steps:
         """Time a compressed and a dense reduction of this group on copies, for the cost gate."""
-        channel = Channel(group)
+        channel = self.open_channel(group, [buffer.clone() for buffer in shards])
         comparison = yield from trial.compare(lambda: build(self.config), gradients, channel, rank)
         self._compared.append((tuple(gradient.name for gradient in gradients), comparison))
         self._statistics.bytes += channel.bytes
@@ -223,7 +248,8 @@ class Engine:
         """Close the iteration: record it, exchange measurements where planned, plan the next one.
 
         Args:
-            backward_seconds: durations of this iteration's micro-batch backward passes on this rank.
+            backward_seconds: durations of this iteration's micro-batch backward passes on this rank. The median
+                counts: the last one may hold reductions that overlap with it.
             exposed: time in which this rank's step has waited for averaged gradients, if that was measured.
             skipped: whether the step is given up, the same on every rank of every stage: nothing of the iteration is
                 taken as a measurement, and what was ``deferred`` is dropped.
@@ -234,8 +260,9 @@ class Engine:
             entropy = Measured(math.nan, math.nan, entropy.seconds)
         self._window.add(entropy.sampled)
         self._window_full.add(entropy.full)
-        for seconds in backward_seconds:
-            self._backward.add(seconds)
+        # Trials disturb the step that they are part of.
+        if not (skipped or self.plan.probe_rank is not None or self.plan.gate):
+            self._times.add(self.iteration, self._statistics)
         self.last = Iteration(
             iteration=self.iteration,
             rank=self.rank if self.config.method in RANKED and self._has_compressed() else None,
@@ -249,10 +276,12 @@ class Engine:
         self._measure_spectra(skipped)
         self.decision = None
         if self.plan.exchange:
-            self._exchange_and_decide()
+            self._exchange_and_decide(backward_seconds)
         self.iteration += 1
-        self.plan = self.controller.plan(self.iteration)
-        if self.plan.phase in ("active", "disabled"):
+        before, self.plan = self.plan, self.controller.plan(self.iteration)
+        if self.plan.ranks != before.ranks:
+            self._times.clear()
+        if self.plan.probe_rank is None:
             self._trial = None
         self._start_iteration()
 
@@ -261,29 +290,42 @@ class Engine:
         # A norm on a GPU is there because something was compressed; reading it would wait for the device.
         return norm.is_cuda or float(norm) > 0 if isinstance(norm, torch.Tensor) else norm > 0
 
-    def _exchange_and_decide(self) -> None:
-        probe = math.nan
+    def _exchange_and_decide(self, backward_seconds: Sequence[float]) -> None:
+        probe = backward = math.nan
         if self.plan.probe_rank is not None:
             probe = sum(trial.seconds(statistics) for statistics in self._probes)
-        grid = self.controller.rank_grid
+            finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
+            backward = median_low(finite) if finite else math.nan
+        grid, watches = self.controller.rank_grid, self.controller.watches(self.iteration)
         curve = self._curve.value or (math.nan,) * len(grid)
-        means = [self._window.value, self._window_full.value, probe, self._backward.value]
-        rows = self._gather([float(self.stage), *means, *curve])
+        times = self._times.values if watches else []
+        means = [self._window.value, self._window_full.value, probe, backward, self._replicas]
+        rows = self._gather([float(self.stage), *means, *curve, *times])
         by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(self.stages)]
-        entropy = tuple(mean(row[1] for row in stage) for stage in by_stage)
-        self.decision_entropy_full = tuple(mean(row[2] for row in stage) for stage in by_stage)
-        probe_seconds = tuple(mean(row[3] for row in stage) for stage in by_stage)
-        backward = mean(row[4] for row in rows)
+        entropy, full, probe_seconds, stage_backward = (
+            tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4)
+        )
+        self.decision_entropy_full = full
+        end = _COLUMNS + len(grid)
         report = Report(
             entropy=entropy,
             probe_seconds=None if self.plan.probe_rank is None else probe_seconds,
-            backward_seconds=backward if math.isfinite(backward) else None,
-            error_curve=tuple(mean_curve(row[5:] for row in stage) for stage in by_stage) if grid else None,
+            backward_seconds=stage_backward if any(map(math.isfinite, stage_backward)) else None,
+            error_curve=tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
+            if grid
+            else None,
             gate=self._judge() if self.plan.gate else (),
+            reduction_seconds=tuple(
+                stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage
+            )
+            if watches
+            else None,
         )
         self.decision = self.controller.observe(self.iteration, report)
         if self.iteration % self.config.window == 0:
             self._start_window()
+        elif self.controller.rank_grid != grid:
+            self._curve = CurveMean()
 
     def _judge(self) -> tuple[GateVerdict, ...]:
         """Verdicts of all stages from the times of all ranks; this rank follows those of its stage from now on."""
@@ -310,12 +352,13 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
-        means = (self._window, self._window_full, self._backward)
+        means = (self._window, self._window_full)
         return {
             "iteration": self.iteration,
             "controller": self.controller.state_dict(),
             "compressor": self.compressor.state_dict(),
             "means": [[mean.total, mean.count] for mean in means],
+            "times": self._times.values,
             "curve": [list(self._curve.totals), self._curve.count],
             "gate": self.gate.state_dict() if self.gate is not None else None,
         }
@@ -325,7 +368,8 @@ class Engine:
         self.iteration = int(state["iteration"])
         self.controller.load_state_dict(state["controller"])
         self.compressor.load_state_dict(state["compressor"])
-        self._window, self._window_full, self._backward = (Mean(t, int(c)) for t, c in state["means"])
+        self._window, self._window_full = (Mean(t, int(c)) for t, c in state["means"])
+        self._times.values = state["times"]
         self._curve = CurveMean([float(value) for value in state["curve"][0]], int(state["curve"][1]))
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"] or {})

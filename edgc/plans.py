@@ -30,24 +30,50 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class StageTiming:
+    """What one measurement says about the times of one stage, in seconds: all that its rank follows from.
+
+    Attributes:
+        backward_seconds: t_b, median over the measurement; None if it was not timed.
+        seconds_uncompressed: of the reduction without compression.
+        timed: (rank, seconds) of the compressed reductions, ascending.
+        seconds_per_rank, seconds_fixed: T(r) = seconds_per_rank * r + seconds_fixed, fitted to ``timed``; None
+            where fewer than two ranks were timed.
+        residual: root mean square error of that fit, as a share of the mean time.
+    """
+
+    stage: int
+    backward_seconds: float | None
+    seconds_uncompressed: float
+    timed: tuple[tuple[int, float], ...]
+    seconds_per_rank: float | None
+    seconds_fixed: float | None
+    residual: float | None
+
+
+@dataclass(frozen=True)
 class Report:
     """What was measured; the same numbers on every rank.
 
     Attributes:
         entropy: per stage, nats, mean over this window's samples so far and over replicas; nan if none.
         probe_seconds: per stage, seconds of the reduction asked for by ``probe_rank``; None without a probe.
-        backward_seconds: backward time of one micro-batch on one stage, None if not measured.
+        backward_seconds: per stage, backward time of one micro-batch, nan where none was timed; None as a whole
+            where nothing was.
         error_curve: per stage, predicted squared relative error of M at every rank of
             :attr:`Controller.rank_grid`, mean over this window's samples and the stage's ranks; None for a stage
             without spectra, and as a whole where no policy asks for them.
         gate: what the cost gate has measured, all stages.
+        reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
+            communicate + decompress), nan where that is not known; None where it was not asked for.
     """
 
     entropy: tuple[float, ...]
     probe_seconds: tuple[float, ...] | None = None
-    backward_seconds: float | None = None
+    backward_seconds: tuple[float, ...] | None = None
     error_curve: tuple[Curve | None, ...] | None = None
     gate: tuple[GateVerdict, ...] = ()
+    reduction_seconds: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,9 @@ class Decision:
     """The outcome of an exchange; ``phase`` and ``ranks`` hold from the next iteration on.
 
     ``entropy`` is the window's, all nan where the decision falls inside a window. ``r_min`` and ``r_max`` are
-    None until they are known. ``gate`` holds the verdicts of a cost gate that has measured in this iteration.
+    None until they are known. ``gate`` holds the verdicts of a cost gate that has measured in this iteration,
+    ``timing`` the times of all stages where a measurement of them ended here. ``reduction_seconds`` is the report's
+    where there is one, ``predicted_seconds`` what the last measurement says of the ranks that were in use.
     """
 
     iteration: int
@@ -66,3 +94,6 @@ class Decision:
     r_min: int | None
     r_max: int | None
     gate: tuple[GateVerdict, ...] = ()
+    timing: tuple[StageTiming, ...] = ()
+    reduction_seconds: tuple[float, ...] = ()
+    predicted_seconds: tuple[float, ...] = ()

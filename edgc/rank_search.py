@@ -1,6 +1,7 @@
-"""Search of r_max during warm-up: time doubling ranks until compression stops paying (paper, section on DAC).
+"""Search of r_max: time doubling ranks until compression stops paying (paper, section on DAC).
 
-The schedule is that of the authors' public code, which starts at iteration 10 with two timings per rank.
+It runs in warm-up, and again when times have changed. The schedule is that of the authors' public code, which starts
+at iteration 10 with two timings per rank.
 """
 
 from __future__ import annotations
@@ -99,15 +100,20 @@ class RankSearch:
         """Seconds of the uncompressed reduction, per stage."""
         return list(self._times[0])
 
+    def timed(self, stage: int) -> tuple[tuple[int, float], ...]:
+        """(rank, seconds) of a stage's compressed reductions, ascending."""
+        ranks = self.schedule[1 : len(self._times)]
+        return tuple((rank, times[stage]) for rank, times in zip(ranks, self._times[1:], strict=True))
+
+    def restart(self) -> None:
+        """Forget all timings and begin again."""
+        self._times, self._repeat = [], 0
+
     def lines(self) -> list[LinearTime] | None:
         """T(r) of every stage, fitted to the timed ranks; None when fewer than two were timed."""
         if len(self._times) < 3:
             return None
-        ranks = self.schedule[1 : len(self._times)]
-        return [
-            LinearTime.fit([(rank, times[stage]) for rank, times in zip(ranks, self._times[1:], strict=True)])
-            for stage in range(len(self._times[0]))
-        ]
+        return [LinearTime.fit(self.timed(stage)) for stage in range(len(self._times[0]))]
 
     def state_dict(self) -> dict[str, Any]:
         return {"times": [list(row) for row in self._times], "repeat": self._repeat}

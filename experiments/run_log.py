@@ -118,6 +118,18 @@ class RunLog:
             r_min=made.r_min,
             r_max=made.r_max,
         )
+        if made.timing:
+            # With this, and alignment's formula, every rank that is set from now on can be checked.
+            self.events.write(
+                "timing", iteration=made.iteration, stages=[asdict(stage) for stage in made.timing]
+            )
+        if made.reduction_seconds:
+            self.events.write(
+                "reduction_times",
+                iteration=made.iteration,
+                measured=made.reduction_seconds,
+                predicted=made.predicted_seconds,
+            )
         for verdict in made.gate:
             self.events.write("cost_gate", iteration=made.iteration, **asdict(verdict))
 

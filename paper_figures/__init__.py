@@ -23,6 +23,6 @@ FIGURES: dict[str, tuple[str, ...]] = {
 # figures drawn by a script of another name, which takes the study as its second argument
 SCRIPTS: dict[str, str] = {"gpt2_2p5b_v100": "cluster", "gpt2_12p1b_h100": "cluster"}
 
-# figures of `make bench` and `make bench-network`: drawn from the folder that these write, not by the workflow, since
-# nothing measured in seconds repeats
-BENCHMARKS: tuple[str, ...] = ("bench", "bench_network")
+# figures of `make bench`, `bench-network` and `bench-stages`: drawn from the folder that these write, not by the
+# workflow, since nothing measured in seconds repeats
+BENCHMARKS: tuple[str, ...] = ("bench", "bench_network", "stage_spread")

@@ -70,6 +70,7 @@ def attach(
         for parameter in sorted(group.params, key=names.__getitem__)
     ]
     own = [shape for shape in own if compressible(shape, config.min_compression_elements)]
+    overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
     engine = Engine(
         config,
         stage=stage,
@@ -77,10 +78,10 @@ def attach(
         iterations=iterations,
         observer=observer,
         deferred=True,
+        overlapped=overlap,
     )
     for group in groups:
         group.__class__ = CompressedBucketGroup
-    overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
     attachment = Attachment(engine, groups, overlap=overlap, fp16=bool(chunks[0].config.fp16))
     for group in groups:
         group.edgc_join(attachment, names, compress=config.compress_experts or group not in expert)

@@ -1,6 +1,6 @@
-"""``python -m experiments.bench engine`` and ``python -m experiments.bench network``.
+"""``python -m experiments.bench engine``, ``network`` and ``stages``.
 
-Both print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
+All print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
 results are committed.
 """
 
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from edgc.errors import UserError
-from experiments.bench import engine, engine_table, machine, network, testbed
+from experiments.bench import engine, engine_table, machine, network, stages, testbed
 from experiments.bench.children import ChildError
 from experiments.cli import main_guard
 from experiments.run_folder import atomic_write, check_writable
@@ -31,7 +31,7 @@ from experiments.run_folder import atomic_write, check_writable
 RESULTS = Path("results/bench")
 REFERENCE = Path("results/reference/bench")
 WIDEST = 40  # characters of a cell on the screen
-KEPT = ("engine", "engine_rounds", "network", "network_rounds")
+KEPT = ("engine", "engine_rounds", "network", "network_rounds", "stages", "stages_iterations")
 
 app = typer.Typer(add_completion=False, help=__doc__)
 screen = Console(stderr=True)
@@ -78,13 +78,19 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def write(
-    folder: Path, name: str, host: Mapping[str, Any], plan: Any, tables: Mapping[str, pd.DataFrame]
+    folder: Path,
+    name: str,
+    host: Mapping[str, Any],
+    plan: Any,
+    tables: Mapping[str, pd.DataFrame],
+    **more: Any,
 ) -> None:
-    """Tables, and the machine and the settings behind them as ``name``.json; each file whole or not at all."""
+    """Tables, and the machine and the settings behind them (and ``more``) as ``name``.json; each file whole or not at
+    all."""
     for key, table in tables.items():
         text = machine.label(table, host).to_csv(index=False, lineterminator="\n", float_format="%.6g")
         atomic_write(folder / f"{key}.csv", text)
-    described = {"machine": host, "settings": asdict(plan)}
+    described = {"machine": host, "settings": asdict(plan), **more}
     atomic_write(folder / f"{name}.json", json.dumps(described, indent=1) + "\n")
     print(folder)
 
@@ -181,6 +187,35 @@ def time_steps(
     write(folder, "network", host, plan, {"network": table, "network_rounds": rounds})
     columns = ["mbit_per_s", "method", "status"]
     show(table, columns, ["seconds", "speedup_over_dense", "speedup_over_torch", "bytes"])
+
+
+@app.command("stages")
+@main_guard
+def time_stages(
+    pipeline: Annotated[int, typer.Option(help="pipeline stages")] = 4,
+    data: Annotated[int, typer.Option(help="replicas")] = 2,
+    rank: Annotated[int, typer.Option(help="of stage 0, and of all stages without DAC")] = 8,
+    megabytes: Annotated[float, typer.Option(help="injected bandwidth of every stage, MB/s")] = 1.0,
+    slowdown: Annotated[float, typer.Option(help="by what factor stage 0's link is slower")] = 2.0,
+    steps: Annotated[int, typer.Option(help="iterations that are counted, per variant")] = 20,
+    results: Results = RESULTS,
+) -> None:
+    """Note when each pipeline stage finishes its reductions: stages.csv, stages_iterations.csv, stages.json.
+
+    Links are slowed down by injected delays, stage 0's most. stages.json also holds the times that DAC has measured.
+    """
+    plan = stages.Plan(
+        pipeline=pipeline, data=data, rank=rank, megabytes=megabytes, slowdown=slowdown, steps=steps
+    )
+    host = machine.describe("cpu")
+    folder = results / host["slug"]
+    check_writable(folder)
+    with progress(len(stages.VARIANTS) + 1) as advance:
+        found, decisions = stages.measure(plan, advance)
+    table = stages.table(found)
+    timing = [made["timing"] for made in decisions["dac"] if made["timing"]]
+    write(folder, "stages", host, plan, {"stages": table, "stages_iterations": found}, timing=timing)
+    show(table, ["variant", "ranks"], ["spread_seconds", "of_equal", "step_seconds"])
 
 
 @app.command("keep")

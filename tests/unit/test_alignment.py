@@ -46,7 +46,7 @@ def test_fit_refuses_what_is_no_line(points: list[tuple[float, float]]) -> None:
 
 def test_one_stage_is_the_identity() -> None:
     for rank in (1, 6, 64, 1000):
-        assert align(rank, 1, 99.0, [LinearTime(0.1, 0.0)], [0.0], r_max=64) == (rank,)
+        assert align(rank, 1, [99.0], [LinearTime(0.1, 0.0)], [0.0], r_max=64) == (rank,)
 
 
 @pytest.mark.parametrize(
@@ -69,37 +69,44 @@ def test_one_stage_is_the_identity() -> None:
 )
 def test_equal_stages(first: int, backward: float, r_max: int, expected: tuple[int | None, ...]) -> None:
     times = [LinearTime(0.01, 0.3)] * 4
-    assert align(first, 4, backward, times, INFINITE, r_max) == expected
+    assert align(first, 4, [backward] * 4, times, INFINITE, r_max) == expected
 
 
 def test_uncompressed_where_the_budget_allows_it() -> None:
     # Budgets: 0.46, 0.54, 0.62, 0.70 seconds.
     times = [LinearTime(0.01, 0.3)] * 4
-    assert align(16, 4, 0.08, times, (0.1, 0.6, 0.6, 0.6), 64) == (16, 24, None, None)
-    assert align(16, 4, 0.08, times, (0.1, 0.54, 0.62, 0.70), 64) == (16, 24, 32, 40)
+    assert align(16, 4, [0.08] * 4, times, (0.1, 0.6, 0.6, 0.6), 64) == (16, 24, None, None)
+    assert align(16, 4, [0.08] * 4, times, (0.1, 0.54, 0.62, 0.70), 64) == (16, 24, 32, 40)
 
 
 def test_unequal_stages_share_the_finish_time_not_the_rank() -> None:
     slow, fast = LinearTime(0.02, 0.3), LinearTime(0.005, 0.3)
-    ranks = align(16, 3, 0.0, [LinearTime(0.01, 0.3), slow, fast], INFINITE[:3], 64)
+    ranks = align(16, 3, [0.0] * 3, [LinearTime(0.01, 0.3), slow, fast], INFINITE[:3], 64)
     assert ranks == (16, 8, 32)
-    assert align(16, 3, 0.0, [LinearTime(0.01, 0.3), slow, fast], INFINITE[:3], 64, r_min=12) == (16, 12, 32)
+    assert align(16, 3, [0.0] * 3, [LinearTime(0.01, 0.3), slow, fast], INFINITE[:3], 64, r_min=12) == (
+        16,
+        12,
+        32,
+    )
     very_slow = LinearTime(1.0, 5.0)
-    assert align(16, 2, 0.0, [LinearTime(0.01, 0.3), very_slow], INFINITE[:2], 64) == (16, 4)
+    assert align(16, 2, [0.0] * 2, [LinearTime(0.01, 0.3), very_slow], INFINITE[:2], 64) == (16, 4)
 
 
 def test_a_stage_without_a_slope_follows_stage_0() -> None:
-    assert align(16, 2, 0.1, [LinearTime(0.01, 0.3), LinearTime(0.0, 0.2)], INFINITE[:2], 64) == (16, 16)
+    assert align(16, 2, [0.1] * 2, [LinearTime(0.01, 0.3), LinearTime(0.0, 0.2)], INFINITE[:2], 64) == (
+        16,
+        16,
+    )
 
 
 def test_refuses_sequences_of_another_length() -> None:
     line = LinearTime(0.01, 0.3)
     with pytest.raises(ValueError, match="each of 2 stages"):
-        align(16, 2, 0.0, [line], [1.0, 1.0], 64)
+        align(16, 2, [0.0] * 2, [line], [1.0, 1.0], 64)
     with pytest.raises(ValueError, match="each of 2 stages"):
-        align(16, 2, 0.0, [line, line], [1.0], 64)
+        align(16, 2, [0.0] * 2, [line, line], [1.0], 64)
     with pytest.raises(ValueError, match="not a time"):
-        align(16, 1, -1.0, [line], [1.0], 64)
+        align(16, 2, [-1.0, 0.0], [line, line], [1.0, 1.0], 64)
 
 
 @settings(max_examples=300, deadline=None)
@@ -127,7 +134,9 @@ def test_equal_stages_properties(
 ) -> None:
     r_min, first, r_max = low * multiple, (low + steps) * multiple, (low + steps + head) * multiple
     line = LinearTime(slope, fixed)
-    ranks = align(first, stages, backward, [line] * stages, [dense] * stages, r_max, multiple, r_min)
+    ranks = align(
+        first, stages, [backward] * stages, [line] * stages, [dense] * stages, r_max, multiple, r_min
+    )
     assert len(ranks) == stages
     assert ranks[0] == first
     seen_none = False

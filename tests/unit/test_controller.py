@@ -59,7 +59,7 @@ def drive(
         report = Report(
             tuple(entropy + stage for stage in range(controller.stages)),
             seconds,
-            backward,
+            None if backward is None else (backward,) * controller.stages,
             error_curve=curves((iteration - 1) // window, grid) if curves and grid else None,
             gate=tuple(GateVerdict(s, "w", 1.0, 2.0, True) for s in range(controller.stages))
             if plan.gate

@@ -1,0 +1,44 @@
+"""Injected delay: a link that takes as long as one of a chosen bandwidth would, on top of what the real one takes.
+
+Nothing is emulated below the collectives: whoever waits for them sleeps for bytes / bandwidth more, bytes counted as
+:class:`edgc.compressors.channel.Channel` counts them. That is enough to give the stages of one machine links of
+different speeds, and costs no processor time. On a CPU only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.compressors import Channel
+
+
+class SlowLink:
+    """Opens channels that are slowed down; to be given to an engine as ``open_channel``.
+
+    Attributes:
+        bandwidth: bytes per second that a rank sends; None injects nothing. It may be changed between iterations.
+    """
+
+    def __init__(self, bandwidth: float | None) -> None:
+        self.bandwidth = bandwidth
+
+    def __call__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
+        return _SlowChannel(group, shards, self)
+
+
+class _SlowChannel(Channel):
+    def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], link: SlowLink) -> None:
+        super().__init__(group, shards)
+        self._link, self._delayed = link, 0
+
+    def finish(self) -> None:
+        super().finish()
+        sent, self._delayed = self.bytes - self._delayed, self.bytes
+        if sent and self._link.bandwidth is not None:
+            started = time.perf_counter()
+            time.sleep(sent / self._link.bandwidth)
+            self.waited.add(started, time.perf_counter())

@@ -1,0 +1,187 @@
+"""When each pipeline stage finishes its reductions: without compression, with equal ranks and with DAC.
+
+All stages have links of an injected bandwidth (:mod:`experiments.bench.slow_link`), stage 0 a slower one. What DAC is
+to bring about is that stages finish together; the spread of an iteration is the time between the first and the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from edgc.errors import UserError
+from experiments.bench.children import Child, Group
+
+MODULE = "experiments.bench.stages_worker"
+SECONDS = 1800.0  # for all steps of one variant
+START_SECONDS = 300.0
+WINDOW = 4
+VARIANTS = ("none", "equal", "dac")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        pipeline, data: degrees of parallelism.
+        rank: of stage 0 under compression, and of all stages without DAC.
+        megabytes: injected bandwidth in MB/s.
+        slowdown: by what factor stage 0's link is slower.
+        steps: iterations that are counted, per variant.
+    """
+
+    pipeline: int = 4
+    data: int = 2
+    rank: int = 8
+    megabytes: float = 1.0
+    slowdown: float = 2.0
+    steps: int = 20
+    layers_per_stage: int = 2
+    hidden: int = 64
+    sequence: int = 32
+    micro_batches: int = 8
+
+    def __post_init__(self) -> None:
+        for key, low in (("pipeline", 2), ("data", 2), ("rank", 1), ("steps", 3)):
+            if getattr(self, key) < low:
+                raise UserError(f"--{key} {getattr(self, key)} is not valid", fix=f"use {low} or more")
+        for key, lowest in (("megabytes", 0.01), ("slowdown", 1.0)):
+            if not lowest <= getattr(self, key) <= 1e4:
+                raise UserError(
+                    f"--{key} {getattr(self, key):g} is not valid", fix=f"use {lowest:g} to 10000"
+                )
+
+    @property
+    def bandwidths(self) -> list[float]:
+        """Injected, per stage, in bytes per second."""
+        first = self.megabytes / self.slowdown
+        return [1e6 * value for value in (first, *[self.megabytes] * (self.pipeline - 1))]
+
+
+def settings(plan: Plan, variant: str) -> dict[str, Any]:
+    """The run of a variant, as :class:`experiments.settings.RunConfig` takes it."""
+    compression: dict[str, Any] = {"method": "none"}
+    warm_up = WINDOW
+    if variant != "none":
+        compression = {
+            "method": "edgc",
+            "policy": "fixed",
+            "rank": plan.rank,
+            "window": WINDOW,
+            "warmup_fraction": 0.0,
+            "stability_tolerance": 10.0,
+            "search_start": 2,
+            "alignment": "measured" if variant == "dac" else "off",
+            "entropy": {"iteration_rate": 0.25},
+        }
+        # DAC first times half a dozen ranks twice; without it warm-up is over after two windows.
+        warm_up = (5 if variant == "dac" else 2) * WINDOW
+    iterations = warm_up + plan.steps
+    return {
+        "scale": "bench",
+        "study": "stages",
+        "variant": variant,
+        "label": variant,
+        "seed": 1,
+        "model": {
+            "layers": plan.layers_per_stage * plan.pipeline,
+            "hidden": plan.hidden,
+            "heads": 4,
+            "sequence_length": plan.sequence,
+        },
+        "parallel": {"pipeline": plan.pipeline, "data": plan.data},
+        "train": {
+            "iterations": iterations,
+            "micro_batch": 2,
+            "global_batch": 2 * plan.micro_batches * plan.data,
+            "lr": 1e-3,
+            "lr_warmup_fraction": 0.1,
+            "eval_interval": iterations,
+            "eval_batches": 1,
+        },
+        "compression": compression,
+    }
+
+
+def measure(plan: Plan, advance: Callable[[str], None]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Train all variants one after another.
+
+    Returns:
+        One row per variant, iteration and stage (see :func:`rows`); and per variant the decisions of the controller.
+    """
+    tables, decisions = [], {}
+    with ranks(plan.pipeline * plan.data) as group:
+        advance("started")
+        for variant in VARIANTS:
+            request = {"do": "train", "run": settings(plan, variant), "bandwidths": plan.bandwidths}
+            answers = group.ask(request, SECONDS)
+            tables.append(rows(variant, answers).groupby("stage").tail(plan.steps))
+            decisions[variant] = answers[0]["decisions"]
+            advance(variant)
+    return pd.concat(tables, ignore_index=True), decisions
+
+
+@contextlib.contextmanager
+def ranks(world: int) -> Iterator[Group]:
+    """One process per rank, joined to a process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = [Child(MODULE, {"OMP_NUM_THREADS": "1"}) for _ in range(world)]
+        with Group(children) as group:
+            for rank, child in enumerate(children):
+                child.send({"do": "start", "store": f"{folder}/store", "rank": rank, "world": world})
+            for child in children:
+                while child.receive() is None:
+                    pass
+            yield group
+
+
+def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """One row per steady iteration and stage.
+
+    Columns: ``variant``, ``iteration``, ``stage``, ``rank`` (empty: uncompressed), ``finish_seconds`` after the first
+    stage of that iteration (a stage is over when all its replicas are), ``step_seconds``.
+    """
+    ranks_ = pd.DataFrame(
+        [
+            {"variant": variant, "stage": answer["stage"], **iteration}
+            for answer in answers
+            for iteration in answer["iterations"]
+            if iteration["steady"]
+        ]
+    )
+    stages = ranks_.groupby(["variant", "iteration", "stage"], as_index=False).agg(
+        rank=("rank", "first"), finished=("finished", "max"), step_seconds=("seconds", "max")
+    )
+    first = stages.groupby("iteration")["finished"].transform("min")
+    stages["finish_seconds"] = stages.pop("finished") - first
+    return stages
+
+
+def table(found: pd.DataFrame) -> pd.DataFrame:
+    """One row per variant: median and quartiles of the spread of the stages' finish times, and its share of that
+    with equal ranks."""
+    spreads = found.groupby(["variant", "iteration"], sort=False)["finish_seconds"].max()
+    made = []
+    for variant, spread in spreads.groupby("variant", sort=False):
+        last = found[found["variant"] == variant].groupby("stage").tail(1).sort_values("stage")
+        step = found[found["variant"] == variant].groupby("iteration")["step_seconds"].max()
+        made.append(
+            {
+                "variant": variant,
+                "iterations": len(spread),
+                "ranks": "/".join("dense" if pd.isna(rank) else f"{rank:.0f}" for rank in last["rank"]),
+                "spread_seconds": spread.median(),
+                "spread_q1": spread.quantile(0.25),
+                "spread_q3": spread.quantile(0.75),
+                "step_seconds": step.median(),
+            }
+        )
+    result = pd.DataFrame(made)
+    equal = result.loc[result["variant"] == "equal", "spread_seconds"].iloc[0]
+    return result.assign(of_equal=result["spread_seconds"] / equal)

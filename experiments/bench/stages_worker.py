@@ -1,0 +1,148 @@
+"""One rank of a pipeline whose stages have links of injected speed: trains, and notes when its reductions are over.
+
+Times are readings of one clock that all processes of a machine share. Ranks never meet for the sake of the
+measurement: each notes its own times, and they are compared afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from edgc.controller import Decision
+from edgc.megatron import cpu_shims
+from edgc.telemetry import plain
+from experiments.settings import RunConfig
+
+with cpu_shims.without_compiler():
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from experiments.setup import Session, build
+
+from experiments.bench.children import serve
+from experiments.bench.slow_link import SlowLink
+
+TIMEOUT = timedelta(seconds=300)
+VOCABULARY = 256
+
+
+def train(
+    run: RunConfig, bandwidths: Sequence[float | None], *, slower: Mapping[int, float] | None = None
+) -> dict[str, Any]:
+    """Train ``run`` on random text with the default process group.
+
+    Args:
+        bandwidths: injected, per stage, in bytes per second.
+        slower: from an iteration on (1-based), by what factor every bandwidth is divided.
+
+    Returns:
+        ``stage``, ``replica``; ``decisions``; and per iteration in ``iterations``: ``rank`` (None: uncompressed),
+        ``steady`` (the ranks are final and nothing is being timed), ``finished`` (clock, when this rank's last
+        reduction was over) and ``seconds`` of the whole step.
+    """
+    session = build(run, VOCABULARY)
+    engine, stage = session.attachment.engine, session.stage
+    replica = int(parallel_state.get_data_parallel_rank())
+    link = engine.open_channel = SlowLink(bandwidths[stage])
+    finished: list[float] = []
+    close: Any = engine.end_iteration
+
+    def close_and_note(*arguments: Any) -> None:
+        finished.append(time.perf_counter())
+        close(*arguments)
+
+    watched: Any = engine
+    watched.end_iteration = close_and_note
+    generator = torch.Generator().manual_seed(replica)
+    decisions: list[Decision] = []
+    iterations: list[dict[str, Any]] = []
+    full = link.bandwidth
+    for iteration in range(1, run.train.iterations + 1):
+        if slower and iteration in slower and full is not None:
+            link.bandwidth = full / slower[iteration]
+        plan, started = engine.plan, time.perf_counter()
+        _step(session, run, generator)
+        iterations.append(
+            {
+                "iteration": iteration,
+                "rank": plan.ranks[stage],
+                "steady": plan.phase in ("active", "disabled") and plan.probe_rank is None,
+                "finished": finished[-1],
+                "seconds": time.perf_counter() - started,
+            }
+        )
+        if engine.decision is not None:
+            decisions.append(engine.decision)
+    assert len(finished) == len(iterations)
+    parallel_state.destroy_model_parallel()
+    return {"stage": stage, "replica": replica, "decisions": decisions, "iterations": iterations}
+
+
+def _step(session: Session, run: RunConfig, generator: torch.Generator) -> None:
+    """One training step on the next random micro-batches."""
+    length, size = run.model.sequence_length, run.train.micro_batch
+    positions = torch.arange(length).repeat(size, 1)
+    texts = [
+        torch.randint(0, VOCABULARY, (size, length + 1), generator=generator)
+        for _ in range(run.micro_batches)
+    ]
+
+    def forward(batches: Any, model: Any) -> Any:
+        text = next(batches)
+        losses = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+
+        def loss(output: torch.Tensor) -> Any:
+            value = output.float().mean()
+            return value, {"loss": value.detach().clone()}
+
+        return losses, loss
+
+    [chunk] = session.chunks
+    chunk.zero_grad_buffer()
+    session.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(texts),
+        model=chunk,
+        num_microbatches=run.micro_batches,
+        seq_length=length,
+        micro_batch_size=size,
+        forward_only=False,
+    )
+    session.optimizer.step()
+    session.scheduler.step(increment=1)
+
+
+class Rank:
+    """Handlers of this process."""
+
+    def start(self, store: str, rank: int, world: int) -> None:
+        """Join the process group that meets at a file."""
+        torch.set_num_threads(1)
+        cpu_shims.install()
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
+        )
+
+    def train(self, run: dict[str, Any], bandwidths: list[float | None]) -> dict[str, Any]:
+        """:func:`train` in JSON's types."""
+        result = train(RunConfig(**run), bandwidths)
+        return {**result, "decisions": [plain(asdict(decision)) for decision in result["decisions"]]}
+
+
+def main() -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    rank = Rank()
+    serve({"start": rank.start, "train": rank.train})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""When pipeline stages finish their gradient reductions: no compression, equal ranks and DAC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from edgc.errors import UserError
+from paper_figures import style
+
+NAME = "stage_spread"
+LABELS = {"none": "no compression", "equal": "equal ranks", "dac": "DAC"}
+COLOURS = {
+    "none": style.FAMILIES["none"].colour,
+    "equal": style.FAMILIES["powersgd"].colour,
+    "dac": style.FAMILIES["edgc"].colour,
+}
+
+
+def draw(results: Path) -> Figure:
+    """Finish times of the stages after the first of an iteration, and their spread; a dot is an iteration."""
+    for name in ("stages.csv", "stages_iterations.csv"):
+        if not (results / name).is_file():
+            fix = "make it with: make bench-stages"
+            raise UserError("there is no table of the stages benchmark", where=results / name, fix=fix)
+    table = pd.read_csv(results / "stages.csv").set_index("variant")
+    found = pd.read_csv(results / "stages_iterations.csv")
+    found["finish_ms"] = 1e3 * found["finish_seconds"]
+    fig, axes = style.figure(1, 2, width=style.TEXT, height=2.5, width_ratios=[3, 2])
+    stages(axes[0], found)
+    spread(axes[1], found, table)
+    style.letter(axes)
+    style.annotate(
+        fig,
+        list(table["iterations"]),
+        what="iterations",
+        bars="bars: quartiles, dots: iterations",
+        extra="Links slowed down by INJECTED delays, stage 0's most (stages.json); the rest is measured."
+        f"\n{found['machine'].iloc[0]}; torch {found['torch'].iloc[0]}",
+    )
+    return fig
+
+
+def stages(ax: Axes, found: pd.DataFrame) -> None:
+    """Medians per stage, one line a variant."""
+    sns.pointplot(
+        found,
+        x="stage",
+        y="finish_ms",
+        hue="variant",
+        hue_order=list(LABELS),
+        palette=COLOURS,
+        estimator="median",
+        errorbar=("pi", 50),
+        markers=["o", "s", "D"],
+        dodge=0.3,
+        markersize=4,
+        linewidth=1.2,
+        ax=ax,
+    )
+    ax.legend(*_renamed(ax), loc="best")
+    ax.set_xlabel("pipeline stage (0: first)")
+    ax.set_ylabel("reductions end after\nthe first stage's (ms)")
+    ax.set_ylim(bottom=0)
+    ax.set_title("end of reductions")
+
+
+def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
+    """Last minus first stage, with the ratio to equal ranks in words."""
+    spreads = found.groupby(["variant", "iteration"], as_index=False)["finish_ms"].max()
+    sns.stripplot(
+        spreads,
+        x="variant",
+        y="finish_ms",
+        order=list(LABELS),
+        hue="variant",
+        palette=COLOURS,
+        alpha=0.4,
+        size=3,
+        legend=False,
+        ax=ax,
+    )
+    for place, name in enumerate(LABELS):
+        row = 1e3 * table.loc[name, ["spread_seconds", "spread_q1", "spread_q3"]].astype(float)
+        middle, low, high = row
+        ax.errorbar(
+            place,
+            middle,
+            yerr=[[middle - low], [high - middle]],
+            color=COLOURS[name],
+            marker="D",
+            linestyle="",
+        )
+        ratio = ax.annotate(
+            f"{middle:.0f} ms\n{table.loc[name, 'of_equal']:.2f} ×",
+            (place, middle),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=style.MIN_FONT,
+        )
+        style.outline(ratio)
+    ax.set_xticks(
+        range(len(LABELS)), [f"{LABELS[name]}\n{_shown(table.loc[name, 'ranks'])}" for name in LABELS]
+    )
+    ax.set_xlim(-0.5, len(LABELS) - 0.2)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("ranks by stage")
+    ax.set_ylabel("last minus first stage (ms)")
+    ax.set_title("spread (× equal ranks)")
+
+
+def _shown(ranks: str) -> str:
+    parts = ranks.split("/")
+    return parts[0] if len(set(parts)) == 1 else "/".join(parts)
+
+
+def _renamed(ax: Axes) -> tuple[list[Any], list[str]]:
+    handles, labels = style.handles(ax)
+    return handles, [LABELS[label] for label in labels]
+
+
+if __name__ == "__main__":
+    style.main(draw)

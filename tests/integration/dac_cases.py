@@ -1,0 +1,26 @@
+"""What the ranks of ``test_dac.py`` do: DP2 x PP2 over links with injected delays, one launch for all cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from edgc.megatron import cpu_shims
+from experiments.bench import stages, stages_worker
+from experiments.settings import RunConfig
+
+PLAN = stages.Plan(pipeline=2, data=2, steps=10, micro_batches=2, sequence=16)
+DROP = 29  # iteration, the first of a window
+FACTOR = 3.0
+
+
+def all_cases() -> dict[str, dict[str, Any]]:
+    cpu_shims.install()
+    found = {}
+    for variant in stages.VARIANTS:
+        run = RunConfig(**stages.settings(PLAN, variant))
+        found[variant] = stages_worker.train(run, PLAN.bandwidths)
+    longer = stages.settings(replace(PLAN, steps=36), "dac")
+    longer["compression"]["search_repeats"] = 1
+    found["drop"] = stages_worker.train(RunConfig(**longer), PLAN.bandwidths, slower={DROP: FACTOR})
+    return found

@@ -1,0 +1,484 @@
+"""A network that changes while training goes on: when times are measured again, and what follows from it.
+
+Times are simulated: T(r) of every stage is a line, and a window's measured time is T of the rank in use, with noise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgc.change_detector import PATIENCE, ChangeDetector
+from edgc.config import EDGCConfig
+from edgc.controller import Controller, Decision, Plan, Report
+from edgc.errors import UserError
+from edgc.plans import StageTiming
+
+SHAPES = [(256, 256), (256, 1024)]
+NAN = math.nan
+WINDOW = 10
+
+
+@dataclass(frozen=True)
+class Network:
+    """Seconds: T(r) = fixed + slope * r per stage, the uncompressed time, and t_b of every stage."""
+
+    slope: tuple[float, ...] = (0.01, 0.01, 0.01)
+    fixed: float = 0.1
+    dense: tuple[float, ...] = (2.0, 2.0, 2.0)
+    backward: tuple[float, ...] = (0.04, 0.06, 0.3)
+
+    def slower(self, factor: float) -> Network:
+        """The same with ``factor`` times the transfer times; what is computed stays."""
+        grown = tuple(factor * s for s in self.slope), tuple(factor * d for d in self.dense)
+        return replace(self, slope=grown[0], dense=grown[1])
+
+    def seconds(self, stage: int, rank: int | None) -> float:
+        return self.fixed + self.slope[stage] * rank if rank else self.dense[stage]
+
+
+def measured(**overrides: Any) -> EDGCConfig:
+    values: dict[str, Any] = {
+        "method": "edgc",
+        "policy": "fixed",
+        "rank": 16,
+        "r_max": 64,
+        "window": WINDOW,
+        "alignment": "measured",
+        "search_start": 1,
+        "search_repeats": 1,
+        "warmup_fraction": 0.001,
+        **overrides,
+    }
+    return EDGCConfig(**values)
+
+
+class Run:
+    """Drives a controller through a network that depends on the iteration."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        network: Callable[[int], Network],
+        *,
+        noise: Callable[[], float] = lambda: 1.0,
+        entropy: Callable[[int], float] = lambda iteration: 1.0,
+        step: Callable[[float], float] = lambda seconds: seconds,
+    ) -> None:
+        self.controller, self.network, self.noise = controller, network, noise
+        self.entropy, self.step = entropy, step
+        self.plans: list[Plan] = []
+        self.decisions: list[Decision] = []
+
+    def report(self, iteration: int) -> Report:
+        controller, network = self.controller, self.network(iteration)
+        plan, stages = controller.plan(iteration), range(controller.stages)
+        probe = plan.probe_rank
+        return Report(
+            (self.entropy(iteration),) * controller.stages,
+            None if probe is None else tuple(network.seconds(stage, probe) for stage in stages),
+            network.backward[: controller.stages],
+            reduction_seconds=tuple(
+                self.step(network.seconds(stage, plan.ranks[stage])) * self.noise() for stage in stages
+            )
+            if controller.watches(iteration)
+            else None,
+        )
+
+    def to(self, stop: int, start: int = 1) -> Run:
+        for iteration in range(start, stop + 1):
+            plan = self.controller.plan(iteration)
+            self.plans.append(plan)
+            if plan.exchange:
+                decision = self.controller.observe(iteration, self.report(iteration))
+                if decision is not None:
+                    self.decisions.append(decision)
+        return self
+
+    @property
+    def measurements(self) -> list[int]:
+        """The iterations in which a measurement ended."""
+        return [decision.iteration for decision in self.decisions if decision.timing]
+
+    @property
+    def probed(self) -> list[int]:
+        return [i for i, plan in enumerate(self.plans, start=1) if plan.probe_rank is not None]
+
+
+def by_formula(
+    timing: Sequence[StageTiming], first: int, r_min: int, r_max: int, multiple: int = 4
+) -> tuple[int | None, ...]:
+    """r_i = T_i^-1(T_0(r_0) + sum of t_b of the stages before), from the timed points alone."""
+    fits = [np.polyfit(*zip(*stage.timed, strict=True), 1) for stage in timing]
+    ranks: list[int | None] = [first]
+    for stage in range(1, len(timing)):
+        head_start = sum(float(before.backward_seconds or 0) for before in timing[:stage])
+        budget = np.polyval(fits[0], first) + head_start
+        real = (budget - fits[stage][1]) / fits[stage][0]
+        if budget > timing[stage].seconds_uncompressed or real > r_max + 1e-6:
+            ranks.append(None)
+        else:
+            ranks.append(min(r_max, max(r_min, math.floor(real / multiple + 1e-6) * multiple)))
+    return tuple(ranks)
+
+
+# --------------------------------------------------------------------- a drop of the bandwidth
+
+
+def test_a_drop_of_bandwidth_is_measured_once_and_the_ranks_follow() -> None:
+    before, after = Network(), Network().slower(3.0)
+    run = Run(Controller(measured(), [SHAPES] * 3, 2000), lambda i: before if i <= 1000 else after).to(2000)
+    first, second = [d for d in run.decisions if d.timing]
+    assert first.iteration < 10 and 1010 < second.iteration < 1030
+    # One window with the new times, then one probe per rank of the schedule; nothing before and nothing after.
+    assert run.probed == [*range(1, 7), *range(1011, 1017)]
+    assert all(plan.ranks == (16, 20, 24) for plan in run.plans[20:1016]), "training goes on compressed"
+    assert run.plans[1016].ranks == run.plans[-1].ranks == (16, 16, 16 + 4 * (0.1 / 0.03 >= 4))
+    for decision in (first, second):
+        for stage, timing in enumerate(decision.timing):
+            network = before if decision is first else after
+            assert timing.stage == stage
+            assert timing.seconds_per_rank == pytest.approx(network.slope[stage])
+            assert timing.seconds_fixed == pytest.approx(0.1)
+            assert timing.residual == pytest.approx(0, abs=1e-9)
+            assert timing.seconds_uncompressed == network.dense[stage]
+            assert timing.backward_seconds == network.backward[stage]
+    for decision in run.decisions:
+        if decision.phase == "active":
+            timing = first.timing if decision.iteration < second.iteration else second.timing
+            assert decision.ranks == by_formula(timing, 16, 16, 64)
+    # Timings are logged where a measurement ends, measured and predicted times at every window end that has them.
+    trigger = next(d for d in run.decisions if "measured anew" in d.reason)
+    assert trigger.iteration == 1010
+    assert trigger.reduction_seconds == pytest.approx([0.58, 0.7, 0.82])
+    assert trigger.predicted_seconds == pytest.approx([0.26, 0.3, 0.34])
+    assert "stage 0 measured 0.58 s, predicted 0.26 s at rank 16" in trigger.reason
+    assert "stage 2 measured 0.82 s, predicted 0.34 s at rank 24" in trigger.reason
+    assert "times have changed" in second.reason and "ranks 16/20/24 -> 16/16/16" in second.reason
+
+
+def test_one_stage_alone_is_enough() -> None:
+    before = Network()
+    after = replace(before, slope=(0.03, 0.01, 0.01))
+    run = Run(Controller(measured(), [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
+    triggers = [d for d in run.decisions if "measured anew" in d.reason]
+    assert [d.iteration for d in triggers] == [210]
+    assert "stage 0" in triggers[0].reason and "stage 1" not in triggers[0].reason
+    # T_0(16) is now 0.58 s: 48, 52 with the earlier stages' 0.04 s, and 58 with their 0.1 s.
+    assert run.plans[-1].ranks == (16, 52, 56)
+
+
+def test_an_uncompressed_stage_is_watched_too() -> None:
+    before = Network(dense=(2.0, 2.0, 0.3))
+    after = replace(before, dense=(2.0, 2.0, 0.9))
+    run = Run(Controller(measured(), [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
+    assert run.plans[199].ranks == (16, 20, None)
+    [trigger] = [d for d in run.decisions if "measured anew" in d.reason]
+    assert "stage 2 measured 0.9 s, predicted 0.3 s at no compression" in trigger.reason
+    assert run.plans[-1].ranks == (16, 20, 24)
+
+
+def test_a_faster_network_is_a_change_too() -> None:
+    slow, fast = Network().slower(3.0), Network()
+    run = Run(Controller(measured(), [SHAPES] * 3, 400), lambda i: slow if i <= 200 else fast).to(400)
+    assert len(run.measurements) == 2
+    assert run.plans[199].ranks == (16, 16, 16)
+    assert run.plans[-1].ranks == (16, 20, 24)
+
+
+def test_a_searched_r_max_is_found_anew_and_ranks_are_clamped() -> None:
+    # At first rank 64 pays: T(60) = 0.7 = dense. Later only what is below 24: the dense time falls to a third.
+    before = Network(dense=(0.7,) * 3, backward=(0.0,) * 3)
+    after = replace(before, dense=(0.34,) * 3, slope=(0.013,) * 3)
+    settings_ = measured(policy="cqm", rank=None, r_max=None)
+    run = Run(Controller(settings_, [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
+    limits = [(d.r_min, d.r_max) for d in run.decisions if d.timing]
+    assert limits == [(12, 60), (4, 16)]  # 0.1 + 0.013 r = 0.34 at rank 18.5
+    assert run.plans[199].ranks == (60, 60, 60)
+    assert run.plans[-1].ranks == (16, 16, 16)
+    # A rank below the new r_min would be raised as well; nothing else is moved.
+    assert all(d.ranks[0] == 16 for d in run.decisions if d.iteration > 230)
+
+
+def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed() -> None:
+    good = Network(dense=(0.7,) * 3)
+    bad = replace(good, dense=(0.05,) * 3)
+    settings_ = measured(policy="cqm", rank=None, r_max=None)
+
+    def network(iteration: int) -> Network:
+        return bad if 200 < iteration <= 600 else good
+
+    # Stage 0's compressed times did not change; it is noticed because they did for a moment.
+    run = Run(
+        Controller(settings_, [SHAPES] * 3, 1000),
+        network,
+        step=lambda seconds: seconds,
+        noise=iter([*[1.0] * 54, *[2.0] * 6, *[1.0] * 1000]).__next__,
+    ).to(1000)
+    paused = next(d for d in run.decisions if "nothing is compressed until" in d.reason)
+    assert paused.phase == "active" and paused.ranks == (None,) * 3
+    assert "even rank 4 is slower" in paused.reason
+    kept = run.plans[paused.iteration - 1].ranks[0]
+    again = next(d for d in run.decisions if d.timing and d.iteration > 600)
+    assert "stage 0 measured 0.7 s, predicted 0.05 s at no compression" in " ".join(
+        d.reason for d in run.decisions if 600 < d.iteration < again.iteration
+    )
+    assert again.ranks[0] == kept is not None
+    assert all(plan.ranks == (None,) * 3 for plan in run.plans[paused.iteration : again.iteration])
+    assert any("compression would not pay" in d.reason for d in run.decisions)
+
+
+@pytest.mark.parametrize("policy", ["cqm", "released", "spectral"])
+def test_ranks_follow_the_policy_and_the_new_times(policy: str) -> None:
+    before, after = Network(), Network().slower(3.0)
+    settings_ = measured(policy=policy, rank=None, r_min=8, target_error=0.2)
+    controller = Controller(settings_, [SHAPES] * 3, 400)
+    run = Run(controller, lambda i: before if i <= 200 else after, entropy=lambda i: 1.0 - 0.002 * i).to(400)
+    timing: Sequence[StageTiming] = ()
+    active = 0
+    for decision in run.decisions:
+        timing = decision.timing or timing
+        if decision.phase == "active":
+            active += 1
+            first = decision.ranks[0]
+            assert first is not None and decision.r_min is not None and decision.r_max is not None
+            assert decision.ranks == by_formula(timing, first, decision.r_min, decision.r_max)
+    assert active > 20 and len(run.measurements) == 2
+
+
+# --------------------------------------------------------------------- noise, and differences that are no change
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_noise_never_starts_a_measurement(overlapped: bool) -> None:
+    generator = random.Random(0)
+    controller = Controller(measured(), [SHAPES] * 3, 1002 * WINDOW, overlapped=overlapped)
+    # Compared with a window that is itself noisy, two times may differ by 1.1 / 0.9; its share is one of T.
+    noise = 0.1 if not overlapped else 0.09
+    run = Run(controller, lambda i: Network(), noise=lambda: generator.uniform(1 - noise, 1 + noise))
+    run.to(1002 * WINDOW)
+    assert len(run.measurements) == 1
+    assert sum(bool(d.reduction_seconds) for d in run.decisions) == 1000
+
+
+def test_a_step_that_always_takes_longer_is_measured_once_more_and_then_compared_with_itself() -> None:
+    change = 600
+
+    def network(iteration: int) -> Network:
+        return Network() if iteration <= change else Network().slower(3.0)
+
+    run = Run(Controller(measured(), [SHAPES] * 3, 900), network, step=lambda seconds: 1.3 * seconds).to(900)
+    first, confirmed, found, again = (d for d in run.decisions if d.timing)
+    assert confirmed.iteration < 50 and "times have not changed" in confirmed.reason
+    assert "times have not changed" in again.reason, "and so after every change"
+    assert found.iteration > change and "times have changed" in found.reason
+    assert "predicted 0.338 s at rank 16" in next(
+        d.reason for d in run.decisions if change < d.iteration and "anew" in d.reason
+    )
+    assert first.ranks == (None,) * 3
+    assert confirmed.ranks == run.plans[change - 1].ranks == (16, 20, 24)
+    assert run.plans[-1].ranks == (16, 16, 16)
+
+
+def test_measurements_that_find_nothing_become_rarer() -> None:
+    # Steps alternate between two times; a new measurement says every time that nothing has changed.
+    flip = iter([factor for _ in range(4000) for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0)])
+    run = Run(Controller(measured(), [SHAPES] * 2, 8000), lambda i: Network(), noise=flip.__next__).to(8000)
+    ends = run.measurements[1:]
+    gaps = [b - a for a, b in pairwise(ends)]
+    assert 3 <= len(ends) <= 9
+    assert all(gap >= PATIENCE * WINDOW * 2 ** (k + 1) for k, gap in enumerate(gaps))
+
+
+def test_a_change_during_the_wait_is_seen_after_it() -> None:
+    def network(iteration: int) -> Network:
+        return Network().slower(1.0 if iteration <= 200 else 3.0 if iteration <= 240 else 9.0)
+
+    run = Run(Controller(measured(), [SHAPES] * 3, 400), network).to(400)
+    _, second, third = run.measurements
+    assert 210 < second < 220
+    # Windows end at 220, 230, ...; the first PATIENCE after the measurement are not judged.
+    assert 210 + (PATIENCE + 1) * WINDOW < third <= 210 + (PATIENCE + 2) * WINDOW + 6
+
+
+# --------------------------------------------------------------------- runs that hide communication
+
+
+def test_overlapped_runs_are_compared_with_their_own_first_window() -> None:
+    settings_ = measured(policy="cqm", rank=None, r_min=8)
+
+    def entropy(iteration: int) -> float:
+        return 1.0 if iteration <= 60 else 0.0  # ranks fall by 8 a window
+
+    def drive(hidden: Callable[[float], float], slow_from: int) -> Run:
+        return Run(
+            Controller(settings_, [SHAPES] * 2, 400, overlapped=True),
+            lambda i: Network().slower(3.0 if i > slow_from else 1.0),
+            step=hidden,
+            entropy=entropy,
+        ).to(400)
+
+    # Whatever is hidden, all or some or nothing, a moving rank alone is no change of the network.
+    for hidden in (lambda t: 0.01, lambda t: max(0.01, t - 0.4), lambda t: t, lambda t: 0.5 * t):
+        run = drive(hidden, 1000)
+        assert len({plan.ranks for plan in run.plans}) > 4
+        assert len(run.measurements) == 1
+    # A drop that shows is seen; one that stays hidden does no harm and is left alone.
+    assert len(drive(lambda t: max(0.01, t - 0.2), 300).measurements) == 2
+    assert len(drive(lambda t: 0.01, 300).measurements) == 1
+
+
+def test_the_reference_of_an_overlapped_run() -> None:
+    detector = ChangeDetector(0.2, 1, calibrates=True)
+    assert detector.judge([0.3], [1.0]) == []  # becomes the reference: 0.7 s are hidden
+    assert detector.judge([0.49], [1.0]) == []
+    [mismatch] = detector.judge([0.51], [1.0])
+    assert (mismatch.low, mismatch.high) == (0.3, 0.3)
+    # T changes by 1 s or 0.5 s: all of that may show (at least 0 is left), or nothing of it.
+    assert [(m.low, m.high) for m in detector.judge([0.41], [0.5])] == [(0.0, 0.3)]
+    assert [(m.low, m.high) for m in detector.judge([1.75], [2.0])] == [(0.3, 1.3)]
+    assert detector.judge([0.39], [0.5]) == []  # the reference at this rank from now on
+    assert [(m.low, m.high) for m in detector.judge([0.5], [0.5])] == [(0.39, 0.39)]
+    assert str(mismatch) == "stage 0 measured 0.51 s, predicted 0.3 s"
+
+
+def test_what_is_not_known_is_not_judged() -> None:
+    detector = ChangeDetector(0.2, 3, calibrates=False)
+    assert detector.judge([NAN, 9.0, 9.0], [1.0, NAN, 0.0]) == []
+    assert [m.stage for m in detector.judge([1.3, 0.7, 1.0], [1.0, 1.0, 1.0])] == [0, 1]
+    assert detector.judge([1.2, 0.8, 1.0], [1.0, 1.0, 1.0]) == []
+
+
+# --------------------------------------------------------------------- where nothing is measured
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages"),
+    [
+        ({}, 1),
+        ({"alignment": "off"}, 3),
+        ({"alignment": "off", "policy": "cqm", "rank": None}, 3),
+        ({"alignment": "off", "policy": "cqm", "rank": None}, 1),
+        ({"alignment": "off", "policy": "spectral", "rank": None}, 2),
+    ],
+)
+def test_one_stage_and_no_alignment_measure_nothing(overrides: dict[str, Any], stages: int) -> None:
+    controller = Controller(measured(**overrides), [SHAPES] * stages, 200)
+    run = Run(controller, lambda i: Network().slower(1.0 if i < 100 else 9.0)).to(200)
+    assert run.probed == [] == run.measurements
+    assert not any(d.reduction_seconds for d in run.decisions)
+    assert all(len(set(plan.ranks)) == 1 for plan in run.plans), "alignment is the identity"
+    assert run.plans[-1].ranks[0] is not None
+
+
+@pytest.mark.parametrize(("alignment", "stages"), [("measured", 1), ("off", 1), ("off", 3)])
+def test_a_searched_r_max_alone_depends_on_stage_0(alignment: str, stages: int) -> None:
+    before = Network(dense=(0.7,) * 3)
+
+    def drive(after: Network) -> Run:
+        settings_ = measured(policy="cqm", rank=None, r_max=None, alignment=alignment)
+        controller = Controller(settings_, [SHAPES] * stages, 400)
+        return Run(controller, lambda i: before if i <= 200 else after).to(400)
+
+    slower = drive(replace(before, slope=(0.02, 0.01, 0.01)))
+    assert [d.r_max for d in slower.decisions if d.timing] == [60, 28]
+    assert slower.plans[-1].ranks == (28,) * stages
+    if stages > 1:
+        assert len(drive(replace(before, slope=(0.01, 0.02, 0.02))).measurements) == 1
+
+
+def test_switched_off() -> None:
+    controller = Controller(measured(remeasure_above=None), [SHAPES] * 3, 400)
+    run = Run(controller, lambda i: Network().slower(1.0 if i < 100 else 9.0)).to(400)
+    assert len(run.measurements) == 1
+    assert not any(controller.watches(i) for i in range(1, 401))
+
+
+# --------------------------------------------------------------------- equal decisions, resume
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> tuple[EDGCConfig, int, bool, int]:
+    """Settings, stages, whether reductions overlap, and the seed of everything that is reported."""
+    policy = draw(st.sampled_from(["cqm", "released", "fixed", "spectral"]))
+    searched = policy != "fixed" and draw(st.booleans())
+    settings_ = measured(
+        policy=policy,
+        rank=8 if policy == "fixed" else None,
+        r_max=None if searched else 64,
+        window=draw(st.integers(1, 7)),
+        search_repeats=draw(st.integers(1, 2)),
+        alignment=draw(st.sampled_from(["measured", "measured", "off"])),
+        remeasure_above=draw(st.sampled_from([0.05, 0.2, 1.0, None])),
+        cost_gate=draw(st.booleans()),
+        stability_tolerance=draw(st.sampled_from([0.1, 10.0])),
+    )
+    return settings_, draw(st.integers(1, 4)), draw(st.booleans()), draw(st.integers(0, 2**32))
+
+
+def anything(controller: Controller, iteration: int, seed: int) -> Report:
+    """Some report that fits the plan: times jump about, some are missing."""
+    generator = random.Random(f"{seed} {iteration}")
+    plan, stages = controller.plan(iteration), range(controller.stages)
+
+    def time() -> float:
+        return generator.choice([0.0, 0.1, 0.1, 1.0]) + 0.02 * generator.random()
+
+    def perhaps() -> float:
+        return NAN if generator.random() < 0.1 else time()
+
+    grid = controller.rank_grid
+    curve = tuple(1 / (1 + rank) ** generator.uniform(0.5, 1.5) for rank in grid)
+    return Report(
+        tuple(generator.uniform(0, 0.2) for _ in stages),
+        None if plan.probe_rank is None else tuple(perhaps() for _ in stages),
+        None if generator.random() < 0.1 else tuple(perhaps() for _ in stages),
+        error_curve=(curve,) * controller.stages if grid else None,
+        reduction_seconds=tuple(perhaps() for _ in stages) if controller.watches(iteration) else None,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(story=stories(), cut=st.integers(0, 200))
+def test_all_controllers_agree_and_go_on_from_a_saved_state(
+    story: tuple[EDGCConfig, int, bool, int], cut: int
+) -> None:
+    settings_, stages, overlapped, seed = story
+    shapes = [SHAPES] * stages
+    first, second = (Controller(settings_, shapes, 200, overlapped=overlapped) for _ in range(2))
+    for iteration in range(1, 201):
+        if iteration == cut:
+            saved = json.dumps(second.state_dict(), allow_nan=False)
+            second = Controller(settings_, shapes, 200, overlapped=overlapped)
+            second.load_state_dict(json.loads(saved))
+            assert json.dumps(second.state_dict()) == saved
+        plan = first.plan(iteration)
+        assert second.plan(iteration) == plan
+        assert first.rank_grid == second.rank_grid
+        if plan.phase == "active" and plan.ranks[0] is not None:
+            low, high = first.r_min, first.r_max
+            assert low is not None and high is not None
+            assert all(rank is None or low <= rank <= high for rank in plan.ranks)
+        if plan.exchange:
+            report = anything(first, iteration, seed)
+            assert first.watches(iteration) == second.watches(iteration)
+            assert repr(first.observe(iteration, report)) == repr(second.observe(iteration, report))
+
+
+def test_a_state_of_a_run_that_measures_otherwise_is_refused() -> None:
+    state = Controller(measured(), [SHAPES] * 2, 100).state_dict()
+    for overrides in ({"remeasure_above": None}, {"alignment": "off"}):
+        with pytest.raises(UserError, match="does not fit"):
+            Controller(measured(**overrides), [SHAPES] * 2, 100).load_state_dict(state)
+    with pytest.raises(UserError, match="does not fit"):
+        Controller(measured(), [SHAPES] * 2, 100).load_state_dict({**state, "format": 2})
