@@ -273,24 +273,18 @@ class Controller:
 
     def _by_spectra(self, curves: Sequence[Curve | None]) -> str:
         """Move each stage by its own curve; where stages are aligned, only stage 0, which the others follow."""
-        alone, ranks, reasons = self.config.alignment == "off", list(self.ranks), []
-        for stage in range(self.stages if alone else 1):
-            curve, old = curves[stage], ranks[stage]
-            where = f"stage {stage}: " if alone and self.stages > 1 else ""
-            if curve is None:
-                reasons.append(f"{where}no spectra in this window, rank unchanged")
-                continue
-            assert old is not None
-            target = policies.spectral(curve, self.rank_grid, self.config.target_error)
-            assert target.rank is not None
-            new = self._step(old, target.rank)
-            ranks[stage] = min(new, old) if self.config.monotone else new
-            reasons.append(f"{where}{target.reason}; rank {old} -> {ranks[stage]}")
+        assert self.r_min is not None
+        assert self.r_max is not None
+        alone = self.config.alignment == "off"
+        moved = self.ranks if alone else self.ranks[:1]
+        ranks, reason = policies.by_spectra(
+            self.config, moved, curves, self.rank_grid, self.r_min, self.r_max
+        )
         if alone:
-            self.ranks = tuple(ranks)
+            self.ranks = ranks
         elif ranks[0] is not None:
-            reasons[-1] += self._spread(ranks[0])
-        return "; ".join(reasons)
+            reason += self._spread(ranks[0])
+        return reason
 
     def _step(self, old: int, target: float) -> int:
         assert self.r_min is not None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from edgc.config import EDGCConfig
 from edgc.rank_model import StageModel, next_rank
 
 
@@ -65,3 +66,31 @@ def step(current: int, target: float, r_min: int, r_max: int, multiple: int, lim
     wanted = math.floor(target / multiple + 0.5) * multiple
     reach = limit // multiple * multiple
     return min(max(wanted, current - reach, r_min), current + reach, r_max)
+
+
+def by_spectra(
+    config: EDGCConfig,
+    ranks: Sequence[int | None],
+    curves: Sequence[Sequence[float] | None],
+    grid: Sequence[int],
+    r_min: int,
+    r_max: int,
+) -> tuple[tuple[int | None, ...], str]:
+    """Move the rank of each of ``ranks``' stages by its own error curve over ``grid`` (None: it stays).
+
+    Returns:
+        The ranks after one window, and why, stage by stage.
+    """
+    moved, reasons = list(ranks), []
+    for stage, old in enumerate(ranks):
+        curve = curves[stage]
+        where = f"stage {stage}: " if len(ranks) > 1 else ""
+        if curve is None or old is None:
+            reasons.append(f"{where}no spectra in this window, rank unchanged")
+            continue
+        target = spectral(curve, grid, config.target_error)
+        assert target.rank is not None
+        new = step(old, target.rank, r_min, r_max, config.rank_multiple, config.step_limit)
+        moved[stage] = min(new, old) if config.monotone else new
+        reasons.append(f"{where}{target.reason}; rank {old} -> {moved[stage]}")
+    return tuple(moved), "; ".join(reasons)

@@ -46,7 +46,7 @@ def train(
     Returns:
         ``stage``, ``replica``; ``decisions``; and per iteration in ``iterations``: ``rank`` (None: uncompressed),
         ``steady`` (the ranks are final and nothing is being timed), ``finished`` (clock, when this rank's last
-        reduction was over) and ``seconds`` of the whole step.
+        reduction was over), ``bytes`` that this rank sent and ``seconds`` of the whole step.
     """
     session = build(run, VOCABULARY)
     engine, stage = session.attachment.engine, session.stage
@@ -76,6 +76,7 @@ def train(
                 "rank": plan.ranks[stage],
                 "steady": plan.phase in ("active", "disabled") and plan.probe_rank is None,
                 "finished": finished[-1],
+                "bytes": engine.last.statistics.bytes if engine.last else 0,
                 "seconds": time.perf_counter() - started,
             }
         )

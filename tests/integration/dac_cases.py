@@ -9,7 +9,7 @@ from edgc.megatron import cpu_shims
 from experiments.bench import stages, stages_worker
 from experiments.settings import RunConfig
 
-PLAN = stages.Plan(pipeline=2, data=2, steps=10, micro_batches=2, sequence=16)
+PLAN = stages.Plan(pipeline=2, data=2, megabytes=2.0, slowdown=4.0, steps=8, micro_batches=2, sequence=16)
 DROP = 29  # iteration, the first of a window
 FACTOR = 3.0
 
