@@ -78,6 +78,7 @@ def settings(plan: Plan, variant: str) -> dict[str, Any]:
             "stability_tolerance": 10.0,
             "search_start": 2,
             "alignment": "measured" if variant == "dac" else "off",
+            "remeasure_above": None,  # the injected links do not change
             "entropy": {"iteration_rate": 0.25},
         }
         # DAC first times half a dozen ranks twice; without it warm-up is over after two windows.

@@ -21,6 +21,6 @@ def all_cases() -> dict[str, dict[str, Any]]:
         run = RunConfig(**stages.settings(PLAN, variant))
         found[variant] = stages_worker.train(run, PLAN.bandwidths)
     longer = stages.settings(replace(PLAN, steps=36), "dac")
-    longer["compression"]["search_repeats"] = 1
+    longer["compression"] |= {"search_repeats": 1, "remeasure_above": 0.2}
     found["drop"] = stages_worker.train(RunConfig(**longer), PLAN.bandwidths, slower={DROP: FACTOR})
     return found
