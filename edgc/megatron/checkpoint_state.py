@@ -1,0 +1,199 @@
+"""Which part of EDGC's saved state a rank of a Megatron-Core job goes on from, also with another number of replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from edgc import manifest, rank_files, saved_state
+from edgc.errors import UserError
+from edgc.manifest import DamagedCheckpoint, Manifest
+from edgc.megatron.attachment import Attachment
+
+FOLDER = "edgc"  # inside a checkpoint
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel groups; ``data`` is the number of replicas whose gradients are averaged.
+
+    With context parallelism its ranks count as replicas, for their gradients are averaged in the same reduction.
+    """
+
+    world: int
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int
+    data: int
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def current(cls) -> Layout:
+        """Of this job."""
+        return cls(
+            world=rank_files.world()[1],
+            tensor=parallel_state.get_tensor_model_parallel_world_size(),
+            pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+            virtual_pipeline=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            data=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            expert=parallel_state.get_expert_model_parallel_world_size(),
+            expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in its :class:`Layout`."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def current(cls) -> Place:
+        """Of this rank."""
+        return cls(
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+            data=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            expert=parallel_state.get_expert_model_parallel_rank(),
+            expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        )
+
+    def same_shard(self, other: Place) -> bool:
+        """Whether both hold the same part of the parameters that are not experts."""
+        return (self.tensor, self.pipeline) == (other.tensor, other.pipeline)
+
+    def same_experts(self, other: Place) -> bool:
+        """Whether both also hold the same part of the experts."""
+        mine = (self.expert, self.expert_tensor)
+        return self.same_shard(other) and mine == (other.expert, other.expert_tensor)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of EDGC's part of the checkpoint ``folder``.
+
+    Raises:
+        DamagedCheckpoint: it is missing or altered.
+    """
+    with within(folder, FOLDER):
+        return manifest.read(folder / FOLDER)
+
+
+@contextlib.contextmanager
+def within(folder: Path, part: str) -> Iterator[None]:
+    """Let damage found in ``folder/part`` be told as damage of ``folder``."""
+    try:
+        yield
+    except DamagedCheckpoint as damage:
+        file = (Path(part) / damage.file).as_posix()
+        raise DamagedCheckpoint(folder, file, damage.problem) from None
+
+
+def state_of(folder: Path, content: Manifest, layout: Layout, place: Place) -> dict[str, Any]:
+    """The attachment's state for a rank at ``place`` of ``layout``; not collective.
+
+    Raises:
+        DamagedCheckpoint: a file that this rank needs is missing or altered.
+        UserError: the layouts differ in more than the number of replicas.
+    """
+    saved = layout_of(content)
+    _refuse_other(saved, layout, folder)
+    places = {
+        Place(**about["place"]): rank_files.file_of(i) for i, about in enumerate(content.about["ranks"])
+    }
+    with within(folder, FOLDER):
+        if saved == layout:
+            return dict(rank_files.load(folder / FOLDER, content, places[place])["attachment"])
+        replicas = sorted((p for p in places if p.same_shard(place)), key=lambda p: p.data)
+        states = {p: rank_files.load(folder / FOLDER, content, places[p], lazily=True) for p in replicas}
+    # Files may be deleted while the run goes on.
+    return dict(_in_memory(redistributed(states, place)))
+
+
+def redistributed(states: Mapping[Place, Mapping[str, Any]], place: Place) -> dict[str, Any]:
+    """The state for ``place`` from those of all replicas of its shard, with error feedback that owes the same.
+
+    Experts are replicated less often than the rest: theirs comes from the ranks that held the same experts.
+    """
+    everyone = _merge([state["attachment"] for state in states.values()])
+    alike = [state for where, state in states.items() if where.same_experts(place)]
+    if len(alike) == len(states):
+        return everyone
+    merged = _merge([state["attachment"] for state in alike])
+    experts = set(alike[0]["experts"])
+    engine, dense = _engine(merged), _engine(everyone)["compressor"].get("errors")
+    if dense is None:
+        return merged
+    own = engine["compressor"]["errors"]
+    errors = {name: error for name, error in dense.items() if name not in experts}
+    errors |= {name: error for name, error in own.items() if name in experts}
+    return _with_engine(merged, {**engine, "compressor": {**engine["compressor"], "errors": errors}})
+
+
+def iteration_of(content: Manifest) -> int:
+    """How many iterations a saved state has behind it."""
+    return int(content.about["ranks"][0]["iteration"])
+
+
+def layout_of(content: Manifest) -> Layout:
+    return Layout(**content.about["ranks"][0]["layout"])
+
+
+def _refuse_other(saved: Layout, now: Layout, folder: Path) -> None:
+    """Refuse layouts under which a rank holds other parameters, or parts of them."""
+    free = ("world", "data")
+    names = [field.name for field in fields(Layout) if field.name not in free]
+    other = [name for name in names if getattr(saved, name) != getattr(now, name)]
+    if other:
+        words = {name: f"{name.replace('_', ' ')} parallel size" for name in other}
+        what = ", ".join(f"{words[name]} {getattr(saved, name)}, not {getattr(now, name)}" for name in other)
+        fix = f"start with {', '.join(f'{words[name]} {getattr(saved, name)}' for name in other)}"
+        raise UserError(f"EDGC's state was saved with {what}", where=folder, fix=fix)
+
+
+def experts_of(attachment: Attachment) -> list[str]:
+    """Names of the parameters that are replicated over the ranks of an expert only."""
+    return sorted(
+        group.edgc_names[parameter]
+        for group in attachment.groups
+        for bucket in group.buckets
+        for parameter in bucket.params
+        if not getattr(parameter, "allreduce", True)
+    )
+
+
+def _engine(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The engine's part of an attachment's state, which may be all of it."""
+    inner: Mapping[str, Any] = state.get("engine", state)
+    return inner
+
+
+def _with_engine(state: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, "engine": engine} if "engine" in state else dict(engine)
+
+
+def _merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first state with the mean of all error feedback."""
+    merged = saved_state.merge([{"engine": _engine(state)} for state in states])
+    return _with_engine(states[0], merged["engine"])
+
+
+def _in_memory(value: Any) -> Any:
+    """A copy whose tensors are in no file."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _in_memory(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_in_memory(item) for item in value)
+    return value

@@ -1,0 +1,352 @@
+"""EDGC's state in checkpoints: what is read back, what is found damaged, redistributed or refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgc import manifest, rank_files
+from edgc.errors import UserError
+from edgc.manifest import DamagedCheckpoint, Manifest
+from edgc.megatron import checkpoint
+from edgc.megatron.checkpoint_state import Layout, Place, read, redistributed, state_of
+
+ALONE = Layout(1, 1, 1, 1, 1, 1, 1)
+
+
+class Parameter:
+    """What the experts of a group are told by."""
+
+    def __init__(self, allreduce: bool) -> None:
+        self.allreduce = allreduce
+
+
+class FakeAttachment:
+    """Holds a state; its groups have the parameter ``dense`` and the expert ``expert``."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        dense, expert = Parameter(True), Parameter(False)
+        bucket = SimpleNamespace(params={dense, expert})
+        self.groups = [SimpleNamespace(buckets=[bucket], edgc_names={dense: "dense", expert: "expert"})]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def attachment(state: dict[str, Any]) -> Any:
+    return FakeAttachment(state)
+
+
+def engine_state(seed: int, iteration: int = 4) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    errors = {name: torch.randn(3, 4, generator=generator) for name in ("dense", "expert")}
+    factors = {
+        "dense": torch.randn(2, 4, generator=generator).mT,
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    return {
+        "iteration": iteration,
+        "controller": {"phase": "active", "ranks": [4, None], "previous": 0.1 + 0.2, "first": []},
+        "compressor": {"errors": errors, "factors": factors, "draws": {"dense": 3}},
+        "means": [[math.nan, 0], [math.inf, 1]],
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality down to the bit, of tensors with their types and strides."""
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+            return False
+        return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layout, "current", classmethod(lambda cls: ALONE))
+    monkeypatch.setattr(Place, "current", classmethod(lambda cls: Place(0, 0, 0, 0, 0)))
+
+
+def saved_by(folder: Path, layout: Layout, states: dict[Place, dict[str, Any]], iteration: int = 4) -> Path:
+    """A checkpoint as ranks at these places would have left it."""
+    inner = folder / "edgc"
+    inner.mkdir(parents=True)
+    files = {
+        rank_files.file_of(rank): rank_files.save(
+            inner / rank_files.file_of(rank),
+            rank_files.own_copy({"attachment": state, "experts": ["expert"] if layout.expert > 1 else []}),
+        )
+        for rank, state in enumerate(states.values())
+    }
+    common = {"iteration": iteration, "layout": asdict(layout), "published": False}
+    manifest.write(inner, Manifest({"ranks": [{**common, "place": asdict(p)} for p in states]}, files))
+    return folder
+
+
+def replicas(count: int, expert: int = 1, **where: int) -> list[Place]:
+    """Places of the replicas of one shard; neighbours hold different experts, as Megatron orders them."""
+    place = Place(0, 0, 0, 0, 0)
+    return [replace(place, data=rank, expert=rank % expert, **where) for rank in range(count)]
+
+
+# ------------------------------------------------------------------ reading back
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_is_read_back_to_the_bit(tmp_path: Path) -> None:
+    state = engine_state(1)
+    state["compressor"]["errors"]["view"] = torch.arange(100.0).view(10, 10)[2:4]
+    checkpoint.save(tmp_path / "iter_0000004", attachment(state), iteration=4)
+    found = attachment({})
+    assert checkpoint.load(tmp_path / "iter_0000004", found) == 4
+    assert same(found.state, state)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "edgc",
+        "iter_0000004",
+        "manifest.json",
+        "rank_00000.pt",
+    ]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_view_does_not_drag_along_what_it_is_a_view_of(tmp_path: Path) -> None:
+    state = {"compressor": {"errors": {"a": torch.zeros(1_000_000)[:10]}}}
+    checkpoint.save(tmp_path, attachment(state), iteration=1)
+    assert (tmp_path / "edgc" / "rank_00000.pt").stat().st_size < 10_000
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("value", [object(), {1, 2}, torch.nn.Linear(1, 1), Path("/")])
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"state\.attachment\.deep\[1\] is a "):
+        checkpoint.save(tmp_path, attachment({"deep": [0, value]}), iteration=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, attachment(engine_state(1)), iteration=1)
+    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT - 1)
+    with pytest.raises(UserError, match="has format 1, this version of edgc reads 0") as refused:
+        checkpoint.load(tmp_path, attachment({}))
+    assert not isinstance(refused.value, DamagedCheckpoint)
+
+
+# ------------------------------------------------------------------ damage
+
+
+def published(root: Path, iteration: int) -> Path:
+    """A checkpoint with files of others beside EDGC's, as an own training loop makes one."""
+    with checkpoint.publish(root, iteration, keep=2) as folder:
+        (folder / "__0_0.distcp").write_bytes(bytes(range(256)))
+        (folder / "deeper").mkdir()
+        (folder / "deeper" / "empty.pt").write_bytes(b"")
+        checkpoint.save(folder, attachment(engine_state(iteration, iteration)), iteration=iteration)
+    return root / f"iter_{iteration:07d}"
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_damage_of_every_file_is_found(tmp_path: Path) -> None:
+    folder = published(tmp_path, 4)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert len(files) == 5
+
+    @settings(max_examples=150, deadline=None)
+    @given(path=st.sampled_from(files), data=st.data())
+    def damaged(path: Path, data: Any) -> None:
+        content = path.read_bytes()
+        try:
+            damage(path, content, data)
+            refused(tmp_path, folder, path.relative_to(folder).as_posix())
+        finally:
+            path.write_bytes(content)
+
+    damaged()
+    checkpoint.check(folder)
+
+
+def damage(path: Path, content: bytes, data: Any) -> None:
+    """Remove the file, or cut, lengthen or alter its ``content``."""
+    kind = data.draw(st.sampled_from(["missing", "cut", "flipped", "longer"]))
+    if kind == "missing":
+        path.unlink()
+    elif kind == "longer" or not content:
+        path.write_bytes(content + data.draw(st.binary(min_size=1, max_size=3)))
+    elif kind == "cut":
+        path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    else:
+        place, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+
+
+def refused(root: Path, folder: Path, name: str) -> None:
+    """The damaged file ``name`` is named by everything that reads the checkpoint."""
+    with pytest.raises(DamagedCheckpoint) as found:
+        checkpoint.check(folder)
+    assert found.value.folder == folder and found.value.file == name
+    assert "\n" not in str(found.value)
+    if name.startswith("edgc/"):
+        with pytest.raises(DamagedCheckpoint) as found:
+            checkpoint.load(folder, attachment({}))
+        assert found.value.file == name
+    lines: list[str] = []
+    assert checkpoint.latest(root, report=lines.append) is None
+    assert len(lines) == 1 and f"is damaged (file {name} " in lines[0] and "from the beginning" in lines[0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_newest_whole_checkpoint_is_used_and_damage_is_reported(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    for iteration in (2, 4, 6):
+        published(tmp_path, iteration)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000004",
+        "iter_0000006",
+        "latest_checkpointed_iteration.txt",
+    ], "the newest two are kept"
+    assert (tmp_path / checkpoint.TRACKER).read_text() == "6"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000006"
+    (tmp_path / "iter_0000006" / "__0_0.distcp").write_bytes(b"short")
+    line = r"iter_0000006 is damaged \(file __0_0.distcp has 5 bytes instead of 256\); going on from iter_0000004"
+    with pytest.warns(UserWarning, match=line):
+        assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000004"
+    published(tmp_path, 6)
+    assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000006", "a damaged one is replaced"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_half_written_checkpoint_never_looks_whole(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="killed"), checkpoint.publish(tmp_path, 2) as folder:
+        checkpoint.save(folder, attachment(engine_state(1)), iteration=2)
+        raise RuntimeError("killed")
+    assert [path.name for path in tmp_path.iterdir()] == [".iter_0000002.partial"]
+    assert checkpoint.latest(tmp_path) is None
+    published(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [], "what was left behind is removed"
+    # Renamed by hand, without the manifest that comes last.
+    with pytest.raises(RuntimeError, match="killed"), checkpoint.publish(tmp_path, 6) as folder:
+        checkpoint.save(folder, attachment(engine_state(1)), iteration=6)
+        raise RuntimeError("killed")
+    folder.rename(tmp_path / "iter_0000006")
+    with pytest.warns(UserWarning, match=r"iter_0000006 is damaged \(file manifest.json is missing\)"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000004"
+
+
+@pytest.mark.usefixtures("alone")
+def test_with_megatrons_own_checkpoints_the_tracker_counts(tmp_path: Path) -> None:
+    for iteration in (2, 4, 6):
+        folder = tmp_path / f"iter_{iteration:07d}"
+        checkpoint.save(folder, attachment(engine_state(iteration)), iteration=iteration)
+        (folder / "common.pt").write_bytes(b"Megatron's")
+    (tmp_path / checkpoint.TRACKER).write_text("4\n")
+    with pytest.warns(UserWarning, match=r"iter_0000006 is damaged .* names iteration 4"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000004"
+    shutil.rmtree(tmp_path / "iter_0000006")
+    (tmp_path / "iter_0000004" / "edgc" / "rank_00000.pt").unlink()
+    with pytest.warns(UserWarning, match=r"iter_0000004 is damaged \(file edgc/rank_00000.pt is missing\)"):
+        assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000002"
+    shutil.rmtree(tmp_path / "iter_0000002" / "edgc")
+    with pytest.raises(DamagedCheckpoint, match=r"file edgc/manifest.json is missing"):
+        checkpoint.load(tmp_path / "iter_0000002", attachment({}))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_folder_that_cannot_be_written_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="the checkpoint cannot be written or read") as refused:
+        checkpoint.save(tmp_path / "file" / "iter_0000001", attachment({}), iteration=1)
+    assert str(refused.value).count("\n") == 0
+
+
+def test_a_manifest_lists_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    manifest.write(tmp_path, Manifest({"x": [1, "ü"]}, {"a": manifest.entry(tmp_path / "a")}))
+    content = json.loads((tmp_path / manifest.NAME).read_text())
+    assert content["files"]["a"]["bytes"] == 3
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+    assert content["files"]["a"]["sha256"] == known
+    assert manifest.read(tmp_path).about == {"x": [1, "ü"]}
+    with pytest.raises(DamagedCheckpoint, match="does not list b"):
+        manifest.check(tmp_path, manifest.read(tmp_path), ["b"])
+
+
+# ------------------------------------------------------------------ other layouts
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=st.integers(1, 4), after=st.integers(1, 4), wrapped=st.booleans())
+def test_another_number_of_replicas_owes_the_same(
+    tmp_path_factory: pytest.TempPathFactory, before: int, after: int, wrapped: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    layout = replace(ALONE, world=before, data=before)
+    engines = [engine_state(rank) for rank in range(before)]
+    states = [{"engine": engine, "more": 1} if wrapped else engine for engine in engines]
+    saved_by(folder, layout, dict(zip(replicas(before), states, strict=True)))
+    now = replace(layout, world=after, data=after)
+    loaded = [state_of(folder, read(folder), now, place) for place in replicas(after)]
+    if before == after:
+        assert all(map(same, loaded, states))
+    engines_now = [state["engine"] if wrapped else state for state in loaded]
+    for name in ("dense", "expert"):
+        owed = sum(e["compressor"]["errors"][name].double() for e in engines) / before
+        owed_now = sum(e["compressor"]["errors"][name].double() for e in engines_now) / after
+        torch.testing.assert_close(owed_now, owed, rtol=1e-6, atol=1e-6)
+    for state, engine in zip(loaded, engines_now, strict=True):
+        assert same(engine["controller"], engines[0]["controller"])
+        assert not wrapped or state["more"] == 1
+    shutil.rmtree(folder)
+    assert torch.isfinite(engines_now[0]["compressor"]["errors"]["dense"]).all(), "nothing is left in files"
+
+
+def test_experts_are_redistributed_among_their_own_replicas(tmp_path: Path) -> None:
+    layout = replace(ALONE, world=4, data=4, expert=2)
+    engines = [engine_state(rank) for rank in range(4)]
+    saved_by(tmp_path, layout, dict(zip(replicas(4, expert=2), engines, strict=True)))
+    errors = [engine["compressor"]["errors"] for engine in engines]
+    for place in replicas(2, expert=2):
+        found = state_of(tmp_path, read(tmp_path), replace(layout, world=2, data=2), place)
+        got = found["compressor"]["errors"]
+        torch.testing.assert_close(got["dense"], sum(e["dense"] for e in errors) / 4)
+        own = [errors[rank]["expert"] for rank in range(4) if rank % 2 == place.expert]
+        torch.testing.assert_close(got["expert"], sum(own) / 2)
+        assert same(found["compressor"]["factors"], engines[place.expert]["compressor"]["factors"])
+
+
+def test_methods_without_error_feedback_are_redistributed_too() -> None:
+    states = {
+        place: {"attachment": {"compressor": {}}, "experts": ["expert"]} for place in replicas(4, expert=2)
+    }
+    assert redistributed(states, replicas(1)[0]) == {"compressor": {}}
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"])
+def test_another_model_parallel_layout_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    saved_by(tmp_path, ALONE, {replicas(1)[0]: engine_state(1)})
+    with pytest.raises(UserError) as refused:
+        state_of(tmp_path, read(tmp_path), replace(ALONE, **{name: 2}), replicas(1)[0])
+    words = f"{name.replace('_', ' ')} parallel size 1"
+    message = str(refused.value)
+    assert f"saved with {words}, not 2" in message and f"; start with {words}" in message
+    assert "\n" not in message and not isinstance(refused.value, DamagedCheckpoint)
