@@ -3,6 +3,8 @@
 Ranks are started by torchrun's elastic agent through its programming interface. On one CPU machine they are forked
 from a server that has imported Megatron once; with CUDA, or over several nodes, they are spawned.
 
+A run with ``train.checkpoint_interval`` that was killed goes on from its newest whole checkpoint.
+
 Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
 published; 2 bad input, nothing was touched.
 """
@@ -157,24 +159,36 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
             folder.discard()
             raise SystemExit(EXIT_BAD_INPUT) from None
         if first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER:
-            folder.discard()
             how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
-            print(f"interrupted: a rank of {run.study}/{run.name} {how}", file=sys.stderr)
-            raise SystemExit(EXIT_INTERRUPTED) from None
+            raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
         reply: Any = first.message  # the rank's error file as a mapping, or a text of the agent's
         message = str(reply["message"] if isinstance(reply, dict) else reply)
         error = message.strip().splitlines()[-1] if message.strip() else f"exit code {first.exitcode}"
         print(f"failed: {run.study}/{run.name}: {error}", file=sys.stderr)
         return {"status": "failed", "error": error}
     except (SignalException, KeyboardInterrupt):
-        folder.discard()
-        print(f"interrupted: {run.study}/{run.name}", file=sys.stderr)
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        raise _interrupted(f"{run.study}/{run.name}", folder) from None
     return dict(json.loads((folder.attempt / "summary.json").read_text()))
 
 
+def _interrupted(what: str, folder: RunFolder) -> SystemExit:
+    """Say so, throw the attempt away, and keep the checkpoints."""
+    folder.discard()
+    newest = folder.newest_checkpoint()
+    print(
+        f"interrupted: {what}" + (f"; the next launch goes on from {newest}" if newest else ""),
+        file=sys.stderr,
+    )
+    return SystemExit(EXIT_INTERRUPTED)
+
+
 def launch(
-    run: RunConfig, results: Path, nodes: int = 1, node: int = 0, rendezvous: str = "localhost:0"
+    run: RunConfig,
+    results: Path,
+    nodes: int = 1,
+    node: int = 0,
+    rendezvous: str = "localhost:0",
+    fresh: bool = False,
 ) -> str:
     """Run one training job and publish its folder; returns its status.
 
@@ -182,6 +196,7 @@ def launch(
         results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
         nodes, node: how many machines take part and which one this is; node 0 owns the folder.
         rendezvous: ``host:port`` of node 0 when there are several.
+        fresh: start from the beginning where a killed run has left checkpoints.
     """
     check_writable(results)
     data_dir, data = read_data(run, results)
@@ -194,9 +209,15 @@ def launch(
     check_devices(run, nodes)
     folder.claim()
     try:
+        if fresh:
+            folder.forget()
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data)}
         (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         outcome = _outcome(run, folder, arguments)
+        resumed_at = outcome.pop("resumed_at", [])
+        if resumed_at:
+            record["provenance"]["resumed_at"] = resumed_at
+            (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         identity = {key: getattr(run, key) for key in ("study", "variant", "seed", "scale", "label")}
         summary = {"run": run.name, **identity, **outcome}
         metrics = folder.attempt / "metrics.jsonl"
@@ -204,6 +225,8 @@ def launch(
         (folder.attempt / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         (folder.attempt / "status").write_text(summary["status"] + "\n")
         folder.publish()
+        if summary["status"] != "failed":
+            folder.forget()
     finally:
         folder.release()
     return str(summary["status"])
@@ -228,6 +251,7 @@ def main(
     nodes: Annotated[int, typer.Option(help="machines that take part")] = 1,
     node: Annotated[int, typer.Option(help="index of this machine")] = 0,
     rendezvous: Annotated[str, typer.Option(help="host:port of node 0")] = "localhost:0",
+    fresh: Annotated[bool, typer.Option("--fresh", help="drop the checkpoints of a killed run")] = False,
 ) -> None:
     """Train one run of a study, or of a file, and publish its folder."""
     if config is not None:
@@ -236,7 +260,7 @@ def main(
         chosen = find(study, scale, run)
     else:
         raise UserError("no run given", where="the command line", fix="give --study and --run, or --config")
-    status = launch(chosen, results, nodes, node, rendezvous)
+    status = launch(chosen, results, nodes, node, rendezvous, fresh)
     print(f"{chosen.study}/{chosen.name}: {status}")
 
 

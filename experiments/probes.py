@@ -109,6 +109,15 @@ class GradientProbe:
         if dist.get_rank() == stage_leaders[0]:
             self.rows.append(self._describe(iteration, WHOLE_MODEL, flat))
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on after a whole iteration."""
+        return {"rows": self.rows, "first_sigma": self._first_sigma, "previous": self._previous}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of the same rank."""
+        self.rows, self._first_sigma = list(state["rows"]), dict(state["first_sigma"])
+        self._previous = dict(state["previous"])
+
 
 def _pearson(a: Tensor, b: Tensor) -> float:
     """Correlation of two equally long vectors; nan if one is constant."""

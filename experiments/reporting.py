@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -187,6 +187,14 @@ class History:
         self.ranks += [rank for rank in self.last_ranks if rank is not None]
         for key, values in self.parts.items():
             values.append(max(stage[f"seconds_{key}"] for stage in step.stages))
+
+    def replay(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what was logged of earlier iterations."""
+        for event in events:
+            if event["event"] == "step":
+                seconds, tokens = event["seconds"], event["tokens_per_second"] * event["seconds"]
+                norm = _number(event["grad_norm"])
+                self.add(Step(event["loss"], norm, event["bytes"], event["stages"]), seconds, round(tokens))
 
     def summary(self, bytes_dense_per_step: int, total_seconds: float) -> dict[str, Any]:
         """Aggregates; medians over steps of the slowest stage's seconds."""

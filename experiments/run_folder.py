@@ -2,7 +2,9 @@
 
 A run folder holds ``run.yaml``, ``metrics.jsonl``, ``summary.json`` and ``status``. While a run goes on, its files
 lie in ``.attempt/`` inside the folder; they are renamed into place when the run has ended, ``status`` last, so that
-a folder with a ``status`` file is complete whatever happened.
+a folder with a ``status`` file is complete whatever happened. What a killed run goes on from lies in
+``.checkpoints/`` inside the folder, which neither a new attempt nor Snakemake touches; it is removed once the run has
+ended.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import IO
 from edgc.errors import UserError
 
 STATUSES = ("ok", "diverged", "failed", "interrupted")
+CHECKPOINTS = ".checkpoints"
 
 
 @contextlib.contextmanager
@@ -67,6 +70,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.attempt = path / ".attempt"
+        self.checkpoints = path / CHECKPOINTS
         self._lock: IO[str] | None = None
 
     def claim(self, patience_seconds: float = 30.0) -> None:
@@ -105,6 +109,19 @@ class RunFolder:
 
     def discard(self) -> None:
         shutil.rmtree(self.attempt, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Remove the checkpoints: the next launch starts from the beginning."""
+        # Renamed first: half of them gone must not look like damage.
+        gone = self.checkpoints.with_name(f"{CHECKPOINTS}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.checkpoints.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def newest_checkpoint(self) -> str | None:
+        """The name of the newest checkpoint, for messages; whether it is whole is not looked at."""
+        return max((path.name for path in self.checkpoints.glob("iter_*")), default=None)
 
     def release(self) -> None:
         if self._lock is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,14 @@ from edgc.engine import Engine
 from edgc.telemetry import EventLog
 from experiments.reporting import Step
 from experiments.settings import RunConfig
+
+SCALARS = {
+    "train/loss": "loss",
+    "train/lr": "lr",
+    "train/grad_norm": "grad_norm",
+    "communication/bytes": "bytes",
+}
+STAGE_SCALARS = ("rank", "entropy", "relative_error")
 
 
 def perplexity(loss: float) -> float:
@@ -63,12 +72,35 @@ class RunLog:
         if self.board is not None:
             self.board.close()
 
+    def replay(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Write again what a checkpoint has kept of the log, before the first new event."""
+        if not self.speaks:
+            return
+        for event in events:
+            self._write(**event)
+        steps = sum(event["event"] == "step" for event in events)
+        self.bar.update(self.task, completed=steps)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        """An event for the stream, and its numbers for TensorBoard."""
+        self.events.write(event, **fields)
+        scalars = {}
+        if event == "step":
+            scalars = {tag: fields[key] for tag, key in SCALARS.items()}
+            for stage in fields["stages"]:
+                scalars |= {f"stage{stage['stage']}/{key}": stage[key] for key in STAGE_SCALARS}
+        elif event == "eval":
+            scalars = {"validation/loss": fields["loss"]}
+        for tag, value in scalars.items():
+            if value is not None and math.isfinite(value):
+                self.board.add_scalar(tag, value, fields["iteration"])
+
     def step(self, iteration: int, step: Step, lr: float, seconds: float, tokens: int) -> None:
         """One iteration: ``tokens`` of all replicas in ``seconds``."""
         if not self.speaks:
             return
         clip, norm = self.run.train.clip_grad, step.gradient_norm
-        self.events.write(
+        self._write(
             "step",
             iteration=iteration,
             loss=step.loss,
@@ -83,18 +115,6 @@ class RunLog:
             tokens_per_second=tokens / seconds,
             stages=step.stages,
         )
-        scalars = {
-            "train/loss": step.loss,
-            "train/lr": lr,
-            "train/grad_norm": norm,
-            "communication/bytes": step.bytes,
-        }
-        for stage in step.stages:
-            for key in ("rank", "entropy", "relative_error"):
-                if stage[key] is not None and math.isfinite(stage[key]):
-                    scalars[f"stage{stage['stage']}/{key}"] = stage[key]
-        for key, value in scalars.items():
-            self.board.add_scalar(key, value, iteration)
         ranks = "/".join("dense" if stage["rank"] is None else str(stage["rank"]) for stage in step.stages)
         shown = (
             f"loss {step.loss:.3f} ppl {perplexity(step.loss):.1f} {tokens / seconds:.0f} tok/s "
@@ -138,7 +158,6 @@ class RunLog:
         if not self.speaks:
             return
         value = perplexity(loss)
-        self.events.write("eval", iteration=iteration, split="validation", loss=loss, perplexity=value)
-        self.board.add_scalar("validation/loss", loss, iteration)
+        self._write("eval", iteration=iteration, split="validation", loss=loss, perplexity=value)
         line = f"iteration {iteration}: train loss {train_loss:.4f}, validation perplexity {value:.2f}"
         self.bar.console.print(line, highlight=False)

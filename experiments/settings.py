@@ -139,7 +139,8 @@ class TrainConfig(Settings):
     overlap_grad_reduce: bool = False
     bucket_elements: PositiveInt | None = None
     distributed_optimizer: bool = False
-    checkpoint: bool = False
+    checkpoint: bool = False  # the weights at the end, for export
+    checkpoint_interval: int = Field(0, ge=0)  # whole states that a killed run goes on from; 0 = none
 
 
 class ProbeConfig(Settings):

@@ -21,10 +21,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.compressors.channel import all_reduce_bytes
 from edgc.compressors.powersgd import compressible
-from edgc.telemetry import plain
+from edgc.telemetry import plain, read_events
 from experiments.batches import MicroBatch, train_batches, validation_batches
-from experiments.checkpoint import save_model
+from experiments.checkpoint import METRICS, Checkpoints, save_model
+from experiments.prepared import load_info
 from experiments.reporting import History, RankStep, Step, gather_step
+from experiments.run_folder import CHECKPOINTS
 from experiments.run_log import RunLog, perplexity
 from experiments.settings import RunConfig
 from experiments.setup import Session, build
@@ -42,6 +44,7 @@ class Trainer:
         data_dir: folder of prepared data.
         vocab_size: of the tokenizer.
         attempt: folder for the run's files; rank 0 writes metrics and TensorBoard, stage leaders their probes.
+            Checkpoints lie beside it, so that they outlive an attempt.
     """
 
     def __init__(self, session: Session, data_dir: Path, vocab_size: int, attempt: Path) -> None:
@@ -52,6 +55,8 @@ class Trainer:
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.forward_backward = get_forward_backward_func()
         self.history = History()
+        fingerprint = load_info(data_dir).fingerprint
+        self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), fingerprint)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -139,12 +144,20 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Run to the end or to divergence; returns the summary (the same on every rank)."""
         run, started = self.run, time.perf_counter()
-        dense = self._start()
-        batches = train_batches(run, self.data_dir, self.replica, self.replicas)
         tokens = run.train.global_batch * run.model.sequence_length
-        status, validation, iteration = "ok", math.nan, 0
+        status = "ok"
         with self.log:
-            for iteration in range(1, run.train.iterations + 1):
+            resumed = self.checkpoints.resume()
+            dense = self._start(anew=resumed is None)
+            iteration = behind = 0
+            validation, resumed_at = math.nan, list[int]()
+            if resumed is not None:
+                iteration = behind = resumed.iteration
+                resumed_at = resumed.resumed_at
+                started -= resumed.seconds
+                validation = self._replay(resumed.metrics)
+            batches = train_batches(run, self.data_dir, self.replica, self.replicas, behind)
+            for iteration in range(behind + 1, run.train.iterations + 1):
                 begun = time.perf_counter()
                 step = self._train_step(iteration, batches)
                 seconds = time.perf_counter() - begun
@@ -158,6 +171,10 @@ class Trainer:
                 if iteration % run.train.eval_interval == 0 or iteration == run.train.iterations:
                     validation = self.evaluate()
                     self.log.evaluation(iteration, step.loss, validation)
+                if self.checkpoints.due(iteration):
+                    taken = time.perf_counter() - started
+                    metrics = self.attempt / METRICS
+                    self.checkpoints.save(iteration, seconds=taken, resumed_at=resumed_at, metrics=metrics)
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
@@ -170,13 +187,22 @@ class Trainer:
         return {
             "status": status,
             "error": None,
+            "resumed_at": resumed_at,
             "validation_loss": plain(validation),
             "validation_perplexity": plain(perplexity(validation)),
             **self.history.summary(dense, seconds_total),
         }
 
-    def _start(self) -> int:
-        """Log the start event; returns what one replica, all stages, sends in an uncompressed step (bytes)."""
+    def _replay(self, metrics: Path) -> float:
+        """Take over the log of the iterations before a checkpoint; returns the last validation loss."""
+        events = read_events(metrics)
+        self.log.replay(events)
+        self.history.replay(events)
+        losses = [event["loss"] for event in events if event["event"] == "eval"]
+        return losses[-1] if losses and losses[-1] is not None else math.nan
+
+    def _start(self, *, anew: bool) -> int:
+        """What one replica, all stages, sends in an uncompressed step (bytes); logs the start event of a new run."""
         parameters = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
         limit = self.run.edgc.min_compression_elements
         mine = torch.tensor(
@@ -191,17 +217,18 @@ class Trainer:
         dist.all_reduce(mine)
         params, params_compressible, size = (int(value) // self.replicas for value in mine.tolist())
         dense = all_reduce_bytes(size, self.replicas)
-        self.log.events.write(
-            "start",
-            study=self.run.study,
-            run=self.run.name,
-            iterations=self.run.train.iterations,
-            world=dist.get_world_size(),
-            stages=self.run.parallel.pipeline,
-            params=params,
-            params_compressible=params_compressible,
-            bytes_dense=dense,
-        )
+        if anew:
+            self.log.events.write(
+                "start",
+                study=self.run.study,
+                run=self.run.name,
+                iterations=self.run.train.iterations,
+                world=dist.get_world_size(),
+                stages=self.run.parallel.pipeline,
+                params=params,
+                params_compressible=params_compressible,
+                bytes_dense=dense,
+            )
         return dense
 
     def _diverged(self) -> bool:

@@ -117,7 +117,8 @@ def state_of(folder: Path, content: Manifest, layout: Layout, place: Place) -> d
         replicas = sorted((p for p in places if p.same_shard(place)), key=lambda p: p.data)
         states = {p: rank_files.load(folder / FOLDER, content, places[p], lazily=True) for p in replicas}
     # Files may be deleted while the run goes on.
-    return dict(_in_memory(redistributed(states, place)))
+    state = dict(_in_memory(redistributed(states, place)))
+    return state | ({"world": layout.data, "rank": place.data} if "rank" in state else {})
 
 
 def redistributed(states: Mapping[Place, Mapping[str, Any]], place: Place) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""What the ranks of ``test_resume.py`` do: train, save, build anew, load and go on, for several layouts."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from edgc.errors import UserError
+from edgc.megatron import cpu_shims
+from experiments.settings import RunConfig, TrainConfig
+from tests.integration.megatron_cases import VOCABULARY, _iteration, configuration
+
+with cpu_shims.without_compiler():
+    from megatron.core import parallel_state
+
+    from edgc.megatron import checkpoint
+    from experiments.checkpoint import Checkpoints
+    from experiments.setup import Session, build
+
+STEPS, SAVED_AFTER = 8, 4
+# Active from the fourth iteration, so that the checkpoint holds error feedback; it lies inside a window.
+EDGC = {
+    "method": "edgc",
+    "policy": "cqm",
+    "r_max": 16,
+    "r_min": 4,
+    "window": 3,
+    "stability_tolerance": 10.0,
+    "warmup_limit_fraction": 0.1,
+    "entropy": {"iteration_rate": 0.5, "entry_rate": 0.5},
+}
+TRAIN = {"iterations": STEPS, "eval_interval": STEPS, "checkpoint_interval": SAVED_AFTER}
+DP2_PP2: dict[str, Any] = {"pipeline": 2, "data": 2}
+DP4: dict[str, Any] = {"pipeline": 1, "data": 4}
+DP2: dict[str, Any] = {"pipeline": 1, "data": 2}
+TP2_DP2: dict[str, Any] = {"tensor": 2, "pipeline": 1, "data": 2}
+
+
+def run_of(name: str, parallel: dict[str, Any], layers: int = 2, **train: Any) -> RunConfig:
+    # Dropout, so that the random generators count.
+    model = {"dropout": 0.1, "layers": layers}
+    return configuration(name, EDGC, model=model, parallel=parallel, train={**TRAIN, **train})
+
+
+def runs() -> dict[str, RunConfig]:
+    """The runs that are resumed, by layout."""
+    found = {
+        "dp2_pp2": run_of("dp2_pp2", DP2_PP2),
+        "dp2_pp2_bf16": run_of("dp2_pp2_bf16", DP2_PP2, precision="bf16"),
+        "tp2_dp2": run_of("tp2_dp2", TP2_DP2),
+        "interleaved": run_of("interleaved", {**DP2_PP2, "virtual_pipeline": 2}, layers=4),
+    }
+    if "distributed_optimizer" in TrainConfig.model_fields:
+        found["distributed"] = run_of("distributed", DP2_PP2, distributed_optimizer=True)
+        found["distributed_bf16"] = run_of(
+            "distributed_bf16", DP2_PP2, distributed_optimizer=True, precision="bf16"
+        )
+    return found
+
+
+def steps(session: Session, first: int, last: int) -> list[float]:
+    """Train iterations ``first`` to ``last`` (from 1); the losses of this rank, nan before the last stage."""
+    replica, losses = parallel_state.get_data_parallel_rank(), []
+    for iteration in range(first, last + 1):
+        for chunk in session.chunks:
+            chunk.zero_grad_buffer()
+        session.optimizer.zero_grad()
+        losses.append(_iteration(session, session.run, iteration, replica))
+        session.optimizer.step()
+        session.scheduler.step(increment=1)
+    return losses
+
+
+def snapshot(session: Session, losses: list[float]) -> dict[str, Any]:
+    """Copies of everything that has to repeat."""
+    engine = session.attachment.engine
+    return {
+        "losses": losses,
+        "weights": {n: p.detach().clone() for c in session.chunks for n, p in c.named_parameters()},
+        "edgc": session.attachment.state_dict(),
+        "phase": engine.controller.phase,
+        "lr": session.optimizer.param_groups[0]["lr"],
+        "random": torch.get_rng_state(),
+    }
+
+
+def ended(session: Session, losses: list[float]) -> dict[str, Any]:
+    found = snapshot(session, losses)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def save(session: Session, root: Path, log: Path) -> Checkpoints:
+    made = Checkpoints(session, root, "fingerprint")
+    made.save(SAVED_AFTER, seconds=1.5, resumed_at=[2], metrics=log)
+    return made
+
+
+def interrupted(run: RunConfig, root: Path, log: Path) -> dict[str, Any]:
+    """Without a stop, and with a stop after half of the steps: what is left at the end, and at the save."""
+    session = build(run, VOCABULARY)
+    undisturbed = ended(session, steps(session, 1, STEPS))
+    session = build(run, VOCABULARY)
+    begun = steps(session, 1, SAVED_AFTER)
+    save(session, root, log)
+    at_save = ended(session, begun)
+    session = build(run, VOCABULARY)
+    steps(session, 1, 1)  # what is loaded has to replace something
+    parallel_state.destroy_model_parallel()
+    session = build(run, VOCABULARY)
+    found = Checkpoints(session, root, "fingerprint").resume()
+    assert found is not None
+    loaded = snapshot(session, [])
+    resumed = ended(session, begun + steps(session, found.iteration + 1, STEPS))
+    return {
+        "undisturbed": undisturbed,
+        "at_save": at_save,
+        "loaded": loaded,
+        "resumed": resumed,
+        "found": (found.iteration, found.seconds, found.resumed_at),
+        "log": found.metrics.read_text(),
+    }
+
+
+def refusal(action: Callable[[], object]) -> tuple[str, str]:
+    """Type and text of the error that this rank gets."""
+    try:
+        action()
+    except UserError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def refusals(root: Path) -> dict[str, tuple[str, str]]:
+    """What every rank is told of checkpoints that do not fit: other layouts, other settings, damage."""
+    folder = root / "tp2_dp2" / f"iter_{SAVED_AFTER:07d}"
+    run = run_of("tp2_dp2", TP2_DP2)
+    found = {}
+    for name, parallel in (("tp2_to_dp4", DP4), ("tp2_to_pp2", DP2_PP2)):
+        session = build(run_of(name, parallel), VOCABULARY)
+        found[name] = refusal(lambda s=session: checkpoint.load(folder, s.attachment))  # type: ignore[misc]
+        parallel_state.destroy_model_parallel()
+    session = build(run, VOCABULARY)
+    other = Checkpoints(session, folder.parent, "fingerprint")
+    other.settings["seed"] = 2
+    found["settings"] = refusal(other.resume)
+    found["data"] = refusal(Checkpoints(session, folder.parent, "other").resume)
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, root / "damaged" / folder.name)
+        file = root / "damaged" / folder.name / "edgc" / "rank_00002.pt"
+        file.write_bytes(file.read_bytes()[:-1])
+    dist.barrier()
+    found["damage"] = refusal(lambda: checkpoint.load(root / "damaged" / folder.name, session.attachment))
+    found["none_left"] = (repr(Checkpoints(session, root / "damaged", "fingerprint").resume()), "")
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def four_ranks(root: str) -> dict[str, Any]:
+    """All that needs four ranks; checkpoints are left in ``root``."""
+    cpu_shims.install()
+    log = Path(root) / "metrics.jsonl"
+    if dist.get_rank() == 0:
+        log.write_text('{"event": "start"}\n')
+    cases: dict[str, Any] = {name: interrupted(run, Path(root) / name, log) for name, run in runs().items()}
+    session = build(run_of("dp4", DP4), VOCABULARY)
+    losses = steps(session, 1, SAVED_AFTER)
+    save(session, Path(root) / "dp4", log)
+    dp4 = ended(session, losses)
+    return {"cases": cases, "dp4": dp4, "refusals": refusals(Path(root))}
+
+
+def two_replicas(root: str) -> dict[str, Any]:
+    """Go on with two replicas from what four have saved."""
+    cpu_shims.install()
+    session = build(run_of("dp2", DP2), VOCABULARY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        iteration = checkpoint.load(Path(root) / "dp4" / f"iter_{SAVED_AFTER:07d}", session.attachment)
+    loaded = snapshot(session, [])
+    texts = [str(warning.message) for warning in caught if "edgc" in str(warning.message)]
+    more = ended(session, steps(session, iteration + 1, STEPS))
+    return {"iteration": iteration, "loaded": loaded, "warnings": texts, "after": more}

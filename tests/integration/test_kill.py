@@ -1,0 +1,166 @@
+"""A run that is killed, in an iteration and while it writes a checkpoint, ends as if it had never been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from edgc.telemetry import read_events
+from tests.integration.launching import Launcher, changed, launcher, prepared, wait_for_steps
+
+__all__ = ["launcher", "prepared"]  # fixtures
+
+pytestmark = pytest.mark.slow
+
+INTERVAL, ITERATIONS = 4, 40
+TIMES = ("seconds", "tokens_per_second")
+
+
+def run_of(variant: str, **train: Any) -> dict[str, Any]:
+    """EDGC on two replicas, with everything that has a state: dropout, error feedback, windows, probes."""
+    values = changed(
+        variant=variant,
+        label="killed",
+        parallel={"pipeline": 1, "data": 2},
+        model={"dropout": 0.1},
+        train={
+            "iterations": ITERATIONS,
+            "global_batch": 4,
+            "eval_interval": 10,
+            "checkpoint": True,
+            "checkpoint_interval": INTERVAL,
+            **train,
+        },
+        probe={"every": 5, "estimators": ["gaussian"], "correlation": True},
+    )
+    values["compression"] = {
+        "method": "edgc",
+        "policy": "cqm",
+        "r_max": 8,
+        "r_min": 4,
+        "window": 3,
+        "stability_tolerance": 10.0,
+        "min_compression_elements": 512,
+        "entropy": {"iteration_rate": 0.5, "entry_rate": 0.5},
+    }
+    return values
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if not k.startswith(TIMES)}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that a run leaves, times and names aside."""
+    summary = without_times(json.loads((folder / "summary.json").read_text()))
+    events = without_times(read_events(folder / "metrics.jsonl"))
+    weights = {path.name: path.read_bytes() for path in sorted((folder / "checkpoint").glob("*.distcp"))}
+    for values in (summary, events[0]):
+        assert values.pop("run").endswith("-s1")
+    assert weights and summary.pop("variant")
+    return {
+        "status": (folder / "status").read_text(),
+        "summary": summary,
+        "events": events,
+        "weights": weights,
+        "tensors": pd.read_parquet(folder / "tensors.parquet"),
+    }
+
+
+def kill_group(process: subprocess.Popen[str]) -> str:
+    os.killpg(process.pid, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGKILL
+    return stderr
+
+
+def wait_until(there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 600
+    while not there():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
+    quiet, killed = run_of("quiet", checkpoint_interval=0), run_of("killed")
+    assert launcher.run(quiet)[0] == 0
+    folder = launcher.path(killed)
+    checkpoints = folder / ".checkpoints"
+
+    # In an iteration, with at least one checkpoint behind it.
+    process = launcher.start(killed, new_session=True)
+    wait_for_steps(folder, INTERVAL + 2)
+    kill_group(process)
+    assert not (folder / "status").exists()
+    behind = max(checkpoints.glob("iter_*"))
+    assert list(checkpoints.glob("iter_*")) and int(behind.name[5:]) < ITERATIONS // 2
+
+    # In the middle of writing one: its hidden folder is there, its manifest is not.
+    process = launcher.start(killed, new_session=True)
+    for _ in range(ITERATIONS):
+        wait_until(lambda: any(checkpoints.glob(".iter_*.partial")), process)
+        os.killpg(process.pid, signal.SIGSTOP)
+        if any(checkpoints.glob(".iter_*.partial")):
+            break
+        os.killpg(process.pid, signal.SIGCONT)  # it had just been finished
+    stderr = kill_group(process)
+    assert f"launch/killed-s1 goes on after iteration {int(behind.name[5:])} of {ITERATIONS}" in stderr
+    assert list(checkpoints.glob(".iter_*.partial")), "the kill has to hit a checkpoint"
+
+    # The newest whole one is damaged as well, so the one before it is used.
+    kept = sorted(checkpoints.glob("iter_*"))
+    damaged = kept[-1] / "trainer" / "rank_00001.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    older = kept[-2] if len(kept) > 1 else None
+    code, stderr = launcher.run(killed)
+    assert code == 0, stderr
+    on = f"going on from {older.name}" if older else "starting from the beginning"
+    reports = [line for line in stderr.splitlines() if "is damaged (file trainer/rank_00001.pt has " in line]
+    assert len(reports) == 1 and reports[0].endswith(on), stderr
+
+    expected, found = outcome(launcher.path(quiet)), outcome(folder)
+    pd.testing.assert_frame_equal(found.pop("tensors"), expected.pop("tensors"), check_exact=True)
+    assert found == expected
+    ranks = [
+        stage["rank"] for event in found["events"] if event["event"] == "step" for stage in event["stages"]
+    ]
+    assert {4, 8} & {*ranks}, "nothing was compressed"
+    record = yaml.safe_load((folder / "run.yaml").read_text())
+    assert record["provenance"]["resumed_at"][-1:] == ([int(older.name[5:])] if older else [])
+    assert not checkpoints.exists(), "a run that has ended keeps no state to go on from"
+    assert any((folder / "tensorboard").iterdir())
+
+
+def test_a_changed_run_is_refused_and_a_fresh_one_is_not(launcher: Launcher) -> None:
+    values = run_of("changed", iterations=3000)
+    process = launcher.start(values, new_session=True)
+    folder = launcher.path(values)
+    wait_until(lambda: any((folder / ".checkpoints").glob("iter_*")), process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=600)
+    assert process.returncode == 1 and "interrupted: " in stderr
+    assert "; the next launch goes on from iter_" in stderr
+    short = run_of("changed", iterations=6)
+    code, stderr = launcher.run(short)
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    assert code == 2 and len(lines) == 1, stderr
+    assert lines[0].startswith("error: train.iterations = 6, but the run's checkpoint has 3000 (in ")
+    assert "--fresh" in lines[0] and not (folder / "status").exists()
+    assert any((folder / ".checkpoints").glob("iter_*")), "nothing is lost by a refusal"
+    code, stderr = launcher.run(short, "--fresh")
+    assert code == 0, stderr
+    assert json.loads((folder / "summary.json").read_text())["iterations"] == 6
+    assert "resumed_at" not in yaml.safe_load((folder / "run.yaml").read_text())["provenance"]
