@@ -27,17 +27,15 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from edgc import manifest, rank_files
-from edgc.errors import UserError
 from edgc.megatron import checkpoint
 from experiments.run_folder import atomic_write
+from experiments.same_run import refuse_other, settings_of
 from experiments.settings import RunConfig, load_yaml
 from experiments.setup import Session
 
 KEEP = 2
 TRAINER = "trainer"
 METRICS = "metrics.jsonl"
-# Free to differ when a run goes on: they change nothing that it computes.
-FREE = ("label", "train.checkpoint_interval")
 # Each rank writes and reads its own part; may be read with another data-parallel size.
 SHARDING = {"distrib_optim_sharding_type": "dp_reshardable"}
 
@@ -85,8 +83,7 @@ class Checkpoints:
     def __init__(self, session: Session, root: Path, fingerprint: str) -> None:
         self.session, self.root = session, root
         self.interval = session.run.train.checkpoint_interval
-        self.settings = session.run.model_dump(mode="json")
-        self.settings["data"]["fingerprint"] = fingerprint
+        self.settings = settings_of(session.run, fingerprint)
 
     def due(self, iteration: int) -> bool:
         """Whether to save after ``iteration``; the last one is followed by the end of the run."""
@@ -121,7 +118,7 @@ class Checkpoints:
         folder = checkpoint.latest(self.root, report=_say)
         if folder is None:
             return None
-        _same_settings(load_yaml(folder / "run.yaml"), self.settings, folder)
+        refuse_other(load_yaml(folder / "run.yaml"), self.settings, folder)
         session = self.session
         _allocate(session.optimizer)
         state = dist_checkpointing.load(self._sharded(is_loading=True), str(folder))
@@ -216,26 +213,3 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))
-
-
-def _same_settings(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    before, after = _flat(saved), _flat(now)
-    keys = [key for key in {**before, **after} if key not in FREE]
-    missing = object()
-    other = [key for key in keys if before.get(key, missing) != after.get(key, missing)]
-    if other:
-        key = other[0]
-        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
-        what = f"{key} = {after.get(key)!r}, but the run's checkpoint has {before.get(key)!r}{more}"
-        fix = "restore the setting, or start anew with `python -m experiments.launch ... --fresh`"
-        raise UserError(what, where=folder, fix=fix)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -36,6 +36,7 @@ from experiments.cli import EXIT_BAD_INPUT, main_guard
 from experiments.matrix import find, study_path
 from experiments.processes import die_with_parent
 from experiments.run_folder import RunFolder, atomic_write, check_writable, hold_as_rank
+from experiments.same_run import refuse_other, settings_of
 from experiments.settings import RunConfig, load_yaml, resolve
 
 EXIT_INTERRUPTED = 1
@@ -176,10 +177,25 @@ def _interrupted(what: str, folder: RunFolder) -> SystemExit:
     folder.discard()
     newest = folder.newest_checkpoint()
     print(
-        f"interrupted: {what}" + (f"; the next launch goes on from {newest}" if newest else ""),
+        f"interrupted: {what}" + (f"; the next launch goes on from {newest.name}" if newest else ""),
         file=sys.stderr,
     )
     return SystemExit(EXIT_INTERRUPTED)
+
+
+def _refuse_other_run(run: RunConfig, data: dict[str, Any], folder: RunFolder) -> None:
+    """Refuse to go on from a checkpoint of other settings; the ranks look again at the one that they use.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    newest = folder.newest_checkpoint()
+    if newest is not None:
+        try:
+            saved = load_yaml(newest / "run.yaml")
+        except UserError:
+            return  # damaged: the ranks will say so, and use an older one
+        refuse_other(saved, settings_of(run, data.get("fingerprint")), newest)
 
 
 def launch(
@@ -207,6 +223,8 @@ def launch(
         start_ranks(*arguments)
         return "ok"
     check_devices(run, nodes)
+    if not fresh:
+        _refuse_other_run(run, data, folder)
     folder.claim()
     try:
         if fresh:

@@ -119,9 +119,9 @@ class RunFolder:
             self.checkpoints.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def newest_checkpoint(self) -> str | None:
-        """The name of the newest checkpoint, for messages; whether it is whole is not looked at."""
-        return max((path.name for path in self.checkpoints.glob("iter_*")), default=None)
+    def newest_checkpoint(self) -> Path | None:
+        """The folder of the newest checkpoint; whether it is whole is not looked at."""
+        return max(self.checkpoints.glob("iter_*"), default=None)
 
     def release(self) -> None:
         if self._lock is not None:
