@@ -15,7 +15,7 @@ from tests.workers import run_workers
 
 pytestmark = pytest.mark.slow
 
-CASES = ["dp2_pp2", "dp2_pp2_bf16", "tp2_dp2", "interleaved"]
+CASES = ["dp2_pp2", "dp2_pp2_bf16", "tp2_dp2", "interleaved", "overlap"]
 if "distributed_optimizer" in TrainConfig.model_fields:
     CASES += ["distributed", "distributed_bf16"]
 
