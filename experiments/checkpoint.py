@@ -124,8 +124,9 @@ class Checkpoints:
         state = dist_checkpointing.load(self._sharded(is_loading=True), str(folder))
         for key, chunk in zip(_model_keys(session.chunks), session.chunks, strict=True):
             chunk.module.load_state_dict(state[key])
-        session.optimizer.load_state_dict(state["optimizer"])
-        _unshare_steps(session.optimizer)
+        with torch.no_grad():  # a distributed optimizer copies into views of fp32 parameters
+            session.optimizer.load_state_dict(state["optimizer"])
+        _restore_steps(session.optimizer)
         checkpoint.load(folder, session.attachment)
         inner, name = folder / TRAINER, rank_files.file_of(dist.get_rank())
         own = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
@@ -188,11 +189,17 @@ def _allocate(optimizer: Any) -> None:
                 part.optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
 
 
-def _unshare_steps(optimizer: Any) -> None:
-    """Megatron gives all parameters one tensor for the number of steps, which torch's Adam adds to in place."""
+def _restore_steps(optimizer: Any) -> None:
+    """Tell torch's Adam how many steps it has made.
+
+    Megatron reads the number into the groups of parameters alone, and gives all parameters one tensor for it, still at
+    zero, to which Adam would add in place.
+    """
     for part in _parts(optimizer):
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        for group in part.optimizer.param_groups:
+            steps = float(group.pop("step"))
+            for parameter in group["params"]:
+                part.optimizer.state[parameter]["step"] = torch.tensor(steps)
 
 
 # ------------------------------------------------------------------ the trainer's part

@@ -88,11 +88,23 @@ def snapshot(session: Session, losses: list[float]) -> dict[str, Any]:
     return {
         "losses": losses,
         "weights": {n: p.detach().clone() for c in session.chunks for n, p in c.named_parameters()},
+        "adam": adam(session.optimizer),
         "edgc": session.attachment.state_dict(),
         "phase": engine.controller.phase,
         "lr": session.optimizer.param_groups[0]["lr"],
         "random": torch.get_rng_state(),
     }
+
+
+def adam(optimizer: Any) -> list[dict[str, Any]]:
+    """The state of every parameter of every optimizer that Megatron has made, in order."""
+    inner = [part.optimizer for part in optimizer.chained_optimizers]
+    return [
+        {name: value.clone() for name, value in torch_optimizer.state[parameter].items()}
+        for torch_optimizer in inner
+        for group in torch_optimizer.param_groups
+        for parameter in group["params"]
+    ]
 
 
 def ended(session: Session, losses: list[float]) -> dict[str, Any]:

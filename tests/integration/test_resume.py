@@ -34,7 +34,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     """Where two nested states differ, in any bit of any tensor or number."""
     if isinstance(a, torch.Tensor):
         alike = isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
-        alike = alike and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        alike = alike and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
         return [] if alike else [path]
     if isinstance(a, dict) and isinstance(b, dict):
         keys = sorted({*a, *b}, key=str)
