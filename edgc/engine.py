@@ -186,11 +186,14 @@ class Engine:
         if self.config.entropy.source == "reduced":
             self.entropy.add(self.iteration, gradients)
 
-    def rescale(self, scale: float) -> None:
-        """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows."""
-        if scale != self.entropy.scale:
-            self.compressor.rescale(scale / self.entropy.scale)
+    def rescale(self, scale: float) -> float:
+        """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows by the factor that
+        is returned."""
+        factor = scale / self.entropy.scale
+        if factor != 1:
+            self.compressor.rescale(factor)
             self.entropy.scale = scale
+        return factor
 
     def _time_probe(
         self,
@@ -355,6 +358,7 @@ class Engine:
         means = (self._window, self._window_full)
         return {
             "iteration": self.iteration,
+            "scale": self.entropy.scale,
             "controller": self.controller.state_dict(),
             "compressor": self.compressor.state_dict(),
             "means": [[mean.total, mean.count] for mean in means],
@@ -365,7 +369,7 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict` of the same rank under the same configuration."""
-        self.iteration = int(state["iteration"])
+        self.iteration, self.entropy.scale = int(state["iteration"]), float(state["scale"])
         self.controller.load_state_dict(state["controller"])
         self.compressor.load_state_dict(state["compressor"])
         self._window, self._window_full = (Mean(t, int(c)) for t, c in state["means"])

@@ -2,7 +2,7 @@
 
 What a run needs to go on exactly lies in ``.checkpoints/iter_<iteration>/`` in its folder: model and optimizer as
 Megatron saves them, EDGC's state (:mod:`edgc.megatron.checkpoint`), and ``trainer/`` with what else differs between
-ranks: learning-rate schedule, random generators, probe rows. ``metrics.jsonl`` is the run's log so far, from which the
+ranks: learning-rate schedule, random generators, probe rows, error feedback of the pipeline's traffic. ``metrics.jsonl`` is the run's log so far, from which the
 history is read; ``run.yaml`` holds the settings, which have to be the same. The data need no state: batches follow from
 the seed and the iteration.
 """
@@ -100,6 +100,7 @@ class Checkpoints:
             "scheduler": session.scheduler.state_dict(),
             "probe": None if session.probe is None else session.probe.state_dict(),
             "random": _random_state(),
+            "pipeline": None if session.pipeline is None else session.pipeline.state_dict(),
         }
         with checkpoint.publish(self.root, iteration, keep=KEEP) as folder:
             _save(self._sharded(is_loading=False), folder)
@@ -133,6 +134,8 @@ class Checkpoints:
         session.scheduler.load_state_dict(own["scheduler"])
         if session.probe is not None:
             session.probe.load_state_dict(own["probe"])
+        if session.pipeline is not None:
+            session.pipeline.load_state_dict(own["pipeline"])
         _set_random_state(own["random"])
         run, iteration = session.run, int(own["iteration"])
         if dist.get_rank() == 0:

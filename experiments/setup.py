@@ -143,6 +143,7 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         optimizer=optimizer,
         observer=probe.observe if probe else None,
     )
+    pipeline = attachment.pipeline = _compressed_p2p(run, config)
     return Session(
         run,
         chunks,
@@ -153,7 +154,7 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         leaders,
         leaders_group,
         device,
-        pipeline=_compressed_p2p(run, config),
+        pipeline=pipeline,
     )
 
 

@@ -233,6 +233,11 @@ class ActivationCompressor:
             self._scratch = torch.empty(size, device=device)
         return self._scratch[:size].view(layout.rows, layout.columns)
 
+    def rescale(self, factor: float) -> None:
+        """Gradients come multiplied by ``factor`` from now on: error feedback follows."""
+        for error in self.errors.values():
+            error.mul_(factor)
+
     def state_dict(self) -> dict[str, Any]:
         """A copy of the error feedback and the warm start of every stream."""
         return {

@@ -19,6 +19,7 @@ from edgc.engine import Engine, Iteration
 from edgc.errors import UserError
 from edgc.groups import own_groups
 from edgc.megatron.bucket_group import CompressedBucketGroup
+from edgc.megatron.pipeline import CompressedP2P
 
 
 class Pending:
@@ -48,6 +49,8 @@ class Attachment:
         groups: the bucket groups of this rank.
         skipped: steps skipped so far.
         skipped_in_a_row: up to and with the last iteration.
+        pipeline: what compresses the traffic between pipeline stages, if anything does and there is a loss scale, which
+            its error feedback has to follow too.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Attachment:
         self.groups = list(groups)
         self.skipped = self.skipped_in_a_row = 0
         self.device = groups[0].buckets[0].grad_data.device
+        self.pipeline: CompressedP2P | None = None
         self._finished = 0
         self._finite: list[Tensor] = []
         self._exposed = Stopwatch()
@@ -93,12 +97,17 @@ class Attachment:
             attachment = reference()
             if attachment is None:
                 return found
-            attachment.engine.rescale(_loss_scale(optimizer))
+            attachment._follow(float(optimizer.get_loss_scale()))
             return found or attachment.skipped_in_a_row > 0
 
         optimizer.prepare_grads = prepare_grads
-        self.engine.rescale(_loss_scale(optimizer))
+        self._follow(float(optimizer.get_loss_scale()))
         self._needs_scale = False
+
+    def _follow(self, scale: float) -> None:
+        factor = self.engine.rescale(scale)
+        if self.pipeline is not None:
+            self.pipeline.rescale(factor)
 
     def reduce(
         self,
@@ -197,7 +206,3 @@ class Attachment:
         self.engine.load_state_dict(state["engine"])
         self.skipped = int(state["skipped"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
-
-
-def _loss_scale(optimizer: Any) -> float:
-    return float(optimizer.get_loss_scale())

@@ -21,6 +21,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """
 
     grad_reduce_handle: Any
+    edgc_names: dict[Any, str]
 
     def edgc_join(self, attachment: Any, names: dict[Any, str], compress: bool) -> None:
         """Reduce through ``attachment``.
@@ -29,7 +30,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             names: of the parameters, which error feedback is kept by.
             compress: False sends this group dense.
         """
-        self._edgc, self._edgc_names, self._edgc_compress = attachment, names, compress
+        self._edgc, self.edgc_names, self._edgc_compress = attachment, names, compress
 
     @property
     def edgc_replicas(self) -> dist.ProcessGroup:
@@ -56,7 +57,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
                 buffers.append(bucket.grad_data)
             # Error feedback is looked up by name: it does not depend on how buckets were cut.
             gradients += [
-                Gradient(self._edgc_names[p], p.main_grad, self._needed(bucket, p) if scatters else None)
+                Gradient(self.edgc_names[p], p.main_grad, self._needed(bucket, p) if scatters else None)
                 for p in bucket.params_list
             ]
         self.grad_reduce_handle = self._edgc.reduce(

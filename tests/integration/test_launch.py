@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from edgc.telemetry import read_events
 from tests.integration.launching import (
     RUN,
     Launcher,
