@@ -2,9 +2,9 @@
 
 What a run needs to go on exactly lies in ``.checkpoints/iter_<iteration>/`` in its folder: model and optimizer as
 Megatron saves them, EDGC's state (:mod:`edgc.megatron.checkpoint`), and ``trainer/`` with what else differs between
-ranks: learning-rate schedule, random generators, probe rows, error feedback of the pipeline's traffic. ``metrics.jsonl`` is the run's log so far, from which the
-history is read; ``run.yaml`` holds the settings, which have to be the same. The data need no state: batches follow from
-the seed and the iteration.
+ranks: learning-rate schedule, random generators, probe rows, error feedback of the pipeline's traffic.
+``metrics.jsonl`` is the run's log so far, from which the history is read; ``run.yaml`` holds the settings, which have
+to be the same. The data need no state: batches follow from the seed and the iteration.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ class Attachment:
         groups: the bucket groups of this rank.
         skipped: steps skipped so far.
         skipped_in_a_row: up to and with the last iteration.
+        averaged_at: when the last gradients of the last iteration were averaged here, before any rank waits for those
+            of other stages; a mark of :mod:`edgc.clock`.
         pipeline: what compresses the traffic between pipeline stages, if anything does and there is a loss scale, which
             its error feedback has to follow too.
     """
@@ -61,6 +63,7 @@ class Attachment:
         self.skipped = self.skipped_in_a_row = 0
         self.device = groups[0].buckets[0].grad_data.device
         self.pipeline: CompressedP2P | None = None
+        self.averaged_at: Mark | None = None
         self._finished = 0
         self._finite: list[Tensor] = []
         self._exposed = Stopwatch()
@@ -153,6 +156,7 @@ class Attachment:
         self._finite.append(finite)
         self._finished += 1
         if self._finished == len(self.groups):
+            self.averaged_at = ended
             self._close()
 
     def _close(self) -> None:

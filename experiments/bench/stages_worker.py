@@ -52,15 +52,6 @@ def train(
     engine, stage = session.attachment.engine, session.stage
     replica = int(parallel_state.get_data_parallel_rank())
     link = engine.open_channel = SlowLink(bandwidths[stage])
-    finished: list[float] = []
-    close: Any = engine.end_iteration
-
-    def close_and_note(*arguments: Any) -> None:
-        finished.append(time.perf_counter())
-        close(*arguments)
-
-    watched: Any = engine
-    watched.end_iteration = close_and_note
     generator = torch.Generator().manual_seed(replica)
     decisions: list[Decision] = []
     iterations: list[dict[str, Any]] = []
@@ -75,14 +66,14 @@ def train(
                 "iteration": iteration,
                 "rank": plan.ranks[stage],
                 "steady": plan.phase in ("active", "disabled") and plan.probe_rank is None,
-                "finished": finished[-1],
+                "finished": session.attachment.averaged_at,
                 "bytes": engine.last.statistics.bytes if engine.last else 0,
                 "seconds": time.perf_counter() - started,
             }
         )
         if engine.decision is not None:
             decisions.append(engine.decision)
-    assert len(finished) == len(iterations)
+    session.attachment.close()
     parallel_state.destroy_model_parallel()
     return {"stage": stage, "replica": replica, "decisions": decisions, "iterations": iterations}
 

@@ -83,6 +83,8 @@ def test_settings_are_frozen_and_keyword_only() -> None:
         ({"method": "powersgd"}, "rank = None", "give the rank"),
         ({"method": "edgc", "policy": "fixed"}, "rank = None", "give the rank"),
         ({"alignment": "given"}, "timing.seconds_per_rank = 0.0", "above 0"),
+        ({"remeasure_above": 0}, "remeasure_above = 0", "above 0"),
+        ({"remeasure_above": True}, "remeasure_above = True", "use a number"),
         ({"pipeline": {"rank": 0}}, "pipeline.rank = 0 is not valid", "whole number of at least 1"),
         ({"pipeline": {"epilogue": True}}, "unknown key pipeline.epilogue", "did you mean epilogue_only?"),
         ({"pipeline": {"error_feedback": 1}}, "pipeline.error_feedback = 1", "true or false"),
