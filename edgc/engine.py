@@ -24,16 +24,16 @@ from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, Statistics
 from edgc.compressors.base import Steps
 from edgc.compressors.powersgd import saves_bytes
 from edgc.config import EDGCConfig
-from edgc.controller import Controller, Decision, Plan, Report
+from edgc.controller import Controller, Decision, Plan
 from edgc.cost_gate import CostGate, GateVerdict, GroupTimes, label, verdicts
 from edgc.entropy_meter import EntropyMeter, Measured
-from edgc.measurements import CurveMean, Mean, WindowTimes, mean, mean_curve, stage_seconds
+from edgc.measurements import CurveMean
 from edgc.spectral import MatrixSpectrum, error_curve
+from edgc.window import Window, gather, report
 
 RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 Observer = Callable[[int, Sequence[Gradient]], None]
 Shape = tuple[int, int]
-_COLUMNS = 6  # of a row of measurements, before the error curve
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,9 @@ class Engine:
         self.decision_entropy_full: tuple[float, ...] = ()
         self.gate = CostGate() if config.cost_gate else None
         self._trial: Compressor | None = None
-        self._times = WindowTimes(config.window)
+        self._window = Window(config.window)
         self._replicas = math.nan  # number of this rank's group of replicas, if it has one with others in it
-        self._start_window()
         self._start_iteration()
-
-    def _start_window(self) -> None:
-        self._window, self._window_full = Mean(), Mean()
-        self._curve = CurveMean()
-        self._times.clear()
 
     def _start_iteration(self) -> None:
         self._statistics = Statistics()
@@ -239,7 +233,7 @@ class Engine:
         ]
         curve = error_curve(matrices, grid, partial(saves_bytes, factor_dtype=self.config.factor_dtype))
         if curve is not None:
-            self._curve.add(curve)
+            self._window.curve.add(curve)
 
     def end_iteration(
         self,
@@ -261,11 +255,11 @@ class Engine:
         entropy = self.entropy.close()
         if skipped:
             entropy = Measured(math.nan, math.nan, entropy.seconds)
-        self._window.add(entropy.sampled)
-        self._window_full.add(entropy.full)
+        self._window.entropy.add(entropy.sampled)
+        self._window.entropy_full.add(entropy.full)
         # Trials disturb the step that they are part of.
         if not (skipped or self.plan.probe_rank is not None or self.plan.gate):
-            self._times.add(self.iteration, self._statistics)
+            self._window.times.add(self.iteration, self._statistics)
         self.last = Iteration(
             iteration=self.iteration,
             rank=self.rank if self.config.method in RANKED and self._has_compressed() else None,
@@ -283,7 +277,7 @@ class Engine:
         self.iteration += 1
         before, self.plan = self.plan, self.controller.plan(self.iteration)
         if self.plan.ranks != before.ranks:
-            self._times.clear()
+            self._window.times.clear()
         if self.plan.probe_rank is None:
             self._trial = None
         self._start_iteration()
@@ -300,35 +294,20 @@ class Engine:
             finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
             backward = median_low(finite) if finite else math.nan
         grid, watches = self.controller.rank_grid, self.controller.watches(self.iteration)
-        curve = self._curve.value or (math.nan,) * len(grid)
-        times = self._times.values if watches else []
-        means = [self._window.value, self._window_full.value, probe, backward, self._replicas]
-        rows = self._gather([float(self.stage), *means, *curve, *times])
-        by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(self.stages)]
-        entropy, full, probe_seconds, stage_backward = (
-            tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4)
-        )
-        self.decision_entropy_full = full
-        end = _COLUMNS + len(grid)
-        report = Report(
-            entropy=entropy,
-            probe_seconds=None if self.plan.probe_rank is None else probe_seconds,
-            backward_seconds=stage_backward if any(map(math.isfinite, stage_backward)) else None,
-            error_curve=tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
-            if grid
-            else None,
+        row = self._window.row(self.stage, grid, watches, probe, backward, self._replicas)
+        made, self.decision_entropy_full = report(
+            gather(row, self.exchange_group),
+            self.stages,
+            grid,
+            watches=watches,
+            probed=self.plan.probe_rank is not None,
             gate=self._judge() if self.plan.gate else (),
-            reduction_seconds=tuple(
-                stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage
-            )
-            if watches
-            else None,
         )
-        self.decision = self.controller.observe(self.iteration, report)
+        self.decision = self.controller.observe(self.iteration, made)
         if self.iteration % self.config.window == 0:
-            self._start_window()
+            self._window.start()
         elif self.controller.rank_grid != grid:
-            self._curve = CurveMean()
+            self._window.curve = CurveMean()
 
     def _judge(self) -> tuple[GateVerdict, ...]:
         """Verdicts of all stages from the times of all ranks; this rank follows those of its stage from now on."""
@@ -343,27 +322,14 @@ class Engine:
         self.gate.follow([verdict for verdict in made if verdict.stage == self.stage], groups)
         return made
 
-    def _gather(self, values: list[float]) -> list[list[float]]:
-        """The values of every rank, in rank order, the same on every rank."""
-        if not dist.is_initialized():
-            return [values]
-        on_gpu = dist.get_backend(self.exchange_group) == "nccl"
-        row = torch.tensor(values, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self.exchange_group))]
-        dist.all_gather(rows, row, group=self.exchange_group)
-        return [item.tolist() for item in rows]
-
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
-        means = (self._window, self._window_full)
         return {
             "iteration": self.iteration,
             "scale": self.entropy.scale,
             "controller": self.controller.state_dict(),
             "compressor": self.compressor.state_dict(),
-            "means": [[mean.total, mean.count] for mean in means],
-            "times": self._times.values,
-            "curve": [list(self._curve.totals), self._curve.count],
+            "window": self._window.state_dict(),
             "gate": self.gate.state_dict() if self.gate is not None else None,
         }
 
@@ -372,9 +338,7 @@ class Engine:
         self.iteration, self.entropy.scale = int(state["iteration"]), float(state["scale"])
         self.controller.load_state_dict(state["controller"])
         self.compressor.load_state_dict(state["compressor"])
-        self._window, self._window_full = (Mean(t, int(c)) for t, c in state["means"])
-        self._times.values = state["times"]
-        self._curve = CurveMean([float(value) for value in state["curve"][0]], int(state["curve"][1]))
+        self._window.load_state_dict(state["window"])
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"] or {})
         self.plan = self.controller.plan(self.iteration)

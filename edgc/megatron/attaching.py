@@ -52,7 +52,7 @@ def attach(
     """
     chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
     for chunk in chunks:
-        _check(chunk)
+        _check(chunk, config)
     dense = [group for chunk in chunks for group in chunk.bucket_groups]
     expert = [group for chunk in chunks for group in chunk.expert_parallel_bucket_groups]
     groups = [
@@ -93,7 +93,7 @@ def attach(
     return attachment
 
 
-def _check(chunk: DistributedDataParallel) -> None:
+def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
     """Refuse what cannot work, in one line."""
     settings = chunk.ddp_config
     if any(isinstance(group, CompressedBucketGroup) for group in chunk.bucket_groups):
@@ -103,6 +103,11 @@ def _check(chunk: DistributedDataParallel) -> None:
             f"num_distributed_optimizer_instances = {settings.num_distributed_optimizer_instances} is not supported",
             where="DistributedDataParallelConfig",
             fix="set it to 1",
+        )
+    if settings.use_distributed_optimizer and config.entropy.source == "reduced":
+        raise UserError(
+            "entropy.source = 'reduced' does not go with use_distributed_optimizer: no rank has whole averaged gradients",
+            fix="use entropy.source: local",
         )
     if getattr(settings, "use_megatron_fsdp", False):
         raise UserError(

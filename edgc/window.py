@@ -1,0 +1,104 @@
+"""What a rank measures in a window, and the report that all ranks make of what all have measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from edgc.controller import Report
+from edgc.cost_gate import GateVerdict
+from edgc.measurements import CurveMean, Mean, WindowTimes, mean, mean_curve, stage_seconds
+
+_COLUMNS = 6  # of a row, before the error curve
+
+
+class Window:
+    """Running measurements of one rank since the last window's end.
+
+    Args:
+        window: length in iterations.
+
+    Attributes:
+        entropy, entropy_full: in nats, sampled and of all entries.
+        curve: predicted squared relative error by rank.
+        times: of reductions, in seconds.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.times = WindowTimes(window)
+        self.start()
+
+    def start(self) -> None:
+        self.entropy, self.entropy_full, self.curve = Mean(), Mean(), CurveMean()
+        self.times.clear()
+
+    def row(
+        self, stage: int, grid: Sequence[int], watches: bool, probe: float, backward: float, replicas: float
+    ) -> list[float]:
+        """This rank's numbers for :func:`report`.
+
+        Args:
+            grid: ranks of the error curve.
+            watches: whether times of reductions are asked for.
+            probe, backward: seconds of a timed reduction and of a micro-batch's backward pass; nan if there was none.
+            replicas: number of this rank's group of replicas; nan if it has no other replica.
+        """
+        curve = self.curve.value or (math.nan,) * len(grid)
+        means = [self.entropy.value, self.entropy_full.value, probe, backward, replicas]
+        return [float(stage), *means, *curve, *(self.times.values if watches else [])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "means": [[item.total, item.count] for item in (self.entropy, self.entropy_full)],
+            "curve": [list(self.curve.totals), self.curve.count],
+            "times": self.times.values,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entropy, self.entropy_full = (Mean(float(t), int(c)) for t, c in state["means"])
+        totals, count = state["curve"]
+        self.curve = CurveMean([float(value) for value in totals], int(count))
+        self.times.values = state["times"]
+
+
+def report(
+    rows: Sequence[Sequence[float]],
+    stages: int,
+    grid: Sequence[int],
+    *,
+    watches: bool,
+    probed: bool,
+    gate: tuple[GateVerdict, ...],
+) -> tuple[Report, tuple[float, ...]]:
+    """The report on all ranks' :meth:`Window.row`, in rank order, and the entropies of all entries per stage."""
+    by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(stages)]
+    entropy, full, probe, backward = (
+        tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4)
+    )
+    end = _COLUMNS + len(grid)
+    curves = tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
+    times = tuple(stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage)
+    made = Report(
+        entropy=entropy,
+        probe_seconds=probe if probed else None,
+        backward_seconds=backward if any(map(math.isfinite, backward)) else None,
+        error_curve=curves if grid else None,
+        gate=gate,
+        reduction_seconds=times if watches else None,
+    )
+    return made, full
+
+
+def gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+    """The values of every rank of ``group``, in rank order, the same on every rank."""
+    if not dist.is_initialized():
+        return [list(values)]
+    on_gpu = dist.get_backend(group) == "nccl"
+    row = torch.tensor(values, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return [item.tolist() for item in rows]
