@@ -106,7 +106,7 @@ def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
         )
     if settings.use_distributed_optimizer and config.entropy.source == "reduced":
         raise UserError(
-            "entropy.source = 'reduced' needs whole averaged gradients, which no rank has with use_distributed_optimizer",
+            "entropy.source = 'reduced' needs whole means, which no rank has with use_distributed_optimizer",
             fix="use entropy.source: local",
         )
     if getattr(settings, "use_megatron_fsdp", False):
