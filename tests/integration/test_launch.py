@@ -49,7 +49,11 @@ def test_a_run_publishes_a_complete_folder_and_repeats_bit_for_bit(launcher: Lau
     folder = launcher.path(RUN)
     assert code == 0, stderr
     assert (folder / "status").read_text() == "ok\n"
+    for step in read_events(folder / "metrics.jsonl", "step"):
+        assert not step["skipped"]
+        assert all(stage["seconds_exposed"] > 0 for stage in step["stages"])
     summary = json.loads((folder / "summary.json").read_text())
+    assert summary["seconds_exposed_per_step"] > 0 and summary["skipped_steps"] == 0
     assert summary["iterations"] == 12 and summary["validation_perplexity"] > 1
     record = yaml.safe_load((folder / "run.yaml").read_text())
     assert len(record["provenance"]["data_fingerprint"]) >= 12
@@ -100,6 +104,19 @@ def test_a_diverging_run_ends_with_its_status(launcher: Launcher) -> None:
     assert (launcher.path(values) / "status").read_text() == "diverged\n"
     summary = json.loads((launcher.path(values) / "summary.json").read_text())
     assert summary["status"] == "diverged" and summary["iterations"] <= 60
+
+
+def test_twenty_skipped_steps_in_a_row_end_a_run(launcher: Launcher) -> None:
+    # The first update leaves weights at which the loss overflows.
+    values = changed(variant="overflow", train={"lr": 1e30, "iterations": 60, "eval_interval": 60})
+    code, stderr = launcher.run(values)
+    assert code == 0, stderr
+    assert (launcher.path(values) / "status").read_text() == "diverged\n"
+    steps = list(read_events(launcher.path(values) / "metrics.jsonl", "step"))
+    assert [step["skipped"] for step in steps[-20:]] == [True] * 20
+    assert len(steps) == 20 or not steps[-21]["skipped"]
+    summary = json.loads((launcher.path(values) / "summary.json").read_text())
+    assert summary["skipped_steps"] == sum(step["skipped"] for step in steps)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,11 @@ def test_a_distributed_optimizer_sends_half_as_much_when_dense(matrix: dict[str,
         )
 
 
+def test_the_wait_for_gradients_is_measured(matrix: dict[str, dict[str, Result]]) -> None:
+    for cell, runs in matrix.items():
+        assert all(rank["exposed"] > 0 for result in runs.values() for rank in result), cell
+
+
 def test_nothing_is_skipped(matrix: dict[str, dict[str, Result]]) -> None:
     for cell, runs in matrix.items():
         if "fp16" not in cell:
