@@ -172,7 +172,7 @@ class Compressor(ABC):
         """The exact mean, as :meth:`steps` without a rank, but each rank gets only its part of ``channel.shards``,
         which the gradients are views of."""
         self._drain(gradients)
-        channel.scatter_means()
+        channel.scatter_means(channel.shards)
         yield
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:  # noqa: B027  (most keep nothing)

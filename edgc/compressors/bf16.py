@@ -26,6 +26,9 @@ class BF16(Compressor):
     def steps(
         self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
     ) -> Steps:
+        if channel.shards and rank is not None:
+            yield from self._scattered_halves(channel)
+            return
         wide = [gradient for gradient in gradients if gradient.tensor.element_size() > 2 and rank is not None]
         rest = [
             gradient.tensor for gradient in gradients if gradient.tensor.element_size() <= 2 or rank is None
@@ -40,6 +43,15 @@ class BF16(Compressor):
         yield from dense_steps(rest, channel)
         for gradient, part in zip(wide, parts, strict=True):
             gradient.tensor.copy_(part.view(gradient.tensor.shape))
+
+    def _scattered_halves(self, channel: Channel) -> Steps:
+        """The shards themselves, which hold all gradients, rounded and reduce-scattered."""
+        wide = [buffer for buffer in channel.shards if buffer.element_size() > 2]
+        halves = [buffer.to(torch.bfloat16) for buffer in wide]
+        channel.scatter_means([*halves, *(b for b in channel.shards if b.element_size() <= 2)])
+        yield
+        for buffer, half in zip(wide, halves, strict=True):
+            channel.own_part(buffer).copy_(channel.own_part(half))
 
     def _message(self, gradients: Sequence[Gradient]) -> Tensor:
         """The buffer of these gradients' message, the same memory at every step."""

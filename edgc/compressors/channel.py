@@ -48,11 +48,11 @@ class Channel:
         self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
         self.bytes += all_reduce_bytes(_bytes(tensor), self.world)
 
-    def scatter_means(self) -> None:
-        """Reduce-scatter :attr:`shards`: this rank's part of each becomes its mean, the other parts are undefined."""
+    def scatter_means(self, buffers: Sequence[Tensor]) -> None:
+        """Reduce-scatter flat buffers: this rank's part of each becomes its mean, the other parts are undefined."""
         if self.world == 1:
             return
-        for buffer in self.shards:
+        for buffer in buffers:
             own = self.own_part(buffer)
             work = dist.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
             self._start(work, own, divide=True)

@@ -176,6 +176,7 @@ class PowerSGD(Compressor):
         drained = [gradient for gradient in gradients if gradient.name in self.errors]
         self._add_errors(drained)
         self._forget(drained)
+        self._discard({gradient.name for gradient in drained})
 
     def _add_errors(self, gradients: Sequence[Gradient]) -> None:
         for gradient in gradients:
@@ -183,7 +184,6 @@ class PowerSGD(Compressor):
 
     def _forget(self, gradients: Sequence[Gradient]) -> None:
         for gradient in gradients:
-            # Its workspaces may hold the memory, but begin with what is in the state.
             self._then(partial(self._state.forget, gradient.name))
 
     def rescale(self, factor: float) -> None:
@@ -283,10 +283,8 @@ class PowerSGD(Compressor):
     def _workspace(self, gradients: Sequence[Gradient], rank: int | None) -> Workspace:
         work = self._workspaces.get(gradients[0].name)
         if work is None or work.signature != signature(gradients, rank):
-            # A name has one workspace: others with any of these names are of buckets or ranks that are gone.
             names = {gradient.name for gradient in gradients}
-            gone = {id(self._workspaces[name]) for name in names & self._workspaces.keys()}
-            self._workspaces = {n: w for n, w in self._workspaces.items() if id(w) not in gone}
+            self._discard(names)
             factored = [g for g in gradients if rank is not None and self._factors(g.tensor.shape, rank)]
             batches = not self._decides(gradients[0].tensor.device)
             members = grouped(factored, batches, self._state.side)
@@ -297,6 +295,11 @@ class PowerSGD(Compressor):
             for group in work.groups:
                 self._state.begin(group)
         return work
+
+    def _discard(self, names: set[str]) -> None:
+        """A name has one workspace: those with any of these names are of buckets, ranks or errors that are gone."""
+        gone = {id(self._workspaces[name]) for name in names & self._workspaces.keys()}
+        self._workspaces = {n: w for n, w in self._workspaces.items() if id(w) not in gone}
 
     def _factors(self, shape: Sequence[int], rank: int) -> bool:
         if not compressible(shape, self.min_elements):

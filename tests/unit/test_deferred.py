@@ -160,11 +160,27 @@ def _scattered(method: str) -> tuple[bool, bool, float]:
     return right, drained, statistics.bytes / (2 * len(buffer))
 
 
+def _afterwards(method: str) -> bool:
+    """Whether compression goes on after a scattered mean as after an all-reduced one."""
+    rank, results = torch.distributed.get_rank(), []
+    for shards in (True, False):
+        compressor, sent = fresh(method), []
+        for step, level in enumerate((4, 4, None, 4, 4)):
+            buffer = torch.zeros(48 * 40)
+            gradient = Gradient("a", buffer.view(48, 40).copy_(gradients(10 * step + rank)[0].tensor))
+            compressor.reduce([gradient], Channel(None, [buffer] if shards else []), level)
+            sent.append(Channel(None).own_part(buffer))
+        results.append((sent, compressor.state_dict()))
+    (one, state), (other, reference) = results
+    return all(map(torch.equal, one, other)) and same(state, reference)
+
+
 def _two_ranks() -> dict[str, Any]:
     low_rank = [method for method in METHODS if isinstance(fresh(method), PowerSGD)]
     return {
         "partly": {method: _partly(method) for method in low_rank},
         "scattered": {method: _scattered(method) for method in METHODS},
+        "afterwards": {method: _afterwards(method) for method in METHODS},
     }
 
 
@@ -185,3 +201,8 @@ def test_a_dense_reduction_into_shards_scatters_all_that_is_owed(both: list[dict
             assert right and drained, method
             # (W - 1) / W of 4 bytes an entry, with two ranks: 2.
             assert bytes_per_entry == pytest.approx(1.0), method
+
+
+def test_nothing_of_what_was_scattered_is_sent_again(both: list[dict[str, Any]]) -> None:
+    for rank in both:
+        assert all(rank["afterwards"].values()), rank["afterwards"]
