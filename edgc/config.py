@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from edgc import presets
 from edgc.errors import UserError
 
 ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
@@ -27,6 +28,7 @@ _SWITCHES = (
     "warm_start",
     "one_sided",
     "compress_experts",
+    "fused_embedding",
 )
 FACTOR_DTYPES = ("fp32", "bf16", "int8", "int4")
 PIPELINE_FACTOR_DTYPES = ("fp32", "bf16")
@@ -141,7 +143,7 @@ class PipelineConfig(_Settings):
     """Compression of the activation gradients that pipeline stages send backwards (see :mod:`edgc.megatron.pipeline`).
 
     It is apart from ``method``, and without effect where there is one stage. Optimus-CC's compressed backpropagation
-    (Song et al., ASPLOS 2023) is ``rank=12, epilogue_only=True`` in its authors' scripts.
+    (Song et al., ASPLOS 2023) is ``epilogue_only=True`` with ``rank=16`` in its authors' scripts (12 in their README).
 
     Attributes:
         rank: of each micro-batch's gradient as a matrix (tokens x hidden size); None sends it as it is.
@@ -204,6 +206,11 @@ class EDGCConfig(_Settings):
         rounding: of ``quantize``: ``nearest`` with error feedback, or ``stochastic`` (QSGD: unbiased, without).
         compress_experts: under Megatron's expert parallelism, whether the experts' gradients are compressed too (ours).
         min_compression_elements: 2-D tensors with fewer entries are sent dense (ours).
+        compressed_stages: of methods other than ``edgc``: share of the pipeline stages, from stage 0 on, that compress
+            their gradients, in whole stages rounded down but at least one; the others send theirs dense. Under 1F1B
+            the first stages end last (Optimus-CC's selective stage compression; its authors' scripts: 3 of 4 stages).
+        fused_embedding: under Megatron's pipeline parallelism with tied embeddings, average the embedding's gradient
+            over the replicas of both end stages in one all-reduce, dense (Optimus-CC; :mod:`edgc.megatron.embedding`).
         pipeline: compression of what pipeline stages send backwards; off unless it has a rank.
         seed: of the first Q and of appended columns; the same on every rank.
     """
@@ -241,6 +248,8 @@ class EDGCConfig(_Settings):
     rounding: str = "nearest"
     compress_experts: bool = True
     min_compression_elements: int = 1024
+    compressed_stages: float = 1.0
+    fused_embedding: bool = False
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     seed: int = 0
 
@@ -277,7 +286,7 @@ class EDGCConfig(_Settings):
         _one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
         _one_of("rounding", self.rounding, ("nearest", "stochastic"))
         _require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
-        for key in ("target_error", "smoothing", "density"):
+        for key in ("target_error", "smoothing", "density", "compressed_stages"):
             _number(key, getattr(self, key), 0, 1, open_low=True)
         for key in _SWITCHES:
             _require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
@@ -292,9 +301,24 @@ class EDGCConfig(_Settings):
                 )
         if self.method == "powersgd" or (self.method == "edgc" and self.policy == "fixed"):
             _require(self.rank is not None, "rank", self.rank, "give the rank of the fixed-rank method")
+        if self.method == "edgc":
+            fix = "leave it out: under method edgc alignment sets the ranks of the stages"
+            _require(self.compressed_stages == 1, "compressed_stages", self.compressed_stages, fix)
         if self.alignment == "given":
             value = self.timing.seconds_per_rank
             _require(value > 0, "timing.seconds_per_rank", value, "alignment: given needs a time above 0")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
+        """As of all settings; a ``preset`` (:mod:`edgc.presets`) among them is laid under the other keys."""
+        return super().from_dict(
+            presets.resolved(values, where=where, prefix=prefix), where=where, prefix=prefix
+        )
+
+    def stages_compressed(self, stages: int) -> int:
+        """How many of ``stages`` pipeline stages are compressed under ``compressed_stages``."""
+        # 0.7 * 10 is to be 7 whatever its last bit.
+        return max(1, math.floor(self.compressed_stages * stages + 1e-9))
 
     def lower_rank(self, r_max: int) -> int:
         """r_min for an upper rank ``r_max``: the configured one, or r_max/4 in whole multiples, at least one."""

@@ -15,8 +15,8 @@ between windows:
   searched) and the ranks follow at once. While even the lowest rank would be slower, nothing is compressed;
 * disabled: uncompressed to the end: method ``none``, or compression that could not pay.
 
-Methods other than ``edgc`` are active from the first iteration. While active, the cost gate (if there is one)
-measures on the schedule of :mod:`edgc.cost_gate`.
+Methods other than ``edgc`` are active from the first iteration, on the first stages (``compressed_stages``). While
+active, the cost gate (if there is one) measures on the schedule of :mod:`edgc.cost_gate`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ class Controller:
             self.phase, self.reason = "disabled", "method: none"
         elif config.method != "edgc":
             # To a method without a rank the number says only that it is to compress.
-            self.phase, self.ranks = "active", (config.rank or 1,) * self.stages
+            compressed = config.stages_compressed(self.stages)
+            rank = config.rank or 1
+            self.phase = "active"
+            self.ranks = tuple(rank if stage < compressed else None for stage in range(self.stages))
             self.r_min = self.r_max = config.rank
         elif not any(stages):
             self.phase, self.reason = "disabled", "no matrix is large enough to compress"

@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from edgc import presets
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 
@@ -153,7 +162,8 @@ class ProbeConfig(Settings):
 
 
 class RunConfig(Settings):
-    """One training run. ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself."""
+    """One training run. ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself; what a ``preset`` in it
+    stands for is written out, so that ``run.yaml`` does not depend on what the preset will be later."""
 
     scale: str
     study: str
@@ -179,6 +189,11 @@ class RunConfig(Settings):
     def micro_batches(self) -> int:
         """Micro-batches that one data-parallel replica works through in an iteration."""
         return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @field_validator("compression")
+    @classmethod
+    def _write_out(cls, compression: dict[str, Any]) -> dict[str, Any]:
+        return presets.resolved(compression, prefix="compression.")
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
@@ -278,6 +293,9 @@ def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str
 
 def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
     """Validate one merged run, the compression section included."""
+    if isinstance(compression := values.get("compression"), Mapping):
+        compression = presets.resolved(compression, where=where, prefix="compression.")
+        values = {**values, "compression": compression}
     run: RunConfig = validate(RunConfig, values, where)
     EDGCConfig.from_dict(run.compression, where=where, prefix="compression.")
     return run

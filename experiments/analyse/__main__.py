@@ -14,7 +14,15 @@ from experiments import matrix
 from experiments.analyse.common import load_runs
 from experiments.cli import main_guard
 
-STUDIES = ("entropy_trend", "methods", "equal_bytes", "rank_sweep", "window_ablation", "sampling_ablation")
+STUDIES = (
+    "entropy_trend",
+    "methods",
+    "equal_bytes",
+    "optimus_cc",
+    "rank_sweep",
+    "window_ablation",
+    "sampling_ablation",
+)
 
 
 def analyse(study: str, folder: Path, names: list[str] | None = None) -> list[Path]:
