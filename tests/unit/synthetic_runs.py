@@ -279,6 +279,26 @@ def write_equal_bytes(root: Path) -> Path:
     return folder
 
 
+def write_optimus_cc(root: Path) -> Path:
+    """Two seeds: uncompressed, and stage 0 alone compressed."""
+    folder = root / "optimus_cc"
+    stages: dict[str, Any] = {"method": "powersgd", "rank": 16, "compressed_stages": 0.75}
+    for seed in (1, 2):
+        common: dict[str, Any] = {"study": "optimus_cc", "seed": seed}
+        write_run(folder, variant="none", loss=5.0 + 0.05 * seed, **common)
+        write_run(
+            folder,
+            variant="stages",
+            loss=5.02 + 0.05 * seed,
+            compression=stages,
+            ranks=[16] + [None] * (STAGES - 1),
+            warmup=0,
+            bytes_ratio=0.6,
+            **common,
+        )
+    return folder
+
+
 def write_methods(root: Path) -> Path:
     """Two seeds of seven methods; low rank costs most, one run diverged and one failed without a summary."""
     folder = root / "methods"
@@ -391,6 +411,7 @@ def write_all(root: Path) -> Path:
     for write in (
         write_methods,
         write_equal_bytes,
+        write_optimus_cc,
         write_entropy_trend,
         write_rank_sweep,
         write_window_ablation,

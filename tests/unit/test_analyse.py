@@ -110,6 +110,12 @@ def test_a_long_curve_is_thinned_but_keeps_ends_and_changes() -> None:
     assert {0, 12_345, 99_999} <= set(rows)
 
 
+def test_stages_that_send_dense_are_shown(root: Path) -> None:
+    rows = pd.read_csv(root / "optimus_cc" / "table.csv").set_index(["variant", "seed"])
+    assert rows.loc[("stages", 1), "final_ranks"].split("|") == ["16"] + ["dense"] * (synthetic.STAGES - 1)
+    assert rows.loc[("stages", 2), "gap_nats"] == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize("study", STUDIES)
 def test_tables_repeat_byte_for_byte(root: Path, study: str) -> None:
     before = {path.name: path.read_bytes() for path in (root / study).glob("*.csv")}
