@@ -55,6 +55,10 @@ equal-bytes: venv ## compare all compressors at equal bytes and write that to re
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/equal_bytes.png' \
 	  results/reference/$(SCALE)/figures/equal_bytes.png
 
+.PHONY: optimus-cc
+optimus-cc: venv ## compare Optimus-CC and its parts; not part of `reproduce`
+	@$(PIPELINE) optimus_cc $(ARGS)
+
 .PHONY: bench
 bench: venv ## time the compression engine on this machine, on its GPU if it has one (ARGS: options of the program)
 	@folder=$$($(BENCH) engine --results '$(RESULTS)/bench' $(ARGS)); \

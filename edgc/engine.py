@@ -180,6 +180,19 @@ class Engine:
         if self.config.entropy.source == "reduced":
             self.entropy.add(self.iteration, gradients)
 
+    def reduce_across_stages(self, gradients: Sequence[Gradient], group: dist.ProcessGroup) -> None:
+        """Average ``gradients`` over ``group`` in place, dense, where it has ranks of several stages.
+
+        Its bytes count; its times do not: they are mostly those of waiting for the other stages.
+        """
+        if self.observer is not None:
+            self.observer(self.iteration, gradients)
+        if self.config.entropy.source == "local":
+            self.entropy.add(self.iteration, gradients)
+        self._statistics.bytes += self.compressor.reduce(gradients, self.open_channel(group), None).bytes
+        if self.config.entropy.source == "reduced":
+            self.entropy.add(self.iteration, gradients)
+
     def rescale(self, scale: float) -> float:
         """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows by the factor that
         is returned."""

@@ -22,10 +22,17 @@ def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
 def own_groups(mine: Sequence[dist.ProcessGroup]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Groups of the same ranks as each of ``mine``, which may differ from rank to rank; by their ranks.
 
+    To be called on every rank of the world.
+    """
+    return groups_of([tuple(dist.get_process_group_ranks(group)) for group in mine])
+
+
+def groups_of(wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """New groups of ``wanted`` ranks, which may differ from rank to rank; by their ranks.
+
     To be called on every rank of the world: every rank takes part in making every group, in one order.
     """
-    wanted = [tuple(dist.get_process_group_ranks(group)) for group in mine]
     gathered: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, wanted)
+    dist.all_gather_object(gathered, list(wanted))
     made = {ranks: dist.new_group(list(ranks)) for ranks in sorted({r for row in gathered for r in row})}
     return {ranks: made[ranks] for ranks in wanted}

@@ -15,6 +15,7 @@ from edgc.engine import Engine, Observer
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
 from edgc.megatron.bucket_group import CompressedBucketGroup
+from edgc.megatron.embedding import fuse
 
 
 def attach(
@@ -33,7 +34,8 @@ def attach(
 
     Tied embeddings: each end stage reduces its own copy, compressed like any matrix, before Megatron adds the two.
     The sum of two compressed means is the compressed sum, each with its own error feedback, so the copies get the same
-    gradient bit for bit; leaving them dense would send the largest matrix of the model whole.
+    gradient bit for bit; leaving them dense would send the largest matrix of the model whole. With ``fused_embedding``
+    they are left dense, and both steps are one (:mod:`edgc.megatron.embedding`).
 
     Distributed optimizer: what goes dense is reduce-scattered; of what is compressed the factors are all-reduced, and
     each rank reconstructs the rows of its shard.
@@ -64,10 +66,13 @@ def attach(
         for name, parameter in chunk.module.named_parameters()
     }
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    fused = fuse(chunks, names) if config.fused_embedding else None
+    elsewhere = fused.parameter if fused is not None else None
     own = [
         tuple(parameter.shape)
         for group in (dense + expert if config.compress_experts else dense)
         for parameter in sorted(group.params, key=names.__getitem__)
+        if parameter is not elsewhere
     ]
     own = [shape for shape in own if compressible(shape, config.min_compression_elements)]
     overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
@@ -82,9 +87,10 @@ def attach(
     )
     for group in groups:
         group.__class__ = CompressedBucketGroup
-    attachment = Attachment(engine, groups, overlap=overlap, fp16=bool(chunks[0].config.fp16))
+    attachment = Attachment(engine, groups, overlap=overlap, fp16=bool(chunks[0].config.fp16), fused=fused)
     for group in groups:
-        group.edgc_join(attachment, names, compress=config.compress_experts or group not in expert)
+        compress = config.compress_experts or group not in expert
+        group.edgc_join(attachment, names, compress=compress, elsewhere=elsewhere)
     if optimizer is not None:
         attachment.guard(optimizer)
     if config.method == "edgc" and config.alignment == "measured":

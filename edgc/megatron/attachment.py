@@ -19,6 +19,7 @@ from edgc.engine import Engine, Iteration
 from edgc.errors import UserError
 from edgc.groups import own_groups
 from edgc.megatron.bucket_group import CompressedBucketGroup
+from edgc.megatron.embedding import FusedEmbedding
 from edgc.megatron.pipeline import CompressedP2P
 
 
@@ -56,10 +57,17 @@ class Attachment:
     """
 
     def __init__(
-        self, engine: Engine, groups: Sequence[CompressedBucketGroup], *, overlap: bool, fp16: bool
+        self,
+        engine: Engine,
+        groups: Sequence[CompressedBucketGroup],
+        *,
+        overlap: bool,
+        fp16: bool,
+        fused: FusedEmbedding | None = None,
     ) -> None:
         self.engine = engine
         self.groups = list(groups)
+        self._fused = fused
         self.skipped = self.skipped_in_a_row = 0
         self.device = groups[0].buckets[0].grad_data.device
         self.pipeline: CompressedP2P | None = None
@@ -72,7 +80,7 @@ class Attachment:
         self._needs_scale = fp16  # until an optimizer tells it
         if overlap:
             self._own_groups = own_groups([group.edgc_replicas for group in groups])
-            parameters = sum(len(group.params) for group in groups)
+            parameters = sum(len(group.params) for group in groups) - (fused is not None)
             self._worker = BucketWorker(engine, None, self.device, parameters, closes=False)
             # The thread must not keep the attachment alive, which ends it.
             self._stop = weakref.finalize(self, self._worker.stop)
@@ -138,6 +146,9 @@ class Attachment:
             raise self._worker.error
         on_gpu = self.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device] if on_gpu else None)
+        if not gradients:  # of a group that holds nothing but a tied embedding
+            future.set_result(torch.empty(0))
+            return Pending(self._worker, future)
         ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
         own = self._own_groups[tuple(dist.get_process_group_ranks(group))]
         self._worker.put(
@@ -157,6 +168,8 @@ class Attachment:
         self._finished += 1
         if self._finished == len(self.groups):
             self.averaged_at = ended
+            if self._fused is not None:
+                self._finite.append(self._fused.reduce(self.engine))
             self._close()
 
     def _close(self) -> None:
@@ -179,6 +192,8 @@ class Attachment:
             self._stop()
             for group in self._own_groups.values():
                 dist.destroy_process_group(group)
+        if self._fused is not None:
+            self._fused.close()
 
     def time_backward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook: time the backward pass of each micro-batch, from the output's gradient to the last node."""

@@ -23,14 +23,18 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     grad_reduce_handle: Any
     edgc_names: dict[Any, str]
 
-    def edgc_join(self, attachment: Any, names: dict[Any, str], compress: bool) -> None:
+    def edgc_join(
+        self, attachment: Any, names: dict[Any, str], compress: bool, elsewhere: Any = None
+    ) -> None:
         """Reduce through ``attachment``.
 
         Args:
             names: of the parameters, which error feedback is kept by.
             compress: False sends this group dense.
+            elsewhere: a parameter, not always of this group, whose gradient is averaged elsewhere.
         """
         self._edgc, self.edgc_names, self._edgc_compress = attachment, names, compress
+        self._edgc_elsewhere = elsewhere
 
     @property
     def edgc_replicas(self) -> dist.ProcessGroup:
@@ -59,6 +63,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             gradients += [
                 Gradient(self.edgc_names[p], p.main_grad, self._needed(bucket, p) if scatters else None)
                 for p in bucket.params_list
+                if p is not self._edgc_elsewhere
             ]
         self.grad_reduce_handle = self._edgc.reduce(
             gradients, self.edgc_replicas, compress=self._edgc_compress, shards=tuple(buffers)

@@ -1,0 +1,151 @@
+"""Fused embedding synchronisation under Megatron-Core (Optimus-CC: Song et al., ASPLOS 2023).
+
+With tied embeddings the first and the last pipeline stage hold a copy each. Megatron averages the gradient of each copy
+over its W replicas and then adds the two in one more all-reduce: of n bytes a rank sends 2(W-1)/W n and then n, which
+nobody counts here. Fused, one all-reduce over the 2W ranks of both stages gives the same sum of two means, for
+(2W-1)/W n that count.
+
+It runs when the last bucket group of a rank has finished, where Megatron's own would follow: all data-parallel
+reductions of the rank are over by then and so is all traffic between stages, and nothing else uses the group. So every
+rank of it comes there once per iteration, whatever the schedule and whether or not reductions overlap with backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from edgc.compressors import Gradient
+from edgc.compressors.wires import finite
+from edgc.engine import Engine
+from edgc.errors import UserError
+from edgc.groups import groups_of
+
+_GROUPS = ["tp", "pp", "embd", "pos_embd", "dp_cp"]  # those that finalize_model_grads asks for
+_WHERE = "fused_embedding"
+
+
+class FusedEmbedding:
+    """The tied weight of this rank, one of the two end stages; made by :func:`fuse`.
+
+    Attributes:
+        parameter: its gradient is left to :meth:`reduce`.
+    """
+
+    def __init__(
+        self, name: str, parameter: Any, group: dist.ProcessGroup, alone: dist.ProcessGroup, copies: int
+    ) -> None:
+        self.name, self.parameter = name, parameter
+        self._group, self._alone, self._copies = group, alone, copies
+        self._finishing = False
+
+    def wrapped(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
+        """``finalize`` as Megatron's schedules call it, without its own all-reduce between the copies."""
+
+        def finalize_model_grads(
+            model: Any, num_tokens: Any = None, pg_collection: Any = None, **options: Any
+        ) -> Any:
+            if pg_collection is None:
+                groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+            else:
+                groups = copy.copy(pg_collection)
+            # Megatron looks None up again, and skips a group of one rank.
+            groups.embd = self._alone
+            self._finishing = True
+            try:
+                return finalize(model, num_tokens, pg_collection=groups, **options)
+            finally:
+                self._finishing = False
+
+        return finalize_model_grads
+
+    def reduce(self, engine: Engine) -> Tensor:
+        """Make the gradient the sum of the means of both copies; returns whether that is finite.
+
+        To be called on all ranks of both stages, once per iteration, when their other reductions are over.
+
+        Raises:
+            UserError: Megatron would add the copies once more, because its function was called past the schedule.
+        """
+        if not self._finishing:
+            raise UserError(
+                "finalize_model_grads was called directly",
+                where=_WHERE,
+                fix="call config.finalize_model_grads_func, as Megatron's schedules do",
+            )
+        gradient = self.parameter.main_grad
+        engine.reduce_across_stages([Gradient(self.name, gradient)], self._group)
+        gradient *= self._copies  # the mean over all ranks was one of the copies, too
+        return finite([gradient])
+
+    def close(self) -> None:
+        """End the process groups, when training is over."""
+        dist.destroy_process_group(self._group)
+        dist.destroy_process_group(self._alone)
+
+
+def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> FusedEmbedding | None:
+    """Set up the fused all-reduce; None on stages that hold no copy of a tied weight, or where none is tied.
+
+    To be called on every rank of the world, after ``finalize_model_grads_func`` is set.
+
+    Raises:
+        UserError: on every rank, for what is not supported.
+    """
+    found = [
+        (parameter, group)
+        for chunk in chunks
+        for group in chunk.bucket_groups
+        for parameter in group.params
+        if getattr(parameter, "shared_embedding", False)
+    ]
+    if not any(_gathered(bool(found))):
+        return None
+    config = get_model_config(chunks[0])
+    _check(config, chunks[0].ddp_config)
+    mine = dist.get_process_group_ranks(found[0][1].data_parallel_group) if found else None
+    replicas = _gathered(mine)
+    ranks: list[tuple[int, ...]] = []
+    if mine is not None:
+        embedding = parallel_state.get_embedding_group()
+        ends = [replicas[rank] for rank in dist.get_process_group_ranks(embedding)]
+        ranks = [tuple(sorted(set().union(*ends)))]
+    groups = groups_of(ranks)
+    if mine is None:
+        return None
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    parameter, group = found[0][0], groups[ranks[0]]
+    fused = FusedEmbedding(names[parameter], parameter, group, alone, len(ranks[0]) // len(mine))
+    config.finalize_model_grads_func = fused.wrapped(config.finalize_model_grads_func)
+    return fused
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """What every rank of the world gives, in rank order."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    return rows
+
+
+def _check(config: Any, settings: Any) -> None:
+    if config.finalize_model_grads_func is None:
+        raise UserError(
+            "finalize_model_grads_func is not set",
+            where="TransformerConfig",
+            fix="set it before attach, or fused_embedding to false",
+        )
+    for refused, value in (
+        ("use_distributed_optimizer", settings.use_distributed_optimizer),
+        ("mtp_num_layers", getattr(config, "mtp_num_layers", None)),
+    ):
+        if value:
+            what = f"fused_embedding does not work with {refused} = {value}"
+            raise UserError(what, where=_WHERE, fix="set fused_embedding to false")
