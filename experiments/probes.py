@@ -2,6 +2,8 @@
 
 The probe sees the local gradient of one data-parallel replica, before clipping and before any reduction. The whole
 model is described from all stages' gradients gathered on the first rank (at most ``max_entries`` entries).
+
+Under expert parallelism a replica's experts lie on several ranks, each of which describes its own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from edgc.compressors import Gradient
 from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy import Sampler, estimate, moments
+from experiments.expert_share import ExpertShare, TokenCounts, place_of
 from experiments.settings import ProbeConfig
 
 WHOLE_MODEL = "<model>"
@@ -30,11 +33,24 @@ class GradientProbe:
         config: how often, which estimators, whether to correlate.
         edgc: settings of the sampler under study.
         stage: pipeline stage of this rank.
-        reports: whether this rank's replica is the one described (data-parallel rank 0).
+        reports: whether this rank's replica is the one described (data-parallel rank 0, and under expert parallelism
+            the ranks that hold the other experts of its tokens).
+        experts: which of the model's experts this rank holds; None without expert parallelism.
+        tokens: counts what the routers send to each expert.
     """
 
-    def __init__(self, config: ProbeConfig, edgc: EDGCConfig, stage: int, *, reports: bool) -> None:
+    def __init__(
+        self,
+        config: ProbeConfig,
+        edgc: EDGCConfig,
+        stage: int,
+        *,
+        reports: bool,
+        experts: ExpertShare | None = None,
+        tokens: TokenCounts | None = None,
+    ) -> None:
         self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
+        self.experts, self.tokens = experts, tokens
         self.sampler = Sampler(edgc.entropy)
         self.rows: list[dict[str, Any]] = []
         self._first_sigma: dict[str, float] = {}
@@ -50,8 +66,8 @@ class GradientProbe:
         if not (self.reports and self.due(iteration)):
             return
         matrices = [
-            (g.name, g.tensor.detach().reshape(-1).to(torch.float32, copy=True), tuple(g.tensor.shape))
-            for g in gradients
+            (name, g.tensor.detach().reshape(-1).to(torch.float32, copy=True), tuple(g.tensor.shape))
+            for name, g in self._own(gradients)
             if compressible(g.tensor.shape, self.edgc.min_compression_elements)
         ]
         correlations = _layer_correlations(matrices) if self.config.correlation else {}
@@ -64,6 +80,13 @@ class GradientProbe:
                 self._previous[name] = flat
             self.rows.append(row)
         self._pieces += [flat for _, flat, _ in matrices]
+
+    def _own(self, gradients: Sequence[Gradient]) -> list[tuple[str, Gradient]]:
+        """The gradients that this rank describes, each under the name that it has in the whole model."""
+        if self.experts is None:
+            return [(g.name, g) for g in gradients]
+        named = [(self.experts.in_model(g.name), g) for g in gradients]
+        return [(name, g) for name, g in named if self.experts.describes(name)]
 
     def _describe(self, iteration: int, name: str, flat: Tensor) -> dict[str, Any]:
         shape = moments(flat)
@@ -92,8 +115,11 @@ class GradientProbe:
         self, iteration: int, stage_leaders: Sequence[int], group: dist.ProcessGroup | None
     ) -> None:
         """Describe the whole model on the first stage leader; called by all ranks of ``group`` (the leaders)."""
+        counts = self.tokens.take() if self.tokens is not None else {}
         if not (self.reports and self.due(iteration)):
             return
+        if self.tokens is not None and len(stage_leaders) > 1:
+            self._add_tokens(iteration, counts, len(stage_leaders), group)
         quota = self.config.max_entries // len(stage_leaders)
         flat = torch.cat(self._pieces)
         flat = flat[:: max(1, -(-flat.numel() // quota))].contiguous()
@@ -108,6 +134,19 @@ class GradientProbe:
             flat = torch.cat(pieces)
         if dist.get_rank() == stage_leaders[0]:
             self.rows.append(self._describe(iteration, WHOLE_MODEL, flat))
+
+    def _add_tokens(
+        self, iteration: int, counts: dict[str, Tensor], leaders: int, group: dist.ProcessGroup | None
+    ) -> None:
+        """Put beside each expert's gradient the number of tokens, from all leaders of the stage, that it is of."""
+        gathered: list[Any] = [None] * leaders
+        dist.all_gather_object(gathered, (self.stage, counts), group=group)
+        of_stage = [found for stage, found in gathered if stage == self.stage]
+        for row in self.rows:
+            place = place_of(row["parameter"])
+            if row["iteration"] == iteration and place is not None:
+                layer, expert = place
+                row["tokens"] = sum(int(found[layer][expert]) for found in of_stage)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on after a whole iteration."""

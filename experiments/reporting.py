@@ -26,6 +26,7 @@ class RankStep:
 
     Those of the pipeline are of the gradients that this rank sent to the stage before it, where they are compressed:
     bytes, the bytes they would have been, and the seconds of compressing what it sent and decompressing what came.
+    ``expert_bytes`` are part of ``bytes``.
     """
 
     stage: float
@@ -48,6 +49,7 @@ class RankStep:
     pipeline_bytes_dense: float = math.nan
     pipeline_relative_error: float = math.nan
     seconds_pipeline: float = math.nan
+    expert_bytes: float = math.nan
 
     @classmethod
     def of(
@@ -58,6 +60,7 @@ class RankStep:
         gradient_norm: float,
         done: Iteration,
         traffic: Traffic | None = None,
+        expert_bytes: int | None = None,
     ) -> RankStep:
         s = done.statistics
         pipeline = {}
@@ -86,6 +89,7 @@ class RankStep:
             seconds_entropy=done.seconds_entropy,
             skipped=float(done.skipped),
             seconds_exposed=math.nan if done.exposed is None else done.exposed.seconds,
+            expert_bytes=_number(expert_bytes),
             **pipeline,
         )
 
@@ -139,6 +143,9 @@ def gather_step(mine: RankStep, device: torch.device) -> Step:
                 **{key: _total((getattr(r, key) for r in of_stage), replicas) for key in PIPELINE_SUMS},
             }
         )
+        expert_bytes = _total((item.expert_bytes for item in of_stage), replicas)
+        if expert_bytes is not None:
+            stages[-1]["expert_bytes"] = expert_bytes
     return Step(
         loss=_mean_loss([rank.loss for rank in ranks if rank.stage == max(r.stage for r in ranks)]),
         gradient_norm=ranks[0].gradient_norm,

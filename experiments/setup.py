@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from edgc.megatron import Attachment, attach
 from edgc.megatron.cpu_shims import install
 from edgc.megatron.pipeline import CompressedP2P
+from experiments.expert_share import ExpertTraffic, TokenCounts, draw_experts, share_of
 from experiments.model import build_model, dtype_of, transformer_config
 from experiments.probes import GradientProbe
 from experiments.settings import RunConfig
@@ -44,6 +45,7 @@ class Session:
     leaders_group: dist.ProcessGroup | None
     device: torch.device
     pipeline: CompressedP2P | None = None
+    expert_traffic: ExpertTraffic | None = None
 
     @property
     def stage(self) -> int:
@@ -108,6 +110,7 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         use_distributed_optimizer=run.train.distributed_optimizer,
     )
     chunks = []
+    share = share_of(run)
     virtual = run.parallel.virtual_pipeline
     for index in range(virtual or 1):
         vp_stage = index if virtual else None
@@ -120,6 +123,8 @@ def build(run: RunConfig, vocab_size: int) -> Session:
             vp_stage=vp_stage,
             config=config,
         )
+        if share is not None and config.use_cpu_initialization:
+            draw_experts(module, share, run.seed)
         if run.train.precision != "fp32":
             from megatron.core.transformer.module import Float16Module
 
@@ -135,7 +140,10 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     leaders, leaders_group = _stage_leaders()
     reports = dist.get_rank() in leaders
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    probe = GradientProbe(run.probe, run.edgc, stage, reports=reports) if run.probe.every else None
+    probe = None
+    if run.probe.every:
+        tokens = TokenCounts([chunk.module for chunk in chunks]) if share is not None else None
+        probe = GradientProbe(run.probe, run.edgc, stage, reports=reports, experts=share, tokens=tokens)
     attachment = attach(
         chunks,
         run.edgc,
@@ -144,6 +152,9 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         observer=probe.observe if probe else None,
     )
     pipeline = attachment.pipeline = _compressed_p2p(run, config)
+    expert_traffic = None
+    if share is not None:
+        expert_traffic = attachment.engine.open_channel = ExpertTraffic()
     return Session(
         run,
         chunks,
@@ -155,6 +166,7 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         leaders_group,
         device,
         pipeline=pipeline,
+        expert_traffic=expert_traffic,
     )
 
 
@@ -203,10 +215,14 @@ def _optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[A
 
 
 def _stage_leaders() -> tuple[list[int], dist.ProcessGroup | None]:
-    """Global ranks that speak for their stage (data- and tensor-parallel rank 0), by stage, and their group."""
+    """Global ranks that speak for their stage, by stage, and their group.
+
+    Data- and tensor-parallel rank 0; under expert parallelism one rank for each share of the experts.
+    """
     mine = (
         parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
+        # Without expert parallelism this is the data-parallel rank.
+        parallel_state.get_expert_data_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
     places: list[Any] = [None] * dist.get_world_size()

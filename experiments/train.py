@@ -24,6 +24,7 @@ from edgc.compressors.powersgd import compressible
 from edgc.telemetry import plain, read_events
 from experiments.batches import MicroBatch, train_batches, validation_batches
 from experiments.checkpoint import METRICS, Checkpoints, save_model
+from experiments.expert_share import is_expert
 from experiments.prepared import load_info
 from experiments.reporting import History, RankStep, Step, gather_step
 from experiments.run_folder import CHECKPOINTS
@@ -116,8 +117,9 @@ class Trainer:
         assert done.iteration == iteration
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         traffic = session.pipeline.traffic if session.pipeline is not None else None
+        experts = session.expert_traffic.take() if session.expert_traffic is not None else None
         return gather_step(
-            RankStep.of(session.stage, self.replica, loss, norm, done, traffic), session.device
+            RankStep.of(session.stage, self.replica, loss, norm, done, traffic, experts), session.device
         )
 
     @torch.no_grad()
@@ -203,20 +205,28 @@ class Trainer:
 
     def _start(self, *, anew: bool) -> int:
         """What one replica, all stages, sends in an uncompressed step (bytes); logs the start event of a new run."""
-        parameters = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
+        every = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
         limit = self.run.edgc.min_compression_elements
-        mine = torch.tensor(
-            [
-                sum(p.numel() for p in parameters),
-                sum(p.numel() for p in parameters if compressible(p.shape, limit)),
-                sum(p.main_grad.numel() * p.main_grad.element_size() for p in parameters),
-            ],
-            dtype=torch.float64,
-            device=self.session.device,
-        )
-        dist.all_reduce(mine)
-        params, params_compressible, size = (int(value) // self.replicas for value in mine.tolist())
-        dense = all_reduce_bytes(size, self.replicas)
+        copies = int(parallel_state.get_expert_data_parallel_world_size())  # of an expert
+        params = params_compressible = dense = 0
+        for parameters, replicas in (
+            ([p for p in every if not is_expert(p)], self.replicas),
+            ([p for p in every if is_expert(p)], copies),
+        ):
+            mine = torch.tensor(
+                [
+                    sum(p.numel() for p in parameters),
+                    sum(p.numel() for p in parameters if compressible(p.shape, limit)),
+                    sum(p.main_grad.numel() * p.main_grad.element_size() for p in parameters),
+                ],
+                dtype=torch.float64,
+                device=self.session.device,
+            )
+            dist.all_reduce(mine)
+            total, total_compressible, size = (int(value) // replicas for value in mine.tolist())
+            params, params_compressible = params + total, params_compressible + total_compressible
+            # A replica holds the share of the experts that its rank has.
+            dense += all_reduce_bytes(size * replicas // self.replicas, replicas)
         if anew:
             self.log.events.write(
                 "start",
