@@ -59,6 +59,14 @@ equal-bytes: venv ## compare all compressors at equal bytes and write that to re
 optimus-cc: venv ## compare Optimus-CC and its parts; not part of `reproduce`
 	@$(PIPELINE) optimus_cc $(ARGS)
 
+# Twenty-one runs; not part of `reproduce`.
+.PHONY: moe
+moe: venv ## train a small mixture of experts, compressed or not, and write that to results/reference/SCALE
+	@$(PIPELINE) moe $(ARGS)
+	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) \
+	  --reference results/reference/$(SCALE) --study moe
+	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/moe.png' results/reference/$(SCALE)/figures/moe.png
+
 .PHONY: bench
 bench: venv ## time the compression engine on this machine, on its GPU if it has one (ARGS: options of the program)
 	@folder=$$($(BENCH) engine --results '$(RESULTS)/bench' $(ARGS)); \

@@ -45,6 +45,12 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
         raise UserError(
             f"model.architecture = {config.model.architecture!r} cannot be exported", where=folder, fix=fix
         )
+    if config.model.experts is not None:
+        raise UserError(
+            f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts",
+            where=folder,
+            fix="only runs without experts become GPT-2",
+        )
     if status == "ok":
         if not (checkpoint / "run.yaml").exists():
             fix = "set train.checkpoint: true in the study and train again"

@@ -22,6 +22,8 @@ KEPT = (
     "stages.csv",
     "levels.csv",
     "pareto.csv",
+    "experts.csv",
+    "spread.csv",
     "summary.json",
 )
 

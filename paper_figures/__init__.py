@@ -12,6 +12,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "methods": ("methods",),
     "ranks_over_time": ("methods",),
     "equal_bytes": ("equal_bytes",),
+    "moe": ("moe",),
     "rank_sweep": ("rank_sweep",),
     "window_ablation": ("window_ablation",),
     "sampling_ablation": ("sampling_ablation",),

@@ -19,6 +19,7 @@ STUDIES = (
     "methods",
     "equal_bytes",
     "optimus_cc",
+    "moe",
     "rank_sweep",
     "window_ablation",
     "sampling_ablation",

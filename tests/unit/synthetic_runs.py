@@ -299,6 +299,78 @@ def write_optimus_cc(root: Path) -> Path:
     return folder
 
 
+MOE_CHANGE = {0: -0.4, 1: -0.2, 2: 0.0, 3: 0.3}  # nats, by which an expert's entropy moves over the run
+
+
+def write_moe(root: Path) -> Path:
+    """Two seeds; expert e of layer l has entropy -5 - l - e/10, moves by ``MOE_CHANGE`` and gets 10 (e + 1) tokens.
+
+    Experts send 400 kB of the 1 MB dense, and half of that where they are compressed.
+    """
+    folder = root / "moe"
+    pairs: dict[str, tuple[dict[str, Any], float, float]] = {
+        "none": ({"method": "none"}, 1.0, 0.0),
+        "r16": ({"method": "powersgd", "rank": 16}, 0.5, 0.05),
+        "r16_dense": ({"method": "powersgd", "rank": 16, "compress_experts": False}, 0.7, 0.02),
+    }
+    for seed in (1, 2):
+        for name, (compression, share, gap) in pairs.items():
+            path = write_run(
+                folder,
+                study="moe",
+                variant=name,
+                seed=seed,
+                loss=5.0 + 0.1 * seed + gap * seed,
+                bytes_ratio=share,
+                ranks=[16] * STAGES if share < 1 else None,
+                warmup=0,
+                compression=compression,
+            )
+            compressed = name == "r16"
+            lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+            for event in lines:
+                if event["event"] == "step":
+                    for stage in event["stages"]:
+                        stage["expert_bytes"] = (200_000 if compressed else 400_000) // STAGES
+            (path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+            if name == "none":
+                pd.DataFrame(moe_probes()).to_parquet(path / "tensors.parquet")
+    return folder
+
+
+def moe_probes() -> list[dict[str, Any]]:
+    rows = []
+    for t in [1, *range(10, ITERATIONS + 1, 10)]:
+        part = t / ITERATIONS
+        for layer in (0, 1):
+            prefix = f"decoder.layers.{layer}."
+            found = [
+                (
+                    f"{prefix}mlp.experts.local_experts.{e}.linear_{kind}.weight",
+                    -5 - layer - e / 10 + m * part,
+                    e,
+                )
+                for e, m in MOE_CHANGE.items()
+                for kind in ("fc1", "fc2")
+            ]
+            found.append((f"{prefix}self_attention.linear_qkv.weight", -4.0 + 0.1 * part, None))
+            rows += [
+                {
+                    "iteration": t,
+                    "stage": 0,
+                    "parameter": name,
+                    "numel": 36864,
+                    "entropy_histogram": entropy,
+                    "log_sigma": entropy - 1.42,
+                    "gradient_norm": 1.0,
+                    "tokens": None if e is None else 10 * (e + 1),
+                }
+                for name, entropy, e in found
+            ]
+        rows.append({**rows[-1], "stage": -1, "parameter": "<model>", "entropy_histogram": 0.0})
+    return rows
+
+
 def write_methods(root: Path) -> Path:
     """Two seeds of seven methods; low rank costs most, one run diverged and one failed without a summary."""
     folder = root / "methods"
@@ -412,6 +484,7 @@ def write_all(root: Path) -> Path:
         write_methods,
         write_equal_bytes,
         write_optimus_cc,
+        write_moe,
         write_entropy_trend,
         write_rank_sweep,
         write_window_ablation,

@@ -21,7 +21,15 @@ from paper_figures import FIGURES, SCRIPTS, style
 from paper_figures.__main__ import main, render
 from tests.unit import synthetic_runs as synthetic
 
-TRAINED = ("entropy_trend", "methods", "equal_bytes", "rank_sweep", "window_ablation", "sampling_ablation")
+TRAINED = (
+    "entropy_trend",
+    "methods",
+    "equal_bytes",
+    "moe",
+    "rank_sweep",
+    "window_ablation",
+    "sampling_ablation",
+)
 OURS = tuple(name for name, studies in FIGURES.items() if set(studies) <= set(TRAINED))
 ROOT = Path(__file__).resolve().parents[2]
 

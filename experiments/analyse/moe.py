@@ -1,0 +1,186 @@
+"""A mixture of experts: entropies of the experts' gradients, and what compressing the experts costs.
+
+A matrix is one expert's fc1 or fc2 of one layer, or a matrix that all ranks hold (``expert`` is then empty). Entropies
+are the histogram estimates of the probes of uncompressed runs, averaged over windows of ``WINDOW`` iterations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from edgc.rank_model import StageModel, next_rank
+from experiments.analyse.common import (
+    Run,
+    as_float,
+    identity,
+    pearson,
+    result,
+    summarise,
+    uncompressed_losses,
+    write_table,
+)
+from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, group_of
+from experiments.analyse.methods import setting
+
+WINDOW = 20  # iterations, that of EDGC at ci scale
+WARM_UP = 0.1  # share of the run after which EDGC may compress: its reference entropy is taken there
+RANK = 16  # at the reference
+PLACE = re.compile(r"layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?")
+VALUES = ("entropy", "log_sigma", "gradient_norm", "tokens")
+SUMMARISED = ("validation_perplexity", "gap_nats", "bytes_ratio", "expert_share", "mean_rank")
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write the five tables of the study.
+
+    ``table.csv``: a row per run, ``summary.csv``: per variant. ``experts.csv``: entropy, log sigma, gradient norm and
+    tokens per matrix and window. ``spread.csv``: how far matrices of one kind lie apart, per window. ``fit.csv``: per
+    matrix, how its entropy follows the stage's, and which rank CQM would give it.
+    """
+    baseline = uncompressed_losses(runs)
+    table = pd.DataFrame([row(run, baseline) for run in runs])
+    write_table(out / "table.csv", table)
+    write_table(out / "summary.csv", summarise(table, SUMMARISED, ("variant", "label", "compress_experts")))
+    tables: dict[str, list[pd.DataFrame]] = {"experts": [], "spread": [], "fit": []}
+    for run in runs:
+        probes = placed(run.tensors)
+        if probes.empty:
+            continue
+        found = windows(probes)
+        for name, frame in (
+            ("experts", found),
+            ("spread", spread(found)),
+            ("fit", fit(probes, run)),
+        ):
+            about = identity(run)
+            tables[name].append(frame.assign(**about)[[*about, *frame.columns]])
+    for name, frames in tables.items():
+        whole = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*identity(runs[0])])
+        write_table(out / f"{name}.csv", whole)
+    return [out / f"{name}.csv" for name in ("table", "summary", *tables)]
+
+
+def row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:
+    """One run; ``expert_share`` is the experts' part of the bytes that were sent."""
+    experts = sum(
+        as_float(stage.get("expert_bytes"))
+        for event in run.events.get("step", [])
+        for stage in event.get("stages") or []
+    )
+    compressed = bool(run.setting("compress_experts", True)) if run.method != "none" else None
+    settings = {name: setting(run, name) for name in ("factor_dtype", "one_sided")}
+    return (
+        identity(run)
+        | {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
+        | settings
+        | {"compress_experts": compressed}
+        | result(run, baseline)
+        | {
+            "expert_bytes_total": experts if run.events.get("step") else np.nan,
+            "expert_share": experts / run.number("bytes_total") if experts else np.nan,
+            "error": run.summary.get("error"),
+        }
+    )
+
+
+def placed(tensors: pd.DataFrame) -> pd.DataFrame:
+    """The probes of the matrices of layers with ``layer``, ``expert`` (nan: none), ``kind`` and ``matrix``."""
+    if tensors.empty:
+        return tensors
+    frame = tensors[tensors["parameter"] != MODEL].rename(columns={"entropy_histogram": "entropy"})
+    if "tokens" not in frame:
+        frame = frame.assign(tokens=np.nan)
+    found = [PLACE.search(str(name)) for name in frame["parameter"]]
+    frame = frame.assign(
+        layer=[int(place[1]) if place else -1 for place in found],
+        expert=[float(place[2]) if place and place[2] else np.nan for place in found],
+        kind=[group_of(str(name)) for name in frame["parameter"]],
+    )
+    return frame.sort_values(["stage", "parameter", "iteration"], ignore_index=True)
+
+
+def windows(probes: pd.DataFrame) -> pd.DataFrame:
+    """Means of each matrix over each window; ``window`` is the window's last iteration."""
+    layers = probes[probes["kind"].isin(LAYER_GROUPS)]
+    window = -(-layers["iteration"] // WINDOW) * WINDOW
+    keys = ["stage", "layer", "kind", "expert", "window"]
+    means = layers.assign(window=window).groupby(keys, dropna=False)[list(VALUES)].mean()
+    return means.reset_index()
+
+
+def spread(found: pd.DataFrame) -> pd.DataFrame:
+    """Standard deviation of the entropy (nats) and the ratio of largest to smallest sigma, per window and kind.
+
+    ``between``: ``experts`` of one layer (mean over the layers), or ``layers`` (of the mean over a layer's experts).
+    """
+    rows = []
+    for (window, kind), frame in found.groupby(["window", "kind"]):
+        by_layer = frame.groupby(["stage", "layer"])
+        sets: dict[str, list[pd.DataFrame]] = {"layers": [by_layer[["entropy", "log_sigma"]].mean()]}
+        if frame["expert"].notna().any():
+            sets["experts"] = [part for _, part in by_layer]
+        for between, parts in sorted(sets.items()):
+            ranges = [float(np.exp(np.ptp(part["log_sigma"]))) for part in parts]
+            rows.append(
+                {
+                    "window": window,
+                    "kind": kind,
+                    "between": between,
+                    "matrices": len(parts[0]),
+                    "sd_nats": float(np.mean([part["entropy"].std(ddof=1) for part in parts])),
+                    "sigma_ratio": float(np.mean(ranges)),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def fit(probes: pd.DataFrame, run: Run) -> pd.DataFrame:
+    """Per matrix: correlation of its entropy with its stage's (the mean weighted by size) after the reference, the
+    changes of both from the reference to the last window, and the rank that CQM gives for each.
+
+    The rank at the reference is ``RANK``; no limits and no rounding, so that differences show.
+    """
+    hidden = int(run.config["model"]["hidden"])
+    rows = []
+    for stage, whole in probes.groupby("stage"):
+        entropy = whole.pivot(index="iteration", columns="parameter", values="entropy")
+        size = whole.groupby("parameter")["numel"].first()
+        start = WARM_UP * float(run.config["train"]["iterations"])
+        entropy = entropy[entropy.index > start]
+        overall = (entropy * size).sum(axis=1) / size.sum()
+        shapes = {str(name): (hidden, int(n) // hidden) for name, n in size.items()}
+        stage_rank = asked(overall, list(shapes.values()))
+        about = whole.groupby("parameter")[["layer", "expert", "kind"]].first()
+        for name in (str(n) for n in about.index if about.loc[n, "kind"] in LAYER_GROUPS):
+            own = entropy[name]
+            rows.append(
+                {"stage": stage, **about.loc[name].to_dict()}
+                | {
+                    "correlation_stage": pearson(own, overall),
+                    "change_nats": change(own)[1] - change(own)[0],
+                    "stage_change_nats": change(overall)[1] - change(overall)[0],
+                    "offset_nats": float((own - overall).mean()),
+                    "cqm_rank": asked(own, [shapes[name]]),
+                    "stage_cqm_rank": stage_rank,
+                }
+            )
+    return pd.DataFrame(rows).sort_values(["stage", "kind", "layer", "expert"], ignore_index=True)
+
+
+def change(entropy: pd.Series) -> tuple[float, float]:
+    """Means of the first and of the last window."""
+    at = entropy.index.to_numpy()
+    first, last = entropy[at < at[0] + WINDOW], entropy[at > at[-1] - WINDOW]
+    return float(first.mean()), float(last.mean())
+
+
+def asked(entropy: pd.Series, shapes: Sequence[tuple[int, int]]) -> float:
+    """The real rank that CQM gives matrices of ``shapes`` in the last window."""
+    before, after = change(entropy)
+    return next_rank(StageModel(shapes), RANK, before, after)

@@ -1,0 +1,103 @@
+"""Entropies of the experts of a mixture, and what compressing the experts' gradients costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from paper_figures import style
+
+NAME = "moe"
+KIND = "fc1"
+
+
+def draw(results: Path) -> Figure:
+    """(a) entropy per expert over iterations, (b) gap to uncompressed training against bytes."""
+    experts = style.read(results, "moe", "experts.csv")
+    runs = style.read(results, "moe")
+    fig, (left, right) = style.figure(1, 2, width=style.TEXT, height=3.3)
+    entropies(left, experts)
+    gaps(right, runs)
+    style.letter([left, right])
+    seeds = runs[runs["status"] == "ok"].groupby("variant")["seed"].nunique()
+    style.annotate(
+        fig,
+        list(seeds),
+        scale=results.name,
+        extra="(a): one uncompressed run, means over windows of 20 iterations",
+    )
+    return fig
+
+
+def entropies(ax: Axes, experts: pd.DataFrame) -> None:
+    """One line per expert, in the colour of its layer; matrices that all ranks hold dashed, as their mean."""
+    first = experts[experts["seed"] == experts["seed"].min()]
+    mine = first[(first["kind"] == KIND) & first["expert"].notna()]
+    layers = sorted(mine["layer"].unique())
+    for colour, layer in zip(style.stage_colours(len(layers)), layers, strict=True):
+        for index, (_, line) in enumerate(mine[mine["layer"] == layer].groupby("expert")):
+            ax.plot(
+                line["window"],
+                line["entropy"],
+                color=colour,
+                linewidth=0.9,
+                label=f"experts of layer {layer}" if index == 0 else None,
+            )
+    rest = first[first["expert"].isna()].groupby("window")["entropy"].mean()
+    ax.plot(
+        rest.index,
+        rest,
+        color="#000000",
+        linestyle="--",
+        linewidth=1.2,
+        label="attention, mean of all layers",
+    )
+    ax.set_title("entropy per expert")
+    ax.set_xlabel("iteration")
+    ax.set_ylabel(f"entropy of the gradient\n({KIND}, histogram, nats)")
+    ax.legend(loc="best")
+
+
+def gaps(ax: Axes, runs: pd.DataFrame) -> None:
+    """Mean and range over seeds; filled with the experts compressed, open with the experts dense."""
+    fine = runs[(runs["status"] == "ok") & (runs["method"] != "none")]
+    for _, pair in fine.groupby(["method", "rank", "factor_dtype"], sort=False, dropna=False):
+        look = style.look(pair.iloc[0])
+        ends = []
+        for compressed, mine in pair.groupby("compress_experts"):
+            x, y = 100 * mine["bytes_ratio"].mean(), mine["gap_nats"].mean()
+            ends.append((x, y))
+            ax.errorbar(
+                x,
+                y,
+                yerr=[[y - mine["gap_nats"].min()], [mine["gap_nats"].max() - y]],
+                color=look.colour,
+                marker=look.marker,
+                markersize=6,
+                markerfacecolor=look.colour if compressed else "white",
+                linestyle="",
+                elinewidth=0.8,
+                label=look.label if compressed else None,
+            )
+        if len(ends) == 2:
+            ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
+    ax.axhline(0, color="#444444", linewidth=0.6)
+    ax.set_title("cost of compressing experts")
+    ax.set_xlabel("bytes sent (% of uncompressed)")
+    ax.set_ylabel("validation loss above\nuncompressed (nats)")
+    ax.set_xlim(left=0)
+    drawn, labels = style.handles(ax)
+    for text, fill in (("experts compressed", "#888888"), ("experts dense", "white")):
+        drawn.append(Line2D([], [], color="#888888", marker="o", markerfacecolor=fill, linestyle=""))
+        labels.append(text)
+    ax.legend(drawn, labels, loc="best")
+    sns.despine(ax=ax)
+
+
+if __name__ == "__main__":
+    style.main(draw)
