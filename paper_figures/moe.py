@@ -20,10 +20,15 @@ def draw(results: Path) -> Figure:
     """(a) entropy per expert over iterations, (b) gap to uncompressed training against bytes."""
     experts = style.read(results, "moe", "experts.csv")
     runs = style.read(results, "moe")
-    fig, (left, right) = style.figure(1, 2, width=style.TEXT, height=3.3)
+    fig, (left, right) = style.figure(1, 2, width=style.TEXT, height=3.6)
     entropies(left, experts)
     gaps(right, runs)
     style.letter([left, right])
+    drawn, labels = style.handles(left, right)
+    for text, fill in (("experts compressed", "#888888"), ("experts dense", "white")):
+        drawn.append(Line2D([], [], color="#888888", marker="o", markerfacecolor=fill, linestyle=""))
+        labels.append(text)
+    fig.legend(drawn, labels, loc="outside upper center", ncols=4, columnspacing=1.0)
     seeds = runs[runs["status"] == "ok"].groupby("variant")["seed"].nunique()
     style.annotate(
         fig,
@@ -60,7 +65,6 @@ def entropies(ax: Axes, experts: pd.DataFrame) -> None:
     ax.set_title("entropy per expert")
     ax.set_xlabel("iteration")
     ax.set_ylabel(f"entropy of the gradient\n({KIND}, histogram, nats)")
-    ax.legend(loc="best")
 
 
 def gaps(ax: Axes, runs: pd.DataFrame) -> None:
@@ -90,12 +94,7 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
     ax.set_title("cost of compressing experts")
     ax.set_xlabel("bytes sent (% of uncompressed)")
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
-    ax.set_xlim(left=0)
-    drawn, labels = style.handles(ax)
-    for text, fill in (("experts compressed", "#888888"), ("experts dense", "white")):
-        drawn.append(Line2D([], [], color="#888888", marker="o", markerfacecolor=fill, linestyle=""))
-        labels.append(text)
-    ax.legend(drawn, labels, loc="best")
+    ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)
     sns.despine(ax=ax)
 
 
