@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -95,7 +94,6 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
     ax.set_xlabel("bytes sent (% of uncompressed)")
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)
-    sns.despine(ax=ax)
 
 
 if __name__ == "__main__":
