@@ -80,7 +80,8 @@ bench-network: venv ## time training steps over links of limited bandwidth (root
 .PHONY: bench-stages
 bench-stages: venv ## see when pipeline stages finish with and without DAC, over links with injected delays
 	@folder=$$($(BENCH) stages --results '$(RESULTS)/bench' $(ARGS)); \
-	$(PY) -m paper_figures stage_spread --results "$$folder"
+	$(PY) -m paper_figures stage_spread --results "$$folder"; \
+	$(PY) -m paper_figures timeline --results "$$folder"
 
 .PHONY: bench-keep
 bench-keep: venv ## copy the results of the benchmarks to results/reference/bench, to be committed

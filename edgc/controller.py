@@ -136,6 +136,10 @@ class Controller:
             return ()
         return tuple(range(self.config.rank_multiple, self.r_max + 1, self.config.rank_multiple))
 
+    def predicted(self, ranks: Sequence[int | None]) -> tuple[float, ...]:
+        """Seconds of a reduction per stage by the last measurement of times, nan where there is none."""
+        return self._times.predicted(ranks)
+
     def watches(self, iteration: int) -> bool:
         """Whether the report of ``iteration`` is to give the window's times of reductions."""
         active = self.config.method == "edgc" and self.phase == "active"

@@ -63,12 +63,14 @@ class Resumed:
         seconds: how long they took, with everything between them.
         resumed_at: at which iterations the run has been resumed so far, this time included.
         metrics: the log up to there.
+        watch: state of the watch for failure signatures.
     """
 
     iteration: int
     seconds: float
     resumed_at: list[int]
     metrics: Path
+    watch: dict[str, Any]
 
 
 class Checkpoints:
@@ -90,8 +92,21 @@ class Checkpoints:
         last = self.session.run.train.iterations
         return self.interval > 0 and iteration % self.interval == 0 and iteration < last
 
-    def save(self, iteration: int, *, seconds: float, resumed_at: Sequence[int], metrics: Path) -> None:
-        """Publish the state after ``iteration``; the newest ones are kept. ``metrics`` is the log on rank 0."""
+    def save(
+        self,
+        iteration: int,
+        *,
+        seconds: float,
+        resumed_at: Sequence[int],
+        metrics: Path,
+        watch: Mapping[str, Any],
+    ) -> None:
+        """Publish the state after ``iteration``; the newest ones are kept.
+
+        Args:
+            metrics: the log on rank 0.
+            watch: see :class:`Resumed`.
+        """
         session = self.session
         state = {
             "iteration": iteration,
@@ -100,6 +115,7 @@ class Checkpoints:
             "scheduler": session.scheduler.state_dict(),
             "probe": None if session.probe is None else session.probe.state_dict(),
             "random": _random_state(),
+            "watch": dict(watch),
             "pipeline": None if session.pipeline is None else session.pipeline.state_dict(),
         }
         with checkpoint.publish(self.root, iteration, keep=KEEP) as folder:
@@ -141,7 +157,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             _say(f"{run.study}/{run.name} goes on after iteration {iteration} of {run.train.iterations}")
         resumed_at = [*own["resumed_at"], iteration]
-        return Resumed(iteration, float(own["seconds"]), resumed_at, folder / METRICS)
+        return Resumed(iteration, float(own["seconds"]), resumed_at, folder / METRICS, own["watch"])
 
     def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
         state = _model_state(self.session.chunks)

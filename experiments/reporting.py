@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from edgc.compressors.activation import Traffic
 from edgc.engine import Iteration
+from edgc.plans import Plan
+from edgc.signatures import Observation
 from edgc.telemetry import plain
 
 SECONDS = ("compress", "communicate", "decompress", "entropy", "exposed")
@@ -113,6 +115,30 @@ class Step:
         """What one replica's stages sent backwards; None where that is not compressed."""
         sent = [stage["pipeline_bytes"] for stage in self.stages]
         return None if None in sent else sum(sent)
+
+    def observed(
+        self, iteration: int, plan: Plan, bytes_dense: int, predicted: Sequence[float]
+    ) -> Observation:
+        """The iteration as :mod:`edgc.signatures` judges it; ``predicted`` are seconds per stage under ``plan``."""
+
+        def seconds(part: str) -> list[float]:
+            return [stage[f"seconds_{part}"] for stage in self.stages]
+
+        return Observation(
+            iteration=iteration,
+            loss=self.loss,
+            # With one replica, or where the cost gate found no gain, nothing is compressed whatever the plan says.
+            ranks=plan.ranks if self.bytes < bytes_dense else (None,) * len(plan.ranks),
+            bytes=self.bytes,
+            bytes_dense=bytes_dense,
+            compress=seconds("compress"),
+            communicate=seconds("communicate"),
+            decompress=seconds("decompress"),
+            exposed=seconds("exposed"),
+            predicted=predicted,
+            skipped=self.skipped,
+            disturbed=plan.probe_rank is not None or plan.gate,
+        )
 
 
 def gather_step(mine: RankStep, device: torch.device) -> Step:

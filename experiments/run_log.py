@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgc.engine import Engine
+from edgc.signatures import Finding
 from edgc.telemetry import EventLog
 from experiments.reporting import Step
 from experiments.settings import RunConfig
@@ -152,6 +153,13 @@ class RunLog:
             )
         for verdict in made.gate:
             self.events.write("cost_gate", iteration=made.iteration, **asdict(verdict))
+
+    def signature(self, finding: Finding) -> None:
+        """A failure that has shown itself: an event each window, a line on the console when it is new."""
+        self.events.write("signature", **asdict(finding), fix=finding.fix)
+        if self.speaks and finding.is_new:
+            line = f"iteration {finding.iteration}: {finding.text}; {finding.fix}"
+            self.bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def evaluation(self, iteration: int, train_loss: float, loss: float) -> None:
         """A validation loss in nats per token."""

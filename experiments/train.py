@@ -21,6 +21,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.compressors.channel import all_reduce_bytes
 from edgc.compressors.powersgd import compressible
+from edgc.plans import Plan
+from edgc.signatures import SignatureWatch
 from edgc.telemetry import plain, read_events
 from experiments.batches import MicroBatch, train_batches, validation_batches
 from experiments.checkpoint import METRICS, Checkpoints, save_model
@@ -58,6 +60,7 @@ class Trainer:
         self.history = History()
         fingerprint = load_info(data_dir).fingerprint
         self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), fingerprint)
+        self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -147,7 +150,7 @@ class Trainer:
         """Run to the end or to divergence; returns the summary (the same on every rank)."""
         run, started = self.run, time.perf_counter()
         tokens = run.train.global_batch * run.model.sequence_length
-        status = "ok"
+        status, engine = "ok", self.session.attachment.engine
         with self.log:
             resumed = self.checkpoints.resume()
             dense = self._start(anew=resumed is None)
@@ -158,15 +161,18 @@ class Trainer:
                 resumed_at = resumed.resumed_at
                 started -= resumed.seconds
                 validation = self._replay(resumed.metrics)
+                self.watch.load_state_dict(resumed.watch)
             batches = train_batches(run, self.data_dir, self.replica, self.replicas, behind)
             for iteration in range(behind + 1, run.train.iterations + 1):
                 begun = time.perf_counter()
+                plan = engine.plan
                 step = self._train_step(iteration, batches)
                 seconds = time.perf_counter() - begun
                 self.history.add(step, seconds, tokens)
                 lr = self.session.optimizer.param_groups[0]["lr"]
                 self.log.step(iteration, step, lr, seconds, tokens)
-                self.log.decision(self.session.attachment.engine)
+                self.log.decision(engine)
+                self._look_for_signatures(iteration, step, plan, dense)
                 if self._diverged():
                     status = "diverged"
                     break
@@ -176,7 +182,13 @@ class Trainer:
                 if self.checkpoints.due(iteration):
                     taken = time.perf_counter() - started
                     metrics = self.attempt / METRICS
-                    self.checkpoints.save(iteration, seconds=taken, resumed_at=resumed_at, metrics=metrics)
+                    self.checkpoints.save(
+                        iteration,
+                        seconds=taken,
+                        resumed_at=resumed_at,
+                        metrics=metrics,
+                        watch=self.watch.state_dict(),
+                    )
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
@@ -194,6 +206,15 @@ class Trainer:
             "validation_perplexity": plain(perplexity(validation)),
             **self.history.summary(dense, seconds_total),
         }
+
+    def _look_for_signatures(self, iteration: int, step: Step, plan: Plan, dense: int) -> None:
+        """Judge the iteration that ran under ``plan``; findings go to the log."""
+        decision = self.session.attachment.decision
+        if decision is not None and decision.timing:
+            self.watch.uncompressed = max(timing.seconds_uncompressed for timing in decision.timing)
+        predicted = self.session.attachment.engine.controller.predicted(plan.ranks)
+        for finding in self.watch.add(step.observed(iteration, plan, dense, predicted)):
+            self.log.signature(finding)
 
     def _replay(self, metrics: Path) -> float:
         """Take over the log of the iterations before a checkpoint; returns the last validation loss."""

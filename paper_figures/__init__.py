@@ -26,4 +26,4 @@ SCRIPTS: dict[str, str] = {"gpt2_2p5b_v100": "cluster", "gpt2_12p1b_h100": "clus
 
 # figures of `make bench`, `bench-network` and `bench-stages`: drawn from the folder that these write, not by the
 # workflow, since nothing measured in seconds repeats
-BENCHMARKS: tuple[str, ...] = ("bench", "bench_network", "stage_spread")
+BENCHMARKS: tuple[str, ...] = ("bench", "bench_network", "stage_spread", "timeline")

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from edgc.errors import UserError
-from experiments.bench import engine, engine_table, machine, network, stages, testbed
+from experiments.bench import engine, engine_table, machine, network, stages, testbed, timeline
 from experiments.bench.children import ChildError
 from experiments.cli import main_guard
 from experiments.run_folder import atomic_write, check_writable
@@ -31,7 +31,10 @@ from experiments.run_folder import atomic_write, check_writable
 RESULTS = Path("results/bench")
 REFERENCE = Path("results/reference/bench")
 WIDEST = 40  # characters of a cell on the screen
-KEPT = ("engine", "engine_rounds", "network", "network_rounds", "stages", "stages_iterations")
+KEPT = (
+    *("engine", "engine_rounds", "network", "network_rounds"),
+    *("stages", "stages_iterations", "timeline", "timeline_spans"),
+)
 
 app = typer.Typer(add_completion=False, help=__doc__)
 screen = Console(stderr=True)
@@ -203,6 +206,8 @@ def time_stages(
     """Note when each pipeline stage finishes its reductions: stages.csv, stages_iterations.csv, stages.json.
 
     Links are slowed down by injected delays, stage 0's most. stages.json also holds the times that DAC has measured.
+    timeline.csv has the share of every kind of work in each iteration; timeline_spans.csv and timeline_trace.json (for
+    Perfetto or chrome://tracing) show what every rank did when in the iteration with the median duration.
     """
     plan = stages.Plan(
         pipeline=pipeline, data=data, rank=rank, megabytes=megabytes, slowdown=slowdown, steps=steps
@@ -211,10 +216,13 @@ def time_stages(
     folder = results / host["slug"]
     check_writable(folder)
     with progress(len(stages.VARIANTS) + 1) as advance:
-        found, decisions = stages.measure(plan, advance)
-    table = stages.table(found)
-    timing = [made["timing"] for made in decisions["dac"] if made["timing"]]
-    write(folder, "stages", host, plan, {"stages": table, "stages_iterations": found}, timing=timing)
+        found = stages.measure(plan, advance)
+    table = stages.table(found.iterations)
+    timing = [made["timing"] for made in found.decisions["dac"] if made["timing"]]
+    tables = {"stages": table, "stages_iterations": found.iterations}
+    tables |= {"timeline": found.shares, "timeline_spans": found.spans}
+    atomic_write(folder / "timeline_trace.json", timeline.chrome_trace(found.spans))
+    write(folder, "stages", host, plan, tables, timing=timing)
     show(table, ["variant", "ranks"], ["spread_seconds", "of_equal", "step_seconds"])
 
 

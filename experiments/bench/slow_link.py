@@ -8,7 +8,7 @@ different speeds, and costs no processor time. On a CPU only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,10 +21,13 @@ class SlowLink:
 
     Attributes:
         bandwidth: bytes per second that a rank sends; None injects nothing. It may be changed between iterations.
+        note: called with the start and the end of every wait, delay included.
     """
 
-    def __init__(self, bandwidth: float | None) -> None:
-        self.bandwidth = bandwidth
+    def __init__(
+        self, bandwidth: float | None, note: Callable[[float, float], None] = lambda start, end: None
+    ) -> None:
+        self.bandwidth, self.note = bandwidth, note
 
     def __call__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
         return _SlowChannel(group, shards, self)
@@ -36,9 +39,13 @@ class _SlowChannel(Channel):
         self._link, self._delayed = link, 0
 
     def finish(self) -> None:
+        began = time.perf_counter()
         super().finish()
         sent, self._delayed = self.bytes - self._delayed, self.bytes
-        if sent and self._link.bandwidth is not None:
+        if not sent:
+            return
+        if self._link.bandwidth is not None:
             started = time.perf_counter()
             time.sleep(sent / self._link.bandwidth)
             self.waited.add(started, time.perf_counter())
+        self._link.note(began, time.perf_counter())

@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from edgc.errors import UserError
+from experiments.bench import timeline
 from experiments.bench.children import Child, Group
 
 MODULE = "experiments.bench.stages_worker"
@@ -110,13 +111,25 @@ def settings(plan: Plan, variant: str) -> dict[str, Any]:
     }
 
 
-def measure(plan: Plan, advance: Callable[[str], None]) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Train all variants one after another.
+@dataclass(frozen=True)
+class Found:
+    """What was measured.
 
-    Returns:
-        One row per variant, iteration and stage (see :func:`rows`); and per variant the decisions of the controller.
+    Attributes:
+        iterations: one row per variant, counted iteration and stage, see :func:`rows`.
+        decisions: of the controller, per variant.
+        shares, spans: timelines of the counted iterations, see :func:`experiments.bench.timeline.collect`.
     """
-    tables, decisions = [], {}
+
+    iterations: pd.DataFrame
+    decisions: dict[str, list[dict[str, Any]]]
+    shares: pd.DataFrame
+    spans: pd.DataFrame
+
+
+def measure(plan: Plan, advance: Callable[[str], None]) -> Found:
+    """Train all variants one after another."""
+    tables, decisions, shares, spans = [], {}, [], []
     with ranks(plan.pipeline * plan.data) as group:
         advance("started")
         for variant in VARIANTS:
@@ -124,8 +137,16 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> tuple[pd.DataFrame, d
             answers = group.ask(request, SECONDS)
             tables.append(rows(variant, answers).groupby("stage").tail(plan.steps))
             decisions[variant] = answers[0]["decisions"]
+            counted = sorted(set(tables[-1]["iteration"]))
+            for table, into in zip(timeline.collect(variant, answers, counted), (shares, spans), strict=True):
+                into.append(table)
             advance(variant)
-    return pd.concat(tables, ignore_index=True), decisions
+    return Found(
+        pd.concat(tables, ignore_index=True),
+        decisions,
+        pd.concat(shares, ignore_index=True),
+        pd.concat(spans, ignore_index=True),
+    )
 
 
 @contextlib.contextmanager
@@ -150,7 +171,7 @@ def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """
     ranks_ = pd.DataFrame(
         [
-            {"variant": variant, "stage": answer["stage"], **iteration}
+            {"variant": variant, "stage": answer["stage"], **iteration, "spans": None}
             for answer in answers
             for iteration in answer["iterations"]
             if iteration["steady"]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from edgc.clock import Mark
 from edgc.controller import Decision
 from edgc.megatron import cpu_shims
 from edgc.telemetry import plain
@@ -29,6 +30,7 @@ with cpu_shims.without_compiler():
 
 from experiments.bench.children import serve
 from experiments.bench.slow_link import SlowLink
+from experiments.bench.timeline import LINK, OPTIMIZER, REDUCTION, Recorder
 
 TIMEOUT = timedelta(seconds=300)
 VOCABULARY = 256
@@ -46,12 +48,16 @@ def train(
     Returns:
         ``stage``, ``replica``; ``decisions``; and per iteration in ``iterations``: ``rank`` (None: uncompressed),
         ``steady`` (the ranks are final and nothing is being timed), ``finished`` (clock, when this rank's last
-        reduction was over), ``bytes`` that this rank sent and ``seconds`` of the whole step.
+        reduction was over), ``bytes`` that this rank sent, ``seconds`` of the whole step and ``spans`` of what was
+        done when (:mod:`experiments.bench.timeline`).
     """
     session = build(run, VOCABULARY)
     engine, stage = session.attachment.engine, session.stage
     replica = int(parallel_state.get_data_parallel_rank())
-    link = engine.open_channel = SlowLink(bandwidths[stage])
+    recorder = _recorder(session)
+    link = engine.open_channel = SlowLink(
+        bandwidths[stage], lambda start, end: recorder.add(LINK, start, end)
+    )
     generator = torch.Generator().manual_seed(replica)
     decisions: list[Decision] = []
     iterations: list[dict[str, Any]] = []
@@ -60,7 +66,8 @@ def train(
         if slower and iteration in slower and full is not None:
             link.bandwidth = full / slower[iteration]
         plan, started = engine.plan, time.perf_counter()
-        _step(session, run, generator)
+        recorder.take()
+        _step(session, run, generator, recorder)
         iterations.append(
             {
                 "iteration": iteration,
@@ -69,6 +76,7 @@ def train(
                 "finished": session.attachment.averaged_at,
                 "bytes": engine.last.statistics.bytes if engine.last else 0,
                 "seconds": time.perf_counter() - started,
+                "spans": recorder.take(),
             }
         )
         if engine.decision is not None:
@@ -78,7 +86,22 @@ def train(
     return {"stage": stage, "replica": replica, "decisions": decisions, "iterations": iterations}
 
 
-def _step(session: Session, run: RunConfig, generator: torch.Generator) -> None:
+def _recorder(session: Session) -> Recorder:
+    """Notes what Megatron's timers see, and when each bucket group's gradients are averaged here."""
+    recorder, finished = Recorder(), session.attachment.group_finished
+
+    def noting(started: Mark, ended: Mark, finite: torch.Tensor) -> None:
+        assert isinstance(started, float)
+        assert isinstance(ended, float)
+        recorder.add(REDUCTION, started, ended)
+        finished(started, ended, finite)
+
+    session.attachment.group_finished = noting  # type: ignore[method-assign]
+    session.chunks[0].config.timers = recorder
+    return recorder
+
+
+def _step(session: Session, run: RunConfig, generator: torch.Generator, recorder: Recorder) -> None:
     """One training step on the next random micro-batches."""
     length, size = run.model.sequence_length, run.train.micro_batch
     positions = torch.arange(length).repeat(size, 1)
@@ -109,7 +132,8 @@ def _step(session: Session, run: RunConfig, generator: torch.Generator) -> None:
         micro_batch_size=size,
         forward_only=False,
     )
-    session.optimizer.step()
+    with recorder.span(OPTIMIZER):
+        session.optimizer.step()
     session.scheduler.step(increment=1)
 
 

@@ -115,7 +115,7 @@ def ended(session: Session, losses: list[float]) -> dict[str, Any]:
 
 def save(session: Session, root: Path, log: Path) -> Checkpoints:
     made = Checkpoints(session, root, "fingerprint")
-    made.save(SAVED_AFTER, seconds=1.5, resumed_at=[2], metrics=log)
+    made.save(SAVED_AFTER, seconds=1.5, resumed_at=[2], metrics=log, watch={})
     return made
 
 

@@ -119,6 +119,32 @@ def test_twenty_skipped_steps_in_a_row_end_a_run(launcher: Launcher) -> None:
     assert summary["skipped_steps"] == sum(step["skipped"] for step in steps)
 
 
+def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
+    """A learning rate that rises until the loss leaves its best, under compression."""
+    values = changed(
+        variant="signature",
+        parallel={"pipeline": 1, "data": 2},
+        compression={"method": "powersgd", "rank": 1, "window": 4},
+        train={"lr": 0.3, "lr_warmup_fraction": 0.9, "iterations": 80, "eval_interval": 80},
+    )
+    code, stderr = launcher.run(values)
+    assert code == 0, stderr
+    events = read_events(launcher.path(values) / "metrics.jsonl")
+    found = [event for event in events if event["event"] == "signature" and event["signature"] == "diverging"]
+    assert found, [event["loss"] for event in events if event["event"] == "step"]
+    first = found[0]
+    assert first["numbers"]["loss"] > first["numbers"]["best_loss"]
+    assert first["iteration"] % 8 == 0 and first["iteration"] < events[-1]["iterations"], (
+        "while the run goes on"
+    )
+    assert f"iteration {first['iteration']}: {first['text']}; {first['fix']}" in stderr
+    # Once a window, between the step that closes it and the next one.
+    assert len({event["iteration"] for event in found}) == len(found)
+    at = events.index(first)
+    steps = [event["iteration"] for event in events[:at] if event["event"] == "step"]
+    assert steps[-1] == first["iteration"]
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

@@ -20,6 +20,8 @@ from experiments.bench.__main__ import app
 from experiments.bench.slow_link import SlowLink
 from experiments.settings import RunConfig
 from paper_figures import BENCHMARKS, stage_spread, style
+from paper_figures import timeline as timeline_figure
+from tests.unit.test_timeline import timeline_of
 from tests.workers import run_workers
 
 
@@ -68,7 +70,9 @@ def test_table_of_known_times() -> None:
 def test_program_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timing = [{"stage": 0, "seconds_per_rank": 0.1}]
     decisions = {name: [{"timing": []}, {"timing": timing}] for name in stages.VARIANTS}
-    monkeypatch.setattr(stages, "measure", lambda plan, advance: (known(), decisions))
+    shares, spans = zip(*(timeline_of(name) for name in stages.VARIANTS), strict=True)
+    found = stages.Found(known(), decisions, pd.concat(shares), pd.concat(spans))
+    monkeypatch.setattr(stages, "measure", lambda plan, advance: found)
     done = CliRunner().invoke(app, ["stages", "--slowdown", "3", "--results", str(tmp_path)])
     assert done.exit_code == 0, done.output
     [folder] = tmp_path.iterdir()
@@ -77,6 +81,11 @@ def test_program_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert described["settings"]["slowdown"] == 3.0
     assert described["timing"] == [timing]
     assert len(pd.read_csv(folder / "stages_iterations.csv")) == len(known())
+    trace = json.loads((folder / "timeline_trace.json").read_text())
+    assert {
+        event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"
+    } == set(stages.VARIANTS)
+    draw_timeline(folder)
     fig = stage_spread.draw(folder)
     try:
         fig.canvas.draw()
@@ -91,6 +100,27 @@ def test_program_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         plt.close(fig)
     assert stage_spread.NAME in BENCHMARKS
+
+
+def draw_timeline(folder: Path) -> None:
+    """Every stage of every panel has its boxes and its idle share, and the delays are called injected."""
+    fig = timeline_figure.draw(folder)
+    try:
+        fig.canvas.draw()
+        words = [text.get_text() for text in fig.findobj(Text) if text.get_visible()]
+        assert "injected" in fig.get_suptitle() and any("INJECTED" in text for text in words)
+        for ax in fig.axes:
+            assert [text.get_text() for text in ax.texts if "idle" in text.get_text()] == [
+                "50 % idle",
+                "40 % idle",
+            ]
+            assert len(ax.collections) >= 4 and ax.get_ylabel()
+        for text in fig.findobj(Text):
+            if text.get_visible() and text.get_text().strip():
+                assert text.get_fontsize() >= style.MIN_FONT, text.get_text()
+    finally:
+        plt.close(fig)
+    assert timeline_figure.NAME in BENCHMARKS
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""Timeline of one training iteration per pipeline stage: work, communication and idle time, three ways to compress."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from edgc.errors import UserError
+from paper_figures import style
+from paper_figures.stage_spread import LABELS
+
+NAME = "timeline"
+# Pale for work, strong for what communication costs.
+KINDS = {
+    "forward": ("forward", "#A6CEE3"),
+    "backward": ("backward", "#B2DF8A"),
+    "pipeline": ("pipeline messages", "#E69F00"),
+    "compress": ("compress, decompress", "#AA3377"),
+    "reduce": ("gradient reduction (delayed link)", "#D55E00"),
+    "embedding": ("embedding sync", "#0072B2"),
+    "optimizer": ("optimizer", "#888888"),
+}
+NUMBERED = 0.012  # share of the axis that a box must span to carry its micro-batch's number
+
+
+def draw(results: Path) -> Figure:
+    """One panel per variant, one row per stage, for one replica; what is left blank is idle."""
+    for name in ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json"):
+        if not (results / name).is_file():
+            fix = "make it with: make bench-stages"
+            raise UserError("there is no timeline of the stages benchmark", where=results / name, fix=fix)
+    spans, shares = pd.read_csv(results / "timeline_spans.csv"), pd.read_csv(results / "timeline.csv")
+    ranks = pd.read_csv(results / "stages.csv").set_index("variant")["ranks"]
+    settings = json.loads((results / "stages.json").read_text())["settings"]
+    spans[["start", "end"]] *= 1e3
+    variants = [name for name in LABELS if name in set(spans["variant"])]
+    height = 0.85 + len(variants) * (0.42 + 0.2 * spans["stage"].nunique())
+    fig, axes = style.figure(len(variants), 1, width=style.TEXT, height=height, sharex=True)
+    last = float(spans["end"].max())
+    for ax, variant in zip(axes, variants, strict=True):
+        chosen = spans[(spans["variant"] == variant) & (spans["replica"] == 0)]
+        of_variant = shares[(shares["variant"] == variant) & (shares["replica"] == 0)]
+        panel(ax, chosen, of_variant[of_variant["iteration"] == chosen["iteration"].iloc[0]], last)
+        ax.set_title(f"{LABELS[variant]}: {_ranks(str(ranks[variant]))}")
+    axes[-1].set_xlabel("time in the iteration (ms)")
+    style.letter(axes)
+    shown = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
+    fig.suptitle("One training iteration, links with injected delays", fontsize=style.FONT, fontweight="bold")
+    fig.legend(
+        handles=[*shown, Patch(fc="white", ec="#888888", lw=0.5, label="idle")],
+        loc="outside upper center",
+        ncols=4,
+    )
+    counted = sorted(set(shares.groupby("variant")["iteration"].nunique()))
+    slow, fast = settings["megabytes"] / settings["slowdown"], settings["megabytes"]
+    style.note(
+        fig,
+        f"Measured; links slowed down by INJECTED delays: stage 0 {slow:g} MB/s, the others {fast:g} MB/s. "
+        f"One replica of {settings['data']}; numbers are micro-batches.\n"
+        f"Of {'/'.join(map(str, counted))} iterations the one with the median duration; ticks: end of each stage's "
+        "reduction.\n"
+        f"{spans['machine'].iloc[0]}, shared by {settings['pipeline'] * settings['data']} processes; "
+        f"torch {spans['torch'].iloc[0]}",
+    )
+    return fig
+
+
+def panel(ax: Axes, spans: pd.DataFrame, shares: pd.DataFrame, last: float) -> None:
+    """Rows of boxes, stage 0 on top; the idle share at the right edge, the end of a stage's reduction as a tick."""
+    stages = sorted(spans["stage"].unique())
+    for kind, (_, colour) in KINDS.items():
+        for stage, own in spans[spans["kind"] == kind].groupby("stage"):
+            boxes = list(zip(own["start"], own["end"] - own["start"], strict=True))
+            ax.broken_barh(boxes, (stage - 0.38, 0.76), facecolors=colour, edgecolor="white", linewidth=0.15)
+    for box in spans.itertuples():
+        if box.kind in ("forward", "backward") and box.end - box.start > NUMBERED * last:
+            middle, number = (box.start + box.end) / 2, int(box.micro_batch)
+            ax.text(middle, box.stage, str(number), ha="center", va="center", fontsize=style.MIN_FONT)
+    ends = spans[spans["kind"].isin(("reduce", "compress"))].groupby("stage")["end"].max()
+    for stage, end in ends.items():
+        ax.plot([end, end], [stage - 0.5, stage + 0.5], color="black", linewidth=1.2)
+    idle = shares.set_index("stage")["idle"]
+    for stage in stages:
+        text = f"{100 * idle[stage]:.0f} % idle"
+        ax.text(1.01, stage, text, transform=ax.get_yaxis_transform(), va="center", fontsize=style.MIN_FONT)
+    ax.axvline(float(spans["end"].max()), color="#888888", linewidth=0.6, linestyle=":")
+    ax.set_yticks(stages, [str(stage) for stage in stages])
+    ax.set_ylim(len(stages) - 0.4, -0.6)
+    ax.set_xlim(0, last)
+    ax.set_ylabel("pipeline stage")
+    ax.grid(visible=False, axis="y")
+
+
+def _ranks(ranks: str) -> str:
+    parts = ranks.split("/")
+    if set(parts) == {"dense"}:
+        return "all gradients dense"
+    return f"rank {parts[0]} on every stage" if len(set(parts)) == 1 else f"ranks {', '.join(parts)} by stage"
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,182 @@
+"""Timelines: the recorder behind Megatron's timers, the arithmetic of idle shares, kinds of spans, the trace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.bench import timeline
+from experiments.bench.timeline import Recorder, covered, idle_share, median_iteration, without
+
+ticks = st.integers(0, 40)
+intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (min(pair), max(pair))), max_size=8)
+
+
+def cells(found: list[tuple[Any, Any]]) -> set[int]:
+    """The unit cells that intervals with whole ends cover."""
+    return {cell for start, end in found for cell in range(int(start), int(end))}
+
+
+@given(intervals)
+def test_covered_counts_every_moment_once(found: list[tuple[int, int]]) -> None:
+    assert covered(found) == len(cells(found))
+
+
+@given(st.tuples(ticks, ticks).map(sorted), intervals)
+def test_without_leaves_what_no_hole_covers(whole: list[int], holes: list[tuple[int, int]]) -> None:
+    left = without((whole[0], whole[1]), holes)
+    assert cells(left) == cells([(whole[0], whole[1])]) - cells(holes)
+    assert sum(b - a for a, b in left) == len(cells(left)) and all(a < b for a, b in left)
+
+
+@given(intervals, ticks, st.integers(1, 20))
+def test_idle_share_is_what_no_work_covers(work: list[tuple[int, int]], start: int, length: int) -> None:
+    window = cells([(start, start + length)])
+    assert idle_share(work, (start, start + length)) == pytest.approx(len(window - cells(work)) / length)
+
+
+def test_recorder_keeps_megatrons_spans_without_meeting_other_ranks() -> None:
+    timers = Recorder()
+    timers("forward-backward", log_level=1).start(barrier=True)  # no process group: a barrier would fail
+    timers("forward-compute", log_level=2).start()
+    timers("forward-compute").stop()
+    with timers.span("optimizer"):
+        pass
+    timers("forward-backward").stop()
+    names = [name for name, _, _ in timers.spans]
+    assert names == ["forward-compute", "optimizer", "forward-backward"]
+    inner, step, outer = timers.take()
+    assert outer[1] <= inner[1] <= inner[2] <= step[1] <= step[2] <= outer[2]
+    assert timers.take() == []
+    with pytest.raises(KeyError):
+        timers("forward-compute").stop()
+
+
+@given(st.dictionaries(st.integers(0, 50), st.integers(0, 5), min_size=1))
+def test_median_iteration(seconds: dict[int, int]) -> None:
+    chosen = median_iteration({key: float(value) for key, value in seconds.items()})
+    shorter = sum(value < seconds[chosen] for value in seconds.values())
+    longer = sum(value > seconds[chosen] for value in seconds.values())
+    assert shorter <= (len(seconds) - 1) // 2 and longer <= len(seconds) // 2
+
+
+# Two stages, one micro-batch. Stage 1 is in its call at 1, the message can be sent at 3 and has arrived at 4; the
+# gradient likewise at 6 and 7. Stage 1's reduction lasts 6 to 8, of which the link 7 to 8; stage 0's 9 to 10.
+FIRST = [
+    ("forward-compute", 0, 3),
+    ("forward-send", 3, 4),
+    ("backward-recv", 4, 7),
+    ("backward-compute", 7, 9),
+    ("reduction", 9, 10),
+    ("all-grads-sync", 9, 10),
+    ("embedding-grads-all-reduce", 10, 12),
+    ("optimizer", 12, 13),
+]
+SECOND = [
+    ("forward-recv", 1, 4),
+    ("forward-compute", 4, 5),
+    ("backward-compute", 5, 6),
+    ("backward-send", 6, 7),
+    ("link", 8, 9),
+    ("reduction", 7, 9),
+    ("all-grads-sync", 7, 10),
+    ("embedding-grads-all-reduce", 11, 12),
+    ("optimizer", 12, 13),
+]
+
+
+def answers(offset: float = 0.0, stretch: float = 1.0) -> list[dict[str, Any]]:
+    return [
+        {
+            "stage": stage,
+            "replica": 0,
+            "spans": [[name, offset + stretch * a, offset + stretch * b] for name, a, b in spans],
+        }
+        for stage, spans in enumerate((FIRST, SECOND))
+    ]
+
+
+def rows(spans: pd.DataFrame, stage: int) -> list[tuple[str, float, float]]:
+    own = spans[spans["stage"] == stage]
+    return list(zip(own["kind"], own["start"], own["end"], strict=True))
+
+
+def test_messages_move_once_both_ends_are_in_the_call() -> None:
+    spans = timeline.classify(answers(offset=100.0))
+    assert rows(spans, 0) == [
+        ("forward", 0, 3),
+        ("pipeline", 3, 4),
+        ("wait", 4, 6),
+        ("pipeline", 6, 7),
+        ("backward", 7, 9),
+        ("compress", 9, 10),
+        ("wait", 10, 11),
+        ("embedding", 11, 12),
+        ("optimizer", 12, 13),
+    ]
+    assert rows(spans, 1) == [
+        ("wait", 1, 3),
+        ("pipeline", 3, 4),
+        ("forward", 4, 5),
+        ("backward", 5, 6),
+        ("pipeline", 6, 7),
+        ("compress", 7, 8),
+        ("reduce", 8, 9),
+        ("wait", 9, 10),
+        ("embedding", 11, 12),
+        ("optimizer", 12, 13),
+    ]
+    assert set(spans.loc[spans["micro_batch"].notna(), "kind"]) == {"forward", "backward"}
+
+
+def test_shares_add_up() -> None:
+    found = timeline.shares(timeline.classify(answers())).set_index("stage")
+    assert found.loc[0, "idle"] == pytest.approx(3 / 13) and found.loc[1, "idle"] == pytest.approx(5 / 13)
+    parts = found[[kind for kind in timeline.KINDS if kind != "wait"]].sum(axis=1)
+    # No two spans of a rank overlap, so that what is not idle is the sum of its kinds.
+    assert (parts / found["seconds"]).tolist() == pytest.approx((1 - found["idle"]).tolist())
+
+
+def timeline_of(variant: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Three iterations of 10, 20 and 30 seconds, of which 50 and 60 % are work."""
+    spans = [
+        [("forward-compute", 0, 2), ("backward-compute", 2, 4), ("reduction", 4, 5), ("link", 4, 5)],
+        [("forward-compute", 1, 3), ("backward-compute", 4, 6), ("reduction", 6, 7), ("optimizer", 9, 10)],
+    ]
+    ranks = [
+        {
+            "stage": stage,
+            "replica": 0,
+            "iterations": [
+                {"iteration": k, "spans": [[name, 50 * k + k * a, 50 * k + k * b] for name, a, b in own]}
+                for k in (1, 2, 3)
+            ],
+        }
+        for stage, own in enumerate(spans)
+    ]
+    return timeline.collect(variant, ranks, [1, 2, 3])
+
+
+def test_the_iteration_of_median_duration_is_shown_and_all_are_counted() -> None:
+    shares, spans = timeline_of("dac")
+    assert sorted(shares["seconds"].unique()) == [10, 20, 30] and len(shares) == 6
+    assert set(spans["iteration"]) == {2} and spans["end"].max() == 20
+    assert shares.groupby("stage")["idle"].unique().map(list).tolist() == [[0.5], [pytest.approx(0.4)]]
+
+
+def test_trace_has_every_span_in_microseconds() -> None:
+    _, spans = timeline_of("dac")
+    events = json.loads(timeline.chrome_trace(spans))["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(spans)
+    assert sum(event["dur"] for event in complete) == pytest.approx(
+        1e6 * (spans["end"] - spans["start"]).sum()
+    )
+    assert {event["name"] for event in complete} >= {"forward 0", "backward 0", "reduce"}
+    threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert threads == ["stage 0, replica 0", "stage 1, replica 0"]
