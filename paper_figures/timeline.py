@@ -50,9 +50,10 @@ def draw(results: Path) -> Figure:
     axes[-1].set_xlabel("time in the iteration (ms)")
     style.letter(axes)
     shown = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
-    fig.suptitle("One training iteration, links with injected delays", fontsize=style.FONT, fontweight="bold")
     fig.legend(
         handles=[*shown, Patch(fc="white", ec="#888888", lw=0.5, label="idle")],
+        title="One training iteration, links with injected delays",
+        title_fontproperties={"weight": "bold", "size": style.FONT},
         loc="outside upper center",
         ncols=4,
     )

@@ -1,0 +1,85 @@
+"""Memory of EDGC's state, measured, against the formula of docs/megatron.md."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from edgc.compressors import Channel, Gradient, build
+from edgc.config import EDGCConfig
+
+SHAPES = [(768, 256), (256, 256), (1024, 256), (256, 1024)]
+RANK = 8
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every tensor's memory, by its address."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):  # isinstance would ask lazy modules, which warn
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def measured(dtype: torch.dtype, deferred: bool, **options: str | bool) -> int:
+    """Bytes that a compressor keeps between steps, its scratch memory aside."""
+    numbers = torch.Generator().manual_seed(1)
+    flat = torch.randn(sum(m * n for m, n in SHAPES), generator=numbers).to(dtype)
+    parts = flat.split([m * n for m, n in SHAPES])
+    gradients = [
+        Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, SHAPES, strict=True))
+    ]
+    before = storages()
+    compressor = build(EDGCConfig(method="powersgd", rank=RANK, **options))
+    compressor.deferred = deferred
+    for _ in range(3):
+        compressor.reduce(gradients, Channel(None), RANK)
+        compressor.settle(keep=True)
+    kept = sum(size for place, size in storages().items() if place not in before)
+    scratch = {id(t): t for t in (compressor._on_cpu._scratch, compressor._orthonormal._spare)}
+    return kept - sum(tensor.untyped_storage().nbytes() for tensor in scratch.values())
+
+
+def formula(
+    *, deferred: bool, error_bytes: int, gradient_copy: bool = False, factor_dtype: str = "fp32"
+) -> int:
+    """Matrices m x n at rank r: E once or, where changes are deferred, twice; Q once more than the messages need."""
+    entries = sum(m * n for m, n in SHAPES)
+    left, right = (RANK * sum(shape[side] for shape in SHAPES) for side in (0, 1))
+    errors = (2 if deferred else 1) * error_bytes * entries
+    factors = 4 * (2 * left + 3 * right)
+    wire = {"fp32": 0, "bf16": 6}[factor_dtype] * max(left, right)
+    return errors + factors + wire + 4 * entries * gradient_copy
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize(("error_dtype", "error_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_error_feedback_and_factors(error_dtype: str, error_bytes: int, deferred: bool) -> None:
+    found = measured(torch.float32, deferred, error_dtype=error_dtype)
+    stated = formula(deferred=deferred, error_bytes=error_bytes)
+    assert stated <= found <= 1.01 * stated + 4096
+    # What the page says of a parameter, without factors, which shrink as matrices grow.
+    share = formula(deferred=deferred, error_bytes=error_bytes) / sum(m * n for m, n in SHAPES)
+    assert share >= error_bytes * (2 if deferred else 1)
+
+
+def test_without_error_feedback_only_factors_are_kept() -> None:
+    found = measured(torch.float32, True, error_feedback=False)
+    stated = formula(deferred=True, error_bytes=0)
+    assert stated <= found <= 1.01 * stated + 4096
+
+
+def test_factors_in_fewer_bits() -> None:
+    found = measured(torch.float32, True, factor_dtype="bf16")
+    stated = formula(deferred=True, error_bytes=4, factor_dtype="bf16")
+    assert stated <= found <= 1.01 * stated + 4096
+
+
+def test_gradients_that_are_not_fp32_are_copied() -> None:
+    found = measured(torch.bfloat16, True)
+    stated = formula(deferred=True, error_bytes=4, gradient_copy=True)
+    assert stated <= found <= 1.01 * stated + 4096
