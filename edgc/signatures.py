@@ -33,6 +33,9 @@ FIXES = {
     "out_of_step": "set remeasure_above so that T(r) is timed anew, raise search_repeats, or alignment: off",
 }
 
+TOLD_BY_TIMES = ("no_speedup", "out_of_step")
+"""They depend on measured seconds, so they need not repeat with a run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:

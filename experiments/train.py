@@ -60,6 +60,7 @@ class Trainer:
         self.history = History()
         fingerprint = load_info(data_dir).fingerprint
         self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), fingerprint)
+        self.signatures: set[str] = set()
         self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
 
     # ------------------------------------------------------------------ forward and backward
@@ -202,6 +203,7 @@ class Trainer:
             "status": status,
             "error": None,
             "resumed_at": resumed_at,
+            "signatures": sorted(self.signatures),
             "validation_loss": plain(validation),
             "validation_perplexity": plain(perplexity(validation)),
             **self.history.summary(dense, seconds_total),
@@ -214,6 +216,7 @@ class Trainer:
             self.watch.uncompressed = max(timing.seconds_uncompressed for timing in decision.timing)
         predicted = self.session.attachment.engine.controller.predicted(plan.ranks)
         for finding in self.watch.add(step.observed(iteration, plan, dense, predicted)):
+            self.signatures.add(finding.signature)
             self.log.signature(finding)
 
     def _replay(self, metrics: Path) -> float:
@@ -221,6 +224,7 @@ class Trainer:
         events = read_events(metrics)
         self.log.replay(events)
         self.history.replay(events)
+        self.signatures = {event["signature"] for event in events if event["event"] == "signature"}
         losses = [event["loss"] for event in events if event["event"] == "eval"]
         return losses[-1] if losses and losses[-1] is not None else math.nan
 

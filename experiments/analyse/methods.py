@@ -100,4 +100,6 @@ def timing(run: Run) -> dict[str, Any]:
     row["tokens_per_second_median"] = run.number("tokens_per_second_median")
     for kind in ("compress", "communicate", "decompress", "entropy"):
         row[f"seconds_{kind}_per_step"] = run.number(f"seconds_{kind}_per_step")
+    # Here and not in table.csv: some of them are told by the clock.
+    row["signatures"] = "|".join(run.summary.get("signatures", ()))
     return row

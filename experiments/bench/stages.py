@@ -129,7 +129,10 @@ class Found:
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Found:
     """Train all variants one after another."""
-    tables, decisions, shares, spans = [], {}, [], []
+    tables: list[pd.DataFrame] = []
+    shares: list[pd.DataFrame] = []
+    spans: list[pd.DataFrame] = []
+    decisions: dict[str, list[dict[str, Any]]] = {}
     with ranks(plan.pipeline * plan.data) as group:
         advance("started")
         for variant in VARIANTS:
