@@ -125,7 +125,7 @@ def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
         variant="signature",
         parallel={"pipeline": 1, "data": 2},
         compression={"method": "powersgd", "rank": 1, "window": 4},
-        train={"lr": 0.3, "lr_warmup_fraction": 0.9, "iterations": 80, "eval_interval": 80},
+        train={"lr": 1.5, "lr_warmup_fraction": 0.9, "iterations": 80, "eval_interval": 80},
     )
     code, stderr = launcher.run(values)
     assert code == 0, stderr
