@@ -65,7 +65,7 @@ def stages(ax: Axes, found: pd.DataFrame) -> None:
     )
     ax.legend(*_renamed(ax), loc="best")
     ax.set_xlabel("pipeline stage (0: first)")
-    ax.set_ylabel("reductions end after\nthe first stage's (ms)")
+    ax.set_ylabel("end of reductions\nafter the first (ms)")
     ax.set_ylim(bottom=0)
     ax.set_title("end of reductions")
 
