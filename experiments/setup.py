@@ -137,7 +137,7 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     config.finalize_model_grads_func = finalize_model_grads
     if overlap:
         config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
-    leaders, leaders_group = _stage_leaders()
+    leaders, leaders_group = _stage_leaders(share is not None)
     reports = dist.get_rank() in leaders
     stage = parallel_state.get_pipeline_model_parallel_rank()
     probe = None
@@ -214,15 +214,17 @@ def _optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[A
     return optimizer, scheduler
 
 
-def _stage_leaders() -> tuple[list[int], dist.ProcessGroup | None]:
+def _stage_leaders(experts: bool) -> tuple[list[int], dist.ProcessGroup | None]:
     """Global ranks that speak for their stage, by stage, and their group.
 
-    Data- and tensor-parallel rank 0; under expert parallelism one rank for each share of the experts.
+    Data- and tensor-parallel rank 0; with ``experts`` under expert parallelism one rank for each share of them.
     """
+    replica = (
+        parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
+    )
     mine = (
         parallel_state.get_pipeline_model_parallel_rank(),
-        # Without expert parallelism this is the data-parallel rank.
-        parallel_state.get_expert_data_parallel_rank(),
+        replica,
         parallel_state.get_tensor_model_parallel_rank(),
     )
     places: list[Any] = [None] * dist.get_world_size()
