@@ -205,8 +205,10 @@ class BucketWorker:
         if isinstance(error, UserError):
             return error
         reason = " ".join(str(error).split()) or "no message"
+        # Of the world, and nothing here may fail: an error of this thread's own would leave its callers waiting.
+        rank = dist.get_rank() if dist.is_initialized() else 0
         described = RuntimeError(
-            f"edgc: gradient reduction stopped on rank {dist.get_rank(self.group)} in iteration "
+            f"edgc: gradient reduction stopped on rank {rank} in iteration "
             f"{self.engine.iteration}: {type(error).__name__}: {reason}"
         )
         described.__cause__ = error
