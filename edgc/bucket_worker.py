@@ -161,12 +161,11 @@ class BucketWorker:
         self._current.append([gradient.name for gradient in gradients])
         # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
         ahead = self.engine.waits - 1
-        options: dict[str, Any] = {}
-        group = self.group
-        if bucket is not None:
+        if bucket is None:
+            exchange = self.engine.exchange(gradients, self.group)
+        else:
             group = bucket.group or self.group
-            options = {"compress": bucket.compress, "shards": bucket.shards}
-        exchange = self.engine.exchange(gradients, group, **options)
+            exchange = self.engine.exchange(gradients, group, compress=bucket.compress, shards=bucket.shards)
         self._finished(self._pipeline.start(bucket, exchange, ahead))
 
     def _finished(self, buckets: list[Bucket | None]) -> None:

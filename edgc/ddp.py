@@ -33,7 +33,7 @@ from edgc.config import EDGCConfig
 from edgc.controller import Decision
 from edgc.engine import Engine, Iteration, Observer
 from edgc.errors import UserError
-from edgc.groups import own_group
+from edgc.groups import gather_objects, own_group
 from edgc.saved_state import State, state_for
 
 __all__ = ["Handle", "register"]
@@ -267,8 +267,7 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
 
 def _same_on_all_ranks(model: DistributedDataParallel, mine: Any) -> None:
     """Refuse on every rank what differs between ranks, before it becomes collectives that do not match."""
-    gathered: list[Any] = [None] * dist.get_world_size(model.process_group)
-    dist.all_gather_object(gathered, repr(mine), group=model.process_group)
+    gathered = gather_objects(repr(mine), model.process_group)
     other = [rank for rank, item in enumerate(gathered) if item != gathered[0]]
     if other:
         what = f"config, iterations or parameters differ between ranks 0 and {', '.join(map(str, other))}"

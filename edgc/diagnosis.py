@@ -15,6 +15,7 @@ from edgc import trial
 from edgc.clock import mark, seconds_between
 from edgc.compressors import Channel, Gradient, build
 from edgc.config import EDGCConfig
+from edgc.groups import gather_objects
 from edgc.link import Cost, Link, break_even
 
 GBIT = 1e9 / 8
@@ -70,9 +71,7 @@ def measure(request: Request, device: torch.device) -> dict[str, Any]:
 
 def _slowest(seconds: float) -> float:
     """The largest of all ranks' values, so that all ranks decide alike."""
-    times: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(times, seconds)
-    return float(max(times))
+    return max(gather_objects(seconds))
 
 
 def _all_reduces(request: Request, device: torch.device) -> list[tuple[float, float]]:
@@ -112,9 +111,8 @@ def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -
         statistics.median(item.decompress.seconds for item in timed),
         statistics.median(trial.seconds(item) for item in timed),
     ]
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
-    compress, decompress, total = (statistics.fmean(column) for column in zip(*rows, strict=True))
+    columns = zip(*gather_objects(mine), strict=True)
+    compress, decompress, total = (statistics.fmean(column) for column in columns)
     return {
         "rank": config.rank,
         "seconds_compress": compress,

@@ -27,6 +27,7 @@ from edgc.config import EDGCConfig
 from edgc.controller import Controller, Decision, Plan
 from edgc.cost_gate import CostGate, GateVerdict, GroupTimes, label, verdicts
 from edgc.entropy_meter import EntropyMeter, Measured
+from edgc.groups import gather_objects
 from edgc.measurements import CurveMean
 from edgc.spectral import MatrixSpectrum, error_curve
 from edgc.window import Window, gather, report
@@ -157,10 +158,7 @@ class Engine:
 
         Between two yields a driver may advance other reductions, in an order that is the same on every rank.
         """
-        if self.observer is not None:
-            self.observer(self.iteration, gradients)
-        if self.config.entropy.source == "local":
-            self.entropy.add(self.iteration, gradients)
+        self._look_at_local(gradients)
         channel = self.open_channel(group, shards)
         if channel.world > 1 and math.isnan(self._replicas):
             self._replicas = float(min(dist.get_process_group_ranks(group)))
@@ -177,6 +175,15 @@ class Engine:
             self._compressed.update(gradient.name for gradient in gradients)
         statistics = yield from self.compressor.exchange(gradients, channel, rank)
         self._statistics = self._statistics + statistics
+        self._look_at_reduced(gradients)
+
+    def _look_at_local(self, gradients: Sequence[Gradient]) -> None:
+        if self.observer is not None:
+            self.observer(self.iteration, gradients)
+        if self.config.entropy.source == "local":
+            self.entropy.add(self.iteration, gradients)
+
+    def _look_at_reduced(self, gradients: Sequence[Gradient]) -> None:
         if self.config.entropy.source == "reduced":
             self.entropy.add(self.iteration, gradients)
 
@@ -185,13 +192,9 @@ class Engine:
 
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
         """
-        if self.observer is not None:
-            self.observer(self.iteration, gradients)
-        if self.config.entropy.source == "local":
-            self.entropy.add(self.iteration, gradients)
+        self._look_at_local(gradients)
         self._statistics.bytes += self.compressor.reduce(gradients, self.open_channel(group), None).bytes
-        if self.config.entropy.source == "reduced":
-            self.entropy.add(self.iteration, gradients)
+        self._look_at_reduced(gradients)
 
     def rescale(self, scale: float) -> float:
         """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows by the factor that
@@ -327,10 +330,7 @@ class Engine:
         assert self.gate is not None
         groups = {label(names): names for names, _ in self._compared}
         times = [GroupTimes(label(names), *comparison.seconds) for names, comparison in self._compared]
-        rows: list[Any] = [(self.stage, times)]
-        if dist.is_initialized():
-            rows *= dist.get_world_size(self.exchange_group)
-            dist.all_gather_object(rows, (self.stage, times), group=self.exchange_group)
+        rows = gather_objects((self.stage, times), self.exchange_group)
         made = verdicts(rows)
         self.gate.follow([verdict for verdict in made if verdict.stage == self.stage], groups)
         return made

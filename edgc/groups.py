@@ -1,10 +1,23 @@
-"""Process groups for one thread alone: collectives of two threads on one group could mix."""
+"""Process groups for one thread alone (collectives of two threads on one group could mix); what all ranks say."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks of ``group`` (None: the world), in rank order, on every rank; just this one's without
+    process groups."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -32,7 +45,6 @@ def groups_of(wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.P
 
     To be called on every rank of the world: every rank takes part in making every group, in one order.
     """
-    gathered: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, list(wanted))
+    gathered = gather_objects(list(wanted))
     made = {ranks: dist.new_group(list(ranks)) for ranks in sorted({r for row in gathered for r in row})}
     return {ranks: made[ranks] for ranks in wanted}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from edgc import manifest
 from edgc.errors import UserError
+from edgc.groups import gather_objects
 from edgc.manifest import Entry, Manifest
 
 T = TypeVar("T")
@@ -41,15 +42,6 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def gather(value: T) -> list[T]:
-    """The values of all ranks, in rank order, on every rank. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def together(action: Callable[[], T]) -> T:
     """Do ``action`` on this rank and return what it returns, if it went well on every rank. Collective.
 
@@ -57,7 +49,7 @@ def together(action: Callable[[], T]) -> T:
         UserError: on every rank, for the first rank where it was raised; an ``OSError`` becomes one.
     """
     result, problem = _attempt(action)
-    for found in gather(problem):
+    for found in gather_objects(problem):
         if found is not None:
             raise found
     return result  # type: ignore[return-value]  # without a problem there is a result
@@ -66,7 +58,7 @@ def together(action: Callable[[], T]) -> T:
 def on_first_rank(action: Callable[[], T]) -> T:
     """Do ``action`` on rank 0; what it returns, or raises, on every rank. Collective."""
     result, problem = _attempt(action) if world()[0] == 0 else (None, None)
-    first, found = gather((result, problem))[0]
+    first, found = gather_objects((result, problem))[0]
     if found is not None:
         raise found
     return first  # type: ignore[return-value]
@@ -99,7 +91,7 @@ def write(folder: Path, state: Mapping[str, Any], about: Callable[[], Mapping[st
     portable = own_copy(state)
     on_first_rank(lambda: fresh(partial))
     mine = together(lambda: save(partial / file_of(rank), portable))
-    rows = gather((mine, dict(about())))
+    rows = gather_objects((mine, dict(about())))
 
     def finish() -> None:
         files = {file_of(index): item for index, (item, _) in enumerate(rows)}

@@ -19,6 +19,7 @@ from edgc.compressors import Gradient
 from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy import Sampler, estimate, moments
+from edgc.groups import gather_objects
 from experiments.expert_share import ExpertShare, TokenCounts, place_of
 from experiments.settings import ProbeConfig
 
@@ -119,14 +120,13 @@ class GradientProbe:
         if not (self.reports and self.due(iteration)):
             return
         if self.tokens is not None and len(stage_leaders) > 1:
-            self._add_tokens(iteration, counts, len(stage_leaders), group)
+            self._add_tokens(iteration, counts, group)
         quota = self.config.max_entries // len(stage_leaders)
         flat = torch.cat(self._pieces)
         flat = flat[:: max(1, -(-flat.numel() // quota))].contiguous()
         self._pieces = []
         if len(stage_leaders) > 1:
-            sizes: list[Any] = [None] * len(stage_leaders)
-            dist.all_gather_object(sizes, flat.numel(), group=group)
+            sizes = gather_objects(flat.numel(), group)
             pieces = [flat.new_empty(size) for size in sizes]
             pieces[list(stage_leaders).index(dist.get_rank())] = flat
             for piece, leader in zip(pieces, stage_leaders, strict=True):
@@ -135,12 +135,9 @@ class GradientProbe:
         if dist.get_rank() == stage_leaders[0]:
             self.rows.append(self._describe(iteration, WHOLE_MODEL, flat))
 
-    def _add_tokens(
-        self, iteration: int, counts: dict[str, Tensor], leaders: int, group: dist.ProcessGroup | None
-    ) -> None:
+    def _add_tokens(self, iteration: int, counts: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
         """Put beside each expert's gradient the number of tokens, from all leaders of the stage, that it is of."""
-        gathered: list[Any] = [None] * leaders
-        dist.all_gather_object(gathered, (self.stage, counts), group=group)
+        gathered = gather_objects((self.stage, counts), group)
         of_stage = [found for stage, found in gathered if stage == self.stage]
         for row in self.rows:
             place = place_of(row["parameter"])

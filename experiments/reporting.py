@@ -226,8 +226,9 @@ class History:
         for event in events:
             if event["event"] == "step":
                 seconds, tokens = event["seconds"], event["tokens_per_second"] * event["seconds"]
-                norm = _number(event["grad_norm"])
-                self.add(Step(event["loss"], norm, event["bytes"], event["stages"]), seconds, round(tokens))
+                loss, norm = _number(event["loss"]), _number(event["grad_norm"])
+                step = Step(loss, norm, event["bytes"], event["stages"], event["skipped"])
+                self.add(step, seconds, round(tokens))
 
     def summary(self, bytes_dense_per_step: int, total_seconds: float) -> dict[str, Any]:
         """Aggregates; medians over steps of the slowest stage's seconds."""

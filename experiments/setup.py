@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from edgc.groups import gather_objects
 from edgc.megatron import Attachment, attach
 from edgc.megatron.cpu_shims import install
 from edgc.megatron.pipeline import CompressedP2P
@@ -92,10 +93,11 @@ def initialise(run: RunConfig) -> torch.device:
 
 def _end_earlier_sessions() -> None:
     """End the process groups of sessions that this process has had before: the threads of gloo's would pile up."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
+    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in left:
+        dist.destroy_process_group(group)
+    if left:
+        gc.collect()
 
 
 def build(run: RunConfig, vocab_size: int) -> Session:
@@ -227,8 +229,7 @@ def _stage_leaders(experts: bool) -> tuple[list[int], dist.ProcessGroup | None]:
         replica,
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, mine)
+    places = gather_objects(mine)
     leaders = [
         rank
         for _, rank in sorted((place[0], rank) for rank, place in enumerate(places) if not any(place[1:]))

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.compressors.channel import all_reduce_bytes
 from edgc.compressors.powersgd import compressible
+from edgc.groups import gather_objects
 from edgc.plans import Plan
 from edgc.signatures import SignatureWatch
 from edgc.telemetry import plain, read_events
@@ -278,8 +279,7 @@ class Trainer:
         probe = self.session.probe
         if probe is None:
             return
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, probe.rows)
+        gathered = gather_objects(probe.rows)
         if dist.get_rank() == 0:
             rows = [row for rows in gathered for row in rows]
             table = pd.DataFrame(rows).sort_values(["iteration", "stage", "parameter"], ignore_index=True)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from edgc.clock import mark
 from edgc.compressors.base import Statistics
+from edgc.compressors.low_rank import within
 from edgc.compressors.norms import square_sums
 from edgc.compressors.orthogonal import Orthonormal
 from edgc.compressors.warm_start import keep, random_factor
@@ -70,8 +71,7 @@ class Layout:
         if matrix.dtype == torch.float32:
             torch.mm(p, q.mT, out=matrix)
         else:
-            limit = min(torch.finfo(matrix.dtype).max, torch.finfo(torch.float32).max)
-            matrix.copy_(torch.mm(p, q.mT).clamp_(-limit, limit))
+            matrix.copy_(within(torch.mm(p, q.mT), matrix.dtype))
 
 
 @dataclass

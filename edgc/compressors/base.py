@@ -106,7 +106,7 @@ class Compressor(ABC):
     """
 
     deferred = False
-    _changes: tuple[Callable[[], None], ...] = ()
+    _changes: list[Callable[[], None]] | None = None
 
     @abstractmethod
     def steps(
@@ -183,16 +183,18 @@ class Compressor(ABC):
 
     def _then(self, change: Callable[[], None]) -> None:
         """Change the state, now or when :meth:`settle` says so."""
-        if self.deferred:
-            self._changes = (*self._changes, change)
-        else:
+        if not self.deferred:
             change()
+        elif self._changes is None:
+            self._changes = [change]
+        else:
+            self._changes.append(change)
 
     def settle(self, keep: bool) -> None:
         """Make the deferred changes of all reductions since the last call, or drop them as if these had not been."""
-        changes, self._changes = self._changes, ()
+        changes, self._changes = self._changes, None
         if keep:
-            for change in changes:
+            for change in changes or ():
                 change()
 
     def state_dict(self) -> dict[str, Any]:

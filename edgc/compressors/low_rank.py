@@ -156,7 +156,7 @@ class RowBlocks:
             if narrow:
                 result = torch.mm(left, right, out=self._room(block))
                 block.add_(result)
-                gradient.copy_(_within(result, gradient.dtype))
+                gradient.copy_(within(result, gradient.dtype))
                 block.sub_(result.copy_(gradient))
             if kept is not None:
                 kept[i, rows].copy_(block)
@@ -187,7 +187,7 @@ def _blocks(x: Matrices) -> Iterator[tuple[int, slice]]:
     )
 
 
-def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
+def within(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 ``x``, clamped in place to the largest values of ``dtype``."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return x.clamp_(-limit, limit)
@@ -220,7 +220,7 @@ class Batched:
             for i, gradient in enumerate(x.gradients):
                 result = left[i] @ right[i]
                 x.m[i].add_(result)
-                gradient.copy_(_within(result, gradient.dtype))
+                gradient.copy_(within(result, gradient.dtype))
                 x.m[i].sub_(gradient)
         if x.error is not None:
             kept = x.next_error

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
@@ -13,6 +12,7 @@ from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.engine import Engine, Observer
 from edgc.errors import UserError
+from edgc.groups import gather_objects
 from edgc.megatron.attachment import Attachment
 from edgc.megatron.bucket_group import CompressedBucketGroup
 from edgc.megatron.embedding import fuse
@@ -57,9 +57,7 @@ def attach(
         _check(chunk, config)
     dense = [group for chunk in chunks for group in chunk.bucket_groups]
     expert = [group for chunk in chunks for group in chunk.expert_parallel_bucket_groups]
-    groups = [
-        group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
-    ]
+    groups = dense + expert
     names = {
         parameter: f"chunk{index}.{name}" if len(chunks) > 1 else name
         for index, chunk in enumerate(chunks)
@@ -70,7 +68,7 @@ def attach(
     elsewhere = fused.parameter if fused is not None else None
     own = [
         tuple(parameter.shape)
-        for group in (dense + expert if config.compress_experts else dense)
+        for group in (groups if config.compress_experts else dense)
         for parameter in sorted(group.params, key=names.__getitem__)
         if parameter is not elsewhere
     ]
@@ -125,9 +123,7 @@ def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
 
 def _shapes_of_all_stages(stage: int, own: list[tuple[int, ...]]) -> list[list[tuple[int, int]]]:
     """Matrix shapes per stage, the same list on every rank; the first rank of a stage speaks for it."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (stage, own))
     by_stage: dict[int, list[tuple[int, int]]] = {}
-    for index, shapes in gathered:
-        by_stage.setdefault(index, shapes)
+    for index, shapes in gather_objects((stage, own)):
+        by_stage.setdefault(index, [(m, n) for m, n in shapes])
     return [by_stage[index] for index in sorted(by_stage)]

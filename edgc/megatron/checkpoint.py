@@ -33,6 +33,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from edgc import manifest, rank_files
+from edgc.groups import gather_objects
 from edgc.manifest import DamagedCheckpoint, Manifest
 from edgc.megatron.attachment import Attachment
 from edgc.megatron.checkpoint_state import (
@@ -145,7 +146,7 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
     rank_files.together(lambda: None)
     rank, size = rank_files.world()
     names = rank_files.on_first_rank(lambda: manifest.files_below(partial))
-    parts = rank_files.gather(rank_files.together(lambda: _settle(partial, names[rank::size])))
+    parts = gather_objects(rank_files.together(lambda: _settle(partial, names[rank::size])))
     rank_files.on_first_rank(finish)
 
 

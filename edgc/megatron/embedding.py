@@ -27,7 +27,7 @@ from edgc.compressors import Gradient
 from edgc.compressors.wires import finite
 from edgc.engine import Engine
 from edgc.errors import UserError
-from edgc.groups import groups_of
+from edgc.groups import gather_objects, groups_of
 
 _GROUPS = ["tp", "pp", "embd", "pos_embd", "dp_cp"]  # those that finalize_model_grads asks for
 _WHERE = "fused_embedding"
@@ -107,17 +107,17 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
         for parameter in group.params
         if getattr(parameter, "shared_embedding", False)
     ]
-    if not any(_gathered(bool(found))):
+    if not any(gather_objects(bool(found))):
         return None
     config = get_model_config(chunks[0])
     _check(config, chunks[0].ddp_config)
     mine = dist.get_process_group_ranks(found[0][1].data_parallel_group) if found else None
-    replicas = _gathered(mine)
+    replicas = gather_objects(mine)
     ranks: list[tuple[int, ...]] = []
     if mine is not None:
         embedding = parallel_state.get_embedding_group()
-        ends = [replicas[rank] for rank in dist.get_process_group_ranks(embedding)]
-        ranks = [tuple(sorted(set().union(*ends)))]
+        ends = [replicas[rank] or () for rank in dist.get_process_group_ranks(embedding)]
+        ranks = [tuple(sorted({rank for end in ends for rank in end}))]
     groups = groups_of(ranks)
     if mine is None:
         return None
@@ -126,13 +126,6 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
     fused = FusedEmbedding(names[parameter], parameter, group, alone, len(ranks[0]) // len(mine))
     config.finalize_model_grads_func = fused.wrapped(config.finalize_model_grads_func)
     return fused
-
-
-def _gathered(mine: Any) -> list[Any]:
-    """What every rank of the world gives, in rank order."""
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
-    return rows
 
 
 def _check(config: Any, settings: Any) -> None:
