@@ -20,6 +20,7 @@ include: "workflows/rules/tables.smk"
 include: "workflows/rules/zero_shot.smk"
 include: "workflows/rules/cluster.smk"
 include: "workflows/rules/figures.smk"
+include: "workflows/rules/benchmarks.smk"
 include: "workflows/rules/claims.smk"
 include: "workflows/rules/report.smk"
 

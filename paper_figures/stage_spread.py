@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from edgc.errors import UserError
-from paper_figures import style
+from paper_figures import BENCHMARKS, style
 
 NAME = "stage_spread"
 LABELS = {"none": "no compression", "equal": "equal ranks", "dac": "DAC"}
@@ -24,7 +24,7 @@ COLOURS = {
 
 def draw(results: Path) -> Figure:
     """Finish times of the stages after the first of an iteration, and their spread; a dot is an iteration."""
-    for name in ("stages.csv", "stages_iterations.csv"):
+    for name in BENCHMARKS[NAME]:
         if not (results / name).is_file():
             fix = "make it with: make bench-stages"
             raise UserError("there is no table of the stages benchmark", where=results / name, fix=fix)

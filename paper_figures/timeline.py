@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from edgc.errors import UserError
-from paper_figures import style
+from paper_figures import BENCHMARKS, style
 from paper_figures.stage_spread import LABELS
 
 NAME = "timeline"
@@ -30,7 +30,7 @@ NUMBERED = 0.012  # share of the axis that a box must span to carry its micro-ba
 
 def draw(results: Path) -> Figure:
     """One panel per variant, one row per stage, for one replica; what is left blank is idle."""
-    for name in ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json"):
+    for name in BENCHMARKS[NAME]:
         if not (results / name).is_file():
             fix = "make it with: make bench-stages"
             raise UserError("there is no timeline of the stages benchmark", where=results / name, fix=fix)

@@ -7,7 +7,7 @@ import yaml
 
 from experiments import matrix
 from experiments.settings import RunConfig
-from paper_figures import FIGURES, SCRIPTS
+from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 from tests.workflow.checkout_copy import ROOT, Checkout
 
 STUDIES = [
@@ -39,6 +39,9 @@ def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> Non
     assert plan["train"] == sum(len(matrix.runs(study, "ci")) for study in made)
     assert plan["figure"] == sum(not by_name.intersection(studies) for studies in FIGURES.values())
     assert plan["report_html"] == plan["claims"] == plan["all"] == 1
+    assert plan["benchmark_figure"] == plan["benchmark_table"] == 1, (
+        "that which the checkout has, drawn, not measured"
+    )
     assert plans[""] == plan
 
 
@@ -95,6 +98,12 @@ def test_wrong_study_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
 def test_lint_is_clean(checkout: Checkout) -> None:
     [(code, text)] = checkout.snakemake(["--lint"])
     assert code == 0, text
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_figure_of_a_benchmark_has_a_script_and_a_caption(name: str) -> None:
+    assert (ROOT / "paper_figures" / f"{name}.py").is_file()
+    assert (ROOT / "workflows" / "report" / "figures" / f"{name}.rst").read_text().strip()
 
 
 def test_registry_of_figures_agrees_with_studies_scripts_and_captions() -> None:

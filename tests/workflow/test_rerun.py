@@ -58,6 +58,9 @@ def test_report_is_one_file_with_every_figure(finished: Checkout) -> None:
     assert "Claims" in text
     for figure in (finished.path / "results" / "ci" / "figures").glob("*.png"):
         assert figure.name in text
+    assert "stage_spread.png" in text
+    assert "stages.csv" in text
+    assert "a-machine" in text
 
 
 def test_nothing_to_do_twice_and_touched_study_runs_alone(finished: Checkout) -> None:

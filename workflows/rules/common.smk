@@ -8,7 +8,7 @@ from snakemake.exceptions import WorkflowError
 from edgc.errors import UserError
 from experiments import matrix
 from experiments.settings import load_yaml
-from paper_figures import FIGURES, SCRIPTS
+from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
 # (or that of the rule's conda environment under `--sdm conda`).
@@ -126,6 +126,6 @@ def evaluated_data(wildcards):
     return f"<results>/data/{paths.pop()}/data.yaml"
 
 
-def figure_caption(wildcards):
+def caption(figure):
     """The text under a figure in the report."""
-    return Path(f"workflows/report/figures/{wildcards.figure}.rst").read_text(encoding="utf-8").strip()
+    return Path(f"workflows/report/figures/{figure}.rst").read_text(encoding="utf-8").strip()

@@ -22,6 +22,6 @@ rule figure:
     params:
         results=subpath(output.pdf, ancestor=2),
         folder=subpath(output.pdf, parent=True),
-        caption=figure_caption,
+        caption=lambda w: caption(w.figure),
     shell:
         "python -m paper_figures {wildcards.figure} --results {params.results} --out {params.folder} > {log} 2>&1"

@@ -16,6 +16,7 @@ rule everything:
         rules.claims.output,
         [study_results(study) for study in MAIN],
         figure_files(MAIN_FIGURES),
+        benchmark_files(),
 
 
 rule report_html:

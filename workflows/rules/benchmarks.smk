@@ -1,0 +1,68 @@
+# Benchmarks that `make bench-keep` has kept. Nothing timed repeats, so the workflow does not measure them: it draws
+# what is kept and shows it in the report, with the machine's name.
+KEPT = Path("results/reference/bench")
+MEASURED = [
+    (folder.name, name)
+    for folder in sorted(KEPT.glob("*"))
+    for name, needed in BENCHMARKS.items()
+    if all((folder / table).is_file() for table in needed)
+]
+
+
+def benchmark_files():
+    """Figure and table of each kept benchmark."""
+    shown = [(machine, f"{name}.png", BENCHMARKS[name][0]) for machine, name in MEASURED]
+    return [f"<results>/benchmarks/{machine}/{name}" for machine, *names in shown for name in names]
+
+
+rule benchmark_figure:
+    input:
+        tables=lambda w: [KEPT / w.machine / table for table in BENCHMARKS[w.benchmark]],
+        script="paper_figures/{benchmark}.py",
+        style=code("paper_figures", "style.py", "families.py"),
+    output:
+        pdf="<results>/benchmarks/{machine}/{benchmark}.pdf",
+        png=report(
+            "<results>/benchmarks/{machine}/{benchmark}.png",
+            caption="../report/benchmark.rst",
+            category="Benchmarks",
+            subcategory="{machine}",
+            labels={"shows": "{benchmark}", "as": "figure"},
+        ),
+    log:
+        "<logs>/benchmark/{machine}/{benchmark}.log",
+    wildcard_constraints:
+        benchmark=one_of(BENCHMARKS),
+        machine="[^/]+",
+    conda:
+        "../../environment.yml"
+    threads: 1
+    params:
+        kept=lambda w: KEPT / w.machine,
+        out=subpath(output.pdf, parent=True),
+        caption=lambda w: caption(w.benchmark),
+    shell:
+        "python -m paper_figures {wildcards.benchmark} --results {params.kept} --out {params.out} > {log} 2>&1"
+
+
+rule benchmark_table:
+    input:
+        KEPT / "{machine}/{table}.csv",
+    output:
+        report(
+            "<results>/benchmarks/{machine}/{table}.csv",
+            caption="../report/benchmark_table.rst",
+            category="Benchmarks",
+            subcategory="{machine}",
+            labels={"shows": "{table}", "as": "table"},
+        ),
+    log:
+        "<logs>/benchmark/{machine}/{table}.csv.log",
+    wildcard_constraints:
+        table=one_of(Path(needed[0]).stem for needed in BENCHMARKS.values()),
+        machine="[^/]+",
+    conda:
+        "../../environment.yml"
+    threads: 1
+    shell:
+        "cp {input} {output} > {log} 2>&1"
