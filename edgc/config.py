@@ -7,19 +7,18 @@ Sources: "paper" is arXiv 2511.10333, "code" the authors' public scripts, "ours"
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Self
 
 from edgc import presets
-from edgc.errors import UserError
+from edgc.checks import Settings, integer, number, one_of, require
 
 ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
 METHODS = ("none", "bf16", "powersgd", "topk", "randomk", "quantize", "sign", "edgc")
-POLICIES = ("cqm", "released", "fixed", "spectral")
+POLICIES = ("cqm", "released", "loss", "fixed", "schedule", "spectral")
 _SWITCHES = (
     "record_full_entropy",
     "monotone",
@@ -34,60 +33,21 @@ FACTOR_DTYPES = ("fp32", "bf16", "int8", "int4")
 PIPELINE_FACTOR_DTYPES = ("fp32", "bf16")
 
 
-def _require(condition: bool, key: str, value: object, fix: str) -> None:
-    if not condition:
-        raise UserError(f"{key} = {value!r} is not valid", fix=fix)
-
-
-def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
-    _require(value in allowed, key, value, f"use one of {', '.join(allowed)}")
-
-
-def _integer(key: str, value: object, low: int) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    _require(ok, key, value, f"use a whole number of at least {low}")
-
-
-def _number(key: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    ok = ok and (value > low if open_low else value >= low) and value <= high  # type: ignore[operator]
-    bound = f"{'above' if open_low else 'at least'} {low:g}" + (
-        f" and at most {high:g}" if high < math.inf else ""
-    )
-    _require(ok, key, value, f"use a number {bound}")
-
-
-class _Settings:
-    """``from_dict`` / ``to_dict`` for the dataclasses below; nested settings are dictionaries."""
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
-        """Build from a plain mapping; unknown keys and bad values raise ``UserError`` naming ``where``."""
-        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        kwargs: dict[str, Any] = {}
-        for key, value in values.items():
-            if key not in fields:
-                close = difflib.get_close_matches(key, fields, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(fields)}"
-                raise UserError(f"unknown key {prefix}{key}", where=where, fix=hint)
-            factory = fields[key].default_factory
-            if isinstance(factory, type) and issubclass(factory, _Settings) and isinstance(value, Mapping):
-                value = factory.from_dict(value, where=where, prefix=f"{prefix}{key}.")
-            kwargs[key] = value
-        try:
-            return cls(**kwargs)
-        except UserError as error:
-            if error.where is not None:
-                raise
-            raise UserError(prefix + error.message, where=where, fix=error.fix) from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as plain nested dictionaries, defaults included."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
+def _schedule(rows: Any) -> tuple[tuple[float, int], ...]:
+    fix = "use [[share of the run, rank], ...] with shares that rise from 0 to 1 and ranks of at least 1"
+    require(isinstance(rows, Sequence) and not isinstance(rows, str), "schedule", rows, fix)
+    for row in rows:
+        ok = isinstance(row, Sequence) and not isinstance(row, str) and len(row) == 2
+        require(ok, "schedule", rows, fix)
+        number("schedule", row[0], 0, 1)
+        integer("schedule", row[1], 1)
+    shares = [row[0] for row in rows]
+    require(all(a < b for a, b in pairwise(shares)), "schedule", rows, fix)
+    return tuple((float(share), int(rank)) for share, rank in rows)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyConfig(_Settings):
+class EntropyConfig(Settings):
     """What GDS measures (paper, section on the gradient data sampler).
 
     Attributes:
@@ -108,16 +68,16 @@ class EntropyConfig(_Settings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("estimator", self.estimator, ESTIMATORS)
-        _number("iteration_rate (alpha)", self.iteration_rate, 0, 1, open_low=True)
-        _number("entry_rate (beta)", self.entry_rate, 0, 1, open_low=True)
-        _one_of("sampling", self.sampling, ("strided", "random"))
-        _one_of("source", self.source, ("local", "reduced"))
-        _integer("seed", self.seed, 0)
+        one_of("estimator", self.estimator, ESTIMATORS)
+        number("iteration_rate (alpha)", self.iteration_rate, 0, 1, open_low=True)
+        number("entry_rate (beta)", self.entry_rate, 0, 1, open_low=True)
+        one_of("sampling", self.sampling, ("strided", "random"))
+        one_of("source", self.source, ("local", "reduced"))
+        integer("seed", self.seed, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimingConfig(_Settings):
+class TimingConfig(Settings):
     """The times that DAC works with under ``alignment: given``, all in seconds.
 
     Given times make a run repeat bit for bit; ``alignment: measured`` times them while training instead.
@@ -135,11 +95,11 @@ class TimingConfig(_Settings):
 
     def __post_init__(self) -> None:
         for key in ("backward_seconds", "seconds_per_rank", "seconds_fixed", "seconds_uncompressed"):
-            _number(key, getattr(self, key), 0)
+            number(key, getattr(self, key), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig(_Settings):
+class PipelineConfig(Settings):
     """Compression of the activation gradients that pipeline stages send backwards (see :mod:`edgc.megatron.pipeline`).
 
     It is apart from ``method``, and without effect where there is one stage. Optimus-CC's compressed backpropagation
@@ -159,22 +119,25 @@ class PipelineConfig(_Settings):
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            _integer("rank", self.rank, 1)
+            integer("rank", self.rank, 1)
         for key in ("epilogue_only", "error_feedback"):
-            _require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
-        _one_of("factor_dtype", self.factor_dtype, PIPELINE_FACTOR_DTYPES)
+            require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
+        one_of("factor_dtype", self.factor_dtype, PIPELINE_FACTOR_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EDGCConfig(_Settings):
+class EDGCConfig(Settings):
     """Everything that decides how gradients are reduced.
 
     Attributes:
         method: ``none``, ``bf16``, ``powersgd`` (one rank, from the first step), ``topk``, ``randomk``, ``quantize``
             (elementwise), ``sign`` or ``edgc`` (PowerSGD under the controller).
-        policy: of the controller: ``cqm`` (paper), ``released`` (the authors' public code), ``fixed`` or
+        policy: of the controller: ``cqm`` (paper), ``released`` (the authors' public code), ``loss`` (the same rule on
+            the training loss, as in HYGON's code; it must be told: ``add_loss``), ``fixed``, ``schedule`` or
             ``spectral`` (ours: the rank whose predicted relative error of M meets ``target_error``).
         rank: of ``powersgd`` and of policy ``fixed``.
+        schedule: of policy ``schedule``: (share of the run, rank) in ascending order of the share: from there on that
+            rank, from the next window on (ours). Warm-up comes first, as under every policy.
         r_max: upper rank; None searches it by timing during warm-up (paper, DAC).
         r_min: lower rank; None means r_max/4 (paper: between r_max/4 and r_max/6).
         rank_multiple: ranks are multiples of this. Paper: 4.
@@ -218,6 +181,7 @@ class EDGCConfig(_Settings):
     method: str = "none"
     policy: str = "cqm"
     rank: int | None = None
+    schedule: tuple[tuple[float, int], ...] = ()
     r_max: int | None = None
     r_min: int | None = None
     rank_multiple: int = 4
@@ -254,8 +218,8 @@ class EDGCConfig(_Settings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("method", self.method, METHODS)
-        _one_of("policy", self.policy, POLICIES)
+        one_of("method", self.method, METHODS)
+        one_of("policy", self.policy, POLICIES)
         for key, low in (
             ("rank_multiple", 1),
             ("step_limit", 1),
@@ -266,47 +230,50 @@ class EDGCConfig(_Settings):
             ("gate_interval", 1),
             ("seed", 0),
         ):
-            _integer(key, getattr(self, key), low)
+            integer(key, getattr(self, key), low)
         for key in ("rank", "r_max", "r_min"):
             if getattr(self, key) is not None:
-                _integer(key, getattr(self, key), 1)
-        _number("warmup_fraction", self.warmup_fraction, 0, 1)
-        _number("warmup_limit_fraction", self.warmup_limit_fraction, 0, 1)
-        _require(
+                integer(key, getattr(self, key), 1)
+        object.__setattr__(self, "schedule", _schedule(self.schedule))
+        number("warmup_fraction", self.warmup_fraction, 0, 1)
+        number("warmup_limit_fraction", self.warmup_limit_fraction, 0, 1)
+        require(
             self.warmup_limit_fraction >= self.warmup_fraction,
             "warmup_limit_fraction",
             self.warmup_limit_fraction,
             f"use at least warmup_fraction = {self.warmup_fraction}",
         )
-        _number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
-        _one_of("alignment", self.alignment, ("off", "given", "measured"))
+        number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
+        one_of("alignment", self.alignment, ("off", "given", "measured"))
         if self.remeasure_above is not None:
-            _number("remeasure_above", self.remeasure_above, 0, open_low=True)
-        _one_of("factor_dtype", self.factor_dtype, FACTOR_DTYPES)
-        _one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
-        _one_of("rounding", self.rounding, ("nearest", "stochastic"))
-        _require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
+            number("remeasure_above", self.remeasure_above, 0, open_low=True)
+        one_of("factor_dtype", self.factor_dtype, FACTOR_DTYPES)
+        one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
+        one_of("rounding", self.rounding, ("nearest", "stochastic"))
+        require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
         for key in ("target_error", "smoothing", "density", "compressed_stages"):
-            _number(key, getattr(self, key), 0, 1, open_low=True)
+            number(key, getattr(self, key), 0, 1, open_low=True)
         for key in _SWITCHES:
-            _require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
+            require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
+        if self.method == "edgc" and self.policy == "schedule":
+            require(bool(self.schedule), "schedule", self.schedule, "give [[share of the run, rank], ...]")
         if self.r_max is not None and self.r_min is not None:
             fix = f"choose r_min at most r_max = {self.r_max}"
-            _require(self.r_min <= self.r_max, "r_min", self.r_min, fix)
+            require(self.r_min <= self.r_max, "r_min", self.r_min, fix)
         for key in ("r_max", "r_min"):
             value = getattr(self, key)
-            if value is not None and self.method == "edgc" and self.policy != "fixed":
-                _require(
+            if value is not None and self.method == "edgc" and not self.ranks_given:
+                require(
                     value % self.rank_multiple == 0, key, value, f"use a multiple of {self.rank_multiple}"
                 )
         if self.method == "powersgd" or (self.method == "edgc" and self.policy == "fixed"):
-            _require(self.rank is not None, "rank", self.rank, "give the rank of the fixed-rank method")
+            require(self.rank is not None, "rank", self.rank, "give the rank of the fixed-rank method")
         if self.method == "edgc":
             fix = "leave it out: under method edgc alignment sets the ranks of the stages"
-            _require(self.compressed_stages == 1, "compressed_stages", self.compressed_stages, fix)
+            require(self.compressed_stages == 1, "compressed_stages", self.compressed_stages, fix)
         if self.alignment == "given":
             value = self.timing.seconds_per_rank
-            _require(value > 0, "timing.seconds_per_rank", value, "alignment: given needs a time above 0")
+            require(value > 0, "timing.seconds_per_rank", value, "alignment: given needs a time above 0")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
@@ -314,6 +281,13 @@ class EDGCConfig(_Settings):
         return super().from_dict(
             presets.resolved(values, where=where, prefix=prefix), where=where, prefix=prefix
         )
+
+    @property
+    def ranks_given(self) -> tuple[int, ...]:
+        """The ranks that policies ``fixed`` and ``schedule`` give to stage 0; empty under the others."""
+        if self.policy == "schedule":
+            return tuple(rank for _, rank in self.schedule)
+        return (self.rank,) if self.policy == "fixed" and self.rank is not None else ()
 
     def stages_compressed(self, stages: int) -> int:
         """How many of ``stages`` pipeline stages are compressed under ``compressed_stages``."""

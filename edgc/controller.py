@@ -9,10 +9,10 @@ between windows:
   ``warmup_limit_fraction``;
 * search, inside warm-up (which waits for it): one timed reduction per iteration, see :mod:`edgc.rank_search`;
 * active: stage 0 starts at r_max (reference rank and entropy: the last complete window of warm-up) and moves
-  by the policy at every window end; the other stages follow by :mod:`edgc.alignment`. Under policy
-  ``spectral`` without alignment every stage moves by its own spectra. Where times were measured they are watched
-  (:mod:`edgc.change_detector`) and, if they change, measured again beside the training steps; then r_max (if it was
-  searched) and the ranks follow at once. While even the lowest rank would be slower, nothing is compressed;
+  by the policy (:mod:`edgc.following`) at every window end; the other stages follow by :mod:`edgc.alignment`.
+  Where times were measured they are watched (:mod:`edgc.change_detector`) and, if they change, measured again
+  beside the training steps; then r_max (if it was searched) and the ranks follow at once. While even the lowest
+  rank would be slower, nothing is compressed;
 * disabled: uncompressed to the end: method ``none``, or compression that could not pay.
 
 Methods other than ``edgc`` are active from the first iteration, on the first stages (``compressed_stages``). While
@@ -25,17 +25,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc import policies, warm_up
+from edgc import warm_up
 from edgc.config import EDGCConfig
 from edgc.cost_gate import GateSchedule, summary
 from edgc.errors import UserError
 from edgc.feasibility import check
+from edgc.following import Following
 from edgc.plans import Decision, Phase, Plan, Report
+from edgc.policies import Ranks
 from edgc.rank_search import bytes_limit
-from edgc.spectral import Curve, SmoothedCurves
+from edgc.spectral import Curve
 from edgc.stage_times import StageTimes
 
-_FORMAT = 3
+_FORMAT = 4
 
 __all__ = ["Controller", "Decision", "Plan", "Report"]
 
@@ -73,13 +75,11 @@ class Controller:
         self.reason = ""
         self.r_min: int | None = None
         self.r_max: int | None = None
-        self.ranks: tuple[int | None, ...] = (None,) * self.stages
-        self._reference: tuple[int, float] | None = None  # rank and entropy of stage 0 at the end of warm-up
-        self._first: list[float] = []  # the first two window entropies of stage 0
+        self.ranks: Ranks = (None,) * self.stages
         self._previous: float | None = None  # stage 0's entropy in the window before
+        self._following: Following | None = None  # of method edgc
         self._times = StageTimes(config, self.stages, overlapped=overlapped)
-        self._paused: tuple[int | None, ...] | None = None  # ranks to go on from once compression pays again
-        self._curves: SmoothedCurves | None = None
+        self._paused: Ranks | None = None  # ranks to go on from once compression pays again
         self._gate = GateSchedule(config.gate_interval) if config.cost_gate else None
         if config.method == "none":
             self.phase, self.reason = "disabled", "method: none"
@@ -97,14 +97,13 @@ class Controller:
 
     def _prepare(self, shapes: list[tuple[int, int]]) -> None:
         """Check the settings of method edgc against the model, and set up its search and its times."""
-        config, fixed = self.config, self.config.policy == "fixed"
-        self._model = check(config, shapes, self.iterations)
-        if config.policy == "spectral":
-            self._curves = SmoothedCurves(self.stages, config.smoothing)
+        config = self.config
+        model = check(config, shapes, self.iterations)
+        self._following = Following(config, model, self.stages, self.iterations)
         limit = bytes_limit(shapes, config.rank_multiple)
-        if fixed:
-            # Stage 0 stays at ``rank``; only the other stages may rise above it.
-            self._set_limits(config.r_max or max(limit, config.rank or 0))
+        if given := config.ranks_given:
+            # Stage 0 has these ranks; only the other stages may rise above them.
+            self._set_limits(config.r_max or max(limit, *given))
         elif config.r_max is not None:
             self._set_limits(config.r_max)
         elif not limit:
@@ -117,7 +116,7 @@ class Controller:
 
     def _set_limits(self, r_max: int) -> None:
         self.r_max = r_max
-        self.r_min = self.config.rank if self.config.policy == "fixed" else self.config.lower_rank(r_max)
+        self.r_min = min(self.config.ranks_given, default=self.config.lower_rank(r_max))
 
     def plan(self, iteration: int) -> Plan:
         """What to do at ``iteration`` (1-based), given the reports so far; changes nothing."""
@@ -132,7 +131,8 @@ class Controller:
     @property
     def rank_grid(self) -> tuple[int, ...]:
         """Ranks at which reports are to give error curves now, ascending; empty where no policy uses them."""
-        if self._curves is None or self.phase != "active" or self.r_max is None:
+        uses = self._following is not None and self._following.curves is not None
+        if not uses or self.phase != "active" or self.r_max is None:
             return ()
         return tuple(range(self.config.rank_multiple, self.r_max + 1, self.config.rank_multiple))
 
@@ -175,8 +175,9 @@ class Controller:
             if measured is not None and (why := self._times.check(measured, plan.ranks)):
                 reasons.append(why)
             entropy = report.entropy[0] if math.isfinite(report.entropy[0]) else None
+            loss = report.loss if math.isfinite(report.loss) else None
             curves = report.error_curve if self.rank_grid == grid else None  # another r_max: another grid
-            reasons.append(self._end_of_window(iteration, entropy, curves))
+            reasons.append(self._end_of_window(iteration, entropy, loss, curves))
         if not reasons:
             return None
         upcoming = self.plan(iteration + 1)
@@ -231,8 +232,8 @@ class Controller:
             return "nothing is compressed until times change again"
         if r_max is not None and r_max != self.r_max:
             self._set_limits(r_max)
-            if self._curves is not None:  # they have a point for every rank up to r_max
-                self._curves = SmoothedCurves(self.stages, self.config.smoothing)
+            if self._following is not None:
+                self._following.forget_curves()
         ranks = [rank if rank is None else self._clamped(rank) for rank in old]
         self.ranks, remark = tuple(ranks), ""
         if self.config.alignment != "off" and ranks[0] is not None:
@@ -240,64 +241,41 @@ class Controller:
         return f"ranks {_words(old)} -> {_words(self.ranks)}{remark}"
 
     def _clamped(self, rank: int) -> int:
-        if self.config.policy == "fixed":
+        if self.config.ranks_given:
             return rank
+        r_min, r_max = self._limits
+        return min(r_max, max(r_min, rank))
+
+    @property
+    def _limits(self) -> tuple[int, int]:
         assert self.r_min is not None
         assert self.r_max is not None
-        return min(self.r_max, max(self.r_min, rank))
+        return self.r_min, self.r_max
 
     def _end_of_window(
-        self, iteration: int, entropy: float | None, curves: Sequence[Curve | None] | None
+        self,
+        iteration: int,
+        entropy: float | None,
+        loss: float | None,
+        curves: Sequence[Curve | None] | None,
     ) -> str:
-        """Move on with stage 0's window entropy and all stages' error curves (None: not measured); the reason."""
+        """Move on with a window's means of stage 0's entropy, of the loss and of all stages' error curves (None: not
+        measured); the reason."""
+        assert self._following is not None
         previous, self._previous = self._previous, entropy
-        if entropy is not None and len(self._first) < 2:
-            self._first.append(entropy)
+        self._following.take(entropy, loss)
         if self.phase == "warmup":
             return self._warmup(iteration, previous, entropy)
         if self._paused is not None:
             return "compression would not pay; ranks unchanged"
-        if self.config.policy == "fixed":
-            return "fixed rank"
-        if self._curves is not None:
-            return self._by_spectra(self._curves.update(curves or (None,) * self.stages))
-        if entropy is None:
-            return "no entropy was measured in this window; ranks unchanged"
-        assert self._reference is not None
-        assert self.r_min is not None
-        assert self.r_max is not None
-        if self.config.policy == "cqm":
-            target = policies.cqm(self._model, *self._reference, entropy)
-        else:
-            first, second = self._first if len(self._first) == 2 else (None, None)
-            target = policies.released(self.r_min, self.r_max, first, second, previous, entropy)
-        if target.rank is None:
-            return f"{target.reason}; ranks unchanged"
-        old = self.ranks[0]
-        assert old is not None
-        new = self._step(old, target.rank)
-        return f"{target.reason}; rank {old} -> {new}{self._spread(new)}"
-
-    def _by_spectra(self, curves: Sequence[Curve | None]) -> str:
-        """Move each stage by its own curve; where stages are aligned, only stage 0, which the others follow."""
-        assert self.r_min is not None
-        assert self.r_max is not None
         alone = self.config.alignment == "off"
-        moved = self.ranks if alone else self.ranks[:1]
-        ranks, reason = policies.by_spectra(
-            self.config, moved, curves, self.rank_grid, self.r_min, self.r_max
-        )
-        if alone:
+        before = self.ranks if alone else self.ranks[:1]
+        ranks, reason = self._following.move(iteration, before, curves, self.rank_grid, *self._limits)
+        if ranks is not None and alone and len(ranks) == self.stages:
             self.ranks = ranks
-        elif ranks[0] is not None:
+        elif ranks is not None and ranks[0] is not None:
             reason += self._spread(ranks[0])
         return reason
-
-    def _step(self, old: int, target: float) -> int:
-        assert self.r_min is not None
-        assert self.r_max is not None
-        limit, multiple = self.config.step_limit, self.config.rank_multiple
-        return policies.step(old, target, self.r_min, self.r_max, multiple, limit)
 
     def _warmup(self, iteration: int, previous: float | None, entropy: float | None) -> str:
         measuring = self._times.probe is not None
@@ -306,17 +284,14 @@ class Controller:
         )
         if not over:
             return f"warm-up: {why}"
-        rank = self.config.rank if self.config.policy == "fixed" else self.r_max
-        assert rank is not None
+        assert self._following is not None
         self.phase = "active"
-        if entropy is not None:
-            self._reference = (rank, entropy)
+        rank = self._following.begin(iteration, self._limits[1], entropy)
         return f"warm-up ends: {why}; rank {rank}{self._spread(rank)}"
 
     def _spread(self, rank: int) -> str:
         """Set every stage's rank from stage 0's; returns a remark where alignment was asked for in vain."""
-        assert self.r_max is not None
-        self.ranks, remark = self._times.ranks(rank, self.r_min, self.r_max)
+        self.ranks, remark = self._times.ranks(rank, *self._limits)
         return f"; {remark}" if remark else ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,12 +302,10 @@ class Controller:
             "ranks": list(self.ranks),
             "r_min": self.r_min,
             "r_max": self.r_max,
-            "reference": list(self._reference) if self._reference else None,
-            "first": list(self._first),
             "previous": self._previous,
+            "following": self._following.state_dict() if self._following else None,
             "paused": list(self._paused) if self._paused else None,
             "times": self._times.state_dict(),
-            "curves": self._curves.state_dict() if self._curves else None,
             "gate": self._gate.state_dict() if self._gate else None,
         }
 
@@ -345,18 +318,18 @@ class Controller:
         """
         fits = state.get("format") == _FORMAT and len(state["ranks"]) == self.stages
         fits = fits and self._times.fits(state["times"])
-        if not fits or (state["curves"] is None) != (self._curves is None):
+        if self._following is not None:
+            fits = fits and self._following.fits(state["following"])
+        if not fits:
             fix = "resume with the settings and the pipeline the run was started with"
             raise UserError("the saved controller state does not fit this run", fix=fix)
         self.phase, self.ranks = state["phase"], tuple(state["ranks"])
         self.r_min, self.r_max = state["r_min"], state["r_max"]
-        reference = state["reference"]
-        self._reference = (int(reference[0]), float(reference[1])) if reference else None
-        self._first, self._previous = [float(h) for h in state["first"]], state["previous"]
+        self._previous = state["previous"]
         self._paused = tuple(state["paused"]) if state["paused"] else None
         self._times.load_state_dict(state["times"])
-        if self._curves is not None:
-            self._curves.load_state_dict(state["curves"])
+        if self._following is not None:
+            self._following.load_state_dict(state["following"])
         if self._gate is not None:
             self._gate.load_state_dict(state["gate"])
 

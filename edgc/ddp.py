@@ -75,6 +75,15 @@ class Handle:
         """The controller's decision at the end of the last iteration; None if it took none."""
         return self.engine.decision
 
+    def add_loss(self, loss: float) -> None:
+        """Tell policy ``loss`` the training loss, after every backward, on at least one rank.
+
+        Raises:
+            UserError: inside an iteration.
+        """
+        self._refuse_inside_iteration()
+        self.engine.add_loss(loss)
+
     @property
     def skipped(self) -> int:
         """Reductions that were given up so far because a gradient was not finite; stateless methods do not look."""

@@ -196,6 +196,13 @@ class Engine:
         self._statistics.bytes += self.compressor.reduce(gradients, self.open_channel(group), None).bytes
         self._look_at_reduced(gradients)
 
+    def add_loss(self, loss: float) -> None:
+        """Take in the training loss of the iteration that has ended, on at least one rank; for policy ``loss``.
+
+        Those of iterations that end a window come after its decision and count in the next window.
+        """
+        self._window.loss.add(loss)
+
     def rescale(self, scale: float) -> float:
         """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows by the factor that
         is returned."""

@@ -16,7 +16,7 @@ def check(config: EDGCConfig, shapes: Sequence[tuple[int, int]], iterations: int
         UserError: no matrix, no complete window, a rank that could never move, or limits that the model is too
             small for.
     """
-    fixed = config.policy == "fixed"
+    given = config.ranks_given
     if not shapes:
         fix = "lower min_compression_elements or use method: none"
         raise UserError("the first pipeline stage has no matrix to compress", fix=fix)
@@ -24,13 +24,13 @@ def check(config: EDGCConfig, shapes: Sequence[tuple[int, int]], iterations: int
     if config.window >= iterations:
         what = f"window = {config.window} leaves nothing to compress in {iterations} iterations"
         raise UserError(what, fix="choose a shorter window or method: none")
-    if not fixed and config.step_limit < config.rank_multiple:
+    if not given and config.step_limit < config.rank_multiple:
         what = f"step_limit = {config.step_limit} is below rank_multiple: no rank could ever move"
         raise UserError(what, fix=f"use a step_limit of at least {config.rank_multiple}")
-    if not fixed and config.r_max is not None and config.r_max >= model.max_rank:
+    if not given and config.r_max is not None and config.r_max >= model.max_rank:
         what = f"r_max = {config.r_max} is not below the largest rank of the first stage"
         raise UserError(what, fix=f"use an r_max below {model.max_rank}")
-    if fixed and config.r_max is not None and config.r_max < (config.rank or 0):
-        what = f"rank = {config.rank} is above r_max"
+    if config.r_max is not None and config.r_max < max(given, default=0):
+        what = f"{'rank' if config.policy == 'fixed' else 'schedule: rank'} = {max(given)} is above r_max"
         raise UserError(what, fix=f"use a rank of at most {config.r_max}")
     return model

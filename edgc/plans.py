@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,6 +67,7 @@ class Report:
         gate: what the cost gate has measured, all stages.
         reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
             communicate + decompress), nan where that is not known; None where it was not asked for.
+        loss: mean of the training losses of this window that some rank was told; nan if none.
     """
 
     entropy: tuple[float, ...]
@@ -74,6 +76,7 @@ class Report:
     error_curve: tuple[Curve | None, ...] | None = None
     gate: tuple[GateVerdict, ...] = ()
     reduction_seconds: tuple[float, ...] | None = None
+    loss: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How stage 0's rank follows the entropy: the rules that the controller applies at a window's end."""
+"""How ranks follow the entropy, the loss, spectra or a schedule: the rules that apply at a window's end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from edgc.config import EDGCConfig
 from edgc.rank_model import StageModel, next_rank
+
+Ranks = tuple[int | None, ...]
 
 
 class Target(NamedTuple):
@@ -24,23 +26,43 @@ def cqm(stage: StageModel, reference_rank: int, reference_entropy: float, entrop
     return Target(rank, f"entropy {change:+.4f} nats from the reference asks for rank {rank:.1f}")
 
 
-def released(
-    r_min: int, r_max: int, first: float | None, second: float | None, previous: float | None, entropy: float
+def by_change(
+    policy: str,
+    r_min: int,
+    r_max: int,
+    first: float | None,
+    second: float | None,
+    previous: float | None,
+    now: float,
 ) -> Target:
-    """The rule of the authors' public code: ``r_min + (r_max - r_min) |H_k - H_(k-1)| / |H_2 - H_1|``.
+    """The rule of the public codes: ``r_min + (r_max - r_min) |x_k - x_(k-1)| / |x_2 - x_1|``, at most r_max.
 
-    At most r_max. H_1 and H_2 are the first two windows of the run that have an entropy. That code divides
-    by their difference unguarded; here a difference of 0, like a missing entropy (None), leaves the rank as
-    it is. It rounds down to even ranks; here :func:`step` rounds to the multiple.
-    Source: repository xiaoao-666/EDGC, commit 69a7674.
+    x_k is the mean of window k: of the entropy under ``released`` (repository xiaoao-666/EDGC, commit 69a7674), of the
+    training loss under ``loss`` (repository HYGON-AI/Megatron-LM-das). x_1 and x_2 are of the first two windows of the
+    run that have one. That code divides by their difference unguarded; here a difference of 0, like a window without a
+    measurement (None), leaves the rank as it is. It rounds down to even ranks, here :func:`step` to the multiple.
     """
+    what, several = ("loss", "losses") if policy == "loss" else ("entropy", "entropies")
     if first is None or second is None or previous is None:
-        return Target(None, "the window before has no entropy")
+        return Target(None, f"the window before has no {what}")
     if first == second:
-        return Target(None, "the first two windows have equal entropies")
-    ratio = abs(entropy - previous) / abs(second - first)
+        return Target(None, f"the first two windows have equal {several}")
+    ratio = abs(now - previous) / abs(second - first)
     rank = r_min + (r_max - r_min) * min(1.0, ratio)
-    return Target(rank, f"entropy change of {ratio:.3f} times the first one asks for rank {rank:.1f}")
+    return Target(rank, f"{what} change of {ratio:.3f} times the first one asks for rank {rank:.1f}")
+
+
+def scheduled(schedule: Sequence[tuple[float, int]], iteration: int, iterations: int) -> int:
+    """The rank after ``iteration`` of a run of ``iterations``, by a table of (share of the run, rank) in order.
+
+    That of the last row whose share of the run is over; of the first row before that.
+    """
+    rank = schedule[0][1]
+    for share, value in schedule:
+        # As everywhere: 0.1 * 30 is above 3 in floating point.
+        if round(share * iterations, 6) <= iteration:
+            rank = value
+    return rank
 
 
 def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> Target:
@@ -70,12 +92,12 @@ def step(current: int, target: float, r_min: int, r_max: int, multiple: int, lim
 
 def by_spectra(
     config: EDGCConfig,
-    ranks: Sequence[int | None],
+    ranks: Ranks,
     curves: Sequence[Sequence[float] | None],
     grid: Sequence[int],
     r_min: int,
     r_max: int,
-) -> tuple[tuple[int | None, ...], str]:
+) -> tuple[Ranks, str]:
     """Move the rank of each of ``ranks``' stages by its own error curve over ``grid`` (None: it stays).
 
     Returns:

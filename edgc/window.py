@@ -13,7 +13,7 @@ from edgc.controller import Report
 from edgc.cost_gate import GateVerdict
 from edgc.measurements import CurveMean, Mean, WindowTimes, mean, mean_curve, stage_seconds
 
-_COLUMNS = 6  # of a row, before the error curve
+_COLUMNS = 7  # of a row, before the error curve
 
 
 class Window:
@@ -24,6 +24,7 @@ class Window:
 
     Attributes:
         entropy, entropy_full: in nats, sampled and of all entries.
+        loss: of training, in nats per token.
         curve: predicted squared relative error by rank.
         times: of reductions, in seconds.
     """
@@ -33,7 +34,8 @@ class Window:
         self.start()
 
     def start(self) -> None:
-        self.entropy, self.entropy_full, self.curve = Mean(), Mean(), CurveMean()
+        self.entropy, self.entropy_full, self.loss = Mean(), Mean(), Mean()
+        self.curve = CurveMean()
         self.times.clear()
 
     def row(
@@ -48,18 +50,18 @@ class Window:
             replicas: number of this rank's group of replicas; nan if it has no other replica.
         """
         curve = self.curve.value or (math.nan,) * len(grid)
-        means = [self.entropy.value, self.entropy_full.value, probe, backward, replicas]
+        means = [self.entropy.value, self.entropy_full.value, probe, backward, replicas, self.loss.value]
         return [float(stage), *means, *curve, *(self.times.values if watches else [])]
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "means": [[item.total, item.count] for item in (self.entropy, self.entropy_full)],
+            "means": [[item.total, item.count] for item in (self.entropy, self.entropy_full, self.loss)],
             "curve": [list(self.curve.totals), self.curve.count],
             "times": self.times.values,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.entropy, self.entropy_full = (Mean(float(t), int(c)) for t, c in state["means"])
+        self.entropy, self.entropy_full, self.loss = (Mean(float(t), int(c)) for t, c in state["means"])
         totals, count = state["curve"]
         self.curve = CurveMean([float(value) for value in totals], int(count))
         self.times.values = state["times"]
@@ -89,6 +91,7 @@ def report(
         error_curve=curves if grid else None,
         gate=gate,
         reduction_seconds=times if watches else None,
+        loss=mean(row[6] for row in rows),
     )
     return made, full
 

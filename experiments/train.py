@@ -171,6 +171,7 @@ class Trainer:
                 step = self._train_step(iteration, batches)
                 seconds = time.perf_counter() - begun
                 self.history.add(step, seconds, tokens)
+                self.session.attachment.add_loss(step.loss)
                 lr = self.session.optimizer.param_groups[0]["lr"]
                 self.log.step(iteration, step, lr, seconds, tokens)
                 self.log.decision(engine)

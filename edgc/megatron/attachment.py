@@ -95,6 +95,10 @@ class Attachment:
         """The controller's decision at the end of the last iteration; None if it took none."""
         return self.engine.decision
 
+    def add_loss(self, loss: float) -> None:
+        """Tell policy ``loss`` the training loss, after every iteration, on at least one rank that knows it."""
+        self.engine.add_loss(loss)
+
     def guard(self, optimizer: Any) -> None:
         """Let skipped steps be skipped by ``optimizer``, a Megatron optimizer, and follow its loss scale.
 

@@ -63,7 +63,13 @@ def test_settings_are_frozen_and_keyword_only() -> None:
         ({"entropy": {"source": "both"}}, "source = 'both'", "local, reduced"),
         ({"entropy": {"seed": -1}}, "seed = -1", "at least 0"),
         ({"method": "PowerSGD"}, "method = 'PowerSGD'", "use one of none, bf16, powersgd"),
-        ({"policy": "linear"}, "policy = 'linear'", "cqm, released, fixed"),
+        ({"policy": "linear"}, "policy = 'linear'", "cqm, released, loss, fixed"),
+        ({"method": "edgc", "policy": "schedule"}, "schedule = ()", "give [[share of the run, rank], ...]"),
+        ({"schedule": [[0.5, 8], [0.2, 4]]}, "schedule = [[0.5, 8], [0.2, 4]]", "shares that rise"),
+        ({"schedule": [[0.5, 8], [1.2, 4]]}, "schedule = 1.2", "at most 1"),
+        ({"schedule": [[0.5, 0]]}, "schedule = 0", "whole number of at least 1"),
+        ({"schedule": [8, 4]}, "schedule = [8, 4]", "[[share of the run, rank], ...]"),
+        ({"schedule": "8"}, "schedule = '8'", "[[share of the run, rank], ...]"),
         ({"alignment": True}, "alignment = True", "off, given, measured"),
         ({"method": "edgc", "r_min": 32, "r_max": 16}, "r_min = 32", "at most r_max = 16"),
         ({"method": "edgc", "r_max": 30}, "r_max = 30", "multiple of 4"),
@@ -116,6 +122,7 @@ def test_errors_without_a_file_name_none() -> None:
 def test_a_fixed_rank_need_not_be_a_multiple() -> None:
     assert EDGCConfig(method="powersgd", rank=6).rank == 6
     assert EDGCConfig(method="edgc", policy="fixed", rank=6).rank == 6
+    assert EDGCConfig.from_dict({"schedule": [[0, 8]]}).schedule == ((0.0, 8),)
     assert EDGCConfig(method="edgc", rank_multiple=1, r_max=30).r_max == 30
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.config import EDGCConfig, EntropyConfig, TimingConfig
+from edgc.config import POLICIES, EDGCConfig, EntropyConfig, TimingConfig
 from edgc.controller import Controller, Decision, Plan, Report
 from edgc.cost_gate import GateVerdict
 from edgc.errors import UserError
@@ -64,6 +64,7 @@ def drive(
             gate=tuple(GateVerdict(s, "w", 1.0, 2.0, True) for s in range(controller.stages))
             if plan.gate
             else (),
+            loss=3 * entropy,
         )
         decision = controller.observe(iteration, report)
         if decision is not None:
@@ -108,6 +109,25 @@ SCENARIOS: list[tuple[str, dict[str, Any], list[float], list[int | None]]] = [
     (
         "released",
         {"policy": "released", "stability_tolerance": 0.4, "step_limit": 100},
+        [1, 1.4, 1.0, 1.2, 1.2, 1.3, 5, 5, 5, 4.8],
+        [None, 64, 64, 40, 16, 28, 64, 16, 16, 40],
+    ),
+    (
+        "schedule: no limit on a step, no entropy after warm-up",
+        {"policy": "schedule", "schedule": [[0.2, 24], [0.5, 6], [0.8, 12]], "r_max": None},
+        [1, 1] + [NAN] * 8,
+        [None, 24, 24, 24, 6, 6, 6, 12, 12, 12],
+    ),
+    (
+        "schedule: shares inside a window count from its end on",
+        {"policy": "schedule", "schedule": [[0.45, 24], [0.55, 6]]},
+        [1] * 10,
+        [None, 24, 24, 24, 24, 6, 6, 6, 6, 6],
+    ),
+    # Warm-up and its end follow the entropy, the ranks the loss, which drive() makes 3 times the entropy.
+    (
+        "loss",
+        {"policy": "loss", "stability_tolerance": 0.4, "step_limit": 100},
         [1, 1.4, 1.0, 1.2, 1.2, 1.3, 5, 5, 5, 4.8],
         [None, 64, 64, 40, 16, 28, 64, 16, 16, 40],
     ),
@@ -490,6 +510,11 @@ def test_fixed_policy_lets_other_stages_rise() -> None:
         ({"step_limit": 2}, SHAPES, "step_limit = 2"),
         ({"r_max": 256}, SHAPES, "r_max = 256 is not below"),
         ({"policy": "fixed", "rank": 68}, SHAPES, "rank = 68 is above r_max"),
+        (
+            {"policy": "schedule", "schedule": [[0, 8], [0.5, 68]]},
+            SHAPES,
+            "schedule: rank = 68 is above r_max",
+        ),
         ({}, [], "no matrix to compress"),
     ],
 )
@@ -536,13 +561,16 @@ def runs(draw: st.DrawFn) -> tuple[EDGCConfig, int, int, list[float], Probe, Cur
     r_min = draw(st.none() | st.integers(1, 200 // multiple).map(lambda k: k * multiple))
     if r_max is not None and r_min is not None:
         r_min = min(r_min, r_max)
-    policy = draw(st.sampled_from(["cqm", "released", "fixed", "spectral"]))
+    policy = draw(st.sampled_from(POLICIES))
     warmup = draw(st.floats(0, 0.5))
     window = draw(st.integers(1, 12))
     settings_ = EDGCConfig(
         method="edgc",
         policy=policy,
         rank=draw(st.integers(1, r_max or 30)),
+        schedule=sorted(
+            draw(st.dictionaries(st.floats(0, 1), st.integers(1, r_max or 30), min_size=1)).items()
+        ),
         r_max=r_max,
         r_min=r_min,
         rank_multiple=multiple,
@@ -594,7 +622,7 @@ def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], 
     controller = build(settings_, stages, iterations)
     plans, decisions = drive(controller, entropies, probe=probe, curves=curves)
     window, multiple = settings_.window, settings_.rank_multiple
-    fixed = settings_.policy == "fixed"
+    given = settings_.ranks_given
     for iteration, plan in enumerate(plans, start=1):
         assert len(plan.ranks) == stages
         if plan.phase != "active":
@@ -610,16 +638,14 @@ def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], 
             assert decision.r_min is not None
             assert decision.r_max is not None
             assert decision.r_min <= rank <= decision.r_max
-            assert rank % multiple == 0 or (
-                fixed and (stage == 0 or rank == settings_.rank or rank == decision.r_max)
-            )
+            assert rank % multiple == 0 or (given and (stage == 0 or rank in (*given, decision.r_max)))
     moves = [d.ranks[0] for d in decisions if d.phase == "active"]
     for old, new in pairwise(moves):
         assert old is not None
         assert new is not None
-        assert abs(new - old) <= settings_.step_limit
+        assert abs(new - old) <= settings_.step_limit or settings_.policy == "schedule"
     if moves:
-        assert moves[0] == (settings_.rank if fixed else controller.r_max)
+        assert moves[0] in (given or (controller.r_max,))
     if settings_.monotone and settings_.policy == "spectral":
         assert all(new <= old for old, new in pairwise(moves) if old is not None and new is not None)
     gated = [i for i, plan in enumerate(plans, start=1) if plan.gate]

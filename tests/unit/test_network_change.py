@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.change_detector import PATIENCE, ChangeDetector
-from edgc.config import EDGCConfig
+from edgc.config import POLICIES, EDGCConfig
 from edgc.controller import Controller, Decision, Plan, Report
 from edgc.errors import UserError
 from edgc.plans import StageTiming
@@ -410,11 +410,12 @@ def test_switched_off() -> None:
 @st.composite
 def stories(draw: st.DrawFn) -> tuple[EDGCConfig, int, bool, int]:
     """Settings, stages, whether reductions overlap, and the seed of everything that is reported."""
-    policy = draw(st.sampled_from(["cqm", "released", "fixed", "spectral"]))
-    searched = policy != "fixed" and draw(st.booleans())
+    policy = draw(st.sampled_from(POLICIES))
+    searched = policy not in ("fixed", "schedule") and draw(st.booleans())
     settings_ = measured(
         policy=policy,
         rank=8 if policy == "fixed" else None,
+        schedule=[[0.0, 16], [0.3, 8], [0.6, 32]] if policy == "schedule" else (),
         r_max=None if searched else 64,
         window=draw(st.integers(1, 7)),
         search_repeats=draw(st.integers(1, 2)),
@@ -445,6 +446,7 @@ def anything(controller: Controller, iteration: int, seed: int) -> Report:
         None if generator.random() < 0.1 else tuple(perhaps() for _ in stages),
         error_curve=(curve,) * controller.stages if grid else None,
         reduction_seconds=tuple(perhaps() for _ in stages) if controller.watches(iteration) else None,
+        loss=generator.choice([NAN, generator.uniform(2, 9)]),
     )
 
 

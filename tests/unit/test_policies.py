@@ -37,12 +37,37 @@ def test_cqm_asks_for_the_rank_of_equal_error() -> None:
         (0.0, 2.0, None, 1.0, None),
     ],
 )
-def test_released(
-    first: float | None, second: float | None, previous: float | None, entropy: float, expected: float | None
+@pytest.mark.parametrize("policy", ["released", "loss"])
+def test_by_change(
+    first: float | None,
+    second: float | None,
+    previous: float | None,
+    entropy: float,
+    expected: float | None,
+    policy: str,
 ) -> None:
-    target = policies.released(16, 64, first, second, previous, entropy)
+    target = policies.by_change(policy, 16, 64, first, second, previous, entropy)
     assert target.rank == (None if expected is None else pytest.approx(expected))
-    assert target.reason
+    assert ("loss" if policy == "loss" else "entrop") in target.reason
+
+
+@given(
+    rows=st.dictionaries(st.floats(0, 1), st.integers(1, 64), min_size=1, max_size=6),
+    iterations=st.integers(1, 10_000),
+    where=st.floats(0, 1),
+)
+def test_a_schedule_has_the_rank_of_the_last_share_that_is_over(
+    rows: dict[float, int], iterations: int, where: float
+) -> None:
+    schedule = sorted(rows.items())
+    iteration = round(where * iterations)
+    over = [rank for share, rank in schedule if share * iterations <= iteration + 1e-6]
+    assert policies.scheduled(schedule, iteration, iterations) == (over[-1] if over else schedule[0][1])
+
+
+def test_a_share_of_a_schedule_is_meant_exactly() -> None:
+    schedule = [(0.0, 8), (0.1, 4)]
+    assert [policies.scheduled(schedule, i, 30) for i in (2, 3, 30)] == [8, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""What the settings of the library have in common: checks of values, and ``from_dict`` / ``to_dict``.
+
+Every check raises :class:`edgc.errors.UserError` naming the key, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+from edgc.errors import UserError
+
+
+def require(condition: bool, key: str, value: object, fix: str) -> None:
+    """Refuse ``value`` unless the condition holds."""
+    if not condition:
+        raise UserError(f"{key} = {value!r} is not valid", fix=fix)
+
+
+def one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse anything that is not ``allowed``."""
+    require(value in allowed, key, value, f"use one of {', '.join(allowed)}")
+
+
+def integer(key: str, value: object, low: int) -> None:
+    """Refuse anything but a whole number of at least ``low``."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    require(ok, key, value, f"use a whole number of at least {low}")
+
+
+def number(key: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Refuse anything but a finite number in [low, high], or with ``open_low`` in (low, high]."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > low if open_low else value >= low) and value <= high  # type: ignore[operator]
+    bound = f"{'above' if open_low else 'at least'} {low:g}" + (
+        f" and at most {high:g}" if high < math.inf else ""
+    )
+    require(ok, key, value, f"use a number {bound}")
+
+
+class Settings:
+    """``from_dict`` / ``to_dict`` for a dataclass of settings; nested settings are dictionaries."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
+        """Build from a plain mapping; unknown keys and bad values raise ``UserError`` naming ``where``."""
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        kwargs: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in fields:
+                close = difflib.get_close_matches(key, fields, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(fields)}"
+                raise UserError(f"unknown key {prefix}{key}", where=where, fix=hint)
+            factory = fields[key].default_factory
+            if isinstance(factory, type) and issubclass(factory, Settings) and isinstance(value, Mapping):
+                value = factory.from_dict(value, where=where, prefix=f"{prefix}{key}.")
+            kwargs[key] = value
+        try:
+            return cls(**kwargs)
+        except UserError as error:
+            if error.where is not None:
+                raise
+            raise UserError(prefix + error.message, where=where, fix=error.fix) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain nested dictionaries, defaults included."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]

@@ -1,0 +1,92 @@
+"""What policies follow through an engine: losses that it is told, window by window, and through a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from edgc.compressors import Gradient
+from edgc.config import EDGCConfig, EntropyConfig
+from edgc.engine import Engine
+from edgc.policies import by_change
+
+WINDOW, WINDOWS = 4, 12
+CONFIG = EDGCConfig(
+    method="edgc",
+    policy="loss",
+    r_max=16,
+    r_min=4,
+    window=WINDOW,
+    step_limit=100,
+    warmup_fraction=0.0,
+    warmup_limit_fraction=0.0,
+    min_compression_elements=64,
+    entropy=EntropyConfig(iteration_rate=1.0),
+)
+
+
+def loss_of(iteration: int) -> float:
+    """Falling, with a plateau and a missing value."""
+    if iteration == 3:
+        return math.nan
+    return 8.0 - 0.2 * min(iteration, 24) + (0.3 if iteration > 36 else 0.0)
+
+
+def run(engine: Engine, first: int, last: int) -> list[str]:
+    """Iterations ``first..last``; the reasons of the decisions."""
+    reasons = []
+    for iteration in range(first, last + 1):
+        generator = torch.Generator().manual_seed(iteration)
+        engine.reduce([Gradient("w", torch.randn(64, 96, generator=generator))], None)
+        engine.end_iteration()
+        if engine.decision is not None:
+            reasons.append(engine.decision.reason)
+        engine.add_loss(loss_of(iteration))
+    return reasons
+
+
+def new() -> Engine:
+    return Engine(CONFIG, stage=0, shapes=[[(64, 96)]], iterations=WINDOW * WINDOWS)
+
+
+def test_ranks_follow_the_losses_told_before_each_window_end() -> None:
+    engine = new()
+    reasons = run(engine, 1, WINDOW * WINDOWS)
+    assert len(reasons) == WINDOWS
+    means = []
+    for k in range(WINDOWS):
+        # The loss of the iteration that ends a window is told after its decision.
+        told = [loss_of(i) for i in range(k * WINDOW, (k + 1) * WINDOW) if i > 0]
+        finite = [value for value in told if math.isfinite(value)]
+        means.append(sum(finite) / len(finite))
+    for k in range(2, WINDOWS):
+        target = by_change("loss", 4, 16, means[0], means[1], means[k - 1], means[k])
+        assert target.reason in reasons[k]
+    assert "rank 4.0" in reasons[8], "a plateau asks for the lowest rank"
+    assert engine.last is not None
+
+
+def test_a_loss_that_nobody_tells_leaves_the_rank() -> None:
+    engine = new()
+    for _ in range(3 * WINDOW):
+        engine.reduce([Gradient("w", torch.randn(64, 96))], None)
+        engine.end_iteration()
+    assert engine.decision is not None
+    assert "no loss was measured in this window; ranks unchanged" in engine.decision.reason
+    assert engine.rank == 16
+
+
+@pytest.mark.parametrize("cut", [5, 7, 8, 30])
+def test_resumed_run_follows_the_same_losses(cut: int) -> None:
+    whole = new()
+    expected = run(whole, 1, WINDOW * WINDOWS)
+    before = new()
+    reasons = run(before, 1, cut)
+    state = before.state_dict()
+    resumed = new()
+    resumed.load_state_dict({**state, "controller": json.loads(json.dumps(state["controller"]))})
+    reasons += run(resumed, cut + 1, WINDOW * WINDOWS)
+    assert reasons == expected
