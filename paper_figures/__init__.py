@@ -11,6 +11,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "entropy_moments": ("entropy_trend",),
     "methods": ("methods",),
     "ranks_over_time": ("methods",),
+    "policies": ("policies",),
     "equal_bytes": ("equal_bytes",),
     "moe": ("moe",),
     "rank_sweep": ("rank_sweep",),

@@ -33,6 +33,8 @@ FAMILIES: dict[str, Family] = {
         Family("edgc", "EDGC", "#D55E00", "D"),
         Family("released", "EDGC (released policy)", "#E69F00", "^", "--"),
         Family("spectral", "EDGC (spectral)", "#009E73", "v", "-."),
+        Family("loss", "follows the loss", "#CC3311", "2", ":"),
+        Family("schedule", "schedule given in advance", "#332288", "3", "-."),
         Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", "--"),
         Family("topk", "Top-k", "#56B4E9", "<", "-."),
         Family("randomk", "Random-k", "#882255", ">", ":"),

@@ -17,6 +17,7 @@ from experiments.cli import main_guard
 STUDIES = (
     "entropy_trend",
     "methods",
+    "policies",
     "equal_bytes",
     "optimus_cc",
     "moe",

@@ -279,6 +279,41 @@ def write_equal_bytes(root: Path) -> Path:
     return folder
 
 
+POLICIES: dict[str, tuple[dict[str, Any], float, tuple[float, float, float]]] = {
+    # variant: settings, share of the bytes, gap in nats of each seed
+    "fixed_4": ({"policy": "fixed", "rank": 4}, 0.1, (0.10, 0.11, 0.12)),
+    "fixed_8": ({"policy": "fixed", "rank": 8}, 0.2, (0.05, 0.06, 0.07)),
+    "fixed_16": ({"policy": "fixed", "rank": 16}, 0.4, (0.02, 0.03, 0.04)),
+    # Half-way in logarithm: a fixed rank would cost 0.075, 0.085, 0.095 at 0.1414 and 0.035, 0.045, 0.055 at 0.2828.
+    "cqm": ({"policy": "cqm"}, 0.1 * 2**0.5, (0.085, 0.095, 0.106)),
+    "spectral": ({"policy": "spectral"}, 0.2 * 2**0.5, (0.025, 0.034, 0.045)),
+    "loss": ({"policy": "loss"}, 0.2 * 2**0.5, (0.025, 0.055, 0.055)),
+    "released": ({"policy": "released"}, 0.2 * 2**0.5, (0.0355, 0.0455, 0.0555)),
+    "abrupt": ({"policy": "schedule", "schedule": [[0, 4], [0.5, 2]]}, 0.05, (0.2, 0.2, 0.2)),
+    "cqm_int8": ({"policy": "cqm", "factor_dtype": "int8"}, 0.05, (0.02, 0.02, 0.02)),
+}
+
+
+def write_policies(root: Path) -> Path:
+    """Three seeds: one policy worse than fixed ranks, one better, two undecided, two that nothing compares with."""
+    folder = root / "policies"
+    for place, seed in enumerate((1, 2, 3)):
+        common: dict[str, Any] = {"study": "policies", "seed": seed}
+        write_run(folder, variant="none", loss=5.0, **common)
+        for name, (settings, share, gaps) in POLICIES.items():
+            write_run(
+                folder,
+                variant=name,
+                loss=5.0 + gaps[place],
+                bytes_ratio=share,
+                ranks=[settings.get("rank", 8)] * STAGES,
+                warmup=0,
+                compression=edgc() | settings,
+                **common,
+            )
+    return folder
+
+
 def write_optimus_cc(root: Path) -> Path:
     """Two seeds: uncompressed, and stage 0 alone compressed."""
     folder = root / "optimus_cc"
@@ -483,6 +518,7 @@ def write_all(root: Path) -> Path:
     for write in (
         write_methods,
         write_equal_bytes,
+        write_policies,
         write_optimus_cc,
         write_moe,
         write_entropy_trend,

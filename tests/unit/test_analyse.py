@@ -57,6 +57,27 @@ def test_equal_bytes_finds_the_planted_order_and_front(root: Path) -> None:
     assert pd.isna(table.loc[("int8", 1), "factor_dtype"])
 
 
+def test_policies_are_compared_with_fixed_ranks_of_as_many_bytes(root: Path) -> None:
+    folder = root / "policies"
+    rows = pd.read_csv(folder / "excess.csv").set_index(["variant", "seed"])
+    assert rows.loc[("cqm", 1), "fixed_gap_nats"] == pytest.approx(0.075, abs=1e-6)
+    assert rows.loc[("spectral", 2), "excess_nats"] == pytest.approx(0.034 - 0.045, abs=1e-6)
+    assert rows.loc[("fixed_8", 1), "fixed_gap_nats"] == pytest.approx(0.06, abs=1e-6), (
+        "between the other two"
+    )
+    assert rows.loc[("cqm", 1), "bytes_ratio_compressed"] == pytest.approx(0.1 * 2**0.5, rel=1e-3)
+    found = pd.read_csv(folder / "verdicts.csv").set_index("variant")
+    assert found.loc["cqm", "verdict"] == "worse"
+    assert found.loc["cqm", "excess_nats"] == pytest.approx(0.031 / 3, abs=1e-6)
+    assert found.loc["spectral", "verdict"] == "better"
+    assert found.loc["loss", "verdict"] == "not distinguishable", "its interval contains zero"
+    assert found.loc["released", "verdict"] == "not distinguishable", "sure, but too small to matter"
+    assert found.loc["abrupt", "verdict"] == found.loc["cqm_int8", "verdict"] == "not decided"
+    assert found.loc["abrupt", "n_compared"] == 0
+    assert math.isnan(found.loc["abrupt", "excess_nats"])
+    assert "none" not in found.index
+
+
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [

@@ -25,6 +25,7 @@ TRAINED = (
     "entropy_trend",
     "methods",
     "equal_bytes",
+    "policies",
     "moe",
     "rank_sweep",
     "window_ablation",

@@ -16,6 +16,7 @@ STUDIES = [
     "window_ablation",
     "sampling_ablation",
     "methods",
+    "policies",
     "equal_bytes",
     "optimus_cc",
     "moe",

@@ -1,0 +1,115 @@
+"""Policies against fixed ranks at equal bytes.
+
+What a policy costs beside a fixed rank is read off the line through the fixed ranks of the same seed and type of
+factors: gap to uncompressed training over the logarithm of the bytes. The ``excess`` of a run is its gap minus that
+line at its own bytes, in nats; a run outside the range of the fixed ranks has none, for nothing was measured there.
+
+The rule of the verdict, written before the runs: over the seeds with an excess, a policy is ``better`` (``worse``) than
+a fixed rank where the 95 % t interval of the mean excess lies below (above) zero and the mean is at least ``LEAST``
+nats away from it; else ``not distinguishable``; with fewer than ``SEEDS`` seeds ``not decided``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.analyse import methods
+from experiments.analyse.common import Run, interval, write_table
+
+LEAST = 0.002  # nats: a fifth of a percent of perplexity
+SEEDS = 3
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write the tables of :mod:`experiments.analyse.methods`, ``excess.csv`` (a row per run) and ``verdicts.csv``."""
+    written = methods.analyse(runs, out)
+    table = pd.read_csv(out / "table.csv")
+    table["factor_dtype"] = table["factor_dtype"].fillna("fp32")
+    table["policy"] = table["policy"].fillna("")
+    rows = [excess(row, table) for _, row in table[table["method"] == "edgc"].iterrows()]
+    compressed = {(run.variant, run.seed): compressed_ratio(run) for run in runs}
+    for row in rows:
+        row["bytes_ratio_compressed"] = compressed[row["variant"], row["seed"]]
+    write_table(out / "excess.csv", rows)
+    write_table(out / "verdicts.csv", verdicts(pd.DataFrame(rows)))
+    return [*written, out / "excess.csv", out / "verdicts.csv"]
+
+
+def compressed_ratio(run: Run) -> float:
+    """Bytes of the compressed steps over what these steps send uncompressed; nan if none was compressed."""
+    started = run.stages.loc[run.stages["rank"].notna(), "iteration"]
+    dense = run.number("bytes_dense_total") / run.number("iterations")
+    steps = run.steps[run.steps["iteration"] >= started.min()] if len(started) else run.steps[:0]
+    return float(steps["bytes"].mean() / dense) if len(steps) and dense > 0 else math.nan
+
+
+def excess(row: pd.Series, table: pd.DataFrame) -> dict[str, Any]:
+    """One run beside the fixed ranks of its seed and type of factors."""
+    fixed = table[
+        (table["policy"] == "fixed")
+        & (table["seed"] == row["seed"])
+        & (table["factor_dtype"] == row["factor_dtype"])
+        & (table["status"] == "ok")
+        & (table["variant"] != row["variant"])
+    ]
+    at = gap_of_fixed(fixed["bytes_ratio"].tolist(), fixed["gap_nats"].tolist(), row["bytes_ratio"])
+    return {
+        **{name: row[name] for name in ("variant", "label", "seed", "status", "policy", "factor_dtype")},
+        "bytes_ratio": row["bytes_ratio"],
+        "gap_nats": row["gap_nats"],
+        "fixed_gap_nats": at,
+        "excess_nats": row["gap_nats"] - at,
+    }
+
+
+def gap_of_fixed(ratios: Sequence[float], gaps: Sequence[float], ratio: float) -> float:
+    """The gap of fixed ranks at ``ratio`` of the bytes, linear in its logarithm between neighbours; nan outside."""
+    points = sorted(
+        (r, g) for r, g in zip(ratios, gaps, strict=True) if math.isfinite(r) and math.isfinite(g)
+    )
+    if len(points) < 2 or not points[0][0] <= ratio <= points[-1][0]:
+        return math.nan
+    x, y = zip(*points, strict=True)
+    return float(np.interp(math.log(ratio), np.log(x), y))
+
+
+def verdicts(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Per variant the mean excess over its seeds, its interval and the verdict."""
+    found = []
+    for (variant, label, policy, dtype), mine in rows.groupby(
+        ["variant", "label", "policy", "factor_dtype"], sort=False
+    ):
+        over = interval(mine.loc[mine["status"] == "ok", "excess_nats"])
+        found.append(
+            {
+                "variant": variant,
+                "label": label,
+                "policy": policy,
+                "factor_dtype": dtype,
+                "n": len(mine),
+                "n_compared": over["n"],
+                "percent": 100 * mine["bytes_ratio"].mean(),
+                "percent_compressed": 100 * mine["bytes_ratio_compressed"].mean(),
+                "gap_nats": mine["gap_nats"].mean(),
+                "excess_nats": over["mean"],
+                "excess_low": over["low"],
+                "excess_high": over["high"],
+                "verdict": verdict(over),
+            }
+        )
+    return found
+
+
+def verdict(over: dict[str, float]) -> str:
+    """The rule of this module's head."""
+    if over["n"] < SEEDS:
+        return "not decided"
+    if over["mean"] <= -LEAST and over["high"] < 0:
+        return "better"
+    return "worse" if over["mean"] >= LEAST and over["low"] > 0 else "not distinguishable"
