@@ -1,18 +1,5 @@
 # Benchmarks that `make bench-keep` has kept. Nothing timed repeats, so the workflow does not measure them: it draws
 # what is kept and shows it in the report, with the machine's name.
-KEPT = Path("results/reference/bench")
-MEASURED = [
-    (folder.name, name)
-    for folder in sorted(KEPT.glob("*"))
-    for name, needed in BENCHMARKS.items()
-    if all((folder / table).is_file() for table in needed)
-]
-
-
-def benchmark_files():
-    """Figure and table of each kept benchmark."""
-    shown = [(machine, f"{name}.png", BENCHMARKS[name][0]) for machine, name in MEASURED]
-    return [f"<results>/benchmarks/{machine}/{name}" for machine, *names in shown for name in names]
 
 
 rule benchmark_figure:

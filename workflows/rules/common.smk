@@ -61,6 +61,15 @@ ANALYSED = {name for name in STUDIES if RUNS[name]} - SIMULATED - EVALUATED
 MAIN = [name for name, study in STUDIES.items() if config["scale"] not in study.only_by_name]
 MAIN_FIGURES = [name for name, needed in FIGURES.items() if set(needed) <= set(MAIN)]
 
+# Benchmarks that `make bench-keep` has kept: (machine, benchmark).
+KEPT = Path("results/reference/bench")
+MEASURED = [
+    (folder.name, name)
+    for folder in sorted(KEPT.glob("*"))
+    for name, needed in BENCHMARKS.items()
+    if all((folder / table).is_file() for table in needed)
+]
+
 
 wildcard_constraints:
     study=one_of(STUDIES),
@@ -129,3 +138,9 @@ def evaluated_data(wildcards):
 def caption(figure):
     """The text under a figure in the report."""
     return Path(f"workflows/report/figures/{figure}.rst").read_text(encoding="utf-8").strip()
+
+
+def benchmark_files():
+    """Figure and table of each kept benchmark."""
+    shown = [(machine, f"{name}.png", BENCHMARKS[name][0]) for machine, name in MEASURED]
+    return [f"<results>/benchmarks/{machine}/{name}" for machine, *names in shown for name in names]
