@@ -33,6 +33,8 @@ GROUPS = (
     ("head", "lm_head"),
     ("norm", "norm"),
 )
+NORMAL = 0.5 * np.log(2 * np.pi * np.e)  # entropy of a normal distribution minus log sigma, nats
+WARM_UP = 0.1  # share of the run after which CQM takes its reference
 SHAPE_COLUMNS = ("sigma", "log_sigma", "skewness", "excess_kurtosis", "zero_fraction", "near_zero",
                  "correlation_previous", "correlation_layers", "gradient_norm")  # fmt: skip
 
@@ -182,6 +184,7 @@ def moments(trend: pd.DataFrame, run: Run) -> pd.DataFrame:
                 f"{name}_early": frame[name].iloc[:third].mean(),
                 f"{name}_late": frame[name].iloc[-third:].mean(),
             }
+        row |= link(frame["iteration"], frame["entropy_histogram"] - frame["log_sigma"])
         row |= {
             "grad_norm_median": float(steps["grad_norm"].median()),
             "grad_norm_clipped_median": float(steps["grad_norm_clipped"].median()),
@@ -189,6 +192,26 @@ def moments(trend: pd.DataFrame, run: Run) -> pd.DataFrame:
         }
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def link(iterations: pd.Series, form: pd.Series) -> dict[str, float]:
+    """How wrong the Gaussian link between entropy and sigma is, in nats.
+
+    CQM takes exp(H - H0) for sigma / sigma0, which holds where ``form``, H - log sigma, does not change: the
+    distribution may have any form as long as it keeps it. ``form_offset`` is its distance from that of a normal
+    distribution; ``link_error_*`` the largest change of it against the reference at the end of warm-up (a tenth of the
+    run), before the reference and after it.
+    """
+    names = ("form_offset_start", "form_offset_end", "link_error_early", "link_error_late")
+    known = pd.DataFrame({"at": iterations, "form": form}).dropna()
+    if known.empty:
+        return dict.fromkeys(names, np.nan)
+    start = WARM_UP * known["at"].max()
+    late = known[known["at"] >= start]
+    change = (known["form"] - late["form"].iloc[0]).abs()
+    offset = known["form"] - NORMAL
+    values = offset.iloc[0], offset.iloc[-1], change[known["at"] < start].max(), change[late.index].max()
+    return dict(zip(names, map(float, values), strict=True))
 
 
 def centring(start: float, end: float) -> str:

@@ -14,7 +14,7 @@ import yaml
 
 from edgc.errors import UserError
 from experiments import matrix
-from experiments.analyse import common, equal_bytes, rank_sweep, trend
+from experiments.analyse import common, entropy_trend, equal_bytes, rank_sweep, trend
 from experiments.analyse.__main__ import STUDIES, analyse, main
 from tests.unit import synthetic_runs as synthetic
 
@@ -282,6 +282,19 @@ def test_moments_report_centring_correlation_and_clipping(root: Path) -> None:
     assert row["near_zero_slope_per_100"] == pytest.approx(0.01)
     assert row["correlation_layers_early"] > 5 * row["correlation_layers_late"]
     assert 0 < row["share_of_steps_clipped"] < 1
+    # Planted: the entropy is log sigma + 1.3 everywhere, so the link holds whatever the form.
+    assert row["form_offset_start"] == pytest.approx(1.3 - 0.5 * math.log(2 * math.pi * math.e))
+    assert row["link_error_early"] == pytest.approx(0, abs=1e-9)
+    assert row["link_error_late"] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_gaussian_link_is_judged_against_the_end_of_warm_up() -> None:
+    at = pd.Series([1.0, 50.0, 100.0, 500.0, 1000.0])
+    found = entropy_trend.link(at, pd.Series([1.0, 1.3, 1.4, 1.45, 1.38]))
+    assert found["link_error_early"] == pytest.approx(0.4)
+    assert found["link_error_late"] == pytest.approx(0.05)
+    assert found["form_offset_end"] == pytest.approx(1.38 - 1.4189385)
+    assert math.isnan(entropy_trend.link(at, at * math.nan)["link_error_late"])
 
 
 @pytest.mark.parametrize(
