@@ -78,6 +78,7 @@ class Controller:
         self.ranks: Ranks = (None,) * self.stages
         self._previous: float | None = None  # stage 0's entropy in the window before
         self._following: Following | None = None  # of method edgc
+        self._target: float | None = None  # of the decision that is being taken
         self._times = StageTimes(config, self.stages, overlapped=overlapped)
         self._paused: Ranks | None = None  # ranks to go on from once compression pays again
         self._gate = GateSchedule(config.gate_interval) if config.cost_gate else None
@@ -159,7 +160,7 @@ class Controller:
             raise ValueError(f"iteration {iteration} has no exchange")
         if len(report.entropy) != self.stages:
             raise ValueError(f"the report has {len(report.entropy)} entropies for {self.stages} stages")
-        reasons = []
+        reasons, self._target = [], None
         # As they were in this window, whatever is decided below.
         measured = report.reduction_seconds if self.watches(iteration) else None
         predicted, grid = self._times.predicted(plan.ranks), self.rank_grid
@@ -195,6 +196,7 @@ class Controller:
             timing=self._times.timing if measurement_ended else (),
             reduction_seconds=() if measured is None else tuple(measured),
             predicted_seconds=() if measured is None else predicted,
+            target=self._target,
         )
 
     def _observe_probe(self, report: Report) -> list[str]:
@@ -270,7 +272,8 @@ class Controller:
             return "compression would not pay; ranks unchanged"
         alone = self.config.alignment == "off"
         before = self.ranks if alone else self.ranks[:1]
-        ranks, reason = self._following.move(iteration, before, curves, self.rank_grid, *self._limits)
+        move = self._following.move(iteration, before, curves, self.rank_grid, *self._limits)
+        ranks, reason, self._target = move
         if ranks is not None and alone and len(ranks) == self.stages:
             self.ranks = ranks
         elif ranks is not None and ranks[0] is not None:

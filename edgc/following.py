@@ -7,13 +7,26 @@ by its own spectra. Plain arithmetic, as the controller.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgc import policies
 from edgc.config import EDGCConfig
 from edgc.policies import Ranks
 from edgc.rank_model import StageModel
 from edgc.spectral import Curve, SmoothedCurves
+
+
+class Move(NamedTuple):
+    """What a window's end makes of the ranks.
+
+    Attributes:
+        ranks: after it; None: they stay.
+        target: what the policy asked for on stage 0 before rounding and limits; None where it asks for no rank.
+    """
+
+    ranks: Ranks | None
+    reason: str
+    target: float | None = None
 
 
 class Following:
@@ -70,29 +83,26 @@ class Following:
         grid: Sequence[int],
         r_min: int,
         r_max: int,
-    ) -> tuple[Ranks | None, str]:
+    ) -> Move:
         """What the window that ``iteration`` ends makes of ``ranks``, those of stage 0 or of all stages.
 
         Args:
             curves: error curves of the stages over ``grid``; None where nothing was measured.
-
-        Returns:
-            The ranks after it (None: they stay), and why.
         """
         config = self.config
         if config.policy == "fixed":
-            return None, "fixed rank"
+            return Move(None, "fixed rank")
         if self.curves is not None:
             smoothed = self.curves.update(curves or (None,) * self.stages)
-            return policies.by_spectra(config, ranks, smoothed, grid, r_min, r_max)
+            return Move(*policies.by_spectra(config, ranks, smoothed, grid, r_min, r_max))
         old = ranks[0]
         assert old is not None
         if config.policy == "schedule":
             new = policies.scheduled(config.schedule, iteration, self.iterations)
-            return (new,), f"schedule; rank {old} -> {new}"
+            return Move((new,), f"schedule; rank {old} -> {new}")
         if self._now is None:
             what = "loss" if config.policy == "loss" else "entropy"
-            return None, f"no {what} was measured in this window; ranks unchanged"
+            return Move(None, f"no {what} was measured in this window; ranks unchanged")
         if config.policy == "cqm":
             assert self._reference is not None
             target = policies.cqm(self._model, *self._reference, self._now)
@@ -100,9 +110,9 @@ class Following:
             first, second = self._first if len(self._first) == 2 else (None, None)
             target = policies.by_change(config.policy, r_min, r_max, first, second, self._previous, self._now)
         if target.rank is None:
-            return None, f"{target.reason}; ranks unchanged"
+            return Move(None, f"{target.reason}; ranks unchanged")
         new = policies.step(old, target.rank, r_min, r_max, config.rank_multiple, config.step_limit)
-        return (new,), f"{target.reason}; rank {old} -> {new}"
+        return Move((new,), f"{target.reason}; rank {old} -> {new}", target.rank)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next decisions depend on, in JSON's types."""

@@ -86,7 +86,8 @@ class Decision:
     ``entropy`` is the window's, all nan where the decision falls inside a window. ``r_min`` and ``r_max`` are
     None until they are known. ``gate`` holds the verdicts of a cost gate that has measured in this iteration,
     ``timing`` the times of all stages where a measurement of them ended here. ``reduction_seconds`` is the report's
-    where there is one, ``predicted_seconds`` what the last measurement says of the ranks that were in use.
+    where there is one, ``predicted_seconds`` what the last measurement says of the ranks that were in use. ``target``
+    is the rank that the policy asked for on stage 0, before rounding and limits; None where it asks for none.
     """
 
     iteration: int
@@ -100,3 +101,4 @@ class Decision:
     timing: tuple[StageTiming, ...] = ()
     reduction_seconds: tuple[float, ...] = ()
     predicted_seconds: tuple[float, ...] = ()
+    target: float | None = None

@@ -138,6 +138,7 @@ class RunLog:
             entropy_full=engine.decision_entropy_full,
             r_min=made.r_min,
             r_max=made.r_max,
+            target=made.target,
         )
         if made.timing:
             # With this, and alignment's formula, every rank that is set from now on can be checked.

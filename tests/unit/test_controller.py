@@ -176,6 +176,8 @@ def test_rank_follows_the_model_when_no_limit_binds() -> None:
     _, decisions = drive(Controller(config(), [SHAPES], 100), [0.0, 0.0, change])
     assert decisions[-1].ranks[0] == 4 * round(wanted / 4)
     assert f"{wanted:.1f}" in decisions[-1].reason
+    assert decisions[-1].target == pytest.approx(wanted)
+    assert decisions[0].target is None, "warm-up asks for nothing"
 
 
 def test_the_reference_is_the_end_of_warm_up() -> None:
