@@ -1,0 +1,521 @@
+"""docs/audit.md: what follows from the formulas of the two public EDGC codes, next to what this library does.
+
+A number that the page quotes is asserted here. The formulas are in ``published_formulas``.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from edgc import policies
+from edgc.alignment import LinearTime, align
+from edgc.compressors import Channel, Gradient, PowerSGD
+from edgc.compressors.warm_start import random_factor
+from edgc.config import EDGCConfig
+from edgc.entropy import combine, estimate
+from edgc.rank_model import StageModel
+from edgc.rank_search import RankSearch
+from tests.lockstep import reduce_together
+from tests.unit import published_formulas as published
+
+WARM_UP, ITERATIONS = published.WARM_UP, published.ITERATIONS
+PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed))
+
+
+def correlation(x: list[float], y: list[float]) -> float:
+    return float(torch.corrcoef(torch.tensor([x, y], dtype=torch.float64))[0, 1])
+
+
+def relative(error: Tensor, of: Tensor) -> float:
+    return float(error.norm() / of.norm())
+
+
+def squared_share(error: Tensor, of: Tensor) -> float:
+    return relative(error, of) ** 2
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+def test_every_section_names_its_tests_and_every_test_is_named() -> None:
+    text = PAGE.read_text()
+    named = set(re.findall(r"`(test_\w+)`", text))
+    tree = ast.parse(Path(__file__).read_text())
+    tests = {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
+    assert named == tests - {"test_every_section_names_its_tests_and_every_test_is_named"}
+    body, table = text.split("\n## Table\n")
+    sections = re.findall(r"^### (\d+)\. ", body, re.MULTILINE)
+    assert [int(number) for number in sections] == list(range(1, len(sections) + 1))
+    assert re.findall(r"^\| (\d+)\. ", table, re.MULTILINE) == sections
+
+
+# ------------------------------------------------------------------------------------- 1: histogram entropy
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(-60, 60))
+def test_bin_entropy_does_not_see_the_scale(seed: int, exponent: int) -> None:
+    x = noise(seed, 2000)
+    scaled = x * 2.0**exponent
+    assert published.bin_entropy(scaled) == pytest.approx(published.bin_entropy(x), abs=1e-9)
+    moved = estimate(scaled, "gaussian") - estimate(x, "gaussian")
+    assert moved == pytest.approx(exponent * math.log(2), abs=1e-4)
+
+
+@pytest.mark.parametrize("power", [1, 3], ids=["normal", "heavy tails"])
+def test_estimator_released_is_the_same_formula(power: int) -> None:
+    for seed in range(5):
+        x = noise(seed, 50_000) ** power
+        # Entries within rounding of a bin's edge may fall on either side of it.
+        assert estimate(x, "released") == pytest.approx(published.bin_entropy(x), abs=1e-3)
+
+
+def test_bin_entropy_is_differential_entropy_less_the_log_of_a_bin() -> None:
+    x = noise(1, 1_000_000)
+    width = float(x.max() - x.min()) / 1000
+    bias = 400 / 1_000_000  # of the plug-in estimate, (K - 1) / 2n for at most 800 occupied bins
+    exact = 0.5 * math.log(2 * math.pi * math.e) - math.log(width)
+    assert published.bin_entropy(x) == pytest.approx(exact, abs=bias + 3e-3)
+    outlier = x.clone()
+    outlier[x.argmax()] *= 10
+    before, after = published.bin_entropy(x), published.bin_entropy(outlier)
+    range_grew = float(outlier.max() - outlier.min()) / (1000 * width)
+    assert before - after == pytest.approx(math.log(range_grew), abs=0.01)
+    assert before - after == pytest.approx(1.7, abs=0.1)  # quoted
+    assert abs(estimate(outlier, "gaussian") - estimate(x, "gaussian")) < 0.01
+
+
+def test_bin_entropy_does_not_follow_a_growing_gradient() -> None:
+    log_sigma = [-8 + 2 * t / 300 for t in range(300)]
+    gradients = [math.exp(s) * noise(t, 4000) for t, s in enumerate(log_sigma)]
+    # 300 windows of independent entries: a correlation of zero is measured as within 0.058, one standard deviation.
+    assert abs(correlation([published.bin_entropy(g) for g in gradients], log_sigma)) < 0.23
+    assert correlation([estimate(g, "gaussian") for g in gradients], log_sigma) > 0.999
+    assert correlation([estimate(g, "histogram") for g in gradients], log_sigma) > 0.99
+
+
+# ------------------------------------------------------------- 2: what is measured: pooled, and after reduction
+
+
+def test_pooled_entries_measure_the_mixture() -> None:
+    layers = [scale * noise(k, 40_000) for k, scale in enumerate((1.0, 0.1, 0.01, 0.001))]
+    per_layer = combine([estimate(x, "gaussian") for x in layers], [x.numel() for x in layers])
+    pooled = estimate(torch.cat(layers), "gaussian")
+    assert pooled - per_layer == pytest.approx(2.77, abs=0.02)
+    # All layers but the largest shrink a thousandfold: the pooled value does not move.
+    smaller = [layers[0], *(x / 1000 for x in layers[1:])]
+    assert abs(estimate(torch.cat(smaller), "gaussian") - pooled) < 0.01
+    assert combine([estimate(x, "gaussian") for x in smaller], [1] * 4) - per_layer < -5
+
+
+def test_entropy_after_reduction_depends_on_the_rank() -> None:
+    gradient = noise(3, 256, 256)
+    full = estimate(gradient, "gaussian")
+    for rank, quoted in ((4, -1.73), (16, -1.06), (64, -0.41)):
+        received, _ = published.reducer_step([gradient], random_factor(0, 0, "w", 256, rank))
+        drop = estimate(received, "gaussian") - full
+        assert drop == pytest.approx(quoted, abs=0.03)
+        # The same gradient, another rank: half the logarithm of the share of its energy that got across.
+        assert drop == pytest.approx(math.log(relative(received, gradient)), abs=1e-3)
+
+
+# -------------------------------------------------------------------------------- 3: uncompressed steps count 0
+
+
+def first_windows(ranks_tried: int) -> list[float]:
+    """Means of the first two windows of the list of entropies, every gradient's entropy being 5 nats."""
+    last = 11 + 3 * ranks_tried
+    values = [
+        published.recorded(5.0, published.compressed_in_search(t) and t <= last)
+        for t in range(0, 2 * published.WINDOW, published.SAMPLED_EVERY)
+    ]
+    half = len(values) // 2
+    return [sum(values[:half]) / half, sum(values[half:]) / half]
+
+
+def test_first_windows_hold_zeros() -> None:
+    assert first_windows(6) == [0.0, 0.0]
+    with pytest.raises(ZeroDivisionError):
+        published.linear_rank(16, 64, [*first_windows(6), 5.0], [])
+    # Iteration 30 is the first that is both sampled and compressed; only a search of 7 ranks or more gets there.
+    assert first_windows(7) == [0.05, 0.0]
+    assert published.linear_rank(16, 64, [*first_windows(7), 0.0], [64]) == 60
+    # After the search, one sampled iteration is compressed in the whole run.
+    sampled = range(WARM_UP, ITERATIONS, published.SAMPLED_EVERY)
+    assert [t for t in sampled if published.compressed_after_search(t)] == [WARM_UP]
+    target = policies.released(16, 64, 0.0, 0.0, 0.0, 5.0)
+    assert target.rank is None  # ours leaves the rank where the published formula divides by zero
+
+
+# ------------------------------------------------------------------------------------------ 4: the linear rule
+
+HEIGHTS = st.floats(-8, 8).map(lambda h: round(h, 3))
+
+
+@settings(deadline=None)
+@given(st.lists(HEIGHTS, min_size=3, max_size=8), st.integers(2, 16).map(lambda k: 8 * k))
+def test_policy_released_is_the_linear_rule(windows: list[float], r_max: int) -> None:
+    first, second, previous, last = *windows[:2], *windows[-2:]
+    ours = policies.released(r_max // 4, r_max, first, second, previous, last)
+    if first == second:
+        assert ours.rank is None
+        return
+    assert ours.rank is not None
+    theirs = published.linear_rank(r_max // 4, r_max, windows, [r_max], step=r_max)
+    assert -2.5 <= theirs - ours.rank <= 0.5 + 1e-9  # rounded to whole ranks, then down to an even one
+
+
+def test_linear_rule_has_no_direction_and_no_shape() -> None:
+    windows = [-6.0, -7.0, -7.02]
+    falling = published.linear_rank(16, 64, windows, [64], step=64)
+    rising = published.linear_rank(16, 64, [*windows[:2], -6.98], [64], step=64)
+    assert falling == rising == 16
+    asked = {}
+    for size in (1024, 4096):
+        stage = StageModel([(size, size)])
+        for change in (-0.02, 0.02):
+            asked[size, change] = policies.cqm(stage, 64, -7.0, -7.0 + change).rank
+    assert asked[1024, -0.02] == pytest.approx(53, abs=0.5)
+    assert asked[1024, 0.02] == pytest.approx(75, abs=0.5)
+    assert asked[4096, -0.02] == pytest.approx(21, abs=0.5)
+    assert asked[4096, 0.02] == pytest.approx(107, abs=0.6)
+
+
+def test_linear_rule_does_not_keep_the_error() -> None:
+    # Entropy falls once and then stays: nothing changes any more, and the rule still goes down to r_min.
+    windows, ranks, stage = [-6.0, -7.0], [64], StageModel([(1024, 1024)])
+    while len(windows) < 20:
+        windows.append(-7.0)
+        ranks.append(published.linear_rank(16, 64, windows, ranks))
+    assert ranks[:13] == list(range(64, 12, -4))
+    assert set(ranks[12:]) == {16}
+    assert stage.error(16) / stage.error(64) == pytest.approx(1.092, abs=0.002)
+    assert policies.cqm(stage, 64, -7.0, -7.0).rank == pytest.approx(64)
+
+
+# --------------------------------------------------------------------------- 5, 6: a reducer made at each step
+
+
+def sent_in(steps: int, gradient: Tensor, rank: int, rebuilt: bool) -> Tensor:
+    """Sum of what gets across of a constant gradient."""
+    compressor, total = PowerSGD(min_elements=1), torch.zeros_like(gradient)
+    for _ in range(steps):
+        if rebuilt:
+            compressor = PowerSGD(min_elements=1)
+        buffer = Gradient("w", gradient.clone())
+        compressor.reduce([buffer], Channel(None), rank)
+        total += buffer.tensor
+    return total
+
+
+def test_rebuilt_reducer_never_sends_the_rest() -> None:
+    gradient, steps = noise(4, 128, 128), 200
+    missing = {
+        rebuilt: relative(steps * gradient - sent_in(steps, gradient, 8, rebuilt), steps * gradient)
+        for rebuilt in (False, True)
+    }
+    assert missing[False] == pytest.approx(0.04, abs=0.01)
+    assert missing[True] == pytest.approx(0.94, abs=0.01)
+    # Rebuilt with one seed it sends the same matrix again and again: more steps change nothing.
+    once = relative(gradient - sent_in(1, gradient, 8, True), gradient)
+    assert missing[True] == pytest.approx(once, rel=1e-4)
+
+
+def test_rebuilt_reducer_starts_from_noise() -> None:
+    best = 1 - sum(1 / k for k in range(1, 9)) / sum(1 / k for k in range(1, 129))
+    assert best == pytest.approx(0.50, abs=0.005)
+    for seed in range(5):
+        gradient = published.with_spectrum([k**-0.5 for k in range(1, 129)], 128, generator(seed)).float()
+        kept, lost = PowerSGD(min_elements=1, error_feedback=False), []
+        for _ in range(6):
+            buffer = Gradient("w", gradient.clone())
+            kept.reduce([buffer], Channel(None), 8)
+            lost.append(squared_share(gradient - buffer.tensor, gradient))
+        assert 0.70 < lost[0] < 0.78  # a new reducer, at every step
+        assert lost[-1] < best + 0.01
+
+
+def test_compression_is_on_in_few_steps() -> None:
+    on = [t for t in range(WARM_UP, ITERATIONS) if published.compressed_after_search(t)]
+    assert len(on) == 21
+    assert len(on) / (ITERATIONS - WARM_UP) == pytest.approx(1.0e-4, rel=0.02)
+    # Between two of them lie thousands of uncompressed ones: no state could be of use.
+    assert min(b - a for a, b in pairwise(on)) > 7000
+
+
+# ------------------------------------------------------------------------------------------- 7: warm-up's end
+
+
+def test_warm_up_error_is_zero_at_every_rank() -> None:
+    matrix = noise(6, 64, 64)
+    flat = matrix.reshape(-1)
+    size = float(flat.abs().sum())
+    for rank in (1, 2, 16, 64, 4096):
+        assert published.flat_buffer_error(flat, rank, generator(rank)) < 1e-6 * size
+    # As the matrix it is, the error is large and falls with the rank.
+    errors = [published.flat_buffer_error(matrix, rank, generator(7)) / size for rank in (1, 16, 48)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.9
+    assert errors[2] > 0.1
+
+
+@pytest.mark.parametrize(("scale", "ends"), [(0.5, True), (2.0, False)])
+def test_warm_up_ends_by_rounding_of_the_gradient(scale: float, ends: bool) -> None:
+    first = noise(8, 4096)
+    # The error at r_max when the search ends, the one at r_max / 4 at a later window's end; the gradient has changed
+    # its scale alone. Which rank belongs to which does not matter.
+    for ranks in ((64, 16), (16, 64)):
+        at_search = published.flat_buffer_error(first, ranks[0], generator(1))
+        at_window = published.flat_buffer_error(scale * first, ranks[1], generator(1))
+        assert at_search > 0
+        assert (at_window < at_search) is ends
+
+
+# --------------------------------------------------------------------------------------------- 8: r_max search
+
+
+def test_search_times_uncompressed_reductions() -> None:
+    booked = {t: published.timed_rank(t) for t in range(100)}
+    assert [booked[t] for t in range(9, 20)] == [None, 0, 0, None, 2, 2, None, 4, 4, None, 8]
+    timed = [t for t, rank in booked.items() if rank]
+    assert not any(published.compressed_in_search(t) for t in timed)
+    assert [t for t in range(12, 30) if published.compressed_in_search(t)] == [12, 15, 18, 21, 24, 27]
+
+
+def test_search_over_equal_times_ends_by_chance() -> None:
+    # Independent times, whatever their distribution: the search still runs after k ranks if the first of k + 1 times
+    # is the largest.
+    times = torch.rand(200_000, 8, generator=generator(9))
+    for k in (1, 2, 6):
+        runs_on = float((times[:, 1 : k + 1] <= times[:, :1]).all(1).double().mean())
+        assert runs_on == pytest.approx(1 / (k + 1), abs=0.005)
+    # The crossing of times that depend on the rank is found wherever it is.
+    for crossing in (9.0, 30.0, 100.0):
+        search = RankSearch(512, 4, 2, stop_at_crossing=True)
+        while (rank := search.probe) is not None:
+            search.observe([1.0 if rank == 0 else 0.2 + 0.8 * rank / crossing])
+        assert search.r_max(4)[0] == crossing // 4 * 4
+
+
+@given(st.integers(4, 512).map(lambda k: 4 * k))
+def test_lower_rank_is_a_quarter(r_max: int) -> None:
+    ours = EDGCConfig(method="edgc", r_max=r_max).lower_rank(r_max)
+    assert 0 <= r_max / 4 - ours < 4
+    # The published floor holds up to the rounding to even ranks.
+    lowest = published.linear_rank(r_max / 4, r_max, [0.0, 1.0, 1.0], [8], step=r_max)
+    assert 0 <= r_max / 4 - lowest < 2
+
+
+# ------------------------------------------------------------------------------------------------------ 9: DAC
+
+
+@settings(deadline=None)
+@given(
+    st.floats(1e-4, 1e-2), st.floats(0, 0.1), st.integers(1, 16).map(lambda k: 4 * k), st.floats(1e-4, 0.05)
+)
+def test_stage_rank_exceeds_its_time_budget(slope: float, fixed: float, first: int, t_b: float) -> None:
+    line = LinearTime(slope, fixed)
+    ours = align(first, 4, [t_b] * 4, [line] * 4, [math.inf] * 4, r_max=10**9)
+    for stage in range(1, 4):
+        budget = line.time(first) + stage * t_b  # the paper's, and that of both codes
+        theirs, own = published.stage_rank(line.rank(budget) * (1 + 1e-12)), ours[stage]
+        assert own is not None
+        assert line.time(own) <= budget * (1 + 1e-6) < line.time(theirs) + 1e-6 * budget
+        assert theirs == own + 4
+        assert line.time(theirs) - budget <= 4 * slope * (1 + 1e-6)
+
+
+# --------------------------------------------------------------------------------------------- 10: loss, HYGON
+
+
+def test_loss_rule_goes_to_the_lower_rank_whatever_the_gradients_do() -> None:
+    losses, ranks = published.loss_windows(10.0, 3.0, 0.5, 40), [64]
+    for k in range(3, len(losses) + 1):
+        ranks.append(published.linear_rank(16, 64, losses[:k], ranks))
+    assert ranks[:12] == list(range(64, 16, -4))
+    assert ranks[12] == 18
+    assert set(ranks[13:]) == {16}
+    stage = StageModel([(1024, 1024)])
+    rising, falling = (policies.cqm(stage, 64, -7.0, -7.0 + change).rank for change in (0.05, -0.05))
+    assert rising == pytest.approx(91, abs=0.6)
+    assert falling == pytest.approx(37, abs=0.6)
+
+
+# ------------------------------------------------------------------------------- 11, 12: one projection, HYGON
+
+
+SPECTRA: dict[str, Callable[[int], float]] = {
+    "flat": lambda k: 1.0,
+    "power law": lambda k: k**-1.0,
+    "rank 4": lambda k: 1.0 if k <= 4 else 1e-9,
+}
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "two_sided"), [("flat", 0.875), ("power law", 0.156), ("rank 4", 0.0)], ids=list(SPECTRA)
+)
+def test_one_random_projection_loses_one_minus_r_over_n(spectrum: str, two_sided: float) -> None:
+    n, rank, draws, random = 64, 8, 400, generator(10)
+    matrix = published.with_spectrum([SPECTRA[spectrum](k) for k in range(1, n + 1)], 96, random)
+    lost: dict[str, list[float]] = {"one": [], "two": []}
+    for _ in range(draws):
+        start = published.random_basis(n, rank, random)
+        received, (kept,) = published.projection_step([matrix], start, True)
+        lost["one"].append(squared_share(matrix - received, matrix))
+        assert torch.allclose(kept, matrix - received)
+        lost["two"].append(squared_share(matrix - published.reducer_step([matrix], start)[0], matrix))
+    one, two = (torch.tensor(lost[key]) for key in ("one", "two"))
+    assert abs(float(one.mean()) - (1 - rank / n)) < 4.5 * float(one.std()) / math.sqrt(draws) + 1e-6
+    assert float(two.mean()) == pytest.approx(two_sided, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("redrawn", "after_50", "after_400"), [(True, 0.09, 0.012), (False, 0.87, 0.87)], ids=["redrawn", "kept"]
+)
+def test_projection_with_error_feedback(redrawn: bool, after_50: float, after_400: float) -> None:
+    n, rank, random = 64, 16, generator(11)
+    gradient = torch.randn(96, n, generator=random, dtype=torch.float64)
+    kept, total, missing = torch.zeros_like(gradient), torch.zeros_like(gradient), {}
+    start = published.random_basis(n, rank, random)
+    for step in range(1, 401):
+        if redrawn:
+            start = published.random_basis(n, rank, random)
+        received, (kept,) = published.projection_step([gradient + kept], start, True)
+        total += received
+        missing[step] = relative(step * gradient - total, step * gradient)
+    assert missing[50] == pytest.approx(after_50, abs=0.01)
+    assert missing[400] == pytest.approx(after_400, abs=0.002 if redrawn else 0.01)
+    if not redrawn:  # nothing outside the span of Q is ever sent
+        outside = gradient - gradient @ start @ start.T
+        assert missing[400] == pytest.approx(relative(outside, gradient), rel=1e-6)
+        assert relative(kept, gradient) == pytest.approx(400 * missing[400], rel=1e-6)
+    # PowerSGD, whose Q follows the gradient, has half as much to send after 50 steps, though this one is white.
+    assert relative(50 * gradient - sent_in(50, gradient.float(), rank, False), 50 * gradient) < 0.05
+
+
+# ------------------------------------------------------------------------------------ 13: a sum of Q, HYGON
+
+
+@given(st.integers(1, 8), st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_summed_projections_are_scaled_by_the_workers(workers: int, seed: int) -> None:
+    random = generator(seed)
+    matrices = [torch.randn(12, 10, generator=random, dtype=torch.float64) for _ in range(workers)]
+    start = published.random_basis(10, 3, random)
+    averaged, _ = published.projection_step(matrices, start, True)
+    summed, kept = published.projection_step(matrices, start, False)
+    mean = torch.stack(matrices).mean(0)
+    assert torch.allclose(averaged, mean @ start @ start.T)
+    assert torch.allclose(summed, workers * averaged)
+    # What is kept is in the unit of the true mean: received / workers plus kept is what came in.
+    assert torch.allclose(summed / workers + sum(kept), mean)
+
+
+def trained(scale: float, clip: float) -> tuple[Tensor, int]:
+    """Where 20 steps of Adam lead, and how many were clipped; gradients have norms ``scale`` times 0.25 to 0.49."""
+    position, first, second, clipped = (*torch.zeros(3, 64, dtype=torch.float64), 0)
+    for step in range(20):
+        gradient = noise(step, 64).double()
+        gradient *= scale * (0.25 + 0.0125 * step) / gradient.norm()
+        if gradient.norm() > clip:
+            gradient, clipped = gradient * (clip / gradient.norm()), clipped + 1
+        first, second = first.lerp(gradient, 0.1), second.lerp(gradient**2, 0.001)
+        debias = math.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
+        position = position - 0.1 * debias * first / second.sqrt()
+    return position, clipped
+
+
+def test_scaled_gradients_meet_clipping_not_adam() -> None:
+    (one, never), (eight, always) = trained(1.0, 1.0), trained(8.0, 1.0)
+    assert (never, always) == (0, 20)
+    assert relative(eight - one, one) > 0.01
+    assert relative(trained(8.0, 1e9)[0] - trained(1.0, 1e9)[0], one) < 1e-6
+
+
+# ------------------------------------------------------------- 14: error feedback under a sharded optimizer, HYGON
+
+
+def test_error_feedback_has_room_for_one_share_of_the_workers() -> None:
+    sizes = [4096] * 16
+    for workers in (2, 4, 8):
+        kept = published.kept_entries(sizes, workers)
+        assert sum(kept) / sum(sizes) == pytest.approx(1 / workers)
+        assert kept == [4096] * (16 // workers) + [0] * (16 - 16 // workers)
+    assert published.kept_entries([100, 300, 400], 2) == [100, 300, 0]
+    assert published.kept_entries([300, 400, 100], 2) == [300, 100, 0]  # a parameter cut in two
+
+
+def test_cut_parameter_keeps_the_gradient_instead_of_the_error() -> None:
+    # Of the parameter that does not fit, the code stores M where it stores M - M^ of the others.
+    steps, gradient, start = 10, noise(12, 8, 6).double(), published.random_basis(6, 6, generator(12))
+    stored, total = torch.zeros_like(gradient), torch.zeros_like(gradient)
+    for _ in range(steps):
+        stored = gradient + stored
+        total += published.projection_step([stored], start, True)[0]  # full rank: nothing is lost
+    assert torch.allclose(total, steps * (steps + 1) / 2 * gradient)  # not steps * gradient
+
+
+# --------------------------------------------------------------------------------------------- 15: bf16, HYGON
+
+
+def test_bf16_basis_is_not_orthonormal() -> None:
+    start = published.random_basis(1024, 64, generator(13))
+    rounded = start.bfloat16().double()
+    departure = float(torch.linalg.matrix_norm(rounded.T @ rounded - torch.eye(64), 2))
+    assert 1e-4 < departure < 2**-8
+    kept = noise(14, 1024)
+    loss = (kept - kept.bfloat16().float()).abs() / kept.abs()
+    assert float(loss.max()) <= 2**-8
+
+
+# ----------------------------------------------------------------------- 16: vectors in an older version, HYGON
+
+
+def test_vectors_left_out_of_the_reduction_differ() -> None:
+    vectors = [noise(20 + w, 32) for w in range(2)]
+    left = [v.clone() for v in vectors]  # "remain unchanged"
+    assert relative(left[0] - left[1], left[0]) > 0.5
+    ours = [
+        [Gradient("bias", v.clone()), Gradient("w", noise(30 + w, 48, 48))] for w, v in enumerate(vectors)
+    ]
+    reduce_together([PowerSGD(), PowerSGD()], ours, 4)
+    assert torch.equal(ours[0][0].tensor, ours[1][0].tensor)
+    assert torch.allclose(ours[0][0].tensor, torch.stack(vectors).mean(0))
+
+
+# ------------------------------------------------------------------------------------- what the codes get right
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_one_step_of_the_published_reducer_is_ours(workers: int) -> None:
+    matrices = [noise(40 + w, 96, 64) for w in range(workers)]
+    gradients = [[Gradient("w", m.clone())] for m in matrices]
+    compressors = [PowerSGD(min_elements=1) for _ in matrices]
+    reduce_together(compressors, gradients, 8)
+    received, kept = published.reducer_step(matrices, random_factor(0, 1, "w", 64, 8))
+    for own in gradients:
+        assert relative(own[0].tensor - received, received) < 1e-5
+    # Error feedback differs worker by worker, its mean does not.
+    ours = torch.stack([compressor.errors["w"] for compressor in compressors])
+    assert relative(ours.mean(0) - torch.stack(kept).mean(0), ours.mean(0)) < 1e-5
+    spread = relative(ours[0] - kept[0], ours[0])
+    assert (spread < 1e-5) if workers == 1 else (spread > 0.1)
