@@ -108,7 +108,9 @@ def test_bin_entropy_does_not_follow_a_growing_gradient() -> None:
     log_sigma = [-8 + 2 * t / 300 for t in range(300)]
     gradients = [math.exp(s) * noise(t, 4000) for t, s in enumerate(log_sigma)]
     # 300 windows of independent entries: a correlation of zero is measured as within 0.058, one standard deviation.
-    assert abs(correlation([published.bin_entropy(g) for g in gradients], log_sigma)) < 0.23
+    blind = correlation([published.bin_entropy(g) for g in gradients], log_sigma)
+    assert abs(blind) < 0.23
+    assert blind == pytest.approx(-0.03, abs=0.01)  # quoted
     assert correlation([estimate(g, "gaussian") for g in gradients], log_sigma) > 0.999
     assert correlation([estimate(g, "histogram") for g in gradients], log_sigma) > 0.99
 
@@ -273,9 +275,7 @@ def test_warm_up_error_is_zero_at_every_rank() -> None:
         assert published.flat_buffer_error(flat, rank, generator(rank)) < 1e-6 * size
     # As the matrix it is, the error is large and falls with the rank.
     errors = [published.flat_buffer_error(matrix, rank, generator(7)) / size for rank in (1, 16, 48)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[0] > 0.9
-    assert errors[2] > 0.1
+    assert errors == pytest.approx([0.99, 0.75, 0.25], abs=0.01)
 
 
 @pytest.mark.parametrize(("scale", "ends"), [(0.5, True), (2.0, False)])
@@ -481,7 +481,7 @@ def test_bf16_basis_is_not_orthonormal() -> None:
     start = published.random_basis(1024, 64, generator(13))
     rounded = start.bfloat16().double()
     departure = float(torch.linalg.matrix_norm(rounded.T @ rounded - torch.eye(64), 2))
-    assert 1e-4 < departure < 2**-8
+    assert departure == pytest.approx(0.001, abs=5e-4)
     kept = noise(14, 1024)
     loss = (kept - kept.bfloat16().float()).abs() / kept.abs()
     assert float(loss.max()) <= 2**-8
