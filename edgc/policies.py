@@ -38,8 +38,8 @@ def by_change(
     """The rule of the public codes: ``r_min + (r_max - r_min) |x_k - x_(k-1)| / |x_2 - x_1|``, at most r_max.
 
     x_k is the mean of window k: of the entropy under ``released`` (repository xiaoao-666/EDGC, commit 69a7674), of the
-    training loss under ``loss`` (repository HYGON-AI/Megatron-LM-das). x_1 and x_2 are of the first two windows of the
-    run that have one. That code divides by their difference unguarded; here a difference of 0, like a window without a
+    training loss under ``loss`` (HYGON-AI/Megatron-LM-das, commit 46178f3). x_1 and x_2 are of the first two windows of
+    the run that have one. That code divides by their difference unguarded; here a difference of 0, like a window without a
     measurement (None), leaves the rank as it is. It rounds down to even ranks, here :func:`step` to the multiple.
     """
     what, several = ("loss", "losses") if policy == "loss" else ("entropy", "entropies")

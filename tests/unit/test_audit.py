@@ -164,7 +164,7 @@ def test_first_windows_hold_zeros() -> None:
     # After the search, one sampled iteration is compressed in the whole run.
     sampled = range(WARM_UP, ITERATIONS, published.SAMPLED_EVERY)
     assert [t for t in sampled if published.compressed_after_search(t)] == [WARM_UP]
-    target = policies.released(16, 64, 0.0, 0.0, 0.0, 5.0)
+    target = policies.by_change("released", 16, 64, 0.0, 0.0, 0.0, 5.0)
     assert target.rank is None  # ours leaves the rank where the published formula divides by zero
 
 
@@ -177,7 +177,7 @@ HEIGHTS = st.floats(-8, 8).map(lambda h: round(h, 3))
 @given(st.lists(HEIGHTS, min_size=3, max_size=8), st.integers(2, 16).map(lambda k: 8 * k))
 def test_policy_released_is_the_linear_rule(windows: list[float], r_max: int) -> None:
     first, second, previous, last = *windows[:2], *windows[-2:]
-    ours = policies.released(r_max // 4, r_max, first, second, previous, last)
+    ours = policies.by_change("released", r_max // 4, r_max, first, second, previous, last)
     if first == second:
         assert ours.rank is None
         return
