@@ -39,8 +39,8 @@ def by_change(
 
     x_k is the mean of window k: of the entropy under ``released`` (repository xiaoao-666/EDGC, commit 69a7674), of the
     training loss under ``loss`` (HYGON-AI/Megatron-LM-das, commit 46178f3). x_1 and x_2 are of the first two windows of
-    the run that have one. That code divides by their difference unguarded; here a difference of 0, like a window without a
-    measurement (None), leaves the rank as it is. It rounds down to even ranks, here :func:`step` to the multiple.
+    the run that have one. That code divides by their difference unguarded; here a difference of 0, like a window that
+    has no measurement (None), leaves the rank as it is. It rounds down to even ranks, :func:`step` to the multiple.
     """
     what, several = ("loss", "losses") if policy == "loss" else ("entropy", "entropies")
     if first is None or second is None or previous is None:

@@ -1,4 +1,5 @@
-"""Window length w: agreement of sampled and full entropy (CC), ranks, perplexity (paper, window study)."""
+"""Window length w and step limit s: agreement of sampled and full entropy (CC), ranks, delay, perplexity (paper, window
+study), and when warm-up ends."""
 
 from __future__ import annotations
 
@@ -7,26 +8,37 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.analyse.common import Run, identity, result, summarise, write_table
-from experiments.analyse.windows import decision_columns, fidelity, trajectory
+from experiments.analyse.windows import decision_columns, fidelity, trajectory, warm_up_ends
 
+TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.5)  # nats, of the rule that ends warm-up
 SUMMARISED = ("cc", "cc_all_stages", "cc_after_warmup", "bias_nats", "rmse_nats", "decisions", "rank_changes",
+              "share_limited", "lag_ranks",
               "validation_perplexity", "validation_loss", "bytes_ratio")  # fmt: skip
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (per run), ``summary.csv`` (per window length) and ``trajectories.csv`` (per window)."""
-    rows, frames = [], []
+    """Write ``table.csv`` (per run), ``summary.csv`` (per variant), ``trajectories.csv`` (per window) and
+    ``warm_up.csv`` (when warm-up would end under other tolerances)."""
+    rows, frames, ends = [], [], []
     for run in runs:
         window = int(run.setting("window", 1000))
         rows.append(
-            identity(run) | {"window": window} | fidelity(run, window) | decision_columns(run) | result(run)
+            identity(run)
+            | {"window": window, "step_limit": int(run.setting("step_limit", 8))}
+            | fidelity(run, window)
+            | decision_columns(run)
+            | result(run)
         )
+        ends += [identity(run) | {"window": window} | row for row in warm_up_ends(run, TOLERANCES)]
         frame = trajectory(run, window)
         for position, (key, value) in enumerate((identity(run) | {"length": window}).items()):
             frame.insert(position, key, value)
         frames.append(frame)
     table = pd.DataFrame(rows)
-    write_table(out / "summary.csv", summarise(table, SUMMARISED, ["variant", "label", "window"]))
+    write_table(
+        out / "summary.csv", summarise(table, SUMMARISED, ["variant", "label", "window", "step_limit"])
+    )
+    write_table(out / "warm_up.csv", ends)
     write_table(out / "trajectories.csv", pd.concat(frames, ignore_index=True))
     write_table(out / "table.csv", table)
-    return [out / name for name in ("table.csv", "summary.csv", "trajectories.csv")]
+    return [out / name for name in ("table.csv", "summary.csv", "trajectories.csv", "warm_up.csv")]

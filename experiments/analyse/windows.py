@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from edgc import warm_up
+from edgc.config import EDGCConfig
 from experiments.analyse.common import Run, as_float, pearson, ranks_text
 
 LEAST_WINDOWS = 3
@@ -127,8 +131,52 @@ def decision_columns(run: Run) -> dict[str, Any]:
         "decisions_outside_limits": outside,
         "r_min": as_float(active[-1].get("r_min")) if active else math.nan,
         "r_max": as_float(active[-1].get("r_max")) if active else math.nan,
+        **pursuit(run, active, first),
         "ranks_stage0": ">".join(ranks_text([rank]) for rank in first),
     }
+
+
+def pursuit(run: Run, active: list[dict[str, Any]], ranks: list[float]) -> dict[str, float]:
+    """How stage 0's rank keeps up with the policy.
+
+    ``share_limited``: of the decisions that asked for a rank, those whose rank (within r_min and r_max) was more than
+    the step limit away. ``lag_ranks``: the mean distance of the rank that was in use in a window from the rank that the
+    policy derives from that window, which is known only at its end.
+    """
+    limit, pairs = float(run.setting("step_limit", 8)), []
+    for event, used in zip(active[1:], ranks, strict=False):
+        target, low, high = (as_float(event.get(key)) for key in ("target", "r_min", "r_max"))
+        if math.isfinite(target + low + high + used):
+            pairs.append((min(max(target, low), high), used))
+    if not pairs:
+        return {"share_limited": math.nan, "lag_ranks": math.nan}
+    far = [abs(target - used) for target, used in pairs]
+    return {
+        "share_limited": float(np.mean([distance > limit for distance in far])),
+        "lag_ranks": float(np.mean(far)),
+    }
+
+
+def warm_up_ends(run: Run, tolerances: Sequence[float]) -> list[dict[str, Any]]:
+    """The iteration at which warm-up would have ended under each stability tolerance; nan: never in this run.
+
+    Judged by the run's own window means of stage 0. After the run's own warm-up they are of compressed training.
+    """
+    settings = EDGCConfig.from_dict(run.compression)
+    means = trajectory(run, settings.window)
+    first = means[means["stage"] == 0]
+    iterations = int(run.config["train"]["iterations"])
+    rows = []
+    for tolerance in tolerances:
+        config, ended, previous = replace(settings, stability_tolerance=tolerance), math.nan, None
+        for at, value in zip(first["iteration"], first["entropy"], strict=True):
+            entropy = float(value) if math.isfinite(value) else None
+            if warm_up.ends(config, iterations, int(at), previous, entropy, measuring=False)[0]:
+                ended = float(at)
+                break
+            previous = entropy
+        rows.append({"tolerance_nats": tolerance, "warm_up_ends": ended})
+    return rows
 
 
 def differ(a: list[float], b: list[float]) -> bool:

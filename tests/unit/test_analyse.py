@@ -14,7 +14,7 @@ import yaml
 
 from edgc.errors import UserError
 from experiments import matrix
-from experiments.analyse import common, entropy_trend, equal_bytes, rank_sweep, trend
+from experiments.analyse import common, entropy_trend, equal_bytes, rank_sweep, trend, windows
 from experiments.analyse.__main__ import STUDIES, analyse, main
 from tests.unit import synthetic_runs as synthetic
 
@@ -209,6 +209,12 @@ def test_window_correlation_is_the_planted_one(tmp_path: Path) -> None:
 
 def test_windowed_means_are_those_of_the_steps(root: Path) -> None:
     paths = pd.read_csv(root / "window_ablation" / "trajectories.csv")
+    # The planted entropy falls by 1.5 nats with a time constant of 15 iterations.
+    ends = pd.read_csv(root / "window_ablation" / "warm_up.csv")
+    for _, rows in ends.groupby(["variant", "seed"]):
+        assert rows["warm_up_ends"].is_monotonic_decreasing, "a larger tolerance never ends later"
+    strict = ends[ends["tolerance_nats"] == 0.02].groupby("window")["warm_up_ends"].mean()
+    assert (strict.dropna() >= 40).all()
     row = paths[(paths["length"] == 20) & (paths["stage"] == 0) & (paths["window"] == 3)].iloc[0]
     steps = common.load_run(root / "window_ablation" / "w20-s1").stages
     part = steps[(steps["stage"] == 0) & steps["iteration"].between(61, 80)]
@@ -295,6 +301,28 @@ def test_the_gaussian_link_is_judged_against_the_end_of_warm_up() -> None:
     assert found["link_error_late"] == pytest.approx(0.05)
     assert found["form_offset_end"] == pytest.approx(1.38 - 1.4189385)
     assert math.isnan(entropy_trend.link(at, at * math.nan)["link_error_late"])
+
+
+def test_lag_is_between_the_rank_in_use_and_what_its_window_asks_for() -> None:
+    run = common.Run(Path("w-s1"), "ok", {"compression": synthetic.edgc(10, step_limit=8)})
+    asked = [(None, 64), (60.0, 60), (40.0, 52), (10.0, 44), (math.nan, 44)]  # (target, rank afterwards)
+    run.__dict__["events"] = {
+        "decision": [
+            {
+                "iteration": 10 * k,
+                "phase": "active",
+                "ranks": [rank],
+                "target": target,
+                "r_min": 16,
+                "r_max": 64,
+            }
+            for k, (target, rank) in enumerate(asked, start=2)
+        ]
+    }
+    found = windows.decision_columns(run)
+    assert found["lag_ranks"] == pytest.approx((4 + 20 + 36) / 3)
+    assert found["share_limited"] == pytest.approx(2 / 3)
+    assert found["decisions"] == 5
 
 
 @pytest.mark.parametrize(
