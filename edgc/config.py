@@ -22,6 +22,7 @@ POLICIES = ("cqm", "released", "loss", "fixed", "schedule", "spectral")
 _SWITCHES = (
     "record_full_entropy",
     "monotone",
+    "per_layer",
     "cost_gate",
     "error_feedback",
     "warm_start",
@@ -157,6 +158,8 @@ class EDGCConfig(Settings):
         smoothing: of ``spectral``: weight of the newest window in the running mean of the error curve (ours).
         monotone: of ``spectral``: the rank may fall and never rise again (ours; a gentle decrease measured better
             than an increase at equal bytes).
+        per_layer: of ``spectral``: share out the bytes of a stage's rank among its matrices so that the predicted error
+            is least (ours).
         cost_gate: compress a group of gradients only where that measures faster than sending it dense (ours).
         gate_interval: iterations between two measurements of the cost gate (ours).
         error_feedback, warm_start: off only for ablations; the warm start is PowerSGD's.
@@ -200,6 +203,7 @@ class EDGCConfig(Settings):
     target_error: float = 0.3
     smoothing: float = 0.5
     monotone: bool = False
+    per_layer: bool = False
     cost_gate: bool = False
     gate_interval: int = 1000
     error_feedback: bool = True
@@ -271,6 +275,9 @@ class EDGCConfig(Settings):
         if self.method == "edgc":
             fix = "leave it out: under method edgc alignment sets the ranks of the stages"
             require(self.compressed_stages == 1, "compressed_stages", self.compressed_stages, fix)
+        if self.per_layer:
+            spectral = self.method == "edgc" and self.policy == "spectral"
+            require(spectral, "per_layer", self.per_layer, "it needs policy: spectral of method: edgc")
         if self.alignment == "given":
             value = self.timing.seconds_per_rank
             require(value > 0, "timing.seconds_per_rank", value, "alignment: given needs a time above 0")

@@ -18,18 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from edgc import trial
 from edgc.clock import Stopwatch
-from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, Statistics, build
+from edgc.compressors import Channel, Gradient, PowerSGD, Statistics, build
 from edgc.compressors.base import Steps
 from edgc.compressors.powersgd import saves_bytes
 from edgc.config import EDGCConfig
 from edgc.controller import Controller, Decision, Plan
-from edgc.cost_gate import CostGate, GateVerdict, GroupTimes, label, verdicts
 from edgc.entropy_meter import EntropyMeter, Measured
-from edgc.groups import gather_objects
+from edgc.layer_ranks import LayerRanks
 from edgc.measurements import CurveMean
-from edgc.spectral import MatrixSpectrum, error_curve
+from edgc.spectral import error_curve
+from edgc.trials import Trials
 from edgc.window import Window, gather, report
 
 RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
@@ -73,6 +72,9 @@ class Engine:
         overlapped: whether reductions overlap with backward or with each other, so that the time they are waited for
             is only what nothing hid. Measurements of times know how to deal with that.
         open_channel: what reductions are sent through, for studies of other networks.
+
+    Attributes:
+        layer_ranks: ranks of single matrices; None unless they are asked for.
     """
 
     def __init__(
@@ -103,8 +105,8 @@ class Engine:
         self.last: Iteration | None = None
         self.decision: Decision | None = None
         self.decision_entropy_full: tuple[float, ...] = ()
-        self.gate = CostGate() if config.cost_gate else None
-        self._trial: Compressor | None = None
+        self.layer_ranks = LayerRanks() if config.per_layer else None
+        self._trials = Trials(lambda: build(config), stage, config.cost_gate, open_channel)
         self._window = Window(config.window)
         self._replicas = math.nan  # number of this rank's group of replicas, if it has one with others in it
         self._start_iteration()
@@ -112,8 +114,7 @@ class Engine:
     def _start_iteration(self) -> None:
         self._statistics = Statistics()
         self._compressed: set[str] = set()  # names handed over to be compressed
-        self._probes: list[Statistics] = []
-        self._compared: list[tuple[tuple[str, ...], trial.Comparison]] = []
+        self._trials.start_iteration()
 
     @property
     def rank(self) -> int | None:
@@ -165,11 +166,17 @@ class Engine:
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         rank = self.rank if channel.world > 1 and compress else None
         if self.plan.probe_rank is not None and gradients and compress:
-            yield from self._time_probe(gradients, group, self.plan.probe_rank, shards)
-        if self.gate is not None and rank is not None:
+            sent = yield from self._trials.probe(gradients, group, self.plan.probe_rank, shards)
+            self._statistics.bytes += sent
+        if self.layer_ranks is not None and rank is not None:
+            gradients = self.layer_ranks.given(gradients)
+        gate = self._trials.gate
+        if gate is not None and rank is not None:
             if self.plan.gate and gradients:
-                yield from self._time_both(gradients, group, rank, shards)
-            if not self.gate.compresses({gradient.name: gradient.tensor.numel() for gradient in gradients}):
+                # Added after the yields, between which other buckets add theirs.
+                sent = yield from self._trials.compare(gradients, group, rank, shards)
+                self._statistics.bytes += sent
+            if not gate.compresses({gradient.name: gradient.tensor.numel() for gradient in gradients}):
                 rank = None
         if rank is not None:
             self._compressed.update(gradient.name for gradient in gradients)
@@ -212,34 +219,6 @@ class Engine:
             self.entropy.scale = scale
         return factor
 
-    def _time_probe(
-        self,
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup | None,
-        rank: int,
-        shards: Sequence[torch.Tensor],
-    ) -> Steps:
-        """Time a reduction on copies (0: dense); the training step goes on as it is."""
-        if self._trial is None:
-            self._trial = build(self.config)
-        channel = self.open_channel(group, [buffer.clone() for buffer in shards])
-        statistics = yield from trial.timed(self._trial, gradients, channel, rank or None)
-        self._probes.append(statistics)
-        self._statistics.bytes += channel.bytes
-
-    def _time_both(
-        self,
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup | None,
-        rank: int,
-        shards: Sequence[torch.Tensor],
-    ) -> Steps:
-        """Time a compressed and a dense reduction of this group on copies, for the cost gate."""
-        channel = self.open_channel(group, [buffer.clone() for buffer in shards])
-        comparison = yield from trial.compare(lambda: build(self.config), gradients, channel, rank)
-        self._compared.append((tuple(gradient.name for gradient in gradients), comparison))
-        self._statistics.bytes += channel.bytes
-
     def _measure_spectra(self, skipped: bool) -> None:
         """The error curve of what this rank has compressed, at iterations that GDS samples and at window ends."""
         grid = self.controller.rank_grid
@@ -247,16 +226,13 @@ class Engine:
         if not (grid and sampled and self._compressed) or self._statistics.skipped or skipped:
             return
         assert isinstance(self.compressor, PowerSGD)
-        spectra = self.compressor.spectra()
-        matrices = [
-            MatrixSpectrum(item.shape, item.singular_sq.tolist(), float(item.input_sq))
-            # In an order that does not depend on when a matrix was first seen: sums must repeat after a resume.
-            for name, item in sorted(spectra.items())
-            if name in self._compressed
-        ]
-        curve = error_curve(matrices, grid, partial(saves_bytes, factor_dtype=self.config.factor_dtype))
+        matrices = self.compressor.spectra(self._compressed)
+        saves = partial(saves_bytes, factor_dtype=self.config.factor_dtype)
+        curve = error_curve(list(matrices.values()), grid, saves)
         if curve is not None:
             self._window.curve.add(curve)
+        if self.layer_ranks is not None:
+            self.layer_ranks.add(matrices, grid)
 
     def end_iteration(
         self,
@@ -302,7 +278,7 @@ class Engine:
         if self.plan.ranks != before.ranks:
             self._window.times.clear()
         if self.plan.probe_rank is None:
-            self._trial = None
+            self._trials.end_search()
         self._start_iteration()
 
     def _has_compressed(self) -> bool:
@@ -313,7 +289,7 @@ class Engine:
     def _exchange_and_decide(self, backward_seconds: Sequence[float]) -> None:
         probe = backward = math.nan
         if self.plan.probe_rank is not None:
-            probe = sum(trial.seconds(statistics) for statistics in self._probes)
+            probe = self._trials.probe_seconds
             finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
             backward = median_low(finite) if finite else math.nan
         grid, watches = self.controller.rank_grid, self.controller.watches(self.iteration)
@@ -324,23 +300,19 @@ class Engine:
             grid,
             watches=watches,
             probed=self.plan.probe_rank is not None,
-            gate=self._judge() if self.plan.gate else (),
+            gate=self._trials.judge(self.exchange_group) if self.plan.gate else (),
         )
         self.decision = self.controller.observe(self.iteration, made)
-        if self.iteration % self.config.window == 0:
+        window_ends, changed = self.iteration % self.config.window == 0, self.controller.rank_grid != grid
+        if self.layer_ranks is not None and changed:
+            self.layer_ranks.forget()
+        elif self.layer_ranks is not None and window_ends:
+            common = self.controller.plan(self.iteration + 1).ranks[self.stage]
+            self.layer_ranks.decide(self.stage, common, grid, self.exchange_group)
+        if window_ends:
             self._window.start()
-        elif self.controller.rank_grid != grid:
+        elif changed:
             self._window.curve = CurveMean()
-
-    def _judge(self) -> tuple[GateVerdict, ...]:
-        """Verdicts of all stages from the times of all ranks; this rank follows those of its stage from now on."""
-        assert self.gate is not None
-        groups = {label(names): names for names, _ in self._compared}
-        times = [GroupTimes(label(names), *comparison.seconds) for names, comparison in self._compared]
-        rows = gather_objects((self.stage, times), self.exchange_group)
-        made = verdicts(rows)
-        self.gate.follow([verdict for verdict in made if verdict.stage == self.stage], groups)
-        return made
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
@@ -350,7 +322,8 @@ class Engine:
             "controller": self.controller.state_dict(),
             "compressor": self.compressor.state_dict(),
             "window": self._window.state_dict(),
-            "gate": self.gate.state_dict() if self.gate is not None else None,
+            "gate": self._trials.gate.state_dict() if self._trials.gate is not None else None,
+            "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -359,7 +332,9 @@ class Engine:
         self.controller.load_state_dict(state["controller"])
         self.compressor.load_state_dict(state["compressor"])
         self._window.load_state_dict(state["window"])
-        if self.gate is not None:
-            self.gate.load_state_dict(state["gate"] or {})
+        if self._trials.gate is not None:
+            self._trials.gate.load_state_dict(state["gate"] or {})
+        if self.layer_ranks is not None:
+            self.layer_ranks.load_state_dict(state["layer_ranks"])
         self.plan = self.controller.plan(self.iteration)
         self._start_iteration()

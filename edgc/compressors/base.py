@@ -38,12 +38,14 @@ Steps = Generator[None, None, None]
 class Gradient:
     """A named gradient of any shape; ``tensor`` is read and overwritten in place.
 
-    ``needed`` is the range of its entries, in memory order, whose mean this rank needs; None is all of them.
+    ``needed`` is the range of its entries, in memory order, whose mean this rank needs; None is all of them. ``rank``
+    stands for the call's where a low-rank method is to give this matrix one of its own; the same on every worker.
     """
 
     name: str
     tensor: Tensor
     needed: tuple[int, int] | None = None
+    rank: int | None = None
 
 
 @dataclass

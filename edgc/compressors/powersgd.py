@@ -29,8 +29,7 @@ in only up to that.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +46,7 @@ from edgc.compressors.wires import blocks_of, finite
 from edgc.compressors.workspace import RIGHT, Group, Workspace, grouped, signature
 from edgc.config import FACTOR_DTYPES
 from edgc.errors import UserError
+from edgc.spectral import MatrixSpectrum
 
 _BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}  # per entry of a factor
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -60,21 +60,6 @@ def compressible(shape: Sequence[int], min_elements: int) -> bool:
 def saves_bytes(shape: Sequence[int], rank: int, factor_dtype: str = "fp32") -> bool:
     """Whether the two factors of this rank, scales included, are smaller than the matrix in fp32."""
     return min(rank, *shape) * (shape[0] + shape[1]) * _BITS[factor_dtype] < shape[0] * shape[1] * 32
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """What the last compressed reduction says about the matrix M = G + E of this worker.
-
-    Attributes:
-        shape: of the matrix.
-        singular_sq: squared singular values of what was sent of it, descending, fp64, on the CPU.
-        input_sq: squared Frobenius norm of M.
-    """
-
-    shape: tuple[int, int]
-    singular_sq: Tensor
-    input_sq: float
 
 
 class PowerSGD(Compressor):
@@ -285,10 +270,14 @@ class PowerSGD(Compressor):
         if work is None or work.signature != signature(gradients, rank):
             names = {gradient.name for gradient in gradients}
             self._discard(names)
-            factored = [g for g in gradients if rank is not None and self._factors(g.tensor.shape, rank)]
+            factored = [
+                g for g in gradients if rank is not None and self._factors(g.tensor.shape, g.rank or rank)
+            ]
             batches = not self._decides(gradients[0].tensor.device)
             members = grouped(factored, batches, self._state.side)
-            groups = [self._state.group(group, rank or 1, self.deferred) for group in members]
+            groups = [
+                self._state.group(group, group[0].rank or rank or 1, self.deferred) for group in members
+            ]
             work = Workspace(gradients, rank, groups, self.factor_dtype, self.one_sided)
             self._workspaces |= dict.fromkeys(names, work)
         elif not self._state.warm_start:
@@ -306,17 +295,20 @@ class PowerSGD(Compressor):
             return False
         return self.always_factor or saves_bytes(shape, rank, self.factor_dtype)
 
-    def spectra(self) -> dict[str, Spectrum]:
-        """Spectra of the matrices that were factored in their last reduction, by name; computed when asked for.
+    def spectra(self, names: Container[str] | None = None) -> dict[str, MatrixSpectrum]:
+        """Spectra of the matrices that were factored in their last reduction, of all or of ``names``; computed when
+        asked for.
 
-        What they are computed from is overwritten by the next reduction of the same gradients.
+        What they are computed from is overwritten by the next reduction of the same gradients. In alphabetical order:
+        sums over them are to repeat after a resume, whichever matrix was seen first.
         """
         found = {}
-        for name, (group, i) in self._last.items():
-            own = group.own[i].double()
-            gram = own.mT @ own if own.shape[1] == group.x.rank else own @ own.mT
-            values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).cpu()
-            found[name] = Spectrum(group.x.shape, values, float(group.x.input_sq[i]))
+        for name, (group, i) in sorted(self._last.items(), key=lambda item: item[0]):
+            if names is None or name in names:
+                own = group.own[i].double()
+                gram = own.mT @ own if own.shape[1] == group.x.rank else own @ own.mT
+                values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).tolist()
+                found[name] = MatrixSpectrum(group.x.shape, values, float(group.x.input_sq[i]))
         return found
 
     def state_dict(self) -> dict[str, Any]:

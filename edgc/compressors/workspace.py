@@ -173,18 +173,19 @@ class Workspace:
 
 def signature(gradients: Sequence[Gradient], rank: int | None) -> tuple[Any, ...]:
     """What a workspace depends on."""
-    described = ((g.name, tuple(g.tensor.shape), g.tensor.dtype, g.tensor.device) for g in gradients)
+    described = ((g.name, tuple(g.tensor.shape), g.tensor.dtype, g.tensor.device, g.rank) for g in gradients)
     return rank, *described
 
 
 def grouped(gradients: Sequence[Gradient], batches: bool, side: Callable[[str], int]) -> list[list[Gradient]]:
-    """Gradients ordered by shape; with ``batches`` neighbours of one shape and side together if they are one tensor."""
+    """Gradients ordered by shape; with ``batches`` neighbours of one shape, rank and side together if they are one
+    tensor."""
     groups: list[list[Gradient]] = []
     for gradient in sorted(gradients, key=lambda g: tuple(g.tensor.shape)):
         last = groups[-1] if groups and batches else []
         if (
             last
-            and last[0].tensor.shape == gradient.tensor.shape
+            and (last[0].tensor.shape, last[0].rank) == (gradient.tensor.shape, gradient.rank)
             and side(last[0].name) == side(gradient.name)
             and batch_view([g.tensor for g in [*last, gradient]]) is not None
         ):

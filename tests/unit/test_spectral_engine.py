@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,24 +56,22 @@ def decaying(shape: tuple[int, int], scale: float, seed: int) -> torch.Tensor:
 # --------------------------------------------------------------------- with given singular values
 
 
-def given_spectra(worker: int, iteration: int, rank: int) -> dict[str, Any]:
+def given_spectra(worker: int, iteration: int, rank: int) -> dict[str, MatrixSpectrum]:
     """Another decay on every worker and at every iteration; a name that was not compressed must not count."""
-    found = {}
+    found = {"stale": MatrixSpectrum((9, 9), [1.0], 1e9)}
     for index, shape in enumerate(SHAPES):
         scale = 6.0 + 8 * worker + index + 0.1 * iteration
         values = torch.exp(-2 * torch.arange(min(shape), dtype=torch.float64) / scale)
-        found[f"w{index}"] = SimpleNamespace(
-            shape=shape, singular_sq=values[:rank], input_sq=torch.tensor(float(values.sum()))
-        )
-    found["stale"] = SimpleNamespace(shape=(9, 9), singular_sq=torch.ones(1).double(), input_sq=1e9)
+        found[f"w{index}"] = MatrixSpectrum(shape, values[:rank].tolist(), float(values.sum()))
     return found
 
 
 class Given(PowerSGD):
     asked: tuple[int, int] = (0, 0)
 
-    def spectra(self) -> dict[str, Any]:
-        return given_spectra(dist.get_rank(), *Given.asked)
+    def spectra(self, names: Container[str] | None = None) -> dict[str, MatrixSpectrum]:
+        found = given_spectra(dist.get_rank(), *Given.asked)
+        return {name: item for name, item in found.items() if names is None or name in names}
 
 
 def with_given_spectra(resume_at: int | None) -> list[dict[str, Any]]:
@@ -138,11 +135,7 @@ def expected() -> list[tuple[int, str]]:
             curves = []
             for i in sampled:
                 found = given_spectra(worker, i, rank)
-                matrices = [
-                    MatrixSpectrum(m.shape, m.singular_sq.tolist(), float(m.input_sq))
-                    for name, m in found.items()
-                    if name != "stale"
-                ]
+                matrices = [m for name, m in found.items() if name != "stale"]
                 curves.append(error_curve(matrices, grid, lambda shape, r: True))
             means.append([sum(points) / len(points) for points in zip(*curves, strict=True)])  # type: ignore[arg-type]
         mean = [(a + b) / 2 for a, b in zip(*means, strict=True)]
@@ -163,11 +156,7 @@ def test_all_replicas_take_the_rank_of_the_mean_curve(results: list[dict[str, An
     # The two workers alone would have asked for different ranks: agreement is worth something.
     alone = []
     for worker in range(2):
-        matrices = [
-            MatrixSpectrum(m.shape, m.singular_sq.tolist(), float(m.input_sq))
-            for name, m in given_spectra(worker, 8, 16).items()
-            if name != "stale"
-        ]
+        matrices = [m for name, m in given_spectra(worker, 8, 16).items() if name != "stale"]
         curve = error_curve(matrices, (4, 8, 12, 16), lambda shape, r: True)
         assert curve is not None
         alone.append(spectral(curve, (4, 8, 12, 16), CONFIG.target_error).rank)
