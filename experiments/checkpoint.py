@@ -114,6 +114,7 @@ class Checkpoints:
             "resumed_at": list(resumed_at),
             "scheduler": session.scheduler.state_dict(),
             "probe": None if session.probe is None else session.probe.state_dict(),
+            "spectra": None if session.spectra is None else session.spectra.state_dict(),
             "random": _random_state(),
             "watch": dict(watch),
             "pipeline": None if session.pipeline is None else session.pipeline.state_dict(),
@@ -150,6 +151,8 @@ class Checkpoints:
         session.scheduler.load_state_dict(own["scheduler"])
         if session.probe is not None:
             session.probe.load_state_dict(own["probe"])
+        if session.spectra is not None:
+            session.spectra.load_state_dict(own["spectra"])
         if session.pipeline is not None:
             session.pipeline.load_state_dict(own["pipeline"])
         _set_random_state(own["random"])

@@ -59,8 +59,7 @@ class GradientProbe:
         self._pieces: list[Tensor] = []
 
     def due(self, iteration: int) -> bool:
-        every = self.config.every
-        return every > 0 and (iteration == 1 or iteration % every == 0)
+        return self.config.due(iteration)
 
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""

@@ -153,12 +153,26 @@ class TrainConfig(Settings):
 
 
 class ProbeConfig(Settings):
-    """What the entropy study records beside the loss: every ``every`` iterations (0 = never)."""
+    """What studies of gradients record beside the loss: every ``every`` iterations (0 = never).
+
+    ``spectra`` adds singular values (:mod:`experiments.spectra_probe`).
+    """
 
     every: int = Field(0, ge=0)
     estimators: tuple[Literal["histogram", "gaussian", "vasicek", "released"], ...] = ()
     correlation: bool = False
     max_entries: PositiveInt = 1_000_000
+    spectra: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> ProbeConfig:
+        if self.spectra and not self.every:
+            raise ValueError("spectra without probed iterations; give every")
+        return self
+
+    def due(self, iteration: int) -> bool:
+        """Whether ``iteration`` is probed: the first one and every ``every``-th."""
+        return self.every > 0 and (iteration == 1 or iteration % self.every == 0)
 
 
 class RunConfig(Settings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from edgc.compressors import Gradient
+from edgc.engine import Observer
 from edgc.groups import gather_objects
 from edgc.megatron import Attachment, attach
 from edgc.megatron.cpu_shims import install
@@ -27,6 +30,7 @@ from experiments.expert_share import ExpertTraffic, TokenCounts, draw_experts, s
 from experiments.model import build_model, dtype_of, transformer_config
 from experiments.probes import GradientProbe
 from experiments.settings import RunConfig
+from experiments.spectra_probe import SpectraProbe
 
 # Of fp16. Megatron's own default of 2**32 skips some 16 steps before the first one counts.
 INITIAL_LOSS_SCALE = 2.0**16
@@ -47,6 +51,7 @@ class Session:
     device: torch.device
     pipeline: CompressedP2P | None = None
     expert_traffic: ExpertTraffic | None = None
+    spectra: SpectraProbe | None = None
 
     @property
     def stage(self) -> int:
@@ -153,6 +158,11 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         optimizer=optimizer,
         observer=probe.observe if probe else None,
     )
+    spectra = None
+    if probe is not None and run.probe.spectra:
+        compressor = attachment.engine.compressor
+        spectra = SpectraProbe(run.probe, run.edgc, stage, compressor, reports=reports, experts=share)
+        attachment.engine.observer = _both(probe.observe, spectra.observe)
     pipeline = attachment.pipeline = _compressed_p2p(run, config)
     expert_traffic = None
     if share is not None:
@@ -169,7 +179,16 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         device,
         pipeline=pipeline,
         expert_traffic=expert_traffic,
+        spectra=spectra,
     )
+
+
+def _both(first: Observer, second: Observer) -> Observer:
+    def observe(iteration: int, gradients: Sequence[Gradient]) -> None:
+        first(iteration, gradients)
+        second(iteration, gradients)
+
+    return observe
 
 
 def _compressed_p2p(run: RunConfig, config: Any) -> CompressedP2P | None:

@@ -120,6 +120,8 @@ class Trainer:
         done = session.attachment.engine.last
         assert done is not None
         assert done.iteration == iteration
+        if session.spectra is not None:
+            session.spectra.end_iteration(skipped=done.skipped)
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         traffic = session.pipeline.traffic if session.pipeline is not None else None
         experts = session.expert_traffic.take() if session.expert_traffic is not None else None
@@ -276,15 +278,18 @@ class Trainer:
         return far or self.session.attachment.skipped_in_a_row >= SKIPPED_STEPS
 
     def _write_probe(self) -> None:
-        """Stage leaders hand their rows to rank 0, which writes ``tensors.parquet``."""
-        probe = self.session.probe
-        if probe is None:
-            return
-        gathered = gather_objects(probe.rows)
-        if dist.get_rank() == 0:
-            rows = [row for rows in gathered for row in rows]
-            table = pd.DataFrame(rows).sort_values(["iteration", "stage", "parameter"], ignore_index=True)
-            table.to_parquet(self.attempt / "tensors.parquet", index=False)
+        """Stage leaders hand their rows to rank 0, which writes ``tensors.parquet`` and ``spectra.parquet``."""
+        place = ["iteration", "stage", "parameter"]
+        for probe, name, keys in (
+            (self.session.probe, "tensors.parquet", place),
+            (self.session.spectra, "spectra.parquet", [*place, "of"]),
+        ):
+            if probe is None:
+                continue
+            rows = [row for rows in gather_objects(probe.rows) for row in rows]
+            if dist.get_rank() == 0 and rows:
+                table = pd.DataFrame(rows).sort_values(keys, ignore_index=True)
+                table.to_parquet(self.attempt / name, index=False)
 
 
 def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "equal_bytes": ("equal_bytes",),
     "moe": ("moe",),
     "rank_sweep": ("rank_sweep",),
+    "rank_model": ("rank_model",),
     "window_ablation": ("window_ablation",),
     "sampling_ablation": ("sampling_ablation",),
     "zero_shot": ("zero_shot",),

@@ -22,6 +22,7 @@ STUDIES = (
     "optimus_cc",
     "moe",
     "rank_sweep",
+    "rank_model",
     "window_ablation",
     "sampling_ablation",
 )

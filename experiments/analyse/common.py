@@ -150,7 +150,15 @@ class Run:
     @cached_property
     def tensors(self) -> pd.DataFrame:
         """The probe's rows, empty when the run recorded none."""
-        path = self.path / "tensors.parquet"
+        return self._probed("tensors.parquet")
+
+    @cached_property
+    def spectra(self) -> pd.DataFrame:
+        """Singular values (:mod:`experiments.spectra_probe`), empty when the run recorded none."""
+        return self._probed("spectra.parquet")
+
+    def _probed(self, name: str) -> pd.DataFrame:
+        path = self.path / name
         return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
 
 

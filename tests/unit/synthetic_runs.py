@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 import yaml
+
+from edgc.compressors import Gradient, build
+from edgc.config import EDGCConfig
+from experiments.settings import ProbeConfig
+from experiments.spectra_probe import SpectraProbe
+from tests.lockstep import reduce_together
 
 DENSE_BYTES = 1_000_000
 ITERATIONS = 200
@@ -406,6 +414,62 @@ def moe_probes() -> list[dict[str, Any]]:
     return rows
 
 
+RANK_MODEL_SHAPES = {
+    "decoder.layers.0.mlp.linear_fc1.weight": (192, 96),
+    "decoder.layers.0.self_attention.linear_proj.weight": (96, 96),
+}
+RANK_MODEL_RANK = 8
+
+
+def rank_model_scale(iteration: int) -> float:
+    """By which all matrices are multiplied: their entropy falls by its logarithm."""
+    return math.exp(-iteration / 100)
+
+
+@lru_cache
+def rank_model_matrix(shape: tuple[int, int], draw: int) -> torch.Tensor:
+    """Independent normal entries; without a ``draw`` (0) the spectrum 1/i."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(draw), dtype=torch.float64)
+    if not draw:
+        u, s, v = torch.linalg.svd(x, full_matrices=False)
+        x = (u / torch.arange(1, len(s) + 1)) @ v
+    return x
+
+
+def write_rank_model(root: Path) -> Path:
+    """One seed: independent entries without compression, a power law under PowerSGD without error feedback, which has
+    found its singular values after a few steps."""
+    folder = root / "rank_model"
+    about = {"study": "rank_model", "ranks": None}
+    common = {
+        "record_full_entropy": True,
+        "window": 20,
+        "entropy": {"iteration_rate": 0.25, "estimator": "gaussian"},
+    }
+    variants: dict[str, dict[str, Any]] = {
+        "none": {"method": "none"},
+        "r8": {"method": "powersgd", "rank": RANK_MODEL_RANK, "error_feedback": False},
+    }
+    for name, compression in variants.items():
+        path = write_run(folder, variant=name, compression=compression | common, **about)
+        settings = EDGCConfig.from_dict(compression | common)
+        compressor = build(settings)
+        probe = SpectraProbe(ProbeConfig(every=20, spectra=True), settings, 0, compressor, reports=True)
+        for t in range(1, ITERATIONS + 1):
+            if name == "none" and not probe.config.due(t):
+                continue
+            draw = t if name == "none" else 0
+            gradients = [
+                Gradient(key, (rank_model_scale(t) * rank_model_matrix(shape, draw)).float())
+                for key, shape in RANK_MODEL_SHAPES.items()
+            ]
+            probe.observe(t, gradients)
+            reduce_together([compressor], [gradients], RANK_MODEL_RANK)
+            probe.end_iteration(skipped=False)
+        pd.DataFrame(probe.rows).to_parquet(path / "spectra.parquet")
+    return folder
+
+
 def write_methods(root: Path) -> Path:
     """Two seeds of seven methods; low rank costs most, one run diverged and one failed without a summary."""
     folder = root / "methods"
@@ -523,6 +587,7 @@ def write_all(root: Path) -> Path:
         write_moe,
         write_entropy_trend,
         write_rank_sweep,
+        write_rank_model,
         write_window_ablation,
         write_sampling_ablation,
     ):

@@ -28,6 +28,7 @@ TRAINED = (
     "policies",
     "moe",
     "rank_sweep",
+    "rank_model",
     "window_ablation",
     "sampling_ablation",
 )

@@ -13,6 +13,7 @@ from tests.workflow.checkout_copy import ROOT, Checkout
 STUDIES = [
     "entropy_trend",
     "rank_sweep",
+    "rank_model",
     "window_ablation",
     "sampling_ablation",
     "methods",

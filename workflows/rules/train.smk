@@ -1,5 +1,6 @@
 # One training run. Its folder is complete when `status` is there, whatever that says: a diverged or failed run is a
-# result too. Beside the files below it may hold tensors.parquet and a checkpoint; they are published before `status`.
+# result too. Beside the files below it may hold tensors.parquet, spectra.parquet and a checkpoint; they are published
+# before `status`.
 
 
 rule train:

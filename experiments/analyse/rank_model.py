@@ -1,0 +1,214 @@
+"""Predicted against actual error of low-rank approximations over training, and how stiff CQM's rank is.
+
+What is predicted is the absolute Frobenius error of one matrix X at rank r and iteration t, for X = G, the local
+gradient, and X = M = G + E, what the compressor factors. Predictors:
+
+* ``iid``: sigma_t g(r), as if the entries of X were independent;
+* ``anchored``: actual(r0, t0) exp(H_t - H_t0) g(r) / g(r0), CQM's statement: t0 is the first probed iteration after
+  ``WARM_UP`` of the run, r0 the rank in use, H the entropy of X in the probed iteration alone (CQM takes means over
+  windows, and over the matrices of a stage);
+* ``anchored_gradient`` (for M): the same with the entropy of G, which is the one that EDGC measures;
+* ``spectral`` (for M): :mod:`edgc.spectral`, from the singular values that PowerSGD has at iteration t;
+* ``tail`` (for M): the same from as many exact singular values, which tells the tail's error from PowerSGD's.
+
+Actual is the error of the ``best`` approximation of rank r, from a singular value decomposition; for M also that of
+``powersgd``: its own at the rank in use, of the leading part of its approximation below, and above with the best of the
+directions that it left added. ``anchored`` is anchored on the same kind of error. What is exact by construction is no
+prediction and has no row: ``spectral`` of ``powersgd`` and ``tail`` of ``best``, up to the rank in use. In runs without
+compression the rank in use is that of the first compressed run of the study.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from edgc.rank_model import error as error_of
+from edgc.spectral import MatrixSpectrum
+from experiments.analyse.common import Run, as_float, identity, quartiles, result, write_table
+from experiments.analyse.entropy_trend import LAYER_GROUPS, group_of
+from experiments.analyse.stiffness import curves, stiffness
+
+WARM_UP = 0.1  # share of the run after which EDGC may compress: CQM's reference is taken there
+MULTIPLES = (0.25, 0.5, 1, 2, 3)  # of the rank in use: the ranks that are predicted, up to half the full rank
+WINDOWS = 10  # equal parts of a run in `errors.csv`
+LAYERS = "<layers>"  # the matrices of the transformer layers together
+OTHER = "other"  # embeddings and head
+COLUMNS = ("iteration", "kind", "of", "actual", "predictor", "rank", "in_use", "norm", "value", "predicted")
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write the four tables of the study.
+
+    ``table.csv``: |ln(predicted / actual)| after t0, a row per run, X, kind of actual error, predictor, matrices and
+    rank, and over all ranks ``below`` and ``above`` the one in use. ``errors.csv``: predicted and actual error relative
+    to ||X|| over training, per variant, matrices of all seeds together. ``stiffness.csv``, ``curves.csv``: see
+    :mod:`experiments.analyse.stiffness`.
+    """
+    reference = next((as_float(run.setting("rank")) for run in runs if run.setting("rank")), math.nan)
+    found = {run.path: predictions(run, reference) for run in runs}
+    write_table(out / "table.csv", [row for run in runs for row in accuracy(run, found[run.path])])
+    write_table(out / "errors.csv", over_training(runs, found))
+    write_table(out / "stiffness.csv", stiffness(runs, reference))
+    write_table(out / "curves.csv", curves(runs, reference))
+    return [out / f"{name}.csv" for name in ("table", "errors", "stiffness", "curves")]
+
+
+def length(run: Run) -> float:
+    return float(run.config["train"]["iterations"])
+
+
+def reference_iteration(run: Run) -> int:
+    """t0; beyond the run where nothing was probed after warm-up."""
+    late = run.spectra.loc[run.spectra["iteration"] > WARM_UP * length(run), "iteration"]
+    return int(late.min()) if len(late) else int(length(run)) + 1
+
+
+def predictions(run: Run, reference: float) -> pd.DataFrame:
+    """Every prediction of a run: ``COLUMNS``, with ``value`` the actual error, both absolute."""
+    spectra = run.spectra
+    if spectra.empty:
+        return pd.DataFrame(columns=list(COLUMNS))
+    start = reference_iteration(run)
+    gradients = spectra[spectra["of"] == "gradient"].set_index(["stage", "parameter", "iteration"])
+    of_gradient = gradients["entropy"].sort_index()
+    rows: list[dict[str, Any]] = []
+    for (stage, parameter, of), frame in spectra.groupby(["stage", "parameter", "of"]):
+        kind = group_of(str(parameter))
+        about = {"kind": kind if kind in LAYER_GROUPS else OTHER, "of": of}
+        entropies = {"anchored": frame.set_index("iteration")["entropy"]}
+        if of == "compressed":
+            entropies["anchored_gradient"] = of_gradient.loc[(stage, parameter)]
+        rows += [about | row for row in _of_matrix(frame, entropies, start, reference)]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _of_matrix(
+    frame: pd.DataFrame, entropies: dict[str, pd.Series], start: int, reference: float
+) -> Iterator[dict[str, Any]]:
+    """The predictions for one matrix through a run; those that are anchored from ``start`` on."""
+    held, at = dict[str, float](), 0
+    for row in frame.sort_values("iteration").itertuples():
+        shape = (int(row.rows), int(row.columns))
+        in_use = int(row.rank) if as_float(row.rank) > 0 else int(min(reference, *shape))
+        known = exact = None
+        if row.singular_sq is not None:
+            known = MatrixSpectrum(shape, list(row.singular_sq), float(row.input_sq))
+            exact = MatrixSpectrum(shape, list(row.best_sq), float(row.norm) ** 2)
+        errors = _actual(row, in_use)
+        if row.iteration == start:
+            held, at = {actual: value for rank, actual, value in errors if rank == in_use}, in_use
+        for rank, actual, value in errors:
+            predicted = {"iid": row.sigma * error_of(*shape, rank)}
+            if actual in held:
+                for name, entropy in entropies.items():
+                    moved = math.exp(entropy[row.iteration] - entropy[start])
+                    share = error_of(*shape, rank) / error_of(*shape, at)
+                    predicted[name] = held[actual] * moved * share
+            if known is not None and (actual == "best" or rank > in_use):
+                predicted["spectral"] = math.sqrt(known.errors_sq([rank])[0])
+            if exact is not None and actual == "best" and rank > in_use:
+                predicted["tail"] = math.sqrt(exact.errors_sq([rank])[0])
+            for name, guess in predicted.items():
+                if value > 0 and guess > 0:
+                    yield {
+                        "iteration": row.iteration,
+                        "actual": actual,
+                        "predictor": name,
+                        "rank": rank,
+                        "in_use": in_use,
+                        "norm": row.norm,
+                        "value": value,
+                        "predicted": guess,
+                    }
+
+
+def _actual(row: Any, in_use: int) -> list[tuple[int, str, float]]:
+    """(rank, kind, absolute error) at the ranks that are predicted."""
+    half = min(row.rows, row.columns) / 2
+    wanted = {rank for rank in (round(m * in_use) for m in MULTIPLES) if rank <= half or rank == in_use}
+    found = []
+    for actual, errors in (("best", row.errors), ("powersgd", row.powersgd_errors)):
+        if errors is not None:
+            by_rank = dict(zip(map(int, row.ranks), errors, strict=True))
+            found += [(r, actual, row.norm * by_rank[r]) for r in sorted(wanted & by_rank.keys())]
+    return found
+
+
+def accuracy(run: Run, found: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows of ``table.csv`` of one run; ``early`` and ``late`` are the halves of what follows t0."""
+    about = identity(run) | {"rank_in_use": run.setting("rank")} | result(run)
+    after = found[found["iteration"] > reference_iteration(run)] if len(found) else found
+    if after.empty:
+        return [about]
+    after = after.assign(log=np.log(after["predicted"] / after["value"]))
+    after["matrices"] = np.where(after["kind"] == OTHER, OTHER, LAYERS)
+    middle = (reference_iteration(run) + length(run)) / 2
+    rows = []
+    keys = ["of", "actual", "predictor", "matrices"]
+    for key, group in after.groupby(keys):
+        where = group.groupby(side(group))
+        parts = [(name, math.nan, part) for name, part in where if name != "in use"]
+        parts += [("one", float(rank), part) for rank, part in group.groupby("rank")]
+        for ranks, rank, part in parts:
+            size = part["log"].abs()
+            rows.append(
+                about
+                | dict(zip(keys, key, strict=True))
+                | {"ranks": ranks, "rank": rank, "n": len(part)}
+                | {f"abs_log_{name}": value for name, value in quartiles(size).items()}
+                | {
+                    "abs_log_p90": float(np.percentile(size, 90)),
+                    "abs_log_early": float(size[part["iteration"] <= middle].median()),
+                    "abs_log_late": float(size[part["iteration"] > middle].median()),
+                    "log_median": float(part["log"].median()),
+                }
+            )
+    return rows
+
+
+def side(frame: pd.DataFrame) -> np.ndarray:
+    """Where each prediction's rank lies: ``below``, ``in use`` or ``above``."""
+    difference = frame["rank"].to_numpy(dtype=float) - frame["in_use"].to_numpy(dtype=float)
+    return np.select([difference < 0, difference > 0], ["below", "above"], "in use")
+
+
+def over_training(runs: Sequence[Run], found: dict[Path, pd.DataFrame]) -> pd.DataFrame:
+    """``errors.csv``: medians over matrices and probes in ``WINDOWS`` parts of the finished runs of each variant.
+
+    ``window`` is the part's last iteration; ``ratio`` is predicted / actual, with quartiles. For all kinds of matrices
+    in the layers together there are also rows of one rank each (``ranks`` is then ``one``).
+    """
+    keys = ["variant", "window", "of", "actual", "predictor", "kind", "ranks", "rank"]
+    values = ["actual_median", "predicted_median", "ratio_median", "ratio_q1", "ratio_q3"]
+    frames = []
+    for run in runs:
+        frame = found[run.path]
+        if run.ok and len(frame):
+            part = np.ceil(WINDOWS * frame["iteration"].astype(float) / length(run))
+            about = {"variant": run.variant, "seed": run.seed, "ranks": side(frame)}
+            frames.append(frame.assign(window=part * length(run) / WINDOWS, **about))
+    if not frames:
+        return pd.DataFrame(columns=[*keys, "seeds", "n", *values])
+    every = pd.concat(frames, ignore_index=True)
+    layers = every[every["kind"] != OTHER].assign(kind=LAYERS)
+    pooled = pd.concat([every, layers], ignore_index=True).assign(rank=math.nan)
+    whole = pd.concat([pooled, layers.assign(ranks="one")], ignore_index=True)
+    rows = []
+    for key, group in whole.groupby(keys, sort=True, dropna=False):
+        ratio = quartiles(group["predicted"] / group["value"])
+        rows.append(
+            dict(zip(keys, key, strict=True))
+            | {"seeds": group["seed"].nunique(), "n": len(group)}
+            | {
+                "actual_median": float((group["value"] / group["norm"]).median()),
+                "predicted_median": float((group["predicted"] / group["norm"]).median()),
+            }
+            | {f"ratio_{name}": value for name, value in ratio.items()}
+        )
+    return pd.DataFrame(rows)

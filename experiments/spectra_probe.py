@@ -1,0 +1,176 @@
+"""What the rank-model study records: singular values of gradients, beside what PowerSGD knows of them for nothing.
+
+A matrix is described twice: as the local gradient G, and as M = G + E, which is what PowerSGD factors. G and E are
+taken before the reduction; PowerSGD's own numbers for M (its singular values and the error that it made) after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from edgc.compressors import Compressor, Gradient, PowerSGD
+from edgc.compressors.powersgd import Spectrum, compressible
+from edgc.config import EDGCConfig
+from edgc.entropy import estimate, moments
+from experiments.settings import ProbeConfig
+
+if TYPE_CHECKING:
+    from experiments.expert_share import ExpertShare
+
+GRADIENT = "gradient"
+COMPRESSED = "compressed"
+
+
+class SpectraProbe:
+    """Collects rows for ``spectra.parquet`` at the iterations at which gradients are probed.
+
+    A row is of one iteration, stage, parameter and ``of``, which is ``gradient`` (G) or, where PowerSGD factored the
+    matrix, ``compressed`` (M = G + E of this worker):
+
+    * ``rows``, ``columns``; ``norm`` (Frobenius) and ``sigma`` (rms of the centred entries that are not exactly zero,
+      as all entropies leave zeros out) in the gradient's unit; ``zero_fraction``; ``entropy`` of all entries with the
+      run's estimator (nats);
+    * ``ranks``: the multiples of ``rank_multiple`` up to the smaller side; ``errors``: the relative error
+      ||X - X_r|| / ||X|| of the best approximation of each of these ranks, from singular values in float64;
+    * for M alone ``rank``, the one in use; ``powersgd_error``, the relative error that PowerSGD made with it in the
+      form of this worker, P^ Q_w^T; ``singular_sq`` and ``input_sq``, the squared singular values of that form and
+      ||M||^2, both as PowerSGD has them; ``best_sq``, as many of the largest squared singular values of M itself;
+    * and ``powersgd_errors`` at ``ranks``, what PowerSGD would have left with the directions that it has found: below
+      ``rank`` the relative error of the leading part of its approximation, above it with the best directions of what
+      it left (the new E) added; nan above it without error feedback.
+
+    A matrix that is zero or not finite has no row, and an iteration that was skipped has none.
+
+    Args:
+        config: at which iterations.
+        edgc: settings of the run.
+        stage: pipeline stage of this rank.
+        compressor: of this rank's engine.
+        reports: whether this rank's replica is the one described.
+        experts: which of the model's experts this rank holds; None without expert parallelism.
+    """
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        edgc: EDGCConfig,
+        stage: int,
+        compressor: Compressor,
+        *,
+        reports: bool,
+        experts: ExpertShare | None = None,
+    ) -> None:
+        self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
+        self.compressor = compressor if isinstance(compressor, PowerSGD) else None
+        self.experts = experts
+        self.rows: list[dict[str, Any]] = []
+        self._found: list[dict[str, Any]] = []
+        self._pending: dict[str, dict[str, Any]] = {}
+
+    def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
+        """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""
+        if not (self.reports and self.config.due(iteration)):
+            return
+        for gradient in gradients:
+            if not compressible(gradient.tensor.shape, self.edgc.min_compression_elements):
+                continue
+            name = gradient.name
+            if self.experts is not None:
+                if not self.experts.describes(name):
+                    continue
+                name = self.experts.in_model(name)
+            about = {"iteration": iteration, "stage": self.stage, "parameter": name}
+            local = gradient.tensor.detach().float()
+            row = self._describe(local)
+            if row is not None:
+                self._found.append(about | {"of": GRADIENT} | row | {"best_sq": None})
+            if self.compressor is not None:
+                kept = self.compressor.errors.get(gradient.name)
+                if kept is not None:
+                    row = self._describe(local + kept)
+                if row is not None:
+                    self._pending[gradient.name] = about | {"of": COMPRESSED} | row
+
+    def _describe(self, x: Tensor) -> dict[str, Any] | None:
+        norm = float(x.double().norm())
+        if not (math.isfinite(norm) and norm > 0):
+            return None
+        of_entries = moments(x)
+        squares = _squares(x)
+        left, ranks = _left_by_rank(squares), self._grid(x)
+        return {
+            "rows": x.shape[0],
+            "columns": x.shape[1],
+            "norm": norm,
+            "sigma": of_entries.sigma,
+            "zero_fraction": of_entries.zero_fraction,
+            "entropy": estimate(x, self.edgc.entropy.estimator),
+            "ranks": ranks,
+            "errors": [math.sqrt(left[r] / left[0]) for r in ranks],
+            "rank": None,
+            "powersgd_error": None,
+            "singular_sq": None,
+            "input_sq": None,
+            "best_sq": squares.tolist(),
+            "powersgd_errors": None,
+        }
+
+    def _grid(self, x: Tensor) -> list[int]:
+        return list(range(self.edgc.rank_multiple, min(x.shape) + 1, self.edgc.rank_multiple))
+
+    def end_iteration(self, *, skipped: bool) -> None:
+        """Take in what PowerSGD knows now; to be called after the reductions of an iteration, before the next one."""
+        found, pending = self._found, self._pending
+        self._found, self._pending = [], {}
+        if skipped:
+            return
+        self.rows += found
+        if self.compressor is None or not pending:
+            return
+        spectra = self.compressor.spectra()
+        for name, row in pending.items():
+            if name in spectra:
+                self.rows.append(row | _of_powersgd(row, spectra[name], self.compressor.errors.get(name)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on after a whole iteration."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of the same rank."""
+        self.rows = list(state["rows"])
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Squared singular values, descending, float64, on the CPU."""
+    return torch.linalg.svdvals(x.double()).square().cpu()
+
+
+def _left_by_rank(squares: Tensor) -> list[float]:
+    """At r: the sum of all but the r first of ``squares``, summed from below so that nothing cancels."""
+    return [*squares.flip(0).cumsum(0).flip(0).tolist(), 0.0]
+
+
+def _of_powersgd(row: dict[str, Any], known: Spectrum, kept: Tensor | None) -> dict[str, Any]:
+    """What a row of M says of PowerSGD; ``kept`` is the error feedback that it left."""
+    rank, input_sq = len(known.singular_sq), known.input_sq
+    residual = max(0.0, input_sq - float(known.singular_sq.sum()))
+    dropped = _left_by_rank(known.singular_sq)
+    further = [] if kept is None else _left_by_rank(_squares(kept))
+    errors_sq = [
+        residual + dropped[r] if r <= rank else further[r - rank] if further else math.nan
+        for r in row["ranks"]
+    ]
+    return {
+        "rank": rank,
+        "powersgd_error": math.sqrt(residual / input_sq),
+        "singular_sq": known.singular_sq.tolist(),
+        "input_sq": input_sq,
+        "best_sq": row["best_sq"][:rank],
+        "powersgd_errors": [math.sqrt(value / input_sq) for value in errors_sq],
+    }

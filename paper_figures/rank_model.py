@@ -1,0 +1,151 @@
+"""Predicted against actual error of low-rank approximations over training, and the stiffness of CQM's rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from paper_figures import style
+
+NAME = "rank_model"
+LAYERS = "<layers>"
+# predictor: label, colour, marker
+PREDICTORS = {
+    "iid": ("σ·g(r)", "#D55E00", "o"),
+    "anchored": ("anchored (CQM)", "#0072B2", "s"),
+    "spectral": ("spectral", "#009E73", "^"),
+}
+# matrix and its actual error: label, line
+ACTUAL = {
+    ("compressed", "powersgd"): ("M, PowerSGD's error", "-"),
+    ("compressed", "best"): ("M, best of rank r", "--"),
+    ("gradient", "best"): ("G, best of rank r", ":"),
+}
+SIZES = (("#CC79A7", "-"), ("#000000", "--"), ("#888888", "-."))
+
+
+def draw(results: Path) -> Figure:
+    """(a) ratio over training, (b) error of the prediction by rank, (c) CQM's rank against the change of entropy."""
+    table = style.read(results, "rank_model")
+    errors = style.read(results, "rank_model", "errors.csv")
+    stiffness = style.read(results, "rank_model", "stiffness.csv")
+    curves = style.read(results, "rank_model", "curves.csv")
+    fig, axes = style.figure(1, 3, width=style.TEXT, height=3.3)
+    variant = shown(table)
+    mine = table[(table["variant"] == variant) & (table["status"] == "ok")]
+    over_training(axes[0], errors[errors["variant"] == variant])
+    by_rank(axes[1], mine)
+    cqm(axes[2], curves, stiffness)
+    style.letter(axes)
+    lines = [Line2D([], [], color="#444444", linestyle=line, label=label) for label, line in ACTUAL.values()]
+    for ax, drawn in zip(axes, ([], lines, []), strict=True):
+        found, labels = style.handles(ax)
+        ax.legend(
+            [*found, *drawn],
+            [*labels, *(str(line.get_label()) for line in drawn)],
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.22),
+        )
+    label = mine["label"].iloc[0] if len(mine) else "no finished run"
+    style.annotate(
+        fig,
+        [mine["seed"].nunique()],
+        bars="",
+        scale=results.name,
+        extra=f"(a), (b): {label}, matrices of the layers, medians. (a): ranks above the one in use. (b): after "
+        "warm-up.\nBands and bars: quartiles, of M with PowerSGD's error. (c): no limits, no rounding.",
+    )
+    return fig
+
+
+def shown(table: pd.DataFrame) -> str:
+    """The variant of the middle rank among those with a rank."""
+    ranks = table.dropna(subset=["rank_in_use"]).groupby("variant", sort=False)["rank_in_use"].first()
+    ordered = ranks.sort_values(kind="stable").index
+    return str(ordered[(len(ordered) - 1) // 2]) if len(ordered) else ""
+
+
+def over_training(ax: Axes, errors: pd.DataFrame) -> None:
+    """Predicted / actual over iterations, above the rank in use."""
+    rows = errors[(errors["kind"] == LAYERS) & (errors["ranks"] == "above")]
+    for name, (label, colour, _) in PREDICTORS.items():
+        for (of, actual), (_, line) in ACTUAL.items():
+            part = rows[(rows["predictor"] == name) & (rows["of"] == of) & (rows["actual"] == actual)]
+            ax.plot(part["window"], part["ratio_median"], color=colour, linestyle=line, label=label)
+            if actual == "powersgd":
+                ax.fill_between(
+                    part["window"],
+                    part["ratio_q1"],
+                    part["ratio_q3"],
+                    color=colour,
+                    alpha=0.18,
+                    linewidth=0,
+                )
+    ax.axhline(1, color="#444444", linewidth=0.6)
+    ax.set_yscale("log")
+    style.plain(ax.yaxis)
+    ax.set_xlabel("iteration")
+    ax.set_ylabel("predicted / actual error")
+    ax.set_title("over training")
+
+
+def by_rank(ax: Axes, table: pd.DataFrame) -> None:
+    """Size of the logarithm of predicted / actual; medians over seeds."""
+    rows = table[(table["matrices"] == LAYERS) & (table["ranks"] == "one")]
+    for name, (label, colour, marker) in PREDICTORS.items():
+        for (of, actual), (_, line) in ACTUAL.items():
+            part = rows[(rows["predictor"] == name) & (rows["of"] == of) & (rows["actual"] == actual)]
+            found = part.groupby("rank")[["abs_log_median", "abs_log_q1", "abs_log_q3"]].median()
+            middle, low, high = (found[name] for name in found)
+            bars = [middle - low, high - middle] if actual == "powersgd" else None
+            ax.errorbar(
+                found.index,
+                middle,
+                yerr=bars,
+                color=colour,
+                linestyle=line,
+                marker=marker,
+                markersize=3,
+                label=label,
+            )
+    in_use = table["rank_in_use"].median()
+    if pd.notna(in_use):
+        ax.axvline(in_use, color="#444444", linewidth=0.6, label="rank in use")
+    ax.set_xscale("log", base=2)
+    style.plain(ax.xaxis, sorted(rows["rank"].dropna().unique()))
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("rank r")
+    ax.set_ylabel("|ln(predicted / actual)|")
+    ax.set_title("by rank")
+
+
+def cqm(ax: Axes, curves: pd.DataFrame, stiffness: pd.DataFrame) -> None:
+    """Rank as a share of the one at the start, with the noise of the entropy as a band."""
+    noise = stiffness["noise_nats"].iloc[0]
+    if pd.notna(noise):
+        ax.axvspan(
+            -noise, noise, color="#F0E442", alpha=0.5, linewidth=0, label="noise of window mean (±1 sd)"
+        )
+    for ((rows, columns, start), part), (colour, line) in zip(
+        curves.groupby(["rows", "columns", "rank_start"], sort=False), SIZES, strict=False
+    ):
+        ax.plot(
+            part["change_nats"],
+            part["rank"] / start,
+            color=colour,
+            linestyle=line,
+            label=f"{rows} × {columns}, from r = {start:g}",
+        )
+    ax.axhline(0.25, color="#444444", linewidth=0.6, linestyle="--", label="r_min = r_max/4")
+    ax.set_ylim(0, 2)
+    ax.set_xlabel("change of entropy (nats)")
+    ax.set_ylabel("CQM's rank / rank at start")
+    ax.set_title("stiffness of CQM")
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,270 @@
+"""The study of predicted errors: what the probe writes, against numpy, and what the tables say of planted spectra."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from edgc.compressors import Gradient, PowerSGD
+from edgc.compressors.warm_start import random_factor
+from edgc.config import EDGCConfig
+from edgc.errors import UserError
+from experiments.analyse import common, stiffness
+from experiments.analyse.__main__ import analyse
+from experiments.settings import ProbeConfig, validate
+from experiments.spectra_probe import SpectraProbe
+from tests.lockstep import reduce_together
+from tests.unit import synthetic_runs as synthetic
+
+NAME, SHAPE, RANK = "decoder.layers.0.mlp.linear_fc1.weight", (40, 28), 8
+BIAS = "decoder.layers.0.mlp.linear_fc1.bias"
+GAUSSIAN = {"method": "powersgd", "rank": RANK, "entropy": {"estimator": "gaussian"}}
+
+
+def drawn(worker: int, step: int) -> torch.Tensor:
+    """A gradient with something in common to all workers and steps."""
+    common = torch.randn(SHAPE, generator=torch.Generator().manual_seed(99))
+    return 3 * common + torch.randn(SHAPE, generator=torch.Generator().manual_seed(10 * step + worker))
+
+
+def probe_of(compressor: Any, **more: Any) -> SpectraProbe:
+    config = ProbeConfig(every=2, spectra=True)
+    return SpectraProbe(config, EDGCConfig.from_dict(GAUSSIAN | more), 1, compressor, reports=True)
+
+
+def two_steps() -> SpectraProbe:
+    """The probe of worker 0 of two, after two reductions of a matrix and a vector."""
+    workers = [PowerSGD(min_elements=1000, always_factor=True) for _ in range(2)]
+    probe = probe_of(workers[0])
+    for step in (1, 2):
+        gradients = [[Gradient(NAME, drawn(w, step)), Gradient(BIAS, torch.ones(2000))] for w in range(2)]
+        probe.observe(step, gradients[0])
+        reduce_together(workers, gradients, RANK)
+        probe.end_iteration(skipped=False)
+    return probe
+
+
+def errors_of(x: np.ndarray, ranks: list[int]) -> list[float]:
+    s = np.linalg.svd(x, compute_uv=False)
+    return [float(np.linalg.norm(s[r:]) / np.linalg.norm(s)) for r in ranks]
+
+
+def test_rows_agree_with_powersgd_and_singular_values_by_hand() -> None:
+    probe = two_steps()
+    # PowerSGD in float64: the range of P^ is all that its error depends on.
+    start = random_factor(0, 1, NAME, SHAPE[1], RANK).double().numpy()
+    m = [drawn(w, 1).double().numpy() for w in range(2)]
+    basis = np.linalg.qr((m[0] + m[1]) / 2 @ start)[0]
+    error = m[0] - basis @ (basis.T @ m[0])
+    other = m[1] - basis @ (basis.T @ m[1])
+    factor = ((m[0] + m[1]) / 2).T @ basis
+    second = [drawn(0, 2).double().numpy() + error, drawn(1, 2).double().numpy() + other]
+    basis = np.linalg.qr((second[0] + second[1]) / 2 @ factor)[0]
+    found = basis.T @ second[0]
+    left = second[0] - basis @ found
+
+    rows = {(row["iteration"], row["of"]): row for row in probe.rows}
+    assert list(rows) == [(t, of) for t in (1, 2) for of in ("gradient", "compressed")]
+    ranks = [4, 8, 12, 16, 20, 24, 28]
+    for (t, of), x in {
+        (1, "gradient"): m[0],
+        (1, "compressed"): m[0],
+        (2, "gradient"): drawn(0, 2).double().numpy(),
+        (2, "compressed"): second[0],
+    }.items():
+        row = rows[t, of]
+        assert (row["parameter"], row["stage"], row["rows"], row["columns"]) == (NAME, 1, *SHAPE)
+        assert row["norm"] == pytest.approx(np.linalg.norm(x), rel=1e-5)
+        assert row["sigma"] == pytest.approx(x.std(), rel=1e-5)
+        assert row["entropy"] == pytest.approx(
+            math.log(x.std()) + 0.5 * math.log(2 * math.pi * math.e), abs=1e-5
+        )
+        assert row["ranks"] == ranks
+        assert row["errors"] == pytest.approx(errors_of(x, ranks), abs=1e-5)
+        assert (row["rank"] is None) == (of == "gradient")
+    row = rows[2, "compressed"]
+    s = np.linalg.svd(found, compute_uv=False)
+    assert row["rank"] == RANK
+    assert row["powersgd_error"] == pytest.approx(np.linalg.norm(left) / np.linalg.norm(second[0]), rel=1e-4)
+    assert row["powersgd_error"] > row["errors"][ranks.index(RANK)]
+    assert row["singular_sq"] == pytest.approx(s**2, rel=1e-3)
+    assert row["best_sq"] == pytest.approx(np.linalg.svd(second[0], compute_uv=False)[:RANK] ** 2, rel=1e-4)
+    # Below the rank: less of the approximation. Above it: the best of what is left as well.
+    u, values, v = np.linalg.svd(basis @ found, full_matrices=False)
+    cut = second[0] - (u[:, :4] * values[:4]) @ v[:4]
+    expected = [np.linalg.norm(cut), np.linalg.norm(left)]
+    expected += [errors_of(left, [r - RANK])[0] * np.linalg.norm(left) for r in ranks[2:]]
+    assert row["powersgd_errors"] == pytest.approx(np.array(expected) / np.linalg.norm(second[0]), rel=1e-3)
+
+
+def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
+    compressor = PowerSGD(always_factor=True)
+    probe = probe_of(compressor)
+
+    def step(iteration: int, tensor: torch.Tensor, *, skipped: bool = False) -> None:
+        gradients = [Gradient(NAME, tensor)]
+        probe.observe(iteration, gradients)
+        reduce_together([compressor], [gradients], RANK)
+        probe.end_iteration(skipped=skipped)
+
+    step(2, drawn(0, 2), skipped=True)
+    step(3, drawn(0, 3))
+    step(4, torch.zeros(SHAPE))  # M is E, which is not zero
+    step(6, torch.full(SHAPE, math.nan))
+    assert [(row["iteration"], row["of"]) for row in probe.rows] == [(4, "compressed")]
+    resumed = probe_of(compressor)
+    resumed.load_state_dict(probe.state_dict())
+    assert resumed.rows == probe.rows
+    assert resumed.rows is not probe.rows
+
+
+def test_what_is_sent_dense_is_described_as_gradient_alone() -> None:
+    compressor = PowerSGD(always_factor=True)
+    probe = probe_of(compressor)
+    gradients = [Gradient(NAME, drawn(0, 1))]
+    probe.observe(1, gradients)
+    reduce_together([compressor], [gradients], None)
+    probe.end_iteration(skipped=False)
+    assert [row["of"] for row in probe.rows] == ["gradient"]
+
+
+def test_spectra_without_probed_iterations_are_refused() -> None:
+    with pytest.raises(UserError, match="give every"):
+        validate(ProbeConfig, {"spectra": True}, "study.yaml")
+
+
+# ------------------------------------------------------------------ tables
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = synthetic.write_rank_model(tmp_path_factory.mktemp("results"))
+    analyse("rank_model", found)
+    return found
+
+
+def rows_of(folder: Path, **where: Any) -> pd.DataFrame:
+    table = pd.read_csv(folder / "table.csv")
+    for column, value in where.items():
+        table = table[table[column] == value]
+    assert len(table)
+    return table
+
+
+def test_noise_is_predicted_by_sigma_and_g(folder: Path) -> None:
+    rows = rows_of(folder, variant="none", of="gradient", ranks="one")
+    # Ranks around the first compressed run's 8: a quarter of it is no multiple of 4, and three times it is 24.
+    assert sorted(rows["rank"].unique()) == [4, 8, 16, 24]
+    assert set(rows["predictor"]) == {"iid", "anchored"}
+    assert (rows["abs_log_p90"] < 0.02).all()
+    # Probes at 1, 20, 40, ...; t0 is 40, after 20 of 200 iterations, and the table begins after it.
+    assert (rows["n"] == 8 * len(synthetic.RANK_MODEL_SHAPES)).all()
+
+
+def test_a_power_law_is_off_by_its_known_factor(folder: Path) -> None:
+    squares = np.arange(1, 97, dtype=float) ** -2.0
+    for rank in (4, 8, 16, 24):
+        power = math.sqrt(squares[rank:].sum() / squares.sum())
+        # Monte Carlo of the noise that sigma g(r) stands for, one shape after the other.
+        noise = [
+            errors_of(np.random.default_rng(5).standard_normal(shape), [rank])[0]
+            for shape in synthetic.RANK_MODEL_SHAPES.values()
+        ]
+        expected = np.median(np.log(np.array(noise) / power))
+        for of in ("gradient", "compressed"):
+            row = rows_of(folder, variant="r8", of=of, actual="best", predictor="iid", rank=rank).iloc[0]
+            assert row["log_median"] == pytest.approx(expected, abs=0.02)
+    # The error at the rank in use scales with the entropy, whatever the spectrum.
+    row = rows_of(folder, variant="r8", of="compressed", actual="best", predictor="anchored", rank=8).iloc[0]
+    assert row["abs_log_p90"] < 1e-3
+    row = rows_of(folder, variant="r8", of="compressed", actual="best", predictor="spectral", rank=16).iloc[0]
+    assert row["abs_log_p90"] < 0.2
+
+
+def test_powersgd_that_has_converged_is_as_good_as_the_best(folder: Path) -> None:
+    best, own = (
+        rows_of(folder, variant="r8", of="compressed", actual=actual, predictor="iid", rank=8).iloc[0]
+        for actual in ("best", "powersgd")
+    )
+    assert own["log_median"] == pytest.approx(best["log_median"], abs=1e-3)
+    exact = rows_of(folder, variant="r8", actual="best", predictor="tail")
+    assert exact.loc[exact["ranks"] == "one", "rank"].min() > 8, "exact by construction up to the rank in use"
+    one, other = (
+        rows_of(folder, variant="r8", actual="best", predictor=name, rank=16).iloc[0]
+        for name in ("tail", "spectral")
+    )
+    assert one["log_median"] == pytest.approx(other["log_median"], abs=1e-3)
+
+
+def test_errors_over_training_pool_kinds_and_ranks(folder: Path) -> None:
+    errors = pd.read_csv(folder / "errors.csv")
+    assert sorted(errors["window"].unique()) == [20 * k for k in range(1, 11)]
+    assert set(errors["kind"]) == {"fc1", "projection", "<layers>"}
+    rows = errors[
+        (errors["variant"] == "r8") & (errors["of"] == "compressed") & (errors["predictor"] == "iid")
+    ]
+    rows = rows[(rows["actual"] == "best") & (rows["kind"] == "<layers>") & (rows["window"] == 200)]
+    rows = rows.set_index(["ranks", "rank"])
+    squares = np.arange(1, 97, dtype=float) ** -2.0
+    assert rows.loc[("one", 16), "actual_median"] == pytest.approx(
+        math.sqrt(squares[16:].sum() / squares.sum()), rel=1e-4
+    )
+    assert rows.xs("above", level="ranks")["n"].tolist() == [2 * len(synthetic.RANK_MODEL_SHAPES)]
+    anchored = errors[errors["predictor"].str.startswith("anchored")]
+    assert anchored["window"].min() == 40, "nothing is anchored before the end of warm-up"
+
+
+def test_a_run_without_spectra_keeps_its_row(tmp_path: Path) -> None:
+    synthetic.write_run(tmp_path, study="rank_model", variant="none", status="failed")
+    analyse("rank_model", tmp_path)
+    assert list(pd.read_csv(tmp_path / "table.csv")["status"]) == ["failed"]
+    assert set(pd.read_csv(tmp_path / "stiffness.csv")["rows"]) == {1024, 4096}
+
+
+# ------------------------------------------------------------------ stiffness
+
+
+def test_stiffness_agrees_with_its_limit_and_with_simulation(folder: Path) -> None:
+    table = pd.read_csv(folder / "stiffness.csv")
+    found = table.set_index(["rows", "rank"])
+    assert found.loc[(1024, 64), "saturates_nats"] == pytest.approx(0.088, abs=0.0005)
+    assert found.loc[(4096, 64), "saturates_nats"] == pytest.approx(0.022, abs=0.0005)
+    assert found.loc[(1024, 64), "limit_ranks_per_nat"] == pytest.approx(2 * 1024 / 4)
+    # 2 p / (1 + sqrt(lambda))^2 with p = 96 and lambda = 1/2.
+    assert found.loc[(192, 8), "limit_ranks_per_nat"] == pytest.approx(192 / (1 + math.sqrt(0.5)) ** 2)
+    for shape, rank in (((4096, 4096), 64.0), ((192, 96), 1.0)):
+        limit = 2 * min(shape) / (1 + math.sqrt(min(shape) / max(shape))) ** 2
+        assert stiffness.per_nat(shape, rank) == pytest.approx(limit, rel=0.1)
+    # What it means depends on the share of the rank alone: 16 of 256 is 64 of 1024.
+    s = np.linalg.svd(np.random.default_rng(3).standard_normal((256, 256)), compute_uv=False)
+    simulated = math.log(np.linalg.norm(s[4:]) / np.linalg.norm(s[16:]))
+    assert found.loc[(1024, 64), "saturates_nats"] == pytest.approx(simulated, rel=0.05)
+    curves = pd.read_csv(folder / "curves.csv")
+    assert curves.groupby(["rows", "columns", "rank_start"]).ngroups == 3
+    crossing = curves[(curves["rows"] == 1024) & (curves["rank"] <= 16)]["change_nats"].max()
+    assert -0.088 - (curves["change_nats"].iloc[1] - curves["change_nats"].iloc[0]) <= crossing <= -0.0875
+
+
+def test_noise_of_the_window_mean_is_free_of_the_trend(tmp_path: Path) -> None:
+    compression = {"method": "powersgd", "rank": 8, "window": 10, "entropy": {"iteration_rate": 0.5}}
+    run = common.load_run(
+        synthetic.write_run(tmp_path, study="rank_model", variant="r8", compression=compression)
+    )
+    rng = np.random.default_rng(4)
+    t = np.arange(1, 2001)
+    # Odd iterations are not measured, so what they hold must not matter.
+    entropy = 3 - 0.001 * t + np.where(t % 2 == 0, rng.normal(0, 0.1, len(t)), 50.0)
+    run.config["train"]["iterations"] = 2000
+    run.__dict__["stages"] = pd.DataFrame(
+        {"iteration": t.astype(float), "stage": 0.0, "entropy_full": entropy}
+    )
+    [(noise, moved)] = stiffness.noise(run)
+    assert noise == pytest.approx(0.1 / math.sqrt(5), rel=0.15)
+    # 180 windows of 10 after warm-up: 179 * 10 iterations apart.
+    assert moved == pytest.approx(1.79, abs=0.2)
