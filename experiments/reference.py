@@ -24,6 +24,9 @@ KEPT = (
     "pareto.csv",
     "experts.csv",
     "spread.csv",
+    "errors.csv",
+    "stiffness.csv",
+    "cqm.csv",
     "summary.json",
 )
 

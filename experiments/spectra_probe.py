@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient, PowerSGD
-from edgc.compressors.powersgd import Spectrum, compressible
+from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy import estimate, moments
 from experiments.settings import ProbeConfig
@@ -39,10 +39,7 @@ class SpectraProbe:
       ||X - X_r|| / ||X|| of the best approximation of each of these ranks, from singular values in float64;
     * for M alone ``rank``, the one in use; ``powersgd_error``, the relative error that PowerSGD made with it in the
       form of this worker, P^ Q_w^T; ``singular_sq`` and ``input_sq``, the squared singular values of that form and
-      ||M||^2, both as PowerSGD has them; ``best_sq``, as many of the largest squared singular values of M itself;
-    * and ``powersgd_errors`` at ``ranks``, what PowerSGD would have left with the directions that it has found: below
-      ``rank`` the relative error of the leading part of its approximation, above it with the best directions of what
-      it left (the new E) added; nan above it without error feedback.
+      ||M||^2, both as PowerSGD has them; ``best_sq``, as many of the largest squared singular values of M itself.
 
     A matrix that is zero or not finite has no row, and an iteration that was skipped has none.
 
@@ -101,8 +98,10 @@ class SpectraProbe:
         if not (math.isfinite(norm) and norm > 0):
             return None
         of_entries = moments(x)
-        squares = _squares(x)
-        left, ranks = _left_by_rank(squares), self._grid(x)
+        squares = torch.linalg.svdvals(x.double()).square().cpu()
+        # left[r]: sum of all but the r largest, from below so that nothing cancels.
+        left = [*squares.flip(0).cumsum(0).flip(0).tolist(), 0.0]
+        ranks = list(range(self.edgc.rank_multiple, len(squares) + 1, self.edgc.rank_multiple))
         return {
             "rows": x.shape[0],
             "columns": x.shape[1],
@@ -117,11 +116,7 @@ class SpectraProbe:
             "singular_sq": None,
             "input_sq": None,
             "best_sq": squares.tolist(),
-            "powersgd_errors": None,
         }
-
-    def _grid(self, x: Tensor) -> list[int]:
-        return list(range(self.edgc.rank_multiple, min(x.shape) + 1, self.edgc.rank_multiple))
 
     def end_iteration(self, *, skipped: bool) -> None:
         """Take in what PowerSGD knows now; to be called after the reductions of an iteration, before the next one."""
@@ -132,10 +127,16 @@ class SpectraProbe:
         self.rows += found
         if self.compressor is None or not pending:
             return
-        spectra = self.compressor.spectra()
-        for name, row in pending.items():
-            if name in spectra:
-                self.rows.append(row | _of_powersgd(row, spectra[name], self.compressor.errors.get(name)))
+        for name, known in self.compressor.spectra().items():
+            if name in pending:
+                left = max(0.0, known.input_sq - float(known.singular_sq.sum()))
+                row, rank = pending[name], len(known.singular_sq)
+                self.rows.append(
+                    row
+                    | {"rank": rank, "powersgd_error": math.sqrt(left / known.input_sq)}
+                    | {"singular_sq": known.singular_sq.tolist(), "input_sq": known.input_sq}
+                    | {"best_sq": row["best_sq"][:rank]}
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on after a whole iteration."""
@@ -144,33 +145,3 @@ class SpectraProbe:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict` of the same rank."""
         self.rows = list(state["rows"])
-
-
-def _squares(x: Tensor) -> Tensor:
-    """Squared singular values, descending, float64, on the CPU."""
-    return torch.linalg.svdvals(x.double()).square().cpu()
-
-
-def _left_by_rank(squares: Tensor) -> list[float]:
-    """At r: the sum of all but the r first of ``squares``, summed from below so that nothing cancels."""
-    return [*squares.flip(0).cumsum(0).flip(0).tolist(), 0.0]
-
-
-def _of_powersgd(row: dict[str, Any], known: Spectrum, kept: Tensor | None) -> dict[str, Any]:
-    """What a row of M says of PowerSGD; ``kept`` is the error feedback that it left."""
-    rank, input_sq = len(known.singular_sq), known.input_sq
-    residual = max(0.0, input_sq - float(known.singular_sq.sum()))
-    dropped = _left_by_rank(known.singular_sq)
-    further = [] if kept is None else _left_by_rank(_squares(kept))
-    errors_sq = [
-        residual + dropped[r] if r <= rank else further[r - rank] if further else math.nan
-        for r in row["ranks"]
-    ]
-    return {
-        "rank": rank,
-        "powersgd_error": math.sqrt(residual / input_sq),
-        "singular_sq": known.singular_sq.tolist(),
-        "input_sq": input_sq,
-        "best_sq": row["best_sq"][:rank],
-        "powersgd_errors": [math.sqrt(value / input_sq) for value in errors_sq],
-    }

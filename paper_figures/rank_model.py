@@ -18,6 +18,7 @@ PREDICTORS = {
     "iid": ("σ·g(r)", "#D55E00", "o"),
     "anchored": ("anchored (CQM)", "#0072B2", "s"),
     "spectral": ("spectral", "#009E73", "^"),
+    "tail": ("spectral from exact values", "#882255", "v"),
 }
 # matrix and its actual error: label, line
 ACTUAL = {
@@ -33,31 +34,30 @@ def draw(results: Path) -> Figure:
     table = style.read(results, "rank_model")
     errors = style.read(results, "rank_model", "errors.csv")
     stiffness = style.read(results, "rank_model", "stiffness.csv")
-    curves = style.read(results, "rank_model", "curves.csv")
-    fig, axes = style.figure(1, 3, width=style.TEXT, height=3.3)
+    curves = style.read(results, "rank_model", "cqm.csv")
+    fig, axes = style.figure(1, 3, width=style.TEXT, height=3.0)
     variant = shown(table)
     mine = table[(table["variant"] == variant) & (table["status"] == "ok")]
     over_training(axes[0], errors[errors["variant"] == variant])
     by_rank(axes[1], mine)
     cqm(axes[2], curves, stiffness)
     style.letter(axes)
-    lines = [Line2D([], [], color="#444444", linestyle=line, label=label) for label, line in ACTUAL.values()]
-    for ax, drawn in zip(axes, ([], lines, []), strict=True):
-        found, labels = style.handles(ax)
-        ax.legend(
-            [*found, *drawn],
-            [*labels, *(str(line.get_label()) for line in drawn)],
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.22),
-        )
+    lines = [Line2D([], [], color="#444444", linestyle=line) for _, line in ACTUAL.values()]
+    for ax, (drawn, labels) in zip(
+        axes,
+        (style.handles(axes[0]), (lines, [label for label, _ in ACTUAL.values()]), style.handles(axes[2])),
+        strict=True,
+    ):
+        ax.legend(drawn, labels, loc="upper center", bbox_to_anchor=(0.5, -0.25))
     label = mine["label"].iloc[0] if len(mine) else "no finished run"
     style.annotate(
         fig,
         [mine["seed"].nunique()],
         bars="",
         scale=results.name,
-        extra=f"(a), (b): {label}, matrices of the layers, medians. (a): ranks above the one in use. (b): after "
-        "warm-up.\nBands and bars: quartiles, of M with PowerSGD's error. (c): no limits, no rounding.",
+        extra=f"(a), (b): {label}, matrices of the layers, medians; bands and bars: quartiles, of M with PowerSGD's "
+        "error.\n(a): ranks above the one in use. (b): after warm-up; vertical: the rank in use. (c): no limits, not "
+        "rounded.",
     )
     return fig
 
@@ -72,10 +72,10 @@ def shown(table: pd.DataFrame) -> str:
 def over_training(ax: Axes, errors: pd.DataFrame) -> None:
     """Predicted / actual over iterations, above the rank in use."""
     rows = errors[(errors["kind"] == LAYERS) & (errors["ranks"] == "above")]
-    for name, (label, colour, _) in PREDICTORS.items():
+    for name, (label, colour, marker) in PREDICTORS.items():
         for (of, actual), (_, line) in ACTUAL.items():
             part = rows[(rows["predictor"] == name) & (rows["of"] == of) & (rows["actual"] == actual)]
-            ax.plot(part["window"], part["ratio_median"], color=colour, linestyle=line, label=label)
+            ax.plot(part["window"], part["ratio_median"], color=colour, linestyle=line)
             if actual == "powersgd":
                 ax.fill_between(
                     part["window"],
@@ -85,6 +85,7 @@ def over_training(ax: Axes, errors: pd.DataFrame) -> None:
                     alpha=0.18,
                     linewidth=0,
                 )
+        ax.plot([], [], color=colour, marker=marker, markersize=3, label=label)
     ax.axhline(1, color="#444444", linewidth=0.6)
     ax.set_yscale("log")
     style.plain(ax.yaxis)
@@ -96,7 +97,7 @@ def over_training(ax: Axes, errors: pd.DataFrame) -> None:
 def by_rank(ax: Axes, table: pd.DataFrame) -> None:
     """Size of the logarithm of predicted / actual; medians over seeds."""
     rows = table[(table["matrices"] == LAYERS) & (table["ranks"] == "one")]
-    for name, (label, colour, marker) in PREDICTORS.items():
+    for name, (_, colour, marker) in PREDICTORS.items():
         for (of, actual), (_, line) in ACTUAL.items():
             part = rows[(rows["predictor"] == name) & (rows["of"] == of) & (rows["actual"] == actual)]
             found = part.groupby("rank")[["abs_log_median", "abs_log_q1", "abs_log_q3"]].median()
@@ -110,11 +111,10 @@ def by_rank(ax: Axes, table: pd.DataFrame) -> None:
                 linestyle=line,
                 marker=marker,
                 markersize=3,
-                label=label,
             )
     in_use = table["rank_in_use"].median()
     if pd.notna(in_use):
-        ax.axvline(in_use, color="#444444", linewidth=0.6, label="rank in use")
+        ax.axvline(in_use, color="#444444", linewidth=0.6)
     ax.set_xscale("log", base=2)
     style.plain(ax.xaxis, sorted(rows["rank"].dropna().unique()))
     ax.set_ylim(bottom=0)

@@ -11,18 +11,19 @@ gradient, and X = M = G + E, what the compressor factors. Predictors:
 * ``spectral`` (for M): :mod:`edgc.spectral`, from the singular values that PowerSGD has at iteration t;
 * ``tail`` (for M): the same from as many exact singular values, which tells the tail's error from PowerSGD's.
 
-Actual is the error of the ``best`` approximation of rank r, from a singular value decomposition; for M also that of
-``powersgd``: its own at the rank in use, of the leading part of its approximation below, and above with the best of the
-directions that it left added. ``anchored`` is anchored on the same kind of error. What is exact by construction is no
-prediction and has no row: ``spectral`` of ``powersgd`` and ``tail`` of ``best``, up to the rank in use. In runs without
-compression the rank in use is that of the first compressed run of the study.
+Actual is the error of the ``best`` approximation of rank r, from a singular value decomposition; for M also what
+``powersgd`` leaves: at the rank in use in this run, at another rank r in the run of the same seed that has this rank,
+where it is taken relative to ||M|| since G and E differ there. ``anchored`` is anchored on the same kind of error. What
+is exact by construction is no prediction and has no row: ``spectral`` of ``powersgd`` at the rank in use, and ``tail``
+up to it. In runs without compression the rank in use is the middle one of the study (the lower of two).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -41,22 +42,26 @@ LAYERS = "<layers>"  # the matrices of the transformer layers together
 OTHER = "other"  # embeddings and head
 COLUMNS = ("iteration", "kind", "of", "actual", "predictor", "rank", "in_use", "norm", "value", "predicted")
 
+Left = dict[tuple[int, str, int], float]
+
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
     """Write the four tables of the study.
 
     ``table.csv``: |ln(predicted / actual)| after t0, a row per run, X, kind of actual error, predictor, matrices and
     rank, and over all ranks ``below`` and ``above`` the one in use. ``errors.csv``: predicted and actual error relative
-    to ||X|| over training, per variant, matrices of all seeds together. ``stiffness.csv``, ``curves.csv``: see
+    to ||X|| over training, per variant, matrices of all seeds together. ``stiffness.csv``, ``cqm.csv``: see
     :mod:`experiments.analyse.stiffness`.
     """
-    reference = next((as_float(run.setting("rank")) for run in runs if run.setting("rank")), math.nan)
-    found = {run.path: predictions(run, reference) for run in runs}
+    ranks = {int(run.setting("rank")) for run in runs if run.setting("rank")}
+    reference = float(median_low(ranks)) if ranks else math.nan
+    left = {(run.seed, run.setting("rank")): left_by_powersgd(run) for run in runs if run.ok}
+    found = {run.path: predictions(run, reference, left) for run in runs}
     write_table(out / "table.csv", [row for run in runs for row in accuracy(run, found[run.path])])
     write_table(out / "errors.csv", over_training(runs, found))
     write_table(out / "stiffness.csv", stiffness(runs, reference))
-    write_table(out / "curves.csv", curves(runs, reference))
-    return [out / f"{name}.csv" for name in ("table", "errors", "stiffness", "curves")]
+    write_table(out / "cqm.csv", curves(runs, reference))
+    return [out / f"{name}.csv" for name in ("table", "errors", "stiffness", "cqm")]
 
 
 def length(run: Run) -> float:
@@ -69,14 +74,30 @@ def reference_iteration(run: Run) -> int:
     return int(late.min()) if len(late) else int(length(run)) + 1
 
 
-def predictions(run: Run, reference: float) -> pd.DataFrame:
-    """Every prediction of a run: ``COLUMNS``, with ``value`` the actual error, both absolute."""
+def left_by_powersgd(run: Run) -> Left:
+    """Relative error that PowerSGD made, by stage, parameter and iteration."""
+    if run.spectra.empty:
+        return {}
+    known = run.spectra.dropna(subset=["powersgd_error"])
+    keys = zip(known["stage"], known["parameter"], known["iteration"], strict=True)
+    return dict(zip(keys, known["powersgd_error"].astype(float), strict=True))
+
+
+def predictions(run: Run, reference: float, left: Mapping[tuple[int, Any], Left]) -> pd.DataFrame:
+    """Every prediction of a run: ``COLUMNS``, with ``value`` the actual error, both absolute.
+
+    Args:
+        reference: the rank in use where nothing is compressed.
+        left: :func:`left_by_powersgd` of all runs by seed and rank.
+    """
     spectra = run.spectra
     if spectra.empty:
         return pd.DataFrame(columns=list(COLUMNS))
     start = reference_iteration(run)
     gradients = spectra[spectra["of"] == "gradient"].set_index(["stage", "parameter", "iteration"])
     of_gradient = gradients["entropy"].sort_index()
+    others = {int(rank): errors for (seed, rank), errors in left.items() if rank and seed == run.seed}
+    others.pop(int(run.setting("rank", 0)), None)
     rows: list[dict[str, Any]] = []
     for (stage, parameter, of), frame in spectra.groupby(["stage", "parameter", "of"]):
         kind = group_of(str(parameter))
@@ -84,12 +105,16 @@ def predictions(run: Run, reference: float) -> pd.DataFrame:
         entropies = {"anchored": frame.set_index("iteration")["entropy"]}
         if of == "compressed":
             entropies["anchored_gradient"] = of_gradient.loc[(stage, parameter)]
-        rows += [about | row for row in _of_matrix(frame, entropies, start, reference)]
+        rows += [about | row for row in _of_matrix(frame, entropies, start, reference, others)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def _of_matrix(
-    frame: pd.DataFrame, entropies: dict[str, pd.Series], start: int, reference: float
+    frame: pd.DataFrame,
+    entropies: dict[str, pd.Series],
+    start: int,
+    reference: float,
+    others: Mapping[int, Left],
 ) -> Iterator[dict[str, Any]]:
     """The predictions for one matrix through a run; those that are anchored from ``start`` on."""
     held, at = dict[str, float](), 0
@@ -100,7 +125,7 @@ def _of_matrix(
         if row.singular_sq is not None:
             known = MatrixSpectrum(shape, list(row.singular_sq), float(row.input_sq))
             exact = MatrixSpectrum(shape, list(row.best_sq), float(row.norm) ** 2)
-        errors = _actual(row, in_use)
+        errors = _actual(row, in_use, others)
         if row.iteration == start:
             held, at = {actual: value for rank, actual, value in errors if rank == in_use}, in_use
         for rank, actual, value in errors:
@@ -110,7 +135,7 @@ def _of_matrix(
                     moved = math.exp(entropy[row.iteration] - entropy[start])
                     share = error_of(*shape, rank) / error_of(*shape, at)
                     predicted[name] = held[actual] * moved * share
-            if known is not None and (actual == "best" or rank > in_use):
+            if known is not None and (actual == "best" or rank != in_use):
                 predicted["spectral"] = math.sqrt(known.errors_sq([rank])[0])
             if exact is not None and actual == "best" and rank > in_use:
                 predicted["tail"] = math.sqrt(exact.errors_sq([rank])[0])
@@ -128,15 +153,18 @@ def _of_matrix(
                     }
 
 
-def _actual(row: Any, in_use: int) -> list[tuple[int, str, float]]:
+def _actual(row: Any, in_use: int, others: Mapping[int, Left]) -> list[tuple[int, str, float]]:
     """(rank, kind, absolute error) at the ranks that are predicted."""
     half = min(row.rows, row.columns) / 2
+    best = dict(zip(map(int, row.ranks), row.errors, strict=True))
     wanted = {rank for rank in (round(m * in_use) for m in MULTIPLES) if rank <= half or rank == in_use}
-    found = []
-    for actual, errors in (("best", row.errors), ("powersgd", row.powersgd_errors)):
-        if errors is not None:
-            by_rank = dict(zip(map(int, row.ranks), errors, strict=True))
-            found += [(r, actual, row.norm * by_rank[r]) for r in sorted(wanted & by_rank.keys())]
+    found = [(rank, "best", row.norm * best[rank]) for rank in sorted(wanted & best.keys())]
+    if as_float(row.powersgd_error) > 0:
+        found.append((in_use, "powersgd", row.norm * row.powersgd_error))
+        place = (row.stage, row.parameter, row.iteration)
+        found += [
+            (rank, "powersgd", row.norm * errors[place]) for rank, errors in others.items() if place in errors
+        ]
     return found
 
 

@@ -418,7 +418,6 @@ RANK_MODEL_SHAPES = {
     "decoder.layers.0.mlp.linear_fc1.weight": (192, 96),
     "decoder.layers.0.self_attention.linear_proj.weight": (96, 96),
 }
-RANK_MODEL_RANK = 8
 
 
 def rank_model_scale(iteration: int) -> float:
@@ -437,8 +436,8 @@ def rank_model_matrix(shape: tuple[int, int], draw: int) -> torch.Tensor:
 
 
 def write_rank_model(root: Path) -> Path:
-    """One seed: independent entries without compression, a power law under PowerSGD without error feedback, which has
-    found its singular values after a few steps."""
+    """One seed: independent entries without compression, a power law under PowerSGD of rank 8 and 16 without error
+    feedback, which has found its singular values after a few steps."""
     folder = root / "rank_model"
     about = {"study": "rank_model", "ranks": None}
     common = {
@@ -448,7 +447,8 @@ def write_rank_model(root: Path) -> Path:
     }
     variants: dict[str, dict[str, Any]] = {
         "none": {"method": "none"},
-        "r8": {"method": "powersgd", "rank": RANK_MODEL_RANK, "error_feedback": False},
+        "r8": {"method": "powersgd", "rank": 8, "error_feedback": False},
+        "r16": {"method": "powersgd", "rank": 16, "error_feedback": False},
     }
     for name, compression in variants.items():
         path = write_run(folder, variant=name, compression=compression | common, **about)
@@ -464,7 +464,7 @@ def write_rank_model(root: Path) -> Path:
                 for key, shape in RANK_MODEL_SHAPES.items()
             ]
             probe.observe(t, gradients)
-            reduce_together([compressor], [gradients], RANK_MODEL_RANK)
+            reduce_together([compressor], [gradients], settings.rank)
             probe.end_iteration(skipped=False)
         pd.DataFrame(probe.rows).to_parquet(path / "spectra.parquet")
     return folder

@@ -95,12 +95,6 @@ def test_rows_agree_with_powersgd_and_singular_values_by_hand() -> None:
     assert row["powersgd_error"] > row["errors"][ranks.index(RANK)]
     assert row["singular_sq"] == pytest.approx(s**2, rel=1e-3)
     assert row["best_sq"] == pytest.approx(np.linalg.svd(second[0], compute_uv=False)[:RANK] ** 2, rel=1e-4)
-    # Below the rank: less of the approximation. Above it: the best of what is left as well.
-    u, values, v = np.linalg.svd(basis @ found, full_matrices=False)
-    cut = second[0] - (u[:, :4] * values[:4]) @ v[:4]
-    expected = [np.linalg.norm(cut), np.linalg.norm(left)]
-    expected += [errors_of(left, [r - RANK])[0] * np.linalg.norm(left) for r in ranks[2:]]
-    assert row["powersgd_errors"] == pytest.approx(np.array(expected) / np.linalg.norm(second[0]), rel=1e-3)
 
 
 def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
@@ -159,7 +153,7 @@ def rows_of(folder: Path, **where: Any) -> pd.DataFrame:
 
 def test_noise_is_predicted_by_sigma_and_g(folder: Path) -> None:
     rows = rows_of(folder, variant="none", of="gradient", ranks="one")
-    # Ranks around the first compressed run's 8: a quarter of it is no multiple of 4, and three times it is 24.
+    # Ranks around 8, the lower one of the compressed runs; a quarter of it is no multiple of 4.
     assert sorted(rows["rank"].unique()) == [4, 8, 16, 24]
     assert set(rows["predictor"]) == {"iid", "anchored"}
     assert (rows["abs_log_p90"] < 0.02).all()
@@ -187,19 +181,36 @@ def test_a_power_law_is_off_by_its_known_factor(folder: Path) -> None:
     assert row["abs_log_p90"] < 0.2
 
 
-def test_powersgd_that_has_converged_is_as_good_as_the_best(folder: Path) -> None:
-    best, own = (
-        rows_of(folder, variant="r8", of="compressed", actual=actual, predictor="iid", rank=8).iloc[0]
-        for actual in ("best", "powersgd")
-    )
-    assert own["log_median"] == pytest.approx(best["log_median"], abs=1e-3)
+def test_powersgd_that_has_converged_is_as_good_as_the_best_at_its_own_and_at_another_runs_rank(
+    folder: Path,
+) -> None:
+    for predictor, rank in (
+        ("iid", 8),
+        ("anchored", 8),
+        ("anchored_gradient", 8),
+        ("iid", 16),
+        ("spectral", 16),
+    ):
+        best, own = (
+            rows_of(folder, variant="r8", of="compressed", actual=kind, predictor=predictor, rank=rank).iloc[
+                0
+            ]
+            for kind in ("best", "powersgd")
+        )
+        assert own["log_median"] == pytest.approx(best["log_median"], abs=2e-3)
+        assert own["n"] == best["n"]
+    own = rows_of(folder, variant="r16", actual="powersgd", predictor="spectral")
+    # Cut to the first eight of sixteen values the error is known, and the other run has it.
+    assert own.loc[own["ranks"] == "one", "rank"].tolist() == [8]
+    assert (own["abs_log_p90"] < 2e-3).all()
+
+
+def test_the_tail_is_judged_from_exact_values_above_the_rank_in_use(folder: Path) -> None:
     exact = rows_of(folder, variant="r8", actual="best", predictor="tail")
-    assert exact.loc[exact["ranks"] == "one", "rank"].min() > 8, "exact by construction up to the rank in use"
-    one, other = (
-        rows_of(folder, variant="r8", actual="best", predictor=name, rank=16).iloc[0]
-        for name in ("tail", "spectral")
-    )
-    assert one["log_median"] == pytest.approx(other["log_median"], abs=1e-3)
+    assert sorted(exact.loc[exact["ranks"] == "one", "rank"]) == [16, 24]
+    other = rows_of(folder, variant="r8", actual="best", predictor="spectral", rank=16).iloc[0]
+    one = exact[exact["rank"] == 16].iloc[0]
+    assert one["log_median"] == pytest.approx(other["log_median"], abs=2e-3)
 
 
 def test_errors_over_training_pool_kinds_and_ranks(folder: Path) -> None:
@@ -245,7 +256,7 @@ def test_stiffness_agrees_with_its_limit_and_with_simulation(folder: Path) -> No
     s = np.linalg.svd(np.random.default_rng(3).standard_normal((256, 256)), compute_uv=False)
     simulated = math.log(np.linalg.norm(s[4:]) / np.linalg.norm(s[16:]))
     assert found.loc[(1024, 64), "saturates_nats"] == pytest.approx(simulated, rel=0.05)
-    curves = pd.read_csv(folder / "curves.csv")
+    curves = pd.read_csv(folder / "cqm.csv")
     assert curves.groupby(["rows", "columns", "rank_start"]).ngroups == 3
     crossing = curves[(curves["rows"] == 1024) & (curves["rank"] <= 16)]["change_nats"].max()
     assert -0.088 - (curves["change_nats"].iloc[1] - curves["change_nats"].iloc[0]) <= crossing <= -0.0875
