@@ -43,7 +43,7 @@ def run_of(variant: str, **train: Any) -> dict[str, Any]:
             **train,
         },
     )
-    values["probe"] = {"every": 10, "estimators": ["gaussian"], "correlation": True}
+    values["probe"] = {"every": 10, "estimators": ["gaussian"], "correlation": True, "spectra": True}
     values["compression"] = {
         "method": "edgc",
         "policy": "cqm",
@@ -79,6 +79,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "events": events,
         "weights": weights,
         "tensors": pd.read_parquet(folder / "tensors.parquet"),
+        "spectra": pd.read_parquet(folder / "spectra.parquet"),
     }
 
 
@@ -133,7 +134,8 @@ def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
     assert len(reports) == 1 and reports[0].endswith(f"going on from {older.name}"), stderr
 
     expected, found = outcome(launcher.path(quiet)), outcome(folder)
-    pd.testing.assert_frame_equal(found.pop("tensors"), expected.pop("tensors"), check_exact=True)
+    for table in ("tensors", "spectra"):
+        pd.testing.assert_frame_equal(found.pop(table), expected.pop(table), check_exact=True)
     assert found == expected
     ranks = [
         stage["rank"] for event in found["events"] if event["event"] == "step" for stage in event["stages"]
