@@ -103,7 +103,9 @@ def select(frame: pd.DataFrame, check: Check, where: object) -> pd.DataFrame:
 
 
 def _keyed(frame: pd.DataFrame, check: Check) -> dict[str, Any]:
-    names = frame[check.key].astype(str).agg(" ".join, axis=1) if len(frame) else []
+    # A key may have no value, such as the rank of a row that is over several.
+    parts = frame[check.key].astype(object).fillna("").astype(str)
+    names = parts.agg(" ".join, axis=1) if len(frame) else []
     return dict(zip(names, frame[check.column], strict=True))
 
 

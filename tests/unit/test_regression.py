@@ -16,7 +16,7 @@ from experiments.analyse.__main__ import analyse
 from experiments.regression import Check
 from tests.unit import synthetic_runs as synthetic
 
-TRAINED = ("methods", "entropy_trend", "rank_sweep", "window_ablation", "sampling_ablation")
+TRAINED = ("methods", "entropy_trend", "rank_sweep", "rank_model", "window_ablation", "sampling_ablation")
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_update_keeps_tables_and_provenance_only(results: Path) -> None:
         assert (folder / study / "table.csv").read_bytes() == fresh
     record = yaml.safe_load((folder / "provenance.yaml").read_text())
     assert record["versions"] == {"torch": "2.13.0"}
-    assert record["runs"] == 26
+    assert record["runs"] == 29
 
 
 def test_update_of_one_study_leaves_the_others_and_has_its_own_provenance(results: Path) -> None:
@@ -207,3 +207,11 @@ def test_incomplete_checks_are_refused(tmp_path: Path) -> None:
         path.write_text(yaml.safe_dump({"key": ["variant"], "checks": [entry]}))
         with pytest.raises(UserError, match=message):
             regression.load_tolerances(path)
+
+
+def test_a_key_may_have_no_value() -> None:
+    check = Check(study="s", kind="relative", column="value", key=["variant", "rank"], tolerance=0.1)
+    old = pd.DataFrame({"variant": ["a", "a"], "rank": [16.0, None], "value": [1.0, 2.0]})
+    assert all(outcome.ok for outcome in regression.compare(check, old, old[::-1]))
+    moved = old.assign(value=[1.0, 3.0])
+    assert [outcome.ok for outcome in regression.compare(check, old, moved)] == [True, False]
