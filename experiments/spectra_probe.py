@@ -127,16 +127,15 @@ class SpectraProbe:
         self.rows += found
         if self.compressor is None or not pending:
             return
-        for name, known in self.compressor.spectra().items():
-            if name in pending:
-                left = max(0.0, known.input_sq - float(known.singular_sq.sum()))
-                row, rank = pending[name], len(known.singular_sq)
-                self.rows.append(
-                    row
-                    | {"rank": rank, "powersgd_error": math.sqrt(left / known.input_sq)}
-                    | {"singular_sq": known.singular_sq.tolist(), "input_sq": known.input_sq}
-                    | {"best_sq": row["best_sq"][:rank]}
-                )
+        for name, known in self.compressor.spectra(pending).items():
+            left = max(0.0, known.input_sq - math.fsum(known.singular_sq))
+            row, rank = pending[name], len(known.singular_sq)
+            self.rows.append(
+                row
+                | {"rank": rank, "powersgd_error": math.sqrt(left / known.input_sq)}
+                | {"singular_sq": list(known.singular_sq), "input_sq": known.input_sq}
+                | {"best_sq": row["best_sq"][:rank]}
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on after a whole iteration."""
