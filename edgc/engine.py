@@ -106,7 +106,10 @@ class Engine:
         self.decision: Decision | None = None
         self.decision_entropy_full: tuple[float, ...] = ()
         self.layer_ranks = LayerRanks() if config.per_layer else None
-        self._trials = Trials(lambda: build(config), stage, config.cost_gate, open_channel)
+        # Through whatever reductions are sent at the time: studies exchange it.
+        self._trials = Trials(
+            lambda: build(config), stage, config.cost_gate, lambda *options: self.open_channel(*options)
+        )
         self._window = Window(config.window)
         self._replicas = math.nan  # number of this rank's group of replicas, if it has one with others in it
         self._start_iteration()
