@@ -27,6 +27,10 @@ KEPT = (
     "errors.csv",
     "stiffness.csv",
     "cqm.csv",
+    "traffic.csv",
+    "excess.csv",
+    "verdicts.csv",
+    "warm_up.csv",
     "summary.json",
 )
 

@@ -68,6 +68,12 @@ class Run:
         return str((self.config.get("model") or {}).get("architecture", "gpt"))
 
     @property
+    def plain(self) -> bool:
+        """Whether it trains as without EDGC: nothing compressed, between replicas or stages, nothing reduced otherwise."""
+        other = self.setting("pipeline.rank") is not None or self.setting("fused_embedding", False)
+        return self.method == "none" and not other
+
+    @property
     def ok(self) -> bool:
         return self.status == "ok"
 
@@ -236,7 +242,7 @@ def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, A
 
 def uncompressed_losses(runs: Iterable[Run]) -> dict[int, float]:
     """Validation loss of the finished uncompressed run of each seed."""
-    return {run.seed: run.number("validation_loss") for run in runs if run.method == "none" and run.ok}
+    return {run.seed: run.number("validation_loss") for run in runs if run.plain and run.ok}
 
 
 def ranks_text(ranks: object) -> str:

@@ -1,7 +1,36 @@
-"""Optimus-CC and its parts: the tables of the methods comparison."""
+"""Optimus-CC and its parts: the tables of the methods comparison, and what is sent between pipeline stages."""
 
 from __future__ import annotations
 
-from experiments.analyse.methods import analyse
+from pathlib import Path
+from typing import Any
 
-__all__ = ["analyse"]
+import numpy as np
+
+from experiments.analyse import methods
+from experiments.analyse.common import Run, as_float, identity, write_table
+
+
+def analyse(runs: list[Run], out: Path) -> list[Path]:
+    """Write the tables of :mod:`experiments.analyse.methods` and ``traffic.csv``."""
+    written = methods.analyse(runs, out)
+    write_table(out / "traffic.csv", [identity(run) | traffic(run) for run in runs])
+    return [*written, out / "traffic.csv"]
+
+
+def traffic(run: Run) -> dict[str, Any]:
+    """Bytes of one replica as shares of what uncompressed training sends: ``replicas_ratio`` in reductions,
+    ``stages_ratio`` of the activation gradients that stages send backwards; and the median over steps of the latter's
+    relative error. nan where nothing of the kind is compressed."""
+    stages = [stage for event in run.events.get("step", []) for stage in event.get("stages") or []]
+    sent, dense = (
+        sum(value for stage in stages if np.isfinite(value := as_float(stage.get(key))))
+        for key in ("pipeline_bytes", "pipeline_bytes_dense")
+    )
+    errors = [as_float(stage.get("pipeline_relative_error")) for stage in stages]
+    known = [error for error in errors if np.isfinite(error)]
+    return {
+        "replicas_ratio": run.number("bytes_ratio"),
+        "stages_ratio": sent / dense if dense else np.nan,
+        "stages_relative_error": float(np.median(known)) if known else np.nan,
+    }

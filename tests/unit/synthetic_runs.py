@@ -115,6 +115,13 @@ def write_run(
                     "seconds_entropy": entropy_seconds if t % period == 0 else 0.0,
                 }
             )
+            if compression.get("pipeline") and stage > 0:  # stage 0 sends nothing backwards
+                sent_back = {
+                    "pipeline_bytes": 100,
+                    "pipeline_bytes_dense": 400,
+                    "pipeline_relative_error": 0.8,
+                }
+                rows[-1] |= sent_back
         norm = 2.0 * math.exp(-t / 60) + 0.8 + 0.05 * abs(rng.normal())
         events.append(
             {
@@ -323,12 +330,14 @@ def write_policies(root: Path) -> Path:
 
 
 def write_optimus_cc(root: Path) -> Path:
-    """Two seeds: uncompressed, and stage 0 alone compressed."""
+    """Two seeds: uncompressed, gradients between stages alone compressed, and those of stage 0 alone."""
     folder = root / "optimus_cc"
+    backprop: dict[str, Any] = {"method": "none", "pipeline": {"rank": 8}}
     stages: dict[str, Any] = {"method": "powersgd", "rank": 16, "compressed_stages": 0.75}
     for seed in (1, 2):
         common: dict[str, Any] = {"study": "optimus_cc", "seed": seed}
         write_run(folder, variant="none", loss=5.0 + 0.05 * seed, **common)
+        write_run(folder, variant="backprop", loss=5.3 + 0.05 * seed, compression=backprop, **common)
         write_run(
             folder,
             variant="stages",

@@ -78,6 +78,17 @@ def test_policies_are_compared_with_fixed_ranks_of_as_many_bytes(root: Path) -> 
     assert "none" not in found.index
 
 
+def test_a_run_that_compresses_between_stages_is_no_baseline(root: Path) -> None:
+    table = pd.read_csv(root / "optimus_cc" / "table.csv").set_index(["variant", "seed"])
+    assert table.loc[("none", 2), "gap_nats"] == 0
+    assert table.loc[("backprop", 2), "gap_nats"] == pytest.approx(0.3)
+    assert table.loc[("stages", 1), "gap_nats"] == pytest.approx(0.02)
+    traffic = pd.read_csv(root / "optimus_cc" / "traffic.csv").set_index(["variant", "seed"])
+    assert traffic.loc[("backprop", 1), "stages_ratio"] == pytest.approx(0.25)
+    assert traffic.loc[("backprop", 1), "stages_relative_error"] == pytest.approx(0.8)
+    assert math.isnan(traffic.loc[("none", 1), "stages_ratio"])
+
+
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
