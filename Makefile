@@ -56,8 +56,10 @@ equal-bytes: venv ## compare all compressors at equal bytes and write that to re
 	  results/reference/$(SCALE)/figures/equal_bytes.png
 
 .PHONY: optimus-cc
-optimus-cc: venv ## compare Optimus-CC and its parts; not part of `reproduce`
+optimus-cc: venv ## compare Optimus-CC and its parts and write that to results/reference/SCALE; not part of `reproduce`
 	@$(PIPELINE) optimus_cc $(ARGS)
+	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) \
+	  --reference results/reference/$(SCALE) --study optimus_cc
 
 # Twenty-one runs; not part of `reproduce`.
 .PHONY: moe
