@@ -69,7 +69,7 @@ class Run:
 
     @property
     def plain(self) -> bool:
-        """Whether it trains as without EDGC: nothing compressed, between replicas or stages, nothing reduced otherwise."""
+        """Whether it trains as without EDGC: nothing compressed between replicas or stages, all reduced as usual."""
         other = self.setting("pipeline.rank") is not None or self.setting("fused_embedding", False)
         return self.method == "none" and not other
 
