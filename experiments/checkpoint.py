@@ -113,8 +113,7 @@ class Checkpoints:
             "seconds": seconds,
             "resumed_at": list(resumed_at),
             "scheduler": session.scheduler.state_dict(),
-            "probe": None if session.probe is None else session.probe.state_dict(),
-            "spectra": None if session.spectra is None else session.spectra.state_dict(),
+            "recorders": {recorder.file: recorder.state_dict() for recorder in session.recorders},
             "random": _random_state(),
             "watch": dict(watch),
             "pipeline": None if session.pipeline is None else session.pipeline.state_dict(),
@@ -149,10 +148,8 @@ class Checkpoints:
         inner, name = folder / TRAINER, rank_files.file_of(dist.get_rank())
         own = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
         session.scheduler.load_state_dict(own["scheduler"])
-        if session.probe is not None:
-            session.probe.load_state_dict(own["probe"])
-        if session.spectra is not None:
-            session.spectra.load_state_dict(own["spectra"])
+        for recorder in session.recorders:
+            recorder.load_state_dict(own["recorders"][recorder.file])
         if session.pipeline is not None:
             session.pipeline.load_state_dict(own["pipeline"])
         _set_random_state(own["random"])

@@ -38,7 +38,12 @@ class GradientProbe:
             the ranks that hold the other experts of its tokens).
         experts: which of the model's experts this rank holds; None without expert parallelism.
         tokens: counts what the routers send to each expert.
+        leaders: the ranks whose replica is described, those of stage 0 first; this rank alone by default.
+        group: of the leaders, on these.
     """
+
+    file = "tensors.parquet"
+    keys = ("iteration", "stage", "parameter")
 
     def __init__(
         self,
@@ -49,7 +54,10 @@ class GradientProbe:
         reports: bool,
         experts: ExpertShare | None = None,
         tokens: TokenCounts | None = None,
+        leaders: Sequence[int] = (0,),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.leaders, self.group = list(leaders), group
         self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
         self.experts, self.tokens = experts, tokens
         self.sampler = Sampler(edgc.entropy)
@@ -111,10 +119,9 @@ class GradientProbe:
             row[f"sampled_{estimator}"] = estimate(sample, estimator)
         return row
 
-    def end_iteration(
-        self, iteration: int, stage_leaders: Sequence[int], group: dist.ProcessGroup | None
-    ) -> None:
-        """Describe the whole model on the first stage leader; called by all ranks of ``group`` (the leaders)."""
+    def end_iteration(self, iteration: int, skipped: bool) -> None:
+        """Describe the whole model on the first stage leader. Collective over the leaders."""
+        stage_leaders, group = self.leaders, self.group
         counts = self.tokens.take() if self.tokens is not None else {}
         if not (self.reports and self.due(iteration)):
             return
@@ -127,7 +134,7 @@ class GradientProbe:
         if len(stage_leaders) > 1:
             sizes = gather_objects(flat.numel(), group)
             pieces = [flat.new_empty(size) for size in sizes]
-            pieces[list(stage_leaders).index(dist.get_rank())] = flat
+            pieces[stage_leaders.index(dist.get_rank())] = flat
             for piece, leader in zip(pieces, stage_leaders, strict=True):
                 dist.broadcast(piece, leader, group=group)
             flat = torch.cat(pieces)

@@ -31,6 +31,8 @@ KEPT = (
     "excess.csv",
     "verdicts.csv",
     "warm_up.csv",
+    "grid.csv",
+    "sampling_error.csv",
     "summary.json",
 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -155,7 +155,8 @@ class TrainConfig(Settings):
 class ProbeConfig(Settings):
     """What studies of gradients record beside the loss: every ``every`` iterations (0 = never).
 
-    ``spectra`` adds singular values (:mod:`experiments.spectra_probe`).
+    ``spectra`` adds singular values (:mod:`experiments.spectra_probe`), ``entry_rates`` entropies by every rule that
+    samples these shares of the entries (:mod:`experiments.sampling_probe`).
     """
 
     every: int = Field(0, ge=0)
@@ -163,11 +164,13 @@ class ProbeConfig(Settings):
     correlation: bool = False
     max_entries: PositiveInt = 1_000_000
     spectra: bool = False
+    entry_rates: tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> ProbeConfig:
-        if self.spectra and not self.every:
-            raise ValueError("spectra without probed iterations; give every")
+        for key in ("spectra", "entry_rates"):
+            if getattr(self, key) and not self.every:
+                raise ValueError(f"{key} without probed iterations; give every")
         return self
 
     def due(self, iteration: int) -> bool:

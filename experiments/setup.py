@@ -20,15 +20,15 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from edgc.compressors import Gradient
-from edgc.engine import Observer
 from edgc.groups import gather_objects
 from edgc.megatron import Attachment, attach
 from edgc.megatron.cpu_shims import install
 from edgc.megatron.pipeline import CompressedP2P
-from experiments.expert_share import ExpertTraffic, TokenCounts, draw_experts, share_of
+from experiments.expert_share import ExpertShare, ExpertTraffic, TokenCounts, draw_experts, share_of
 from experiments.model import build_model, dtype_of, transformer_config
 from experiments.probes import GradientProbe
+from experiments.recorder import Recorder, observer_of
+from experiments.sampling_probe import SamplingProbe
 from experiments.settings import RunConfig
 from experiments.spectra_probe import SpectraProbe
 
@@ -45,13 +45,10 @@ class Session:
     optimizer: Any
     scheduler: OptimizerParamScheduler
     attachment: Attachment
-    probe: GradientProbe | None
-    leaders: list[int]
-    leaders_group: dist.ProcessGroup | None
+    recorders: list[Recorder]
     device: torch.device
     pipeline: CompressedP2P | None = None
     expert_traffic: ExpertTraffic | None = None
-    spectra: SpectraProbe | None = None
 
     @property
     def stage(self) -> int:
@@ -145,24 +142,9 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     if overlap:
         config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
     leaders, leaders_group = _stage_leaders(share is not None)
-    reports = dist.get_rank() in leaders
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    probe = None
-    if run.probe.every:
-        tokens = TokenCounts([chunk.module for chunk in chunks]) if share is not None else None
-        probe = GradientProbe(run.probe, run.edgc, stage, reports=reports, experts=share, tokens=tokens)
-    attachment = attach(
-        chunks,
-        run.edgc,
-        iterations=run.train.iterations,
-        optimizer=optimizer,
-        observer=probe.observe if probe else None,
-    )
-    spectra = None
-    if probe is not None and run.probe.spectra:
-        compressor = attachment.engine.compressor
-        spectra = SpectraProbe(run.probe, run.edgc, stage, compressor, reports=reports, experts=share)
-        attachment.engine.observer = _both(probe.observe, spectra.observe)
+    attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
+    recorders = _recorders(run, chunks, attachment, share, leaders, leaders_group)
+    attachment.engine.observer = observer_of(recorders)
     pipeline = attachment.pipeline = _compressed_p2p(run, config)
     expert_traffic = None
     if share is not None:
@@ -173,22 +155,35 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         optimizer,
         scheduler,
         attachment,
-        probe,
-        leaders,
-        leaders_group,
+        recorders,
         device,
         pipeline=pipeline,
         expert_traffic=expert_traffic,
-        spectra=spectra,
     )
 
 
-def _both(first: Observer, second: Observer) -> Observer:
-    def observe(iteration: int, gradients: Sequence[Gradient]) -> None:
-        first(iteration, gradients)
-        second(iteration, gradients)
-
-    return observe
+def _recorders(
+    run: RunConfig,
+    chunks: Sequence[DistributedDataParallel],
+    attachment: Attachment,
+    share: ExpertShare | None,
+    leaders: list[int],
+    group: dist.ProcessGroup | None,
+) -> list[Recorder]:
+    """What the run's probes are to record on this rank."""
+    if not run.probe.every:
+        return []
+    reports, engine = dist.get_rank() in leaders, attachment.engine
+    about = run.probe, run.edgc, engine.stage
+    tokens = TokenCounts([chunk.module for chunk in chunks]) if share is not None else None
+    recorders: list[Recorder] = [
+        GradientProbe(*about, reports=reports, experts=share, tokens=tokens, leaders=leaders, group=group)
+    ]
+    if run.probe.spectra:
+        recorders.append(SpectraProbe(*about, engine.compressor, reports=reports, experts=share))
+    if run.probe.entry_rates:
+        recorders.append(SamplingProbe(*about, reports=reports))
+    return recorders
 
 
 def _compressed_p2p(run: RunConfig, config: Any) -> CompressedP2P | None:

@@ -52,6 +52,9 @@ class SpectraProbe:
         experts: which of the model's experts this rank holds; None without expert parallelism.
     """
 
+    file = "spectra.parquet"
+    keys = ("iteration", "stage", "parameter", "of")
+
     def __init__(
         self,
         config: ProbeConfig,
@@ -118,7 +121,7 @@ class SpectraProbe:
             "best_sq": squares.tolist(),
         }
 
-    def end_iteration(self, *, skipped: bool) -> None:
+    def end_iteration(self, iteration: int, skipped: bool) -> None:
         """Take in what PowerSGD knows now; to be called after the reductions of an iteration, before the next one."""
         found, pending = self._found, self._pending
         self._found, self._pending = [], {}

@@ -115,13 +115,11 @@ class Trainer:
         updated, gradient_norm, _ = session.optimizer.step()
         if updated:
             session.scheduler.step(increment=1)
-        if session.probe is not None:
-            session.probe.end_iteration(iteration, session.leaders, session.leaders_group)
         done = session.attachment.engine.last
         assert done is not None
         assert done.iteration == iteration
-        if session.spectra is not None:
-            session.spectra.end_iteration(skipped=done.skipped)
+        for recorder in session.recorders:
+            recorder.end_iteration(iteration, done.skipped)
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         traffic = session.pipeline.traffic if session.pipeline is not None else None
         experts = session.expert_traffic.take() if session.expert_traffic is not None else None
@@ -200,7 +198,7 @@ class Trainer:
             self.log.events.write(
                 "end", status=status, iterations=iteration, seconds=seconds_total, error=None
             )
-        self._write_probe()
+        self._write_records()
         if run.train.checkpoint and status == "ok":
             save_model(self.session.chunks, run, self.attempt / "checkpoint")
         return {
@@ -277,19 +275,13 @@ class Trainer:
         far = len(recent) == DIVERGED_STEPS and min(recent) > limit
         return far or self.session.attachment.skipped_in_a_row >= SKIPPED_STEPS
 
-    def _write_probe(self) -> None:
-        """Stage leaders hand their rows to rank 0, which writes ``tensors.parquet`` and ``spectra.parquet``."""
-        place = ["iteration", "stage", "parameter"]
-        for probe, name, keys in (
-            (self.session.probe, "tensors.parquet", place),
-            (self.session.spectra, "spectra.parquet", [*place, "of"]),
-        ):
-            if probe is None:
-                continue
-            rows = [row for rows in gather_objects(probe.rows) for row in rows]
+    def _write_records(self) -> None:
+        """Every rank hands its rows to rank 0, which writes the tables."""
+        for recorder in self.session.recorders:
+            rows = [row for rows in gather_objects(recorder.rows) for row in rows]
             if dist.get_rank() == 0 and rows:
-                table = pd.DataFrame(rows).sort_values(keys, ignore_index=True)
-                table.to_parquet(self.attempt / name, index=False)
+                table = pd.DataFrame(rows).sort_values(list(recorder.keys), ignore_index=True)
+                table.to_parquet(self.attempt / recorder.file, index=False)
 
 
 def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:

@@ -1,4 +1,5 @@
-"""Sampling rates of the entropy estimate: agreement, error and cost over the grid of alpha and beta."""
+"""Sampling rates of the entropy estimate: agreement, error and cost over the grid of alpha and beta, and every rule on
+the gradients of one run."""
 
 from __future__ import annotations
 
@@ -13,23 +14,33 @@ from matplotlib.figure import Figure
 from paper_figures import style
 
 NAME = "sampling_ablation"
+RATES = (0.01, 0.05, 0.25, 1)
 
 
 def draw(results: Path) -> Figure:
-    """Three grids: CC, RMSE in nats, and seconds per step relative to reading everything."""
+    """Three grids of runs: CC, RMSE in nats, and seconds per step relative to reading everything; below, on the
+    gradients of one run: error of a measurement against its formula, RMSE of windows, cost."""
     table = style.read(results, "sampling_ablation")
     timings = style.read(results, "sampling_ablation", "timings.csv")
     sampling = "strided" if "strided" in set(table["sampling"]) else str(table["sampling"].iloc[0])
     fine = table[(table["status"] == "ok") & (table["sampling"] == sampling)]
     cost = timings[(timings["status"] == "ok") & (timings["sampling"] == sampling)].copy()
     cost["percent"] = 100 + cost["change_percent"]
-    fig, axes = style.figure(1, 3, width=style.TEXT, height=2.75)
+    fig, axes = style.figure(2, 3, width=style.TEXT, height=5.6)
     grid(axes[0], fine, "cc", "CC (no unit)", "{:.3f}", reverse=False)
     grid(axes[1], fine, "rmse_nats", "RMSE of windows (nats)", "{:.3f}", reverse=True)
     grid(axes[2], cost, "percent", "time of the estimate (%)", "{:.1f}", reverse=True)
-    for ax in axes:
+    for ax in axes[:3]:
         ax.set_xlabel("β, share of entries read (no unit)")
         ax.set_ylabel("α, share of iterations")
+    error(axes[3], style.read(results, "sampling_ablation", "sampling_error.csv"))
+    windows(axes[4], style.read(results, "sampling_ablation", "grid.csv"))
+    seconds(axes[5], style.read(results, "sampling_ablation", "grid_timings.csv"))
+    for ax in axes[3:]:
+        ax.set_xscale("log")
+        style.plain(ax.xaxis, RATES)
+        ax.set_xlabel("β, share of entries read (no unit)")
+        ax.legend(loc="best")
     style.letter(axes)
     counts = list(fine.groupby(["alpha", "beta"]).size())
     decided = fine.dropna(subset=["decisions_differing"])
@@ -45,10 +56,75 @@ def draw(results: Path) -> Figure:
         counts,
         bars="cells: mean over seeds",
         scale=results.name,
-        extra=f"{sampling.capitalize()} sampling; (a), (b) stage 0; (c) 100 %: α = β = 1. Darker is better."
+        extra=f"(a) to (c): {sampling} sampling, (a), (b) stage 0, (c) 100 %: α = β = 1; darker is better. "
+        "(d) to (f): one run per seed, means."
         + (f"\nDecisions unlike α = β = 1 (first seed): {text}." if text else ""),
     )
     return fig
+
+
+def error(ax: Axes, found: pd.DataFrame) -> None:
+    """Error of one measurement of one matrix, median over the matrices; the line is the formula for the Gaussian."""
+    for (estimator, rule), rows in found.groupby(["estimator", "rule"]):
+        means = rows.groupby("rate")["measured_nats"].mean()
+        family = style.ESTIMATORS[str(estimator)]
+        ax.plot(
+            means.index,
+            means,
+            family.marker,
+            color=family.colour,
+            markerfacecolor=family.colour if rule == "strided" else "white",
+            label=f"{family.label}, {rule}",
+        )
+    formula = found[found["estimator"] == "gaussian"].groupby("rate")["formula_nats"].mean()
+    ax.plot(formula.index, formula, color="#444444", linewidth=0.9, label="formula, Gaussian")
+    ax.set_yscale("log")
+    style.plain(ax.yaxis)
+    ax.set_title("error of a measurement")
+    ax.set_ylabel("RMSE to all entries (nats)")
+
+
+def windows(ax: Axes, found: pd.DataFrame) -> None:
+    """RMSE of window means by the share of iterations, histogram."""
+    mine = found[(found["estimator"] == "histogram") & (found["rule"] != "random")]
+    alphas = sorted(mine["alpha"].unique(), reverse=True)
+    for index, alpha in enumerate(alphas):
+        means = mine[mine["alpha"] == alpha].groupby("beta")["rmse_nats"].mean()
+        if (means > 0).any():
+            ax.plot(
+                means[means > 0].index,
+                means[means > 0],
+                marker=style.MARKERS[index],
+                color=style.stage_colours(len(alphas))[index],
+                label=f"α = {alpha:g}",
+            )
+    ax.set_yscale("log")
+    style.plain(ax.yaxis)
+    ax.set_title("windows, strided, histogram")
+    ax.set_ylabel("RMSE of window means (nats)")
+
+
+def seconds(ax: Axes, found: pd.DataFrame) -> None:
+    """Time of each estimate as a share of the histogram of all entries."""
+    percent = found.assign(percent=100 * found["of_histogram"])
+    for (estimator, rule), rows in percent[percent["rule"] != "all"].groupby(["estimator", "rule"]):
+        whole = percent[(percent["rule"] == "all") & (percent["estimator"] == estimator)]
+        means = pd.concat([rows, whole]).groupby("rate")["percent"].mean()
+        family = style.ESTIMATORS[str(estimator)]
+        ax.plot(
+            means.index,
+            means,
+            marker=family.marker,
+            color=family.colour,
+            markerfacecolor=family.colour if rule == "strided" else "white",
+            linestyle="-" if rule == "strided" else ":",
+            label=f"{family.label}, {rule}",
+        )
+    squares = percent.loc[percent["estimator"] == "square_sum", "percent"]
+    ax.axhline(squares.mean(), color="#444444", linestyle="--", linewidth=0.9, label="sum of all squares")
+    ax.set_ylim(bottom=0)
+    ax.set_title("time of an estimate")
+    ax.set_ylabel("% of the histogram of all entries")
 
 
 def grid(ax: Axes, rows: pd.DataFrame, column: str, title: str, number: str, *, reverse: bool) -> None:

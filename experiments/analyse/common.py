@@ -163,6 +163,11 @@ class Run:
         """Singular values (:mod:`experiments.spectra_probe`), empty when the run recorded none."""
         return self._probed("spectra.parquet")
 
+    @cached_property
+    def samplings(self) -> pd.DataFrame:
+        """Entropies by rule (:mod:`experiments.sampling_probe`), empty when the run recorded none."""
+        return self._probed("sampling.parquet")
+
     def _probed(self, name: str) -> pd.DataFrame:
         path = self.path / name
         return pd.read_parquet(path) if path.is_file() else pd.DataFrame()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from edgc.config import EDGCConfig
+from experiments.analyse import sampling_grid
 from experiments.analyse.common import Run, identity, result, summarise, write_table
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
 
@@ -18,7 +21,10 @@ SKIPPED_STEPS = 5  # first calls allocate
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (per run), ``summary.csv`` (per setting) and ``timings.csv`` (cost of the estimate)."""
+    """Write ``table.csv`` (per run), ``summary.csv`` (per setting) and ``timings.csv`` (cost of the estimate); of runs
+    that recorded every rule ``grid.csv``, ``sampling_error.csv`` and ``grid_timings.csv``
+    (:mod:`experiments.analyse.sampling_grid`)."""
+    runs, gridded = [run for run in runs if run.method == "edgc"], [run for run in runs if len(run.samplings)]
     full = {(run.seed, settings(run)["estimator"]): run for run in runs if is_full(run) and run.ok}
     rows = []
     for run in runs:
@@ -37,7 +43,24 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         row["change_percent"] = 100 * (row["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan
     write_table(out / "timings.csv", timings)
     write_table(out / "table.csv", table)
-    return [out / name for name in ("table.csv", "summary.csv", "timings.csv")]
+    rules = controller_of(runs)
+    rows = [row for run in gridded for row in sampling_grid.fidelity(run, rules)] if rules else []
+    write_table(out / "grid.csv", rows)
+    write_table(out / "sampling_error.csv", [row for run in gridded for row in sampling_grid.errors(run)])
+    write_table(out / "grid_timings.csv", [row for run in gridded for row in sampling_grid.cost(run)])
+    names = "table", "summary", "timings", "grid", "sampling_error", "grid_timings"
+    return [out / f"{name}.csv" for name in names]
+
+
+def controller_of(runs: list[Run]) -> EDGCConfig | None:
+    """What decides the ranks in the study: settings of the first run that reads everything, with the r_max that it
+    found; None if there is no such run."""
+    for run in runs:
+        r_max = decision_columns(run)["r_max"]
+        if is_full(run) and math.isfinite(r_max):
+            own = EDGCConfig.from_dict(run.compression)
+            return replace(own, r_max=int(r_max), alignment="off", cost_gate=False, remeasure_above=None)
+    return None
 
 
 def settings(run: Run) -> dict[str, Any]:

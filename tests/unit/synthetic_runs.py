@@ -15,6 +15,7 @@ import yaml
 
 from edgc.compressors import Gradient, build
 from edgc.config import EDGCConfig
+from experiments.sampling_probe import SamplingProbe
 from experiments.settings import ProbeConfig
 from experiments.spectra_probe import SpectraProbe
 from tests.lockstep import reduce_together
@@ -474,7 +475,7 @@ def write_rank_model(root: Path) -> Path:
             ]
             probe.observe(t, gradients)
             reduce_together([compressor], [gradients], settings.rank)
-            probe.end_iteration(skipped=False)
+            probe.end_iteration(t, skipped=False)
         pd.DataFrame(probe.rows).to_parquet(path / "spectra.parquet")
     return folder
 
@@ -583,7 +584,24 @@ def write_sampling_ablation(root: Path) -> Path:
                 bytes_ratio=0.2,
                 entropy_seconds=0.01 * beta,
             )
+    path = write_run(folder, study="sampling_ablation", variant="grid", loss=5.0)
+    write_samplings(path / "sampling.parquet")
     return folder
+
+
+def write_samplings(path: Path) -> None:
+    """Every rule on normal entries of the entropy that all synthetic runs have."""
+    config = ProbeConfig(every=1, entry_rates=(0.25, 0.05))
+    probe = SamplingProbe(config, EDGCConfig(min_compression_elements=64), 0, reports=True)
+    for t in range(1, ITERATIONS + 1):
+        generator = torch.Generator().manual_seed(t)
+        sigma = math.exp(entropy_at(t) - 1.42)
+        matrices = {name: sigma * torch.randn(96, 96, generator=generator) for name in ("fc1", "fc2")}
+        probe.observe(t, [Gradient(name, matrix) for name, matrix in matrices.items()])
+        probe.end_iteration(t, skipped=False)
+    for row in probe.rows:
+        row["seconds"] = 1e-3 * row["rate"]  # tables of synthetic runs repeat
+    pd.DataFrame(probe.rows).to_parquet(path)
 
 
 def write_all(root: Path) -> Path:

@@ -46,7 +46,7 @@ def two_steps() -> SpectraProbe:
         gradients = [[Gradient(NAME, drawn(w, step)), Gradient(BIAS, torch.ones(2000))] for w in range(2)]
         probe.observe(step, gradients[0])
         reduce_together(workers, gradients, RANK)
-        probe.end_iteration(skipped=False)
+        probe.end_iteration(step, skipped=False)
     return probe
 
 
@@ -105,7 +105,7 @@ def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
         gradients = [Gradient(NAME, tensor)]
         probe.observe(iteration, gradients)
         reduce_together([compressor], [gradients], RANK)
-        probe.end_iteration(skipped=skipped)
+        probe.end_iteration(iteration, skipped=skipped)
 
     step(2, drawn(0, 2), skipped=True)
     step(3, drawn(0, 3))
@@ -124,7 +124,7 @@ def test_what_is_sent_dense_is_described_as_gradient_alone() -> None:
     gradients = [Gradient(NAME, drawn(0, 1))]
     probe.observe(1, gradients)
     reduce_together([compressor], [gradients], None)
-    probe.end_iteration(skipped=False)
+    probe.end_iteration(1, skipped=False)
     assert [row["of"] for row in probe.rows] == ["gradient"]
 
 
