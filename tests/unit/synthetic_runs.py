@@ -591,7 +591,7 @@ def write_sampling_ablation(root: Path) -> Path:
 
 def write_samplings(path: Path) -> None:
     """Every rule on normal entries of the entropy that all synthetic runs have."""
-    config = ProbeConfig(every=1, entry_rates=(0.25, 0.05))
+    config = ProbeConfig(every=1, entry_rates=(0.5, 0.25, 0.05))
     probe = SamplingProbe(config, EDGCConfig(min_compression_elements=64), 0, reports=True)
     for t in range(1, ITERATIONS + 1):
         generator = torch.Generator().manual_seed(t)
