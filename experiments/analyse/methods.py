@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.analyse import time_to_target
 from experiments.analyse.common import (
     SMOOTHING,
     Run,
@@ -34,7 +35,8 @@ APPLIES = {
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (a row per run), ``summary.csv`` (per variant), ``curves.csv`` and ``timings.csv``."""
+    """Write ``table.csv`` (a row per run), ``summary.csv`` (per variant), ``curves.csv``, ``timings.csv`` and
+    ``time_to_target.csv`` (:mod:`experiments.analyse.time_to_target`)."""
     baseline = uncompressed_losses(runs)
     table = pd.DataFrame(
         [
@@ -51,8 +53,10 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     write_table(out / "summary.csv", summarise(table, SUMMARISED, by))
     write_table(out / "curves.csv", pd.concat([curve(run) for run in runs], ignore_index=True))
     write_table(out / "timings.csv", [timing(run) for run in runs])
+    write_table(out / "time_to_target.csv", time_to_target.table(runs))
     write_table(out / "table.csv", table)
-    return [out / name for name in ("table.csv", "summary.csv", "curves.csv", "timings.csv")]
+    names = "table", "summary", "curves", "timings", "time_to_target"
+    return [out / f"{name}.csv" for name in names]
 
 
 def setting(run: Run, name: str) -> Any:

@@ -1,0 +1,77 @@
+"""Time to a loss over a modelled network, on runs whose times and losses are known by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from experiments.analyse import time_to_target
+from experiments.analyse.common import Run
+
+STEPS = 100
+
+
+def run(variant: str, method: str, losses: list[float], stage_bytes: tuple[int, int], work: float) -> Run:
+    """Losses after every 20 steps; compute takes 0.1 s a step, an uncompressed reduction 0.05 s of stage 1."""
+    config: dict[str, Any] = {
+        "variant": variant,
+        "label": variant,
+        "seed": 1,
+        "compression": {"method": method},
+    }
+    made = Run(Path(f"{variant}-s1"), "ok", config)
+    iterations = range(1, STEPS + 1)
+    rows = [
+        {
+            "iteration": float(t),
+            "stage": float(stage),
+            "bytes": float(stage_bytes[stage]),
+            "seconds_compress": work * (1 + stage),
+            "seconds_communicate": 0.02 + 0.03 * stage,
+            "seconds_decompress": 0.0,
+        }
+        for t in iterations
+        for stage in range(2)
+    ]
+    made.__dict__["stages"] = pd.DataFrame(rows)
+    made.__dict__["steps"] = pd.DataFrame(
+        {"iteration": list(map(float, iterations)), "seconds": [0.15] * STEPS}
+    )
+    at = [20.0 * (k + 1) for k in range(len(losses))]
+    made.__dict__["evaluations"] = pd.DataFrame({"iteration": at, "loss": losses, "perplexity": losses})
+    return made
+
+
+PLAIN = run("none", "none", [5.0, 4.0, 3.5, 3.2, 3.0], (1_000_000, 2_000_000), 0.0)
+HALF = run("half", "powersgd", [5.0, 4.1, 3.6, 3.3, 3.05], (500_000, 1_000_000), 0.01)
+NEVER = run("never", "sign", [5.0, 4.9, 4.8, 4.7, 4.6], (1_000, 1_000), 0.0)
+
+
+def test_times_are_those_computed_by_hand() -> None:
+    found = time_to_target.table([PLAIN, HALF, NEVER]).set_index(["variant", "megabits"])
+    # 90 of 100 iterations: half-way between 3.2 and 3.0.
+    assert found.loc[("none", 10.0), "target_loss"] == pytest.approx(3.1)
+    assert found.loc[("none", 10.0), "iterations"] == pytest.approx(90)
+    # Stage 1 is the slower one: 2 MB at 10 Mbit/s take 1.6 s.
+    assert found.loc[("none", 10.0), "seconds"] == pytest.approx(90 * (0.1 + 1.6))
+    assert found.loc[("half", 10.0), "iterations"] == pytest.approx(96)
+    assert found.loc[("half", 10.0), "seconds"] == pytest.approx(96 * (0.1 + 0.02 + 0.8))
+    assert found.loc[("half", 10.0), "of_uncompressed"] == pytest.approx(96 * 0.92 / (90 * 1.7))
+    # A fast network: its work costs more than its bytes save.
+    assert found.loc[("half", 10000.0), "of_uncompressed"] > 1
+    assert math.isnan(found.loc[("never", 10.0), "seconds"])
+    assert set(found["kind"]) == {"modelled network"}
+
+
+def test_a_loss_that_is_met_between_evaluations_and_at_the_first() -> None:
+    assert time_to_target.reached(PLAIN, 3.75) == pytest.approx(50)
+    assert time_to_target.reached(PLAIN, 6.0) == 20
+    assert time_to_target.seconds(PLAIN, 0.1, 2.5, 1e9) == pytest.approx(0.25, rel=1e-3)
+
+
+def test_without_an_uncompressed_run_there_is_no_target() -> None:
+    assert time_to_target.table([HALF]).empty
