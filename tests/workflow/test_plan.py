@@ -60,6 +60,14 @@ def test_each_target_plans_alone(plans: dict[str, dict[str, int]], target: str) 
         assert plan["train"] > 0
 
 
+def test_regression_trains_only_what_is_compared_or_claimed(plans: dict[str, dict[str, int]]) -> None:
+    tolerances = yaml.safe_load((ROOT / "experiments" / "tolerances.yaml").read_text())
+    claims = yaml.safe_load((ROOT / "results" / "paper_claims.yaml").read_text())
+    used = {item["study"] for item in [*tolerances["checks"], *claims["claims"]]}
+    assert "policies" not in used
+    assert plans["ci_regression"]["train"] == sum(len(matrix.runs(study, "ci")) for study in used)
+
+
 def test_slurm_profile_plans_paper_scale_unless_told_otherwise(checkout: Checkout) -> None:
     profile = ["--profile", "slurm", "-n", "all"]
     for (code, text), scale in zip(

@@ -3,7 +3,7 @@
 
 rule claims:
     input:
-        tables=tables(MAIN),
+        tables=tables(CLAIMED),
         paper="results/paper_claims.yaml",
         code=code("experiments", "claim*.py"),
     output:
@@ -22,7 +22,7 @@ rule claims:
 
 rule regression:
     input:
-        tables=tables(MAIN),
+        tables=tables(COMPARED),
         claims=rules.claims.output,
         reference=code(f"results/reference/{config['scale']}", "**/*.*"),
         code=code("experiments", "regression.py", "tolerances.yaml"),

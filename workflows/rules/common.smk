@@ -59,6 +59,13 @@ ANALYSED = {name for name in STUDIES if RUNS[name]} - SIMULATED - EVALUATED
 
 # What `all` makes: not the studies that are too long for it at this scale, nor their figures.
 MAIN = [name for name, study in STUDIES.items() if config["scale"] not in study.only_by_name]
+# Of these, what claims and the comparison with the committed results read; nothing else is trained for them.
+CLAIMED = {claim["study"] for claim in load_yaml(Path("results/paper_claims.yaml"))["claims"]}.intersection(
+    MAIN
+)
+COMPARED = {
+    check["study"] for check in load_yaml(Path("experiments/tolerances.yaml"))["checks"]
+}.intersection(MAIN)
 MAIN_FIGURES = [name for name, needed in FIGURES.items() if set(needed) <= set(MAIN)]
 
 # Benchmarks that `make bench-keep` has kept: (machine, benchmark).
