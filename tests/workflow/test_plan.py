@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 import yaml
 
@@ -108,6 +111,17 @@ def test_wrong_study_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
 def test_lint_is_clean(checkout: Checkout) -> None:
     [(code, text)] = checkout.snakemake(["--lint"])
     assert code == 0, text
+
+
+def test_results_of_the_report_have_one_label() -> None:
+    """With two the report offers every combination of their values, and stops with an error at one that is missing."""
+    found = [
+        (path.name, text)
+        for path in (ROOT / "workflows" / "rules").glob("*.smk")
+        for text in re.findall(r"labels=(\{.*\}),", path.read_text())
+    ]
+    assert len(found) >= 5
+    assert all(len(ast.literal_eval(text)) == 1 for _, text in found), found
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
