@@ -66,12 +66,9 @@ class GradientProbe:
         self._previous: dict[str, Tensor] = {}
         self._pieces: list[Tensor] = []
 
-    def due(self, iteration: int) -> bool:
-        return self.config.due(iteration)
-
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""
-        if not (self.reports and self.due(iteration)):
+        if not (self.reports and self.config.due(iteration)):
             return
         matrices = [
             (name, g.tensor.detach().reshape(-1).to(torch.float32, copy=True), tuple(g.tensor.shape))
@@ -123,7 +120,7 @@ class GradientProbe:
         """Describe the whole model on the first stage leader. Collective over the leaders."""
         stage_leaders, group = self.leaders, self.group
         counts = self.tokens.take() if self.tokens is not None else {}
-        if not (self.reports and self.due(iteration)):
+        if not (self.reports and self.config.due(iteration)):
             return
         if self.tokens is not None and len(stage_leaders) > 1:
             self._add_tokens(iteration, counts, group)

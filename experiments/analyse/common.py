@@ -130,6 +130,10 @@ class Run:
             "bytes",
             "relative_error",
             "error_feedback_ratio",
+            "expert_bytes",
+            "pipeline_bytes",
+            "pipeline_bytes_dense",
+            "pipeline_relative_error",
         ]
         columns += [f"seconds_{kind}" for kind in ("compress", "communicate", "decompress", "entropy")]
         rows = []

@@ -34,7 +34,7 @@ GROUPS = (
     ("norm", "norm"),
 )
 NORMAL = 0.5 * np.log(2 * np.pi * np.e)  # entropy of a normal distribution minus log sigma, nats
-WARM_UP = 0.1  # share of the run after which CQM takes its reference
+WARM_UP = 0.1  # share of the run after which EDGC may compress: CQM takes its reference there
 SHAPE_COLUMNS = ("sigma", "log_sigma", "skewness", "excess_kurtosis", "zero_fraction", "near_zero",
                  "correlation_previous", "correlation_layers", "gradient_norm")  # fmt: skip
 

@@ -93,11 +93,12 @@ def paired(differences: Sequence[float]) -> dict[str, Any]:
         "difference_low": found["low"],
         "difference_high": found["high"],
         "p": p,
-        "verdict": _verdict(found) if any(differences) else "reference",
+        "verdict": verdict(found) if any(differences) else "reference",
     }
 
 
-def _verdict(found: dict[str, float]) -> str:
+def verdict(found: dict[str, float]) -> str:
+    """What the interval of a difference (:func:`experiments.analyse.common.interval`) says: more is worse."""
     if found["low"] > 0:
         return "worse"
     return "better" if found["high"] < 0 else "not distinguishable"

@@ -17,7 +17,6 @@ import pandas as pd
 from edgc.rank_model import StageModel, next_rank
 from experiments.analyse.common import (
     Run,
-    as_float,
     identity,
     pearson,
     result,
@@ -25,11 +24,10 @@ from experiments.analyse.common import (
     uncompressed_losses,
     write_table,
 )
-from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, group_of
+from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, WARM_UP, group_of
 from experiments.analyse.methods import setting
 
 WINDOW = 20  # iterations, that of EDGC at ci scale
-WARM_UP = 0.1  # share of the run after which EDGC may compress: its reference entropy is taken there
 RANK = 16  # at the reference
 PLACE = re.compile(r"layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?")
 VALUES = ("entropy", "log_sigma", "gradient_norm", "tokens")
@@ -68,11 +66,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
 
 def row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:
     """One run; ``expert_share`` is the experts' part of the bytes that were sent."""
-    experts = sum(
-        as_float(stage.get("expert_bytes"))
-        for event in run.events.get("step", [])
-        for stage in event.get("stages") or []
-    )
+    experts = float(run.stages["expert_bytes"].sum(skipna=False))
     compressed = bool(run.setting("compress_experts", True)) if run.method != "none" else None
     settings = {name: setting(run, name) for name in ("factor_dtype", "one_sided")}
     return (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from experiments.analyse import methods
-from experiments.analyse.common import Run, as_float, identity, write_table
+from experiments.analyse.common import Run, identity, write_table
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
@@ -22,15 +21,9 @@ def traffic(run: Run) -> dict[str, Any]:
     """Bytes of one replica as shares of what uncompressed training sends: ``replicas_ratio`` in reductions,
     ``stages_ratio`` of the activation gradients that stages send backwards; and the median over steps of the latter's
     relative error. nan where nothing of the kind is compressed."""
-    stages = [stage for event in run.events.get("step", []) for stage in event.get("stages") or []]
-    sent, dense = (
-        sum(value for stage in stages if np.isfinite(value := as_float(stage.get(key))))
-        for key in ("pipeline_bytes", "pipeline_bytes_dense")
-    )
-    errors = [as_float(stage.get("pipeline_relative_error")) for stage in stages]
-    known = [error for error in errors if np.isfinite(error)]
+    sent, dense = (float(run.stages[key].sum()) for key in ("pipeline_bytes", "pipeline_bytes_dense"))
     return {
         "replicas_ratio": run.number("bytes_ratio"),
-        "stages_ratio": sent / dense if dense else np.nan,
-        "stages_relative_error": float(np.median(known)) if known else np.nan,
+        "stages_ratio": sent / dense if dense else math.nan,
+        "stages_relative_error": float(run.stages["pipeline_relative_error"].median()),
     }

@@ -21,6 +21,7 @@ import pandas as pd
 
 from experiments.analyse import methods
 from experiments.analyse.common import Run, interval, write_table
+from experiments.analyse.equal_bytes import verdict as of_interval
 
 LEAST = 0.002  # nats: a fifth of a percent of perplexity
 SEEDS = 3
@@ -32,10 +33,11 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     table = pd.read_csv(out / "table.csv")
     table["factor_dtype"] = table["factor_dtype"].fillna("fp32")
     table["policy"] = table["policy"].fillna("")
-    rows = [excess(row, table) for _, row in table[table["method"] == "edgc"].iterrows()]
     compressed = {(run.variant, run.seed): compressed_ratio(run) for run in runs}
-    for row in rows:
-        row["bytes_ratio_compressed"] = compressed[row["variant"], row["seed"]]
+    rows = [
+        excess(row, table) | {"bytes_ratio_compressed": compressed[row["variant"], row["seed"]]}
+        for _, row in table[table["method"] == "edgc"].iterrows()
+    ]
     write_table(out / "excess.csv", rows)
     write_table(out / "verdicts.csv", verdicts(pd.DataFrame(rows)))
     return [*written, out / "excess.csv", out / "verdicts.csv"]
@@ -110,6 +112,4 @@ def verdict(over: dict[str, float]) -> str:
     """The rule of this module's head."""
     if over["n"] < SEEDS:
         return "not decided"
-    if over["mean"] <= -LEAST and over["high"] < 0:
-        return "better"
-    return "worse" if over["mean"] >= LEAST and over["low"] > 0 else "not distinguishable"
+    return of_interval(over) if abs(over["mean"]) >= LEAST else "not distinguishable"

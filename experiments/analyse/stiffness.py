@@ -16,6 +16,7 @@ import pandas as pd
 
 from edgc.config import EDGCConfig
 from edgc.rank_model import StageModel, error, next_rank
+from edgc.sampling import Sampler
 from experiments.analyse.common import Run
 
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the smaller side: the ranks that are looked at
@@ -85,9 +86,9 @@ def noise(run: Run) -> list[tuple[float, float]]:
     mean square is six times its variance. Stages with too few windows are left out.
     """
     settings = EDGCConfig.from_dict(run.compression)
-    window, period = settings.window, max(1, round(1 / settings.entropy.iteration_rate))
-    frame = run.stages
-    frame = frame[(frame["iteration"] % period == 0) & frame["entropy_full"].notna()]
+    window, sampler, frame = settings.window, Sampler(settings.entropy), run.stages
+    measured = frame["iteration"].astype(int).map(sampler.measures).astype(bool)
+    frame = frame[measured & frame["entropy_full"].notna()]
     frame = frame.assign(window=(frame["iteration"].astype(int) - 1) // window)
     iterations = float(run.config["train"]["iterations"])
     whole = frame["window"].between(settings.warmup_fraction * iterations / window, iterations // window - 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,24 +25,37 @@ KIND = "modelled network"
 
 def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """A row per finished run and bandwidth: ``seconds`` and ``of_uncompressed``, the ratio to the same seed's."""
-    plain = {run.seed: run for run in runs if run.plain and run.ok}
+    bases = {run.seed: Base.of(run) for run in runs if run.plain and run.ok}
     found = []
     for run in runs:
-        base = plain.get(run.seed)
+        base = bases.get(run.seed)
         if base is None or not run.ok or run.stages.empty:
             continue
-        compute = compute_seconds(base)
-        target = loss_at(base, SHARE * float(base.evaluations["iteration"].max()))
-        iterations = reached(run, target)
-        for megabits in MEGABITS:
-            own = seconds(run, compute, iterations, megabits)
-            dense = seconds(base, compute, reached(base, target), megabits)
+        iterations = reached(run, base.target)
+        for megabits, dense in base.seconds.items():
+            own = seconds(run, base.compute, iterations, megabits)
             found.append(
                 identity(run)
-                | {"kind": KIND, "megabits": megabits, "target_loss": target, "iterations": iterations}
+                | {"kind": KIND, "megabits": megabits, "target_loss": base.target, "iterations": iterations}
                 | {"seconds": own, "of_uncompressed": own / dense}
             )
     return found
+
+
+@dataclass(frozen=True)
+class Base:
+    """An uncompressed run: its compute time of a step, its target loss, its time to that by bandwidth (Mbit/s)."""
+
+    compute: float
+    target: float
+    seconds: dict[float, float]
+
+    @classmethod
+    def of(cls, run: Run) -> Base:
+        compute = compute_seconds(run)
+        target = loss_at(run, SHARE * float(run.evaluations["iteration"].max()))
+        iterations = reached(run, target)
+        return cls(compute, target, {m: seconds(run, compute, iterations, m) for m in MEGABITS})
 
 
 def compute_seconds(run: Run) -> float:
