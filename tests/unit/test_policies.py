@@ -52,16 +52,17 @@ def test_by_change(
 
 
 @given(
-    rows=st.dictionaries(st.floats(0, 1), st.integers(1, 64), min_size=1, max_size=6),
+    rows=st.dictionaries(st.integers(0, 1000), st.integers(1, 64), min_size=1, max_size=6),
     iterations=st.integers(1, 10_000),
     where=st.floats(0, 1),
 )
 def test_a_schedule_has_the_rank_of_the_last_share_that_is_over(
-    rows: dict[float, int], iterations: int, where: float
+    rows: dict[int, int], iterations: int, where: float
 ) -> None:
-    schedule = sorted(rows.items())
+    thousandths = sorted(rows.items())
+    schedule = [(share / 1000, rank) for share, rank in thousandths]
     iteration = round(where * iterations)
-    over = [rank for share, rank in schedule if share * iterations <= iteration + 1e-6]
+    over = [rank for share, rank in thousandths if share * iterations <= 1000 * iteration]
     assert policies.scheduled(schedule, iteration, iterations) == (over[-1] if over else schedule[0][1])
 
 
