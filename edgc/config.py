@@ -17,6 +17,7 @@ from edgc import presets
 from edgc.checks import Settings, integer, number, one_of, require
 
 ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
+SAMPLINGS = ("diagonal", "strided", "random")
 METHODS = ("none", "bf16", "powersgd", "topk", "randomk", "quantize", "sign", "edgc")
 POLICIES = ("cqm", "released", "loss", "fixed", "schedule", "spectral")
 _SWITCHES = (
@@ -55,16 +56,17 @@ class EntropyConfig(Settings):
         estimator: entropy in nats; differential except ``released`` (see :mod:`edgc.entropy`).
         iteration_rate: alpha, share of the iterations that are measured. Paper: 0.1.
         entry_rate: beta, share of the entries of a gradient that are read. Paper: 0.25.
-        sampling: ``strided`` (ours, default: cheap and without repeats) or ``random`` (seeded).
+        sampling: ``diagonal`` (ours, default: the same share of every row and column, without repeats),
+            ``strided`` (cheapest, but in many matrices the same columns of every row) or ``random`` (seeded).
         source: ``local`` gradient before compression and error feedback (ours, default: the estimate does not
             depend on the rank in use) or the ``reduced`` gradient after averaging.
-        seed: of the random sampling and of the stride's phase; the same on every rank.
+        seed: of the random sampling and of the phase; the same on every rank.
     """
 
     estimator: str = "histogram"
     iteration_rate: float = 0.1
     entry_rate: float = 0.25
-    sampling: str = "strided"
+    sampling: str = "diagonal"
     source: str = "local"
     seed: int = 0
 
@@ -72,7 +74,7 @@ class EntropyConfig(Settings):
         one_of("estimator", self.estimator, ESTIMATORS)
         number("iteration_rate (alpha)", self.iteration_rate, 0, 1, open_low=True)
         number("entry_rate (beta)", self.entry_rate, 0, 1, open_low=True)
-        one_of("sampling", self.sampling, ("strided", "random"))
+        one_of("sampling", self.sampling, SAMPLINGS)
         one_of("source", self.source, ("local", "reduced"))
         integer("seed", self.seed, 0)
 

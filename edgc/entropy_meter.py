@@ -59,7 +59,7 @@ class EntropyMeter:
                 self._full.append((self._entropy(flat), size))
             if sampled:
                 started = mark(flat.device)
-                entries = self.sampler.take(flat, iteration, gradient.name)
+                entries = self.sampler.take(gradient.tensor, iteration, gradient.name)
                 self._sampled.append((self._entropy(entries), size))
                 self._seconds += seconds_between(started, mark(flat.device))
 

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from edgc.config import EntropyConfig
 
+MAX_COPIES = 128
+"""Largest 1/beta that ``diagonal`` reads: it makes that many copies of a matrix's parts."""
+
 
 class Sampler:
     """Which iterations (rate alpha) and which entries of a gradient (rate beta) are measured.
@@ -23,26 +26,37 @@ class Sampler:
         self._period = max(1, round(1 / config.iteration_rate))
 
     def measures(self, iteration: int) -> bool:
-        """Whether this iteration (1-based) is measured: every round(1/alpha)-th or at random."""
-        if self.config.sampling == "strided":
+        """Whether this iteration (1-based) is measured: every round(1/alpha)-th, or at random under ``random``."""
+        if self.config.sampling != "random":
             return iteration % self._period == 0
         return _hash(self.config.seed, "iteration", iteration) < self.config.iteration_rate * 2.0**64
 
     def take(self, x: Tensor, iteration: int, key: str) -> Tensor:
         """About beta of the entries of ``x``, at least one, none twice, as a 1-D tensor (a view if possible).
 
-        ``strided``: every (1/beta)-th entry, the phase seeded per key and moving by one at each measured
-        iteration, so that every entry has its turn; where 1/beta is no whole number, evenly spaced from a
-        seeded start. ``random``: one seeded draw in each run of 1/beta entries. ``key`` names the parameter.
+        Args:
+            x: any shape; ``diagonal`` sees it as the matrix (d_0, d_1 ... d_k) that is compressed.
+            iteration: a measured one.
+            key: names the parameter; each has draws of its own.
+
+        ``diagonal``: every (1/beta)-th entry of each row, one column further left in each next row, so that all rows
+        and all columns have the same share. ``strided``: every (1/beta)-th entry of the flat tensor; where that
+        divides the width, these are the same columns in every row. The phase of both is seeded per key and moves by
+        one at each measured iteration: every entry has its turn. ``random``: one seeded draw in each run of 1/beta
+        entries. Where 1/beta is no whole number, or is not smaller than the tensor, ``strided`` reads evenly spaced
+        entries from a seeded start, ``diagonal`` is ``random`` (below 1/128, to bound the number of its copies, too).
         """
+        rate, seed, rule = self.config.entry_rate, self.config.seed, self.config.sampling
         values = x.detach().reshape(-1)
-        rate, seed = self.config.entry_rate, self.config.seed
-        stride = round(1 / rate)
         if rate == 1 or values.numel() < 2:
             return values
-        if self.config.sampling == "strided" and abs(stride * rate - 1) < 1e-9 and stride <= values.numel():
+        stride = round(1 / rate)
+        if rule != "random" and abs(stride * rate - 1) < 1e-9 and stride <= values.numel():
             phase = (_hash(seed, key, 0) + iteration // self._period) % stride
-            return values[phase::stride]
+            if rule == "strided" or x.dim() < 2:
+                return values[phase::stride]
+            if stride <= MAX_COPIES:
+                return _diagonal(values.view(x.shape[0], -1), stride, phase)
         return values[self._indices(values.numel(), iteration, key, values.device)]
 
     def _indices(self, numel: int, iteration: int, key: str, device: torch.device) -> Tensor:
@@ -51,7 +65,7 @@ class Sampler:
         edges[-1] = numel
         positions = edges[:-1]
         draw = _hash(self.config.seed, key, iteration)
-        if self.config.sampling == "random":
+        if self.config.sampling != "strided":
             generator = torch.Generator(device=device)
             generator.manual_seed(draw >> 1)
             offset = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
@@ -59,6 +73,12 @@ class Sampler:
             positions = positions + torch.minimum((offset * size).long(), size - 1)
         # Runs differ in length if 1/beta is no whole number; turning them makes all entries equally likely.
         return (positions + draw % numel) % numel
+
+
+def _diagonal(matrix: Tensor, stride: int, phase: int) -> Tensor:
+    """The entries (i, j) of ``matrix`` with i + j = ``phase`` modulo ``stride``, as a 1-D copy."""
+    rows = range(min(stride, matrix.shape[0]))
+    return torch.cat([matrix[k::stride, (phase - k) % stride :: stride].reshape(-1) for k in rows])
 
 
 def _hash(seed: int, key: str, iteration: int) -> int:

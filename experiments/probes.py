@@ -76,8 +76,8 @@ class GradientProbe:
             if compressible(g.tensor.shape, self.edgc.min_compression_elements)
         ]
         correlations = _layer_correlations(matrices) if self.config.correlation else {}
-        for name, flat, _ in matrices:
-            row = self._describe(iteration, name, flat)
+        for name, flat, shape in matrices:
+            row = self._describe(iteration, name, flat.view(shape))
             row["correlation_layers"] = correlations.get(name)
             if self.config.correlation:
                 previous = self._previous.get(name)
@@ -93,11 +93,12 @@ class GradientProbe:
         named = [(self.experts.in_model(g.name), g) for g in gradients]
         return [(name, g) for name, g in named if self.experts.describes(name)]
 
-    def _describe(self, iteration: int, name: str, flat: Tensor) -> dict[str, Any]:
+    def _describe(self, iteration: int, name: str, gradient: Tensor) -> dict[str, Any]:
+        flat = gradient.view(-1)
         shape = moments(flat)
         key = f"{name}"
         first = self._first_sigma.setdefault(key, shape.sigma)
-        sample = self.sampler.take(flat, iteration, name)
+        sample = self.sampler.take(gradient, iteration, name)
         row: dict[str, Any] = {
             "iteration": iteration,
             "stage": self.stage if name != WHOLE_MODEL else -1,

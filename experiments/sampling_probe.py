@@ -15,12 +15,11 @@ from torch import Tensor
 from edgc.clock import mark, seconds_between
 from edgc.compressors import Gradient
 from edgc.compressors.powersgd import compressible
-from edgc.config import EDGCConfig
+from edgc.config import SAMPLINGS, EDGCConfig
 from edgc.entropy import estimate, moments
 from edgc.sampling import Sampler
 from experiments.settings import ProbeConfig
 
-RULES = ("strided", "random")
 ESTIMATORS = ("histogram", "gaussian")
 SQUARES = "square_sum"
 
@@ -28,10 +27,10 @@ SQUARES = "square_sum"
 class SamplingProbe:
     """Collects rows for ``sampling.parquet`` at the iterations at which gradients are probed.
 
-    A row is of one iteration, stage, parameter, ``rule`` (of ``RULES``, or ``all`` entries), entry ``rate`` and
-    ``estimator``: ``rows``, ``columns``, ``entropy`` (nats), ``seconds`` that reading and estimating took, and of all
-    entries ``log_sigma`` and ``excess_kurtosis``. Estimator ``square_sum`` is log of the root mean square of all
-    entries plus the constant of a normal distribution: one pass, no sample.
+    A row is of one iteration, stage, parameter, ``rule`` (of ``edgc.config.SAMPLINGS``, or ``all`` entries), entry
+    ``rate`` and ``estimator``: ``rows``, ``columns``, ``entropy`` (nats), ``seconds`` that reading and estimating
+    took, and of all entries ``log_sigma`` and ``excess_kurtosis``. Estimator ``square_sum`` is log of the root mean
+    square of all entries plus the constant of a normal distribution: one pass, no sample.
 
     Args:
         config: at which iterations, and ``entry_rates``.
@@ -48,7 +47,7 @@ class SamplingProbe:
         self.rows: list[dict[str, Any]] = []
         self._samplers = {
             (rule, rate): Sampler(replace(edgc.entropy, sampling=rule, entry_rate=rate, iteration_rate=1.0))
-            for rule in RULES
+            for rule in SAMPLINGS
             for rate in config.entry_rates
         }
 
@@ -88,7 +87,9 @@ class SamplingProbe:
                     rule,
                     rate,
                     estimator,
-                    lambda kind=estimator, taker=sampler: estimate(taker.take(flat, iteration, name), kind),  # type: ignore[misc]
+                    lambda kind=estimator, taker=sampler: estimate(
+                        taker.take(gradient, iteration, name), kind
+                    ),  # type: ignore[misc]
                 )
 
     def end_iteration(self, iteration: int, skipped: bool) -> None:

@@ -15,6 +15,7 @@ from paper_figures import style
 
 NAME = "sampling_ablation"
 RATES = (0.01, 0.05, 0.25, 1)
+MARKERS = {"diagonal": "o", "strided": "s", "random": "^"}
 
 
 def draw(results: Path) -> Figure:
@@ -22,7 +23,7 @@ def draw(results: Path) -> Figure:
     gradients of one run: error of a measurement against its formula, RMSE of windows, cost."""
     table = style.read(results, "sampling_ablation")
     timings = style.read(results, "sampling_ablation", "timings.csv")
-    sampling = "strided" if "strided" in set(table["sampling"]) else str(table["sampling"].iloc[0])
+    sampling = "diagonal" if "diagonal" in set(table["sampling"]) else str(table["sampling"].iloc[0])
     fine = table[(table["status"] == "ok") & (table["sampling"] == sampling)]
     cost = timings[(timings["status"] == "ok") & (timings["sampling"] == sampling)].copy()
     cost["percent"] = 100 + cost["change_percent"]
@@ -71,9 +72,9 @@ def error(ax: Axes, found: pd.DataFrame) -> None:
         ax.plot(
             means.index,
             means,
-            family.marker,
+            MARKERS[str(rule)],
             color=family.colour,
-            markerfacecolor=family.colour if rule == "strided" else "white",
+            markerfacecolor=family.colour if rule == "diagonal" else "white",
             label=f"{family.label}, {rule}",
         )
     formula = found[found["estimator"] == "gaussian"].groupby("rate")["formula_nats"].mean()
@@ -86,7 +87,7 @@ def error(ax: Axes, found: pd.DataFrame) -> None:
 
 def windows(ax: Axes, found: pd.DataFrame) -> None:
     """RMSE of window means by the share of iterations, histogram."""
-    mine = found[(found["estimator"] == "histogram") & (found["rule"] != "random")]
+    mine = found[(found["estimator"] == "histogram") & found["rule"].isin(["all", "diagonal"])]
     alphas = sorted(mine["alpha"].unique(), reverse=True)
     for index, alpha in enumerate(alphas):
         means = mine[mine["alpha"] == alpha].groupby("beta")["rmse_nats"].mean()
@@ -100,7 +101,7 @@ def windows(ax: Axes, found: pd.DataFrame) -> None:
             )
     ax.set_yscale("log")
     style.plain(ax.yaxis)
-    ax.set_title("windows, strided, histogram")
+    ax.set_title("windows, diagonal, histogram")
     ax.set_ylabel("RMSE of window means (nats)")
 
 
@@ -114,10 +115,10 @@ def seconds(ax: Axes, found: pd.DataFrame) -> None:
         ax.plot(
             means.index,
             means,
-            marker=family.marker,
+            marker=MARKERS[str(rule)],
             color=family.colour,
-            markerfacecolor=family.colour if rule == "strided" else "white",
-            linestyle="-" if rule == "strided" else ":",
+            markerfacecolor=family.colour if rule == "diagonal" else "white",
+            linestyle="-" if rule == "diagonal" else ":",
             label=f"{family.label}, {rule}",
         )
     squares = percent.loc[percent["estimator"] == "square_sum", "percent"]

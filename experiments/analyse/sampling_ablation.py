@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, EntropyConfig
 from experiments.analyse import sampling_grid
 from experiments.analyse.common import Run, identity, result, summarise, write_table
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
@@ -68,7 +68,7 @@ def settings(run: Run) -> dict[str, Any]:
     return {
         "alpha": float(run.setting("entropy.iteration_rate", 0.1)),
         "beta": float(run.setting("entropy.entry_rate", 0.25)),
-        "sampling": str(run.setting("entropy.sampling", "strided")),
+        "sampling": str(run.setting("entropy.sampling", EntropyConfig().sampling)),
         "estimator": str(run.setting("entropy.estimator", "histogram")),
     }
 

@@ -256,7 +256,7 @@ def write_tensors(
 
 
 def edgc(window: int = 40, alpha: float = 0.1, beta: float = 0.25, **more: Any) -> dict[str, Any]:
-    entropy = {"estimator": "histogram", "iteration_rate": alpha, "entry_rate": beta, "sampling": "strided"}
+    entropy = {"estimator": "histogram", "iteration_rate": alpha, "entry_rate": beta, "sampling": "diagonal"}
     return {"method": "edgc", "policy": "cqm", "window": window, "entropy": entropy, **more}
 
 

@@ -59,7 +59,7 @@ def test_settings_are_frozen_and_keyword_only() -> None:
         ({"entropy": {"entry_rate": 0.0}}, "entropy.entry_rate (beta) = 0.0", "above 0 and at most 1"),
         ({"entropy": {"entry_rate": math.nan}}, "entry_rate (beta) = nan", "use a number"),
         ({"entropy": {"estimator": "kde"}}, "estimator = 'kde'", "histogram, gaussian, vasicek, released"),
-        ({"entropy": {"sampling": "stride"}}, "sampling = 'stride'", "strided, random"),
+        ({"entropy": {"sampling": "stride"}}, "sampling = 'stride'", "diagonal, strided, random"),
         ({"entropy": {"source": "both"}}, "source = 'both'", "local, reduced"),
         ({"entropy": {"seed": -1}}, "seed = -1", "at least 0"),
         ({"method": "PowerSGD"}, "method = 'PowerSGD'", "use one of none, bf16, powersgd"),

@@ -59,7 +59,9 @@ def run(probe: SamplingProbe) -> Run:
 
 def test_every_rule_reads_every_matrix_at_every_iteration(probe: SamplingProbe) -> None:
     table = pd.DataFrame(probe.rows)
-    rules = 1 + 2 * (1 + 2 * len(RATES))  # the squares; per estimator all entries, and two rules at each rate
+    rules = 1 + 2 * (
+        1 + 3 * len(RATES)
+    )  # the squares; per estimator all entries, and three rules at each rate
     assert len(table) == ITERATIONS * len(SHAPES) * rules
     assert set(table["parameter"]) == set(SHAPES)
     assert (table["seconds"] >= 0).all()
@@ -75,7 +77,7 @@ def test_every_rule_reads_every_matrix_at_every_iteration(probe: SamplingProbe) 
 
 def test_error_of_a_sample_is_the_formulas(run: Run) -> None:
     found = pd.DataFrame(sampling_grid.errors(run)).set_index(["rule", "rate", "estimator"])
-    for rule in ("strided", "random"):
+    for rule in ("diagonal", "strided", "random"):
         for rate in RATES:
             row = found.loc[(rule, rate, "gaussian")]
             n = 64 * 48  # sd of log sigma from k of n normal entries: sqrt((1 - k/n) / 2k)
@@ -84,8 +86,8 @@ def test_error_of_a_sample_is_the_formulas(run: Run) -> None:
             assert row["measured_over_formula_median"] == pytest.approx(1, abs=0.2)
             assert abs(row["bias_nats"]) < 0.02
     assert (
-        found.loc[("strided", 0.05, "gaussian"), "measured_nats"]
-        > found.loc[("strided", 0.25, "gaussian"), "measured_nats"]
+        found.loc[("diagonal", 0.05, "gaussian"), "measured_nats"]
+        > found.loc[("diagonal", 0.25, "gaussian"), "measured_nats"]
     )
 
 
@@ -95,7 +97,7 @@ def test_fidelity_counts_ranks_unlike_those_of_all_entries(run: Run) -> None:
     full = keyed.loc[("all", 1.0, "histogram", 1.0)]
     assert (full["cc"], full["rmse_nats"], full["ranks_differing"]) == (pytest.approx(1), 0, 0)
     assert full["ranks_compared"] == full["windows"] == ITERATIONS // WINDOW
-    rare = keyed.loc[("strided", 0.05, "gaussian", 0.1)]
+    rare = keyed.loc[("diagonal", 0.05, "gaussian", 0.1)]
     assert 0 < rare["rmse_nats"] < 0.3
     assert 0.5 < rare["cc"] < 1
     assert (found["ranks_differing"] <= found["ranks_compared"]).all()
