@@ -6,6 +6,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 
 SCALE ?= ci
+STUDY ?= methods
 # More than four cores bring nothing at ci scale: a run is four processes, and two runs at once would disturb
 # each other's timings.
 CORES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
@@ -17,6 +18,7 @@ PY := $(VENV)/bin/python
 # snakefmt calls shfmt, which lies beside it.
 SNAKEFMT = PATH='$(abspath $(VENV))/bin':"$$PATH" snakefmt
 BENCH = $(PY) -m experiments.bench
+KEEP = $(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
 PIPELINE = $(PY) -m experiments.pipeline --die-with-parent --scale $(SCALE) --cores $(CORES) --results $(RESULTS)
 
 .PHONY: help
@@ -43,31 +45,31 @@ regression: venv ## compare a ci run with results/reference/ci
 .PHONY: reference
 reference: venv ## write results/reference/SCALE from the results of SCALE
 	@$(PIPELINE) all
-	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
+	@$(KEEP)
+	@$(KEEP) --study window_ablation --runs
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
 
-# Seventy-eight runs, more than an hour at ci scale; not part of `reproduce`.
+.PHONY: keep
+keep: venv ## write STUDY, its figures and its runs to results/reference/SCALE, to be committed
+	@$(PIPELINE) '$(STUDY)' $(ARGS)
+	@$(KEEP) --study '$(STUDY)' --runs
+
+# Not part of `reproduce`: 78 runs, more than an hour at ci scale; 12 runs; 21 runs.
 .PHONY: equal-bytes
-equal-bytes: venv ## compare all compressors at equal bytes and write that to results/reference/SCALE
-	@$(PIPELINE) equal_bytes $(ARGS)
-	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) \
-	  --reference results/reference/$(SCALE) --study equal_bytes
-	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/equal_bytes.png' \
-	  results/reference/$(SCALE)/figures/equal_bytes.png
+equal-bytes: ## compare all compressors at equal bytes and write that to results/reference/SCALE
+	@$(MAKE) keep STUDY=equal_bytes
 
 .PHONY: optimus-cc
-optimus-cc: venv ## compare Optimus-CC and its parts and write that to results/reference/SCALE; not part of `reproduce`
-	@$(PIPELINE) optimus_cc $(ARGS)
-	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) \
-	  --reference results/reference/$(SCALE) --study optimus_cc
+optimus-cc: ## compare Optimus-CC and its parts and write that to results/reference/SCALE
+	@$(MAKE) keep STUDY=optimus_cc
 
-# Twenty-one runs; not part of `reproduce`.
 .PHONY: moe
-moe: venv ## train a small mixture of experts, compressed or not, and write that to results/reference/SCALE
-	@$(PIPELINE) moe $(ARGS)
-	@$(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) \
-	  --reference results/reference/$(SCALE) --study moe
-	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/moe.png' results/reference/$(SCALE)/figures/moe.png
+moe: ## train a small mixture of experts, compressed or not, and write that to results/reference/SCALE
+	@$(MAKE) keep STUDY=moe
+
+.PHONY: replay
+replay: venv ## compute the tables and figures of results/reference/SCALE again from its runs; they must not differ
+	@$(PY) -m experiments.archive replay --scale $(SCALE) $(ARGS)
 
 .PHONY: bench
 bench: venv ## time the compression engine on this machine, on its GPU if it has one (ARGS: options of the program)

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+import paper_figures
 from edgc.errors import UserError
+from experiments import archive, matrix
 from experiments.cli import main_guard
 from experiments.regression import TOLERANCES, Check, load_tolerances, read_table
 from experiments.run_folder import atomic_write
@@ -83,6 +85,18 @@ def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
     return _copy(sources, fresh, reference, provenance(fresh, [study]), reference / study)
 
 
+def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) -> list[Path]:
+    """Copy the runs ``names`` of a study, as one file, and the figures that need nothing else to ``reference``."""
+    content = archive.pack(fresh / study, names)
+    alone = [figure for figure, needed in paper_figures.FIGURES.items() if needed == (study,)]
+    figures = [Path("figures") / f"{figure}.png" for figure in alone]
+    written = [reference / path for path in figures if (fresh / path).is_file()]
+    for target in written:
+        atomic_write(target, (fresh / target.relative_to(reference)).read_bytes())
+    atomic_write(reference / study / archive.NAME, content)
+    return [*written, reference / study / archive.NAME]
+
+
 def _need_results(fresh: Path) -> None:
     if not fresh.is_dir():
         raise UserError("there are no results", where=fresh, fix="run the studies first: make reproduce")
@@ -108,12 +122,16 @@ def main(
     reference: Annotated[Path | None, typer.Option(help="default: RESULTS/reference/SCALE")] = None,
     tolerances: Annotated[Path, typer.Option(help="the checks, which say what belongs to it")] = TOLERANCES,
     study: Annotated[str | None, typer.Option(help="this study alone, checked or not")] = None,
+    runs: Annotated[bool, typer.Option(help="with --study: its runs and figures too")] = False,
 ) -> None:
     """Copy the tables that the regression check compares, or those of one study, with their provenance."""
     fresh, known = results / scale, reference or results / "reference" / scale
     written = (
         update_study(study, fresh, known) if study else update(load_tolerances(tolerances), fresh, known)
     )
+    if study and runs:
+        names = [run.name for run in matrix.runs(study, scale)]
+        written += keep_runs(study, names, fresh, known)
     for path in written:
         print(path)
 

@@ -1,0 +1,101 @@
+"""Committed runs: packed alike every time, unpacked whole, and enough for the committed tables and figures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from edgc.errors import UserError
+from experiments import archive, reference
+from experiments.analyse.__main__ import analyse
+from paper_figures.__main__ import render
+from tests.unit import synthetic_runs as synthetic
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDY = "window_ablation"
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """Runs of one study with its tables and figure."""
+    synthetic.write_window_ablation(tmp_path / "ci")
+    analyse(STUDY, tmp_path / "ci" / STUDY, names(tmp_path / "ci" / STUDY))
+    render(STUDY, tmp_path / "ci", tmp_path / "ci" / "figures")
+    return tmp_path / "ci" / STUDY
+
+
+def names(folder: Path) -> list[str]:
+    return sorted((path.parent.name for path in folder.glob("*/status")), reverse=True)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    paths = (path for name in names(folder) for path in (folder / name).iterdir() if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_the_same_runs_are_the_same_bytes_and_come_back(study: Path, tmp_path: Path) -> None:
+    packed = archive.pack(study, names(study))
+    for path in study.rglob("*"):
+        os.utime(path, (1, 1))
+    (study / names(study)[0] / "status").chmod(0o600)
+    assert archive.pack(study, names(study)) == packed
+    (tmp_path / archive.NAME).write_bytes(packed)
+    assert archive.unpack(tmp_path / archive.NAME, tmp_path / "again") == names(study)
+    assert files(tmp_path / "again") == files(study)
+    assert min(path.stat().st_mtime for path in (tmp_path / "again").rglob("*")) > 10
+
+
+def test_what_training_leaves_beside_the_analysed_files_stays_out(study: Path, tmp_path: Path) -> None:
+    before = archive.pack(study, names(study))
+    (study / names(study)[0] / "checkpoint").mkdir()
+    (study / names(study)[0] / "checkpoint" / "model.safetensors").write_bytes(b"1")
+    (study / names(study)[0] / "events.out").write_bytes(b"1")
+    assert archive.pack(study, names(study)) == before
+
+
+def test_bad_input_is_one_line_and_changes_nothing(study: Path, tmp_path: Path) -> None:
+    (tmp_path / archive.NAME).write_bytes(archive.pack(study, names(study)))
+    before = files(study)
+    with pytest.raises(UserError, match="is there already"):
+        archive.unpack(tmp_path / archive.NAME, study)
+    assert files(study) == before
+    (tmp_path / "torn.tar.xz").write_bytes((tmp_path / archive.NAME).read_bytes()[:5000])
+    with pytest.raises(UserError, match="cannot unpack"):
+        archive.unpack(tmp_path / "torn.tar.xz", tmp_path / "torn")
+    assert not (tmp_path / "torn").exists()
+    (study / names(study)[0] / "status").unlink()
+    with pytest.raises(UserError, match="has not ended"):
+        archive.pack(study, sorted(before_name.partition("/")[0] for before_name in before))
+
+
+def run_replay(results: Path, study: str = STUDY) -> tuple[int, str]:
+    done = CliRunner().invoke(
+        archive.app, ["replay", "--scale", "ci", "--study", study, "--results", str(results)]
+    )
+    return done.exit_code, done.output
+
+
+def test_replay_tells_a_file_that_does_not_follow_from_the_runs(study: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "reference" / "ci"
+    reference.update_study(STUDY, study.parent, kept)
+    reference.keep_runs(STUDY, names(study), study.parent, kept)
+    code, output = run_replay(tmp_path)
+    assert code == 0, output
+    assert output.count("same") == len(list(kept.rglob("*.csv"))) + 1
+    table = kept / STUDY / "table.csv"
+    table.write_text(table.read_text().replace("1", "2", 1))
+    (kept / "figures" / f"{STUDY}.png").write_bytes(b"other")
+    code, output = run_replay(tmp_path)
+    assert code == 1
+    assert output.count("DIFFERENT") == 2
+    assert run_replay(tmp_path, "methods")[0] == 2
+
+
+def test_committed_tables_and_figures_follow_from_the_committed_runs(tmp_path: Path) -> None:
+    kept = ROOT / "results" / "reference" / "ci"
+    found = dict(archive.replay(kept, [STUDY], tmp_path / "ci"))
+    assert {path.suffix for path in found} == {".csv", ".png"}
+    assert all(found.values()), [str(path) for path, same in found.items() if not same]
