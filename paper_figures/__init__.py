@@ -9,8 +9,10 @@ from __future__ import annotations
 FIGURES: dict[str, tuple[str, ...]] = {
     "entropy_trend": ("entropy_trend",),
     "entropy_moments": ("entropy_trend",),
+    "entropy_conditions": ("entropy_trend",),
     "methods": ("methods",),
     "ranks_over_time": ("methods",),
+    "time_to_target": ("methods",),
     "policies": ("policies",),
     "equal_bytes": ("equal_bytes",),
     "moe": ("moe",),

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
+from paper_figures.entropy_trend import PLAIN
 
 NAME = "entropy_moments"
 LAYER_GROUPS = ("qkv", "projection", "fc1", "fc2")
@@ -24,6 +25,7 @@ PANELS = (
 def draw(results: Path) -> Figure:
     """Skewness, excess kurtosis, share near zero, correlation between layers; a line per variant."""
     trend = style.read(results, "entropy_trend", "trend.csv")
+    trend = trend[trend["variant"].isin(PLAIN)]
     fig, axes = style.figure(2, 2, width=style.TEXT, height=4.4, sharex=True)
     for ax, (column, title, unit, factor) in zip(axes, PANELS, strict=True):
         for index, (variant, rows) in enumerate(trend.groupby("variant", sort=False)):

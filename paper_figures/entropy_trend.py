@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from paper_figures import style
 
 NAME = "entropy_trend"
+PLAIN = ("gpt", "bert")  # the other variants change one condition each, see entropy_conditions
 GROUP_ORDER = ("embedding", "position", "qkv", "projection", "fc1", "fc2", "head", "norm", "other")
 
 
@@ -21,6 +22,7 @@ def draw(results: Path) -> Figure:
     trend = style.read(results, "entropy_trend", "trend.csv")
     parameters = style.read(results, "entropy_trend", "parameters.csv")
     norms = style.read(results, "entropy_trend", "norms.csv")
+    trend = trend[trend["variant"].isin(PLAIN)]
     variants = list(dict.fromkeys(trend["variant"]))
     fig, axes = style.figure(3, len(variants), width=style.TEXT, height=6.6, sharex="col", sharey="row")
     grid = np.array(axes, dtype=object).reshape(3, len(variants))

@@ -1,0 +1,73 @@
+"""What makes the entropy of gradients fall: its course under each condition, one changed at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+
+NAME = "entropy_conditions"
+ESTIMATOR = "histogram"
+POINTS = (("minimum", "lowest", "v"), ("end", "at the end", "o"))
+
+
+def draw(results: Path) -> Figure:
+    """Entropy since the first probe (a), and where it was lowest and ended in numbers (b); a colour per variant."""
+    trend = style.read(results, "entropy_trend", "trend.csv")
+    table = style.read(results, "entropy_trend")
+    trend = trend[trend["group"] == "<all>"]
+    table = table[(table["group"] == "<all>") & (table["estimator"] == ESTIMATOR) & (table["status"] == "ok")]
+    labels = dict(zip(trend["variant"], trend["label"], strict=True))
+    colours = dict(zip(labels, sns.color_palette("colorblind", len(labels)), strict=True))
+    fig, (curves, ends) = style.figure(1, 2, width=style.TEXT, height=2.0 + 0.2 * len(labels))
+    for place, (variant, label) in enumerate(labels.items()):
+        line(curves, trend[trend["variant"] == variant], colours[variant], label)
+        row = table[table["variant"] == variant]
+        for column, name, marker in POINTS:
+            change = row[column] - row["start"]
+            ends.scatter(
+                change,
+                [place] * len(change),
+                marker=marker,
+                edgecolors=[colours[variant]],
+                facecolors=[colours[variant] if column == "end" else "white"],
+                label=name if place == 0 else None,
+            )
+    curves.axhline(0, color="#444444", linewidth=0.6)
+    curves.set_title("course")
+    curves.set_xlabel("iteration")
+    curves.set_ylabel("entropy since\nthe first probe (nats)")
+    ends.axvline(0, color="#444444", linewidth=0.6)
+    ends.set_title("lowest and last")
+    ends.set_xlabel("entropy since the first probe (nats)")
+    ends.set_ylabel("condition")
+    ends.set_yticks(range(len(labels)), list(labels.values()))
+    ends.set_ylim(len(labels) - 0.5, -0.5)
+    ends.legend(loc="best")
+    curves.legend(loc="best")
+    style.letter([curves, ends])
+    style.annotate(
+        fig,
+        list(trend.groupby("variant")["seed"].nunique()),
+        bars="lines: mean over seeds, markers: runs",
+        scale=results.name,
+        extra="Histogram estimate, mean over the matrices weighted by size, before clipping.\n"
+        "(b): of the smoothed course.",
+    )
+    return fig
+
+
+def line(ax: Axes, rows: pd.DataFrame, colour: tuple[float, float, float], label: str) -> None:
+    """The mean over seeds of the change since the first probe."""
+    values = rows.pivot_table(index="iteration", columns="seed", values=f"entropy_{ESTIMATOR}")
+    mean = (values - values.iloc[0]).mean(axis=1)
+    ax.plot(mean.index, mean, color=colour, label=label)
+
+
+if __name__ == "__main__":
+    style.main(draw)
