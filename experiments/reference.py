@@ -21,6 +21,7 @@ KEPT = (
     "summary.csv",
     "moments.csv",
     "fit.csv",
+    "limits.csv",
     "stages.csv",
     "levels.csv",
     "pareto.csv",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from experiments.analyse import rank_limits
 from experiments.analyse.common import Run, identity, quartiles, result, uncompressed_losses, write_table
 
 KINDS = ("compress", "communicate", "decompress")
@@ -17,13 +18,15 @@ SKIPPED_STEPS = 5  # allocation and connection set-up make the first steps slow
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (per run), ``timings.csv`` (seconds per rank and stage) and ``fit.csv`` (T(r) = a r + c)."""
+    """Write ``table.csv`` (per run), ``timings.csv`` (seconds per rank and stage), ``fit.csv`` (T(r) = a r + c) and
+    ``limits.csv`` (r_max and r_min, :mod:`experiments.analyse.rank_limits`)."""
     baseline = uncompressed_losses(runs)
     timings = write_table(out / "timings.csv", [row for run in runs for row in timing(run)])
     write_table(out / "fit.csv", fits(timings))
+    write_table(out / "limits.csv", rank_limits.table(runs))
     rows = [identity(run) | {"rank": rank(run)} | result(run, baseline) | errors(run) for run in runs]
     write_table(out / "table.csv", rows)
-    return [out / name for name in ("table.csv", "timings.csv", "fit.csv")]
+    return [out / name for name in ("table.csv", "timings.csv", "fit.csv", "limits.csv")]
 
 
 def rank(run: Run) -> float:

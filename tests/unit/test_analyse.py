@@ -259,6 +259,28 @@ def test_rank_sweep_recovers_the_planted_line(root: Path) -> None:
     assert table.loc["r16", "relative_error_median"] == pytest.approx(0.9 / 4)
 
 
+def test_r_max_is_where_compressing_stops_to_be_quicker(root: Path) -> None:
+    limits = pd.read_csv(root / "rank_sweep" / "limits.csv")
+    here = limits[(limits["stage"] == 0) & (limits["kind"] == "measured")].iloc[0]
+    # As planted above: (60 - 2) / 1.7 = 34.1, which no run had.
+    assert here["crossing"] == pytest.approx((0.060 - 0.002) / 1.7e-3)
+    assert (here["r_max"], here["r_min"], here["extrapolated"]) == (32, 8, True)
+    modelled = limits[(limits["stage"] == 0) & (limits["kind"] == "modelled network")].set_index("megabits")
+    share = []
+    for name in ("none", "r8"):
+        lines = (root / "rank_sweep" / f"{name}-s1" / "metrics.jsonl").read_text().splitlines()
+        share.append(next(e for e in map(json.loads, lines) if e["event"] == "step")["stages"][0]["bytes"])
+    dense, per_rank = share[0], share[1] / 8
+    for megabits, row in modelled.iterrows():
+        # Work: 1.2 ms per rank; the 2 ms are of the communication, which bytes / bandwidth replaces.
+        second_per_byte = 8 / (float(megabits) * 1e6)
+        crossing = dense * second_per_byte / (1.2e-3 + per_rank * second_per_byte)
+        assert row["crossing"] == pytest.approx(crossing, rel=1e-6)
+        assert row["r_max"] == crossing // 4 * 4
+    assert modelled["r_max"].is_monotonic_decreasing
+    assert modelled["r_max"].iloc[0] > 0 == modelled["r_max"].iloc[-1]
+
+
 def test_a_curved_time_shows_in_the_residual() -> None:
     straight = rank_sweep.linear([4, 8, 16], [4.0, 8.0, 16.0])
     curved = rank_sweep.linear([4, 8, 16], [16.0, 64.0, 256.0])
