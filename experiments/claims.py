@@ -16,7 +16,7 @@ import typer
 from pydantic import Field, model_validator
 
 from edgc.errors import UserError
-from experiments.analyse.common import write_table
+from experiments.analyse.tables import write_table
 from experiments.claim_measures import MEASURES, Measured, Missing
 from experiments.cli import main_guard
 from experiments.settings import Settings, load_yaml, validate

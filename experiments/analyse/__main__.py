@@ -11,7 +11,7 @@ import typer
 
 from edgc.errors import UserError
 from experiments import matrix
-from experiments.analyse.common import load_runs
+from experiments.analyse.runs import load_runs
 from experiments.cli import main_guard
 
 STUDIES = (

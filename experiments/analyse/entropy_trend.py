@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.analyse.common import Run, identity, pearson, slope, thin, write_table
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import pearson, slope, thin
+from experiments.analyse.tables import identity, write_table
 from experiments.analyse.trend import ESTIMATORS, describe, steep_end
 
 MODEL = "<model>"

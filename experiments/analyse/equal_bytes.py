@@ -11,7 +11,9 @@ import pandas as pd
 from scipy import stats
 
 from experiments.analyse import methods
-from experiments.analyse.common import Run, interval, write_table
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import interval
+from experiments.analyse.tables import write_table
 
 LEVELS = (3.0, 6.0, 12.0)  # percent of the bytes of an uncompressed fp32 run
 WIDTH = 1.6  # a variant belongs to a level up to this factor away: half-way (in logarithm) is 1.41
@@ -98,7 +100,7 @@ def paired(differences: Sequence[float]) -> dict[str, Any]:
 
 
 def verdict(found: dict[str, float]) -> str:
-    """What the interval of a difference (:func:`experiments.analyse.common.interval`) says: more is worse."""
+    """What the interval of a difference (:func:`experiments.analyse.statistics.interval`) says: more is worse."""
     if found["low"] > 0:
         return "worse"
     return "better" if found["high"] < 0 else "not distinguishable"

@@ -8,17 +8,9 @@ from typing import Any
 import pandas as pd
 
 from experiments.analyse import time_to_target
-from experiments.analyse.common import (
-    SMOOTHING,
-    Run,
-    identity,
-    quartiles,
-    result,
-    summarise,
-    thin,
-    uncompressed_losses,
-    write_table,
-)  # fmt: skip
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import SMOOTHING, quartiles, summarise, thin
+from experiments.analyse.tables import identity, result, uncompressed_losses, write_table
 from experiments.analyse.windows import decision_columns
 
 SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "mean_rank")

@@ -15,17 +15,11 @@ import numpy as np
 import pandas as pd
 
 from edgc.rank_model import StageModel, next_rank
-from experiments.analyse.common import (
-    Run,
-    identity,
-    pearson,
-    result,
-    summarise,
-    uncompressed_losses,
-    write_table,
-)
 from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, WARM_UP, group_of
 from experiments.analyse.methods import setting
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import pearson, summarise
+from experiments.analyse.tables import identity, result, uncompressed_losses, write_table
 
 WINDOW = 20  # iterations, that of EDGC at ci scale
 RANK = 16  # at the reference

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.analyse import methods
-from experiments.analyse.common import Run, identity, write_table
+from experiments.analyse.runs import Run
+from experiments.analyse.tables import identity, write_table
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:

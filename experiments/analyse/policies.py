@@ -20,8 +20,10 @@ import numpy as np
 import pandas as pd
 
 from experiments.analyse import methods
-from experiments.analyse.common import Run, interval, write_table
 from experiments.analyse.equal_bytes import verdict as of_interval
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import interval
+from experiments.analyse.tables import write_table
 
 LEAST = 0.002  # nats: a fifth of a percent of perplexity
 SEEDS = 3

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.analyse.common import Run
+from experiments.analyse.runs import Run
 from experiments.analyse.time_to_target import KIND, MEGABITS
 
 MULTIPLE = 4  # ranks are multiples of it, as the controller's

@@ -31,9 +31,11 @@ import pandas as pd
 
 from edgc.rank_model import error as error_of
 from edgc.spectral import MatrixSpectrum
-from experiments.analyse.common import Run, as_float, identity, quartiles, result, write_table
 from experiments.analyse.entropy_trend import LAYER_GROUPS, WARM_UP, group_of
+from experiments.analyse.runs import Run, as_float
+from experiments.analyse.statistics import quartiles
 from experiments.analyse.stiffness import curves, stiffness
+from experiments.analyse.tables import identity, result, write_table
 
 MULTIPLES = (0.25, 0.5, 1, 2, 3)  # of the rank in use: the ranks that are predicted, up to half the full rank
 WINDOWS = 10  # equal parts of a run in `errors.csv`

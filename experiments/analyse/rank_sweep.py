@@ -11,7 +11,9 @@ import numpy as np
 import pandas as pd
 
 from experiments.analyse import rank_limits
-from experiments.analyse.common import Run, identity, quartiles, result, uncompressed_losses, write_table
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import quartiles
+from experiments.analyse.tables import identity, result, uncompressed_losses, write_table
 
 KINDS = ("compress", "communicate", "decompress")
 SKIPPED_STEPS = 5  # allocation and connection set-up make the first steps slow

@@ -11,7 +11,9 @@ import pandas as pd
 
 from edgc.config import EDGCConfig, EntropyConfig
 from experiments.analyse import sampling_grid
-from experiments.analyse.common import Run, identity, result, summarise, write_table
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import summarise
+from experiments.analyse.tables import identity, result, write_table
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
 
 SUMMARISED = ("cc", "cc_after_warmup", "bias_nats", "rmse_nats", "sample_bias_nats", "sample_rmse_nats",

@@ -19,7 +19,9 @@ from edgc.config import EDGCConfig, EntropyConfig
 from edgc.controller import Controller, Report
 from edgc.entropy import combine
 from edgc.sampling import Sampler
-from experiments.analyse.common import Run, identity, pearson, quartiles
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import pearson, quartiles
+from experiments.analyse.tables import identity
 from experiments.analyse.windows import root_mean_square
 
 ALPHAS = (1.0, 0.5, 0.25, 0.1)

@@ -17,7 +17,7 @@ import pandas as pd
 from edgc.config import EDGCConfig
 from edgc.rank_model import StageModel, error, next_rank
 from edgc.sampling import Sampler
-from experiments.analyse.common import Run
+from experiments.analyse.runs import Run
 
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the smaller side: the ranks that are looked at
 LARGE = ((1024, 1024), (4096, 4096))

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.analyse.common import Run, identity
+from experiments.analyse.runs import Run
+from experiments.analyse.tables import identity
 
 SHARE = 0.9
 MEGABITS = (10.0, 100.0, 1000.0, 10000.0)

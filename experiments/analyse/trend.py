@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analyse.common import slope
+from experiments.analyse.statistics import slope
 
 ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
 TOLERANCE = 0.05  # nats; smaller changes count as none

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.analyse.common import Run, identity, result, summarise, write_table
+from experiments.analyse.runs import Run
+from experiments.analyse.statistics import summarise
+from experiments.analyse.tables import identity, result, write_table
 from experiments.analyse.windows import decision_columns, fidelity, trajectory, warm_up_ends
 
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.5)  # nats, of the rule that ends warm-up

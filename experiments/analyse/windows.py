@@ -19,7 +19,9 @@ import pandas as pd
 
 from edgc import warm_up
 from edgc.config import EDGCConfig
-from experiments.analyse.common import Run, as_float, pearson, ranks_text
+from experiments.analyse.runs import Run, as_float
+from experiments.analyse.statistics import pearson
+from experiments.analyse.tables import ranks_text
 
 LEAST_WINDOWS = 3
 

@@ -14,7 +14,7 @@ import yaml
 
 from edgc.errors import UserError
 from experiments import matrix
-from experiments.analyse import common, entropy_trend, equal_bytes, rank_sweep, trend, windows
+from experiments.analyse import entropy_trend, equal_bytes, rank_sweep, runs, statistics, trend, windows
 from experiments.analyse.__main__ import STUDIES, analyse, main
 from tests.unit import synthetic_runs as synthetic
 
@@ -137,8 +137,8 @@ def test_curves_accumulate_bytes_and_keep_every_rank_change(root: Path) -> None:
 
 
 def test_a_long_curve_is_thinned_but_keeps_ends_and_changes() -> None:
-    rows = common.thin(100_000, keep=[12_345])
-    assert len(rows) <= common.CURVE_POINTS + 3
+    rows = statistics.thin(100_000, keep=[12_345])
+    assert len(rows) <= statistics.CURVE_POINTS + 3
     assert {0, 12_345, 99_999} <= set(rows)
 
 
@@ -227,7 +227,7 @@ def test_windowed_means_are_those_of_the_steps(root: Path) -> None:
     strict = ends[ends["tolerance_nats"] == 0.02].groupby("window")["warm_up_ends"].mean()
     assert (strict.dropna() >= 40).all()
     row = paths[(paths["length"] == 20) & (paths["stage"] == 0) & (paths["window"] == 3)].iloc[0]
-    steps = common.load_run(root / "window_ablation" / "w20-s1").stages
+    steps = runs.load_run(root / "window_ablation" / "w20-s1").stages
     part = steps[(steps["stage"] == 0) & steps["iteration"].between(61, 80)]
     assert row["iteration"] == 80
     assert row["entropy_full"] == pytest.approx(part["entropy_full"].mean())
@@ -337,7 +337,7 @@ def test_the_gaussian_link_is_judged_against_the_end_of_warm_up() -> None:
 
 
 def test_lag_is_between_the_rank_in_use_and_what_its_window_asks_for() -> None:
-    run = common.Run(Path("w-s1"), "ok", {"compression": synthetic.edgc(10, step_limit=8)})
+    run = runs.Run(Path("w-s1"), "ok", {"compression": synthetic.edgc(10, step_limit=8)})
     asked = [(None, 64), (60.0, 60), (40.0, 52), (10.0, 44), (math.nan, 44)]  # (target, rank afterwards)
     run.__dict__["events"] = {
         "decision": [
@@ -390,10 +390,10 @@ def test_a_run_without_probes_keeps_its_row(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
     path = synthetic.write_run(tmp_path, study="methods", variant="none")
-    whole = len(common.load_run(path).steps)
+    whole = len(runs.load_run(path).steps)
     text = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text(text[: text.rindex('"step"') + 40])
-    assert len(common.load_run(path).steps) == whole - 1
+    assert len(runs.load_run(path).steps) == whole - 1
 
 
 def test_missing_folder_missing_run_and_unknown_study_name_the_fix(root: Path, tmp_path: Path) -> None:

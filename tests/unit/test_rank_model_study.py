@@ -15,7 +15,7 @@ from edgc.compressors import Gradient, PowerSGD
 from edgc.compressors.warm_start import random_factor
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from experiments.analyse import common, stiffness
+from experiments.analyse import runs, stiffness
 from experiments.analyse.__main__ import analyse
 from experiments.settings import ProbeConfig, validate
 from experiments.spectra_probe import SpectraProbe
@@ -264,7 +264,7 @@ def test_stiffness_agrees_with_its_limit_and_with_simulation(folder: Path) -> No
 
 def test_noise_of_the_window_mean_is_free_of_the_trend(tmp_path: Path) -> None:
     compression = {"method": "powersgd", "rank": 8, "window": 10, "entropy": {"iteration_rate": 0.5}}
-    run = common.load_run(
+    run = runs.load_run(
         synthetic.write_run(tmp_path, study="rank_model", variant="r8", compression=compression)
     )
     rng = np.random.default_rng(4)

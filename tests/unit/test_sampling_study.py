@@ -13,7 +13,7 @@ import torch
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
 from experiments.analyse import sampling_grid
-from experiments.analyse.common import Run
+from experiments.analyse.runs import Run
 from experiments.sampling_probe import SamplingProbe
 from experiments.settings import ProbeConfig
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from experiments.analyse import time_to_target
-from experiments.analyse.common import Run
+from experiments.analyse.runs import Run
 
 STEPS = 100
 

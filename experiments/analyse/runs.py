@@ -1,32 +1,19 @@
-"""Loading run folders, tolerant of what training leaves behind, and writing tables that repeat bit for bit.
-
-Runs that diverged or failed stay in every table with their status; only their numbers may be missing (empty
-cells). Definitions used by all studies: gaps are in nats of validation loss against the uncompressed run of
-the same seed, standard deviations have n - 1 in the denominator, intervals are 95 % Student t intervals of
-the mean over seeds.
-"""
+"""Loading run folders, tolerant of what training leaves behind: what is missing or broken reads as empty."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import yaml
-from scipy import stats
 
 from edgc.errors import UserError
-from experiments.run_folder import atomic_write
-
-FLOAT_FORMAT = "%.10g"
-SMOOTHING = 10  # steps in the trailing mean of the training loss
-CURVE_POINTS = 500  # a curve is thinned to about this many steps
 
 
 @dataclass
@@ -226,117 +213,3 @@ def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:
         )
         raise UserError(what, where=folder, fix=fix)
     return [load_run(folder / name) for name in names]
-
-
-def identity(run: Run) -> dict[str, Any]:
-    """The columns that every per-run table starts with."""
-    return {"variant": run.variant, "label": run.label, "seed": run.seed, "status": run.status}
-
-
-def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, Any]:
-    """Loss, bytes and rank columns of one run; ``baseline`` maps a seed to the uncompressed validation loss."""
-    loss = run.number("validation_loss")
-    row: dict[str, Any] = {
-        "iterations": run.summary.get("iterations"),
-        "validation_perplexity": run.number("validation_perplexity"),
-        "validation_loss": loss,
-        "train_loss": run.number("train_loss"),
-    }
-    if baseline is not None:
-        row["gap_nats"] = loss - baseline.get(run.seed, math.nan)
-    row |= {key: run.number(key) for key in ("bytes_total", "bytes_dense_total", "bytes_ratio", "mean_rank")}
-    row["final_ranks"] = ranks_text(run.summary.get("final_ranks"))
-    return row
-
-
-def uncompressed_losses(runs: Iterable[Run]) -> dict[int, float]:
-    """Validation loss of the finished uncompressed run of each seed."""
-    return {run.seed: run.number("validation_loss") for run in runs if run.plain and run.ok}
-
-
-def ranks_text(ranks: object) -> str:
-    """Ranks per stage as text: ``16|12``, ``dense`` where a stage is not compressed, empty when unknown."""
-    if not isinstance(ranks, (list, tuple)):
-        return ""
-    return "|".join(
-        "dense" if rank is None or as_float(rank) != as_float(rank) else f"{rank:g}" for rank in ranks
-    )
-
-
-def pearson(first: object, second: object, least: int = 3) -> float:
-    """Pearson correlation over the pairs without nan; nan with fewer than ``least`` pairs or a constant side."""
-    a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-    keep = np.isfinite(a) & np.isfinite(b)
-    a, b = a[keep], b[keep]
-    if a.size < least or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return math.nan
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def slope(x: object, y: object) -> float:
-    """Least-squares slope of y over x; nan with fewer than two distinct points."""
-    a, b = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
-    keep = np.isfinite(a) & np.isfinite(b)
-    a, b = a[keep], b[keep]
-    if a.size < 2 or np.ptp(a) == 0:
-        return math.nan
-    a = a - a.mean()
-    return float(np.dot(a, b - b.mean()) / np.dot(a, a))
-
-
-def interval(values: Iterable[float]) -> dict[str, float]:
-    """n, mean, sd, min, max and the 95 % t interval of the mean, over the finite values."""
-    x = np.array([v for v in values if math.isfinite(v)], dtype=float)
-    if x.size == 0:
-        return dict.fromkeys(("mean", "sd", "min", "max", "low", "high"), math.nan) | {"n": 0}
-    sd = float(x.std(ddof=1)) if x.size > 1 else math.nan
-    half = float(stats.t.ppf(0.975, x.size - 1)) * sd / math.sqrt(x.size) if x.size > 1 else math.nan
-    mean = float(x.mean())
-    return {
-        "n": int(x.size), "mean": mean, "sd": sd, "min": float(x.min()), "max": float(x.max()),
-        "low": mean - half, "high": mean + half,
-    }  # fmt: skip
-
-
-def summarise(
-    table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = ("variant", "label")
-) -> pd.DataFrame:
-    """Mean, sd, range and interval over the finished seeds of each variant; ``n`` counts all runs."""
-    rows = []
-    for key, group in table.groupby(list(by), sort=False, dropna=False):
-        fine = group[group["status"] == "ok"]
-        row: dict[str, Any] = dict(zip(by, key, strict=True))
-        row |= {"n": len(group), "n_ok": len(fine)}
-        for column in columns:
-            found = interval(fine[column])
-            row |= {f"{column}_{name}": found[name] for name in ("mean", "sd", "min", "max", "low", "high")}
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def thin(count: int, keep: Iterable[int] = ()) -> list[int]:
-    """Row numbers of an evenly thinned series of ``count`` rows, first, last and ``keep`` included."""
-    if count == 0:
-        return []
-    step = max(1, count // CURVE_POINTS)
-    return sorted({*range(0, count, step), count - 1, *keep})
-
-
-def quartiles(values: pd.Series) -> dict[str, float]:
-    """Median and quartiles of the finite values."""
-    x = values.dropna()
-    if x.empty:
-        return {"median": math.nan, "q1": math.nan, "q3": math.nan}
-    low, mid, high = np.percentile(x, (25, 50, 75))
-    return {"median": float(mid), "q1": float(low), "q3": float(high)}
-
-
-def write_table(path: Path, rows: pd.DataFrame | Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Write a CSV whole or not at all, floats with ten significant digits; returns what was written."""
-    frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
-    try:
-        atomic_write(path, frame.to_csv(index=False, float_format=FLOAT_FORMAT, lineterminator="\n"))
-    except OSError as error:
-        fix = "make the folder writable"
-        raise UserError(f"cannot write the table: {error.strerror}", where=path, fix=fix) from None
-    return frame

@@ -1,0 +1,83 @@
+"""What all studies mean by a spread: standard deviations have n - 1 in the denominator, intervals are 95 % Student t
+intervals of the mean over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+SMOOTHING = 10  # steps in the trailing mean of the training loss
+CURVE_POINTS = 500  # a curve is thinned to about this many steps
+
+
+def pearson(first: object, second: object, least: int = 3) -> float:
+    """Pearson correlation over the pairs without nan; nan with fewer than ``least`` pairs or a constant side."""
+    a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
+    keep = np.isfinite(a) & np.isfinite(b)
+    a, b = a[keep], b[keep]
+    if a.size < least or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return math.nan
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def slope(x: object, y: object) -> float:
+    """Least-squares slope of y over x; nan with fewer than two distinct points."""
+    a, b = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    keep = np.isfinite(a) & np.isfinite(b)
+    a, b = a[keep], b[keep]
+    if a.size < 2 or np.ptp(a) == 0:
+        return math.nan
+    a = a - a.mean()
+    return float(np.dot(a, b - b.mean()) / np.dot(a, a))
+
+
+def interval(values: Iterable[float]) -> dict[str, float]:
+    """n, mean, sd, min, max and the 95 % t interval of the mean, over the finite values."""
+    x = np.array([v for v in values if math.isfinite(v)], dtype=float)
+    if x.size == 0:
+        return dict.fromkeys(("mean", "sd", "min", "max", "low", "high"), math.nan) | {"n": 0}
+    sd = float(x.std(ddof=1)) if x.size > 1 else math.nan
+    half = float(stats.t.ppf(0.975, x.size - 1)) * sd / math.sqrt(x.size) if x.size > 1 else math.nan
+    mean = float(x.mean())
+    return {
+        "n": int(x.size), "mean": mean, "sd": sd, "min": float(x.min()), "max": float(x.max()),
+        "low": mean - half, "high": mean + half,
+    }  # fmt: skip
+
+
+def summarise(
+    table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = ("variant", "label")
+) -> pd.DataFrame:
+    """Mean, sd, range and interval over the finished seeds of each variant; ``n`` counts all runs."""
+    rows = []
+    for key, group in table.groupby(list(by), sort=False, dropna=False):
+        fine = group[group["status"] == "ok"]
+        row: dict[str, Any] = dict(zip(by, key, strict=True))
+        row |= {"n": len(group), "n_ok": len(fine)}
+        for column in columns:
+            found = interval(fine[column])
+            row |= {f"{column}_{name}": found[name] for name in ("mean", "sd", "min", "max", "low", "high")}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def thin(count: int, keep: Iterable[int] = ()) -> list[int]:
+    """Row numbers of an evenly thinned series of ``count`` rows, first, last and ``keep`` included."""
+    if count == 0:
+        return []
+    step = max(1, count // CURVE_POINTS)
+    return sorted({*range(0, count, step), count - 1, *keep})
+
+
+def quartiles(values: pd.Series) -> dict[str, float]:
+    """Median and quartiles of the finite values."""
+    x = values.dropna()
+    if x.empty:
+        return {"median": math.nan, "q1": math.nan, "q3": math.nan}
+    low, mid, high = np.percentile(x, (25, 50, 75))
+    return {"median": float(mid), "q1": float(low), "q3": float(high)}

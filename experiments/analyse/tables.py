@@ -1,0 +1,66 @@
+"""Rows that studies have in common, and tables that repeat bit for bit.
+
+Runs that diverged or failed stay in every table with their status; only their numbers may be missing (empty cells).
+Gaps are in nats of validation loss against the uncompressed run of the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from edgc.errors import UserError
+from experiments.analyse.runs import Run, as_float
+from experiments.run_folder import atomic_write
+
+FLOAT_FORMAT = "%.10g"
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """The columns that every per-run table starts with."""
+    return {"variant": run.variant, "label": run.label, "seed": run.seed, "status": run.status}
+
+
+def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, Any]:
+    """Loss, bytes and rank columns of one run; ``baseline`` maps a seed to the uncompressed validation loss."""
+    loss = run.number("validation_loss")
+    row: dict[str, Any] = {
+        "iterations": run.summary.get("iterations"),
+        "validation_perplexity": run.number("validation_perplexity"),
+        "validation_loss": loss,
+        "train_loss": run.number("train_loss"),
+    }
+    if baseline is not None:
+        row["gap_nats"] = loss - baseline.get(run.seed, math.nan)
+    row |= {key: run.number(key) for key in ("bytes_total", "bytes_dense_total", "bytes_ratio", "mean_rank")}
+    row["final_ranks"] = ranks_text(run.summary.get("final_ranks"))
+    return row
+
+
+def uncompressed_losses(runs: Iterable[Run]) -> dict[int, float]:
+    """Validation loss of the finished uncompressed run of each seed."""
+    return {run.seed: run.number("validation_loss") for run in runs if run.plain and run.ok}
+
+
+def ranks_text(ranks: object) -> str:
+    """Ranks per stage as text: ``16|12``, ``dense`` where a stage is not compressed, empty when unknown."""
+    if not isinstance(ranks, (list, tuple)):
+        return ""
+    return "|".join(
+        "dense" if rank is None or as_float(rank) != as_float(rank) else f"{rank:g}" for rank in ranks
+    )
+
+
+def write_table(path: Path, rows: pd.DataFrame | Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Write a CSV whole or not at all, floats with ten significant digits; returns what was written."""
+    frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
+    try:
+        atomic_write(path, frame.to_csv(index=False, float_format=FLOAT_FORMAT, lineterminator="\n"))
+    except OSError as error:
+        fix = "make the folder writable"
+        raise UserError(f"cannot write the table: {error.strerror}", where=path, fix=fix) from None
+    return frame
