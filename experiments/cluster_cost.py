@@ -89,7 +89,8 @@ class Model:
         world = self.shape.data
         return sum(all_reduce_seconds(m, world, self.latency, self.bandwidth) for m in payload.messages)
 
-    def _passes(self, entries: int, passes: float) -> float:
+    def passes(self, entries: int, passes: float) -> float:
+        """Seconds to read or write ``entries`` fp32 numbers ``passes`` times."""
         gpu = self.cluster.gpu
         speed = gpu.memory_bytes_per_second.value * gpu.memory_efficiency.value
         return FP32_BYTES * passes * entries / speed
@@ -101,18 +102,18 @@ class Model:
     def bf16(self, stage: StageLayout) -> Cost:
         payload = stage.dense_payload(2)
         passes = self.cluster.methods.memory_passes.value.bf16
-        return Cost(payload.bytes, self._reduce(payload), self._passes(stage.parameters, passes))
+        return Cost(payload.bytes, self._reduce(payload), self.passes(stage.parameters, passes))
 
-    def int8(self, stage: StageLayout) -> Cost:
+    def quantised(self, stage: StageLayout, bits: int) -> Cost:
         """Quantised reduce-scatter, requantised, all-gather: the traffic of a ring all-reduce.
 
-        One byte per entry, one fp32 scale per block; the dense rest travels in fp32 with it.
+        ``bits`` per entry, one fp32 scale per block; the dense rest travels in fp32 with it.
         """
         matrices = sum(m * n for m, n in stage.matrices)
         scales = -(-matrices // self.cluster.methods.int8_block.value)
-        payload = Payload((matrices + FP32_BYTES * (scales + stage.dense_rest),))
+        payload = Payload((matrices * bits // 8 + FP32_BYTES * (scales + stage.dense_rest),))
         passes = self.cluster.methods.memory_passes.value.int8
-        return Cost(payload.bytes, self._reduce(payload), self._passes(matrices, passes))
+        return Cost(payload.bytes, self._reduce(payload), self.passes(matrices, passes))
 
     def topk(self, stage: StageLayout) -> Cost:
         """Largest entries of every matrix as fp32 value and int32 index, all-gathered; dense rest reduced."""
@@ -123,20 +124,23 @@ class Model:
         seconds = all_gather_seconds(sparse, self.shape.data, self.latency, self.bandwidth)
         seconds += self._reduce(dense)
         passes = self.cluster.methods.memory_passes.value.topk
-        return Cost(sparse + dense.bytes, seconds, self._passes(entries, passes))
+        return Cost(sparse + dense.bytes, seconds, self.passes(entries, passes))
 
-    def powersgd(self, stage: StageLayout, rank: int, *, always: bool = False) -> Cost:
+    def powersgd(
+        self, stage: StageLayout, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
+    ) -> Cost:
         """Compression: four m x n x r products (P, Q, own error, result), a QR of P, passes, launches.
 
-        Matrices whose factors are not smaller go dense, unless ``always``.
+        Matrices whose factors are not smaller go dense, unless ``always``; factors of ``factor_bytes`` an entry.
         """
-        payload, used = stage.powersgd_payload(rank, always=always), stage.factored(rank, always=always)
+        payload = stage.powersgd_payload(rank, always=always, factor_bytes=factor_bytes)
+        used = stage.factored(rank, always=always)
         gpu = self.cluster.gpu
         peak = gpu.fp32_flops.value
         products = sum(8.0 * m * n * r for m, n, r in used) / (peak * gpu.gemm_efficiency.value)
         qr = sum(4.0 * m * r**2 for m, _, r in used) / (peak * gpu.orthogonalise_efficiency.value)
         entries = sum(m * n for m, n, _ in used)
-        passes = self._passes(entries, self.cluster.methods.memory_passes.value.powersgd)
+        passes = self.passes(entries, self.cluster.methods.memory_passes.value.powersgd)
         launches = len(used) * gpu.seconds_per_matrix.value
         return Cost(payload.bytes, self._reduce(payload), products + qr + passes + launches)
 
@@ -195,7 +199,12 @@ class Model:
         ranks = self.edgc_ranks() or (None, None, None)
         for name, edgc_rank in zip(("edgc_r_min", "edgc", "edgc_r_max"), ranks, strict=True):
             found[name] = (edgc_rank, self.none if edgc_rank is None else partial(self.edgc, rank=edgc_rank))
-        return found | {"topk": (None, self.topk), "int8": (None, self.int8)}
+        for bits in (8, 4):
+            found[f"int{bits}"] = (None, partial(self.quantised, bits=bits))
+        # What this repository's own runs found best at few bytes: int8 factors of a middle rank.
+        rank = self.cluster.methods.quantised_factors_rank.value
+        found[f"factors_int8_r{rank}"] = (rank, partial(self.powersgd, rank=rank, factor_bytes=1))
+        return found | {"topk": (None, self.topk)}
 
 
 def _multiple(rank: float) -> int:

@@ -42,6 +42,14 @@ class Gpu(Settings):
     seconds_per_matrix: Sourced[Annotated[float, Field(ge=0.0)]]
 
 
+class Compute(Settings):
+    """What a step computes: ``step_efficiency`` of the peak, ``backward_ratio`` to forward, and Megatron's buckets."""
+
+    step_efficiency: Sourced[Share]
+    backward_ratio: Sourced[PositiveFloat]
+    bucket_elements: Sourced[PositiveInt]
+
+
 class MemoryPasses(Settings):
     """Reads and writes of 4 bytes per gradient entry that compression and decompression take together."""
 
@@ -57,6 +65,7 @@ class Methods(Settings):
     powersgd_ranks: Sourced[Annotated[list[PositiveInt], Field(min_length=1)]]
     topk_fraction: Sourced[Share]
     int8_block: Sourced[PositiveInt]
+    quantised_factors_rank: Sourced[PositiveInt]
     warmup_fraction: Sourced[Annotated[float, Field(ge=0.0, lt=1.0)]]
     r_min_divisor: Sourced[Annotated[float, Field(ge=1.0)]]
     mean_rank_position: Sourced[Annotated[float, Field(ge=0.0, le=1.0)]]
@@ -67,6 +76,7 @@ class Claim(Settings):
     """What the paper reports."""
 
     reduction_percent: Sourced[Annotated[float, Field(gt=0.0, lt=100.0)]]
+    time_reduction_percent: Sourced[Annotated[float, Field(gt=0.0, lt=100.0)]]
 
 
 class ClusterConfig(Settings):
@@ -76,6 +86,7 @@ class ClusterConfig(Settings):
     gpus_per_node: Sourced[PositiveInt]
     network: Network
     gpu: Gpu
+    compute: Compute
     methods: Methods
     paper: Claim
 

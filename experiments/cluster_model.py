@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from experiments import cluster_step
 from experiments.cli import main_guard
 from experiments.cluster_cost import RANK_MULTIPLE, Model, StageCost
 from experiments.cluster_inputs import groups_sharing_a_node, load_cluster
@@ -27,6 +28,7 @@ from experiments.matrix import load_study, study_path
 from experiments.run_folder import atomic_write, check_writable
 
 KIND = "simulated"
+EFFICIENCIES = (0.3, 0.5, 0.7)  # shares of the peak at which the largest possible saving is told
 
 
 def load_model(study: str) -> Model:
@@ -147,8 +149,10 @@ def summary(study: str, model: Model) -> dict[str, Any]:
     """Totals, inputs with their sources, and where the paper's figure falls."""
     percent = model.cluster.paper.reduction_percent.value
     fixed: dict[str, Callable[[Model], StageCost]] = {
-        "bf16": lambda at: at.bf16, "topk": lambda at: at.topk, "int8": lambda at: at.int8,
+        "bf16": lambda at: at.bf16, "topk": lambda at: at.topk,
     }  # fmt: skip
+    for bits in (8, 4):
+        fixed[f"int{bits}"] = lambda at, bits=bits: partial(at.quantised, bits=bits)  # type: ignore[misc]
     for rank in model.cluster.methods.powersgd_ranks.value:
         fixed[f"powersgd_r{rank}"] = lambda at, rank=rank: partial(at.powersgd, rank=rank)  # type: ignore[misc]
     reach = {name: bandwidth_where(model, cost, percent) for name, cost in fixed.items()}
@@ -163,6 +167,8 @@ def summary(study: str, model: Model) -> dict[str, Any]:
         "padded_vocabulary": shape.padded_vocab,
         "groups_sharing_a_node": model.sharing,
         "paper_reduction_percent": percent,
+        "paper_time_reduction_percent": model.cluster.paper.time_reduction_percent.value,
+        "share_of_step_in_uncompressed_reduction": {f"{at.gbits:g}": shares(at) for at in sweep(model)},
         "gbits_up_to_which_the_paper_reduction_is_reached": {
             name: "always" if value == float("inf") else None if value is None else float(f"{value:.6g}")
             for name, value in reach.items()
@@ -170,6 +176,12 @@ def summary(study: str, model: Model) -> dict[str, Any]:
         "edgc": {f"{at.gbits:g}": edgc_at_claim(at, percent) for at in sweep(model)},
         "inputs": model.cluster.model_dump(),
     }
+
+
+def shares(model: Model) -> dict[str, float]:
+    """By the assumed share of the peak: what part of an uncompressed step no method could save more than."""
+    models = {value: cluster_step.with_efficiency(model, value) for value in EFFICIENCIES}
+    return {f"{v:g}": round(cluster_step.uncompressed_reduction_share(at), 6) for v, at in models.items()}
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:
@@ -182,13 +194,14 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
-    """Write table.csv, stages.csv and summary.json (last) of a study's simulated cluster."""
+    """Write table.csv, stages.csv, steps.csv and summary.json (last) of a study's simulated cluster."""
     model = load_model(study)
     check_writable(out)
     atomic_write(out / "table.csv", _csv(table(model)))
     atomic_write(out / "stages.csv", _csv(stage_table(model)))
+    atomic_write(out / "steps.csv", _csv(cluster_step.table(sweep(model))))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
-    print(f"{out}: table.csv stages.csv summary.json ({KIND})")
+    print(f"{out}: table.csv stages.csv steps.csv summary.json ({KIND})")
 
 
 if __name__ == "__main__":

@@ -189,15 +189,16 @@ class StageLayout:
         used = ((m, n, min(rank, m, n)) for m, n in self.matrices)
         return tuple((m, n, r) for m, n, r in used if always or r * (m + n) < m * n)
 
-    def powersgd_payload(self, rank: int, *, always: bool = False) -> Payload:
-        """fp32 factors: first P (m x r) together with everything dense, then Q (n x r).
+    def powersgd_payload(self, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> Payload:
+        """First P (m x r) together with everything dense in fp32, then Q (n x r); scales of int8 factors not counted.
 
         Source: PowerSGD, arXiv 1905.13727, algorithm 1.
         """
         used = self.factored(rank, always=always)
         dense = self.parameters - sum(m * n for m, n, _ in used)
-        first, second = dense + sum(m * r for m, _, r in used), sum(n * r for _, n, r in used)
-        return Payload((FP32_BYTES * first, FP32_BYTES * second) if second else (FP32_BYTES * first,))
+        first = FP32_BYTES * dense + factor_bytes * sum(m * r for m, _, r in used)
+        second = factor_bytes * sum(n * r for _, n, r in used)
+        return Payload((first, second) if second else (first,))
 
     def memory(self, rank: int | None = None) -> Memory:
         """fp32 training with Adam; ``rank`` adds error feedback and the factors P and Q of PowerSGD."""

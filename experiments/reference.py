@@ -23,6 +23,7 @@ KEPT = (
     "fit.csv",
     "limits.csv",
     "stages.csv",
+    "steps.csv",
     "levels.csv",
     "pareto.csv",
     "experts.csv",

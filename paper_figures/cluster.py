@@ -29,9 +29,11 @@ def _lines(table: pd.DataFrame) -> list[tuple[str, str, Any]]:
         int(m.removeprefix("powersgd_r")) for m in table["method"].unique() if m.startswith("powersgd_r")
     )
     found: list[tuple[str, str, Any]] = [(NONE, "uncompressed fp32", "-"), ("bf16", "bf16", "--")]
-    found.append(("int8", "int8", "--"))
+    found += [("int8", "int8", "--"), ("int4", "int4", OPEN)]
     drawn = dict.fromkeys((ranks[-1], ranks[0]))
     fixed = [(f"powersgd_r{rank}", f"PowerSGD r={rank}", "-" if rank == ranks[0] else OPEN) for rank in drawn]
+    quantised = next(m for m in table["method"].unique() if m.startswith("factors_int8_r"))
+    fixed.append((quantised, f"PowerSGD r={quantised.rpartition('_r')[2]} int8", "-"))
     return [*found, *fixed, ("topk", "top-k 1 %", "-."), (EDGC, "EDGC, mean rank", "-")]
 
 
@@ -40,12 +42,20 @@ def _series(table: pd.DataFrame, method: str, column: str) -> tuple[list[float],
     return list(rows["gbits_per_second"]), list(rows[column])
 
 
+def _look(method: str) -> style.Family:
+    """Quantised factors are a family of their own."""
+    key = method.rpartition("_r")[0]
+    return (
+        style.FAMILIES[key] if key in style.FAMILIES and key.startswith("factors") else style.family(method)
+    )
+
+
 def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, ...] = ()) -> None:
     band = [_series(table, name, column) for name in BAND]
     colour = style.family(EDGC).colour
     for method, label, line in _lines(table):
         if method not in skip:
-            look = style.family(method)
+            look = _look(method)
             ax.plot(
                 *_series(table, method, column),
                 color=look.colour,
@@ -65,7 +75,7 @@ def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, 
 
 
 def draw(results: Path, study: str) -> Figure:
-    """Simulated communication time and what each method saves, against the bandwidth of a node."""
+    """Simulated time of the reduction and of the step, and what each method saves, by the bandwidth of a node."""
     table = style.read(results, study)
     table = table[table["stage"] == "slowest"].copy()
     if set(table["kind"]) != {"simulated"}:
@@ -75,8 +85,10 @@ def draw(results: Path, study: str) -> Figure:
     table["seconds"] = table["seconds_communication"] + table["seconds_compress"]
     facts = json.loads((results / study / "summary.json").read_text(encoding="utf-8"))
     claim, degree = facts["paper_reduction_percent"], facts["parallel"]
+    time_claim = facts["paper_time_reduction_percent"]
+    steps = style.read(results, study, "steps.csv")
 
-    fig, (top, bottom) = style.figure(2, 1, height=4.9, sharex=True)
+    fig, (top, alone, bottom, beside) = style.figure(2, 2, width=style.TEXT, height=5.2, sharex=True)
     _draw_panel(top, table, "seconds")
     top.set_yscale("log")
     top.set_ylabel("gradient time per step (s)")
@@ -84,23 +96,31 @@ def draw(results: Path, study: str) -> Figure:
     _draw_panel(bottom, table, "reduction_with_compress_percent", skip=(NONE,))
     bottom.set_ylim(0, 102)
     bottom.set_ylabel("time saved (%)")
-    bottom.set_xlabel("bandwidth of a node (Gbit/s per direction)")
     bottom.axhline(
         claim, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"paper: up to {claim:g} %"
     )
-    bottom.set_title("SIMULATED: against uncompressed fp32")
-    style.letter([top, bottom])
+    bottom.set_title("SIMULATED: gradient time saved")
+    for ax, overlap in ((alone, False), (beside, True)):
+        _draw_panel(ax, steps[steps["overlap"] == overlap], "reduction_time_percent", skip=(NONE,))
+        label = f"paper: up to {time_claim:g} % of a step"
+        ax.axhline(time_claim, color="#000000", linewidth=0.9, linestyle=(0, (4, 1.5)), label=label)
+        ax.set_ylabel("step time saved (%)")
+        ax.set_title(f"SIMULATED: reduced {'beside' if overlap else 'after'} backward")
+    for ax in (bottom, beside):
+        ax.set_xlabel("bandwidth of a node (Gbit/s per direction)")
+    style.letter([top, alone, bottom, beside])
 
     handles: dict[str, Any] = {}
-    for ax in (top, bottom):
+    for ax in (top, bottom, alone):
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=2, columnspacing=1.0)
+    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, columnspacing=1.0)
     split = f"TP{degree['tensor']} PP{degree['pipeline']} DP{degree['data']}"
     style.note(
         fig,
-        f"Model, not measured: communication and compression\nof the slowest stage ({split}), no overlap.\n"
-        "EDGC: mean of a run with 10 % warm-up; r_max where\ncompression stops paying, r_min = r_max/4,\n"
+        f"Model, not measured ({split}). (a), (c): communication and compression of the slowest stage. (b), (d): a "
+        "step under 1F1B,\na device at the assumed share of its peak, against uncompressed with as much overlap. "
+        "EDGC: mean of a run with 10 % warm-up;\nr_max where compression stops paying, r_min = r_max/4, "
         "mean rank half-way (assumed).",
     )
     return fig

@@ -210,6 +210,21 @@ def test_simulated_evidence_stays_simulated_and_never_fully_supports(
     assert (row["kind"], row["n"], row["our_value"], row["verdict"]) == ("simulated", 3, -50.0, "partly")
     row = claims.judge(known["training_time_12p1b"], "ci", tmp_path)
     assert (row["verdict"], row["our_value"]) == ("not testable here", None)
+    steps = [
+        {
+            "method": method,
+            "overlap": overlap,
+            "gbits_per_second": gbits,
+            "reduction_time_percent": saved / (1 + overlap),
+        }
+        for method, factor in (("none", 0), ("edgc", 1))
+        for overlap in (False, True)
+        for gbits, saved in ((1, 30 * factor), (10, 14 * factor), (100, 2 * factor))
+    ]
+    put(tmp_path, "gpt2_12p1b_h100/steps.csv", steps)
+    row = claims.judge(known["training_time_12p1b"], "ci", tmp_path)
+    assert (row["kind"], row["n"], row["our_value"], row["verdict"]) == ("simulated", 3, -14.0, "partly")
+    assert "-15 to -1 %" in row["note"]
 
 
 def test_command_writes_one_row_per_claim_and_repeats(

@@ -77,7 +77,7 @@ def test_methods_by_hand() -> None:
     assert model.topk(stage).bytes == sparse + dense
     expected = 2 * (alpha + sparse / speed) + 4 * alpha + ring * dense / speed
     assert model.topk(stage).communication == pytest.approx(expected, rel=1e-12)
-    assert model.int8(stage).bytes == entries + 4 * (-(-entries // 256)) + dense
+    assert model.quantised(stage, 8).bytes == entries + 4 * (-(-entries // 256)) + dense
 
 
 def test_other_traffic_by_hand() -> None:
@@ -137,9 +137,13 @@ def test_monotone(gbits: float, factor: float, rank: int, more: int, world: int)
     slow = toy(shape=replace(SHAPE, data=world), gbits=gbits)
     fast, wider = replace(slow, gbits=gbits * factor), replace(slow, shape=replace(SHAPE, data=world + 1))
     for stage in slow.stages:
-        for name in ("none", "bf16", "int8", "topk"):
+        for name in ("none", "bf16", "topk"):
             assert getattr(fast, name)(stage).seconds <= getattr(slow, name)(stage).seconds
             assert getattr(wider, name)(stage).seconds >= getattr(slow, name)(stage).seconds
+        for bits in (8, 4):
+            assert fast.quantised(stage, bits).seconds <= slow.quantised(stage, bits).seconds
+            assert wider.quantised(stage, bits).seconds >= slow.quantised(stage, bits).seconds
+        assert slow.quantised(stage, 4).bytes < slow.quantised(stage, 8).bytes < slow.none(stage).bytes
         assert fast.powersgd(stage, rank).seconds <= slow.powersgd(stage, rank).seconds
         higher = slow.powersgd(stage, rank + more, always=True)
         assert slow.powersgd(stage, rank, always=True).seconds <= higher.seconds
@@ -209,7 +213,7 @@ def test_files_are_complete_marked_and_repeat(study: str, tmp_path: Path) -> Non
     for name in ("first", "second"):
         cluster_model.main(study=study, out=tmp_path / name)
     names = sorted(path.name for path in (tmp_path / "first").iterdir())
-    assert names == ["stages.csv", "summary.json", "table.csv"]
+    assert names == ["stages.csv", "steps.csv", "summary.json", "table.csv"]
     for name in names:
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     rows = list(csv.DictReader((tmp_path / "first" / "table.csv").open()))
@@ -237,7 +241,7 @@ def test_every_input_says_where_it_comes_from() -> None:
     for study in STUDIES:
         facts = summary(study, load_model(study))
         found = leaves(facts["inputs"])
-        assert len(found) == 19
+        assert len(found) == 24
         assert all(leaf["source"] and leaf["kind"] in ("measured", "cited", "assumed") for leaf in found)
 
 

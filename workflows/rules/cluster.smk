@@ -4,7 +4,7 @@
 rule cluster_model:
     input:
         study=study_yaml,
-        code=code("experiments", "cluster_*.py", "layouts.py"),
+        code=code("experiments", "cluster_*.py", "iteration_model.py", "layouts.py"),
     output:
         table=report(
             "<results>/{study}/table.csv",
@@ -13,6 +13,7 @@ rule cluster_model:
             labels={"study": "{study} (simulated)"},
         ),
         stages="<results>/{study}/stages.csv",
+        steps="<results>/{study}/steps.csv",
         summary="<results>/{study}/summary.json",
     log:
         "<logs>/cluster_model/{study}.log",

@@ -1,0 +1,124 @@
+"""How long a whole training step of a described cluster takes, by :mod:`experiments.iteration_model`.
+
+What is assumed beside :mod:`experiments.cluster_cost`:
+
+* The forward pass of a micro-batch costs two operations per weight and token, and four per token, position and hidden
+  unit in attention (nothing is saved by masking); the last stage has the logits. Backward costs ``backward_ratio``
+  times that. A device does them at ``step_efficiency`` of its peak, tensor-parallel traffic within the node included.
+* Gradients are reduced in ``bucket_elements`` at a time, as Megatron does, after backward or beside it (``overlap``).
+* After the reduction come the all-reduce of the tied embedding and one pass of Adam over memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from experiments.cluster_cost import Cost, Model, StageCost, all_reduce_seconds
+from experiments.iteration_model import Bucket, Iteration, Message, Stage
+from experiments.iteration_model import Model as Step
+from experiments.layouts import FP32_BYTES, StageLayout
+
+KIND = "simulated"
+ADAM_PASSES = 7  # reads and writes of 4 bytes per parameter: gradient, and weight and two moments both ways
+
+
+def forward_seconds(model: Model, stage: StageLayout) -> float:
+    """Seconds of one micro-batch's forward pass on one GPU of ``stage``."""
+    shape, compute = model.shape, model.cluster.compute
+    tokens = model.micro_batch * shape.sequence_length
+    weights = sum(
+        math.prod(t.shape) for t in stage.tensors if len(t.shape) == 2 and "embedding" not in t.name
+    )
+    layers = sum(end - first for first, end in stage.layer_ranges)
+    attention = 4 * shape.sequence_length * shape.hidden * layers / shape.tensor
+    speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value
+    return tokens * (2 * weights + attention) / speed
+
+
+def buckets(model: Model, stage: StageLayout, cost: Cost) -> tuple[Bucket, ...]:
+    """A reduction of ``cost`` in Megatron's buckets, of equal size, complete at equal distances."""
+    count = max(1, math.ceil(stage.parameters / model.cluster.compute.bucket_elements.value))
+    # Every bucket pays the latency of its own collectives; a reduction's cost contains that of one.
+    latency = 2 * (model.shape.data - 1) * model.latency if cost.communication else 0.0
+    part = max(0.0, cost.communication - latency) / count
+    return tuple(
+        Bucket(
+            share=(index + 1) / count,
+            compress=cost.compress / count,
+            messages=(Message(latency=latency, seconds=part),),
+        )
+        for index in range(count)
+    )
+
+
+def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
+    """One step in which every stage reduces its gradients at ``cost``."""
+    shape = model.shape
+    entries = model.micro_batch * shape.sequence_length * shape.hidden // shape.tensor
+    travel = model.latency + FP32_BYTES * entries / model.bandwidth if shape.pipeline > 1 else 0.0
+    stages = []
+    for layout in model.stages:
+        forward = forward_seconds(model, layout)
+        stages.append(
+            Stage(
+                forward=(forward,),
+                backward=(forward * model.cluster.compute.backward_ratio.value,),
+                to_next=travel,
+                to_previous=travel,
+                buckets=buckets(model, layout, cost(layout)),
+            )
+        )
+    after = model.passes(max(stage.parameters for stage in model.stages), ADAM_PASSES)
+    if shape.tied and shape.pipeline > 1:
+        embedding = FP32_BYTES * shape.padded_vocab * shape.hidden // shape.tensor
+        after += all_reduce_seconds(embedding, 2, model.latency, model.bandwidth)
+    return Step(stages=tuple(stages), micro_batches=model.micro_batches, overlap=overlap, after=after).run()
+
+
+def table(models: Iterator[Model]) -> list[dict[str, Any]]:
+    """A row per bandwidth, method, and whether reductions overlap with backward; what is saved is of the uncompressed
+    step that overlaps as much."""
+    rows = []
+    for at in models:
+        for overlap in (False, True):
+            base = step(at, at.none, overlap=overlap)
+            for name, (rank, cost) in at.methods().items():
+                found = step(at, cost, overlap=overlap)
+                seconds = found.seconds
+                if name.startswith("edgc") and rank is not None:
+                    # A warm-up of uncompressed steps: the mean over the run is one of steps, not of messages.
+                    warm_up = at.cluster.methods.warmup_fraction.value
+                    found = step(at, partial(at.powersgd, rank=rank), overlap=overlap)
+                    seconds = warm_up * base.seconds + (1 - warm_up) * found.seconds
+                rows.append(
+                    {
+                        "method": name,
+                        "rank": "" if rank is None else rank,
+                        "gbits_per_second": f"{at.gbits:g}",
+                        "overlap": overlap,
+                        "seconds_step": f"{seconds:.9g}",
+                        "seconds_exposed": f"{max(found.exposed):.9g}",
+                        "seconds_pipeline": f"{max(found.computed):.9g}",
+                        "reduction_time_percent": f"{100 * (1 - seconds / base.seconds):.4f}",
+                        "kind": KIND,
+                    }
+                )
+    return rows
+
+
+def uncompressed_reduction_share(model: Model) -> float:
+    """Share of the uncompressed step without overlap that goes into reductions: no method saves more than this."""
+    free = step(model, lambda _: Cost(0.0, 0.0), overlap=False).seconds
+    return 1 - free / step(model, model.none, overlap=False).seconds
+
+
+def with_efficiency(model: Model, value: float) -> Model:
+    """The model at another share of the peak, for the sensitivity to that assumption."""
+    compute = model.cluster.compute
+    efficiency = compute.step_efficiency.model_copy(update={"value": value})
+    changed = compute.model_copy(update={"step_efficiency": efficiency})
+    return replace(model, cluster=model.cluster.model_copy(update={"compute": changed}))

@@ -1,0 +1,78 @@
+"""The simulated step: its parts by hand, its limits, and that compression saves what the reduction cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from experiments import cluster_step
+from experiments.cluster_cost import Cost
+from experiments.cluster_model import load_model, sweep
+from tests.unit.test_cluster_model import toy
+
+OVERLAPS = (False, True)
+
+
+def test_forward_by_hand() -> None:
+    model = toy()
+    # One layer a stage, hidden 64, ffn 256, split over two ranks: 12 * 64^2 / 2 weights; 512 / 2 x 64 logits.
+    weights, attention, tokens, speed = 12 * 64 * 64 / 2, 4 * 32 * 64 / 2, 8 * 32, 15.7e12 * 0.5
+    first, last = (cluster_step.forward_seconds(model, stage) for stage in model.stages)
+    assert first == pytest.approx(tokens * (2 * weights + attention) / speed, rel=1e-12)
+    assert last - first == pytest.approx(tokens * 2 * 256 * 64 / speed, rel=1e-12)
+
+
+def test_the_parts_of_a_step_by_hand() -> None:
+    model = replace(toy(), micro_batches=1)
+    forward = [cluster_step.forward_seconds(model, stage) for stage in model.stages]
+    alpha, speed = 14e-6, 10e9 / 8 / 2
+    travel = alpha + 4 * 8 * 32 * 64 / 2 / speed
+    adam = 7 * 4 * max(stage.parameters for stage in model.stages) / (900e9 * 0.8)
+    embedding = 2 * alpha + 4 * 512 * 64 / 2 / speed
+    # One micro-batch through both stages and back, then the reduction of stage 0, which ends last.
+    pipeline = 3 * sum(forward) + 2 * travel
+    found = cluster_step.step(model, model.none, overlap=False)
+    assert found.computed[0] == pytest.approx(pipeline, rel=1e-9)
+    expected = pipeline + model.none(model.stages[0]).communication + adam + embedding
+    assert found.seconds == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("study", ["gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100"])
+def test_limits(study: str) -> None:
+    for model in sweep(load_model(study)):
+        free = {o: cluster_step.step(model, lambda _: Cost(0.0, 0.0), overlap=o).seconds for o in OVERLAPS}
+        none = {o: cluster_step.step(model, model.none, overlap=o).seconds for o in OVERLAPS}
+        assert free[True] == pytest.approx(free[False])
+        assert free[True] <= none[True] <= none[False]
+        share = cluster_step.uncompressed_reduction_share(model)
+        assert share == pytest.approx(1 - free[False] / none[False])
+        for _, cost in model.methods().values():
+            assert cluster_step.step(model, cost, overlap=False).seconds >= free[False]
+        # The quicker the device, the more of a step is the reduction.
+        shares = [
+            cluster_step.uncompressed_reduction_share(cluster_step.with_efficiency(model, value))
+            for value in (0.2, 0.5, 0.9)
+        ]
+        assert shares == sorted(shares)
+
+
+def test_rows_are_against_uncompressed_with_as_much_overlap() -> None:
+    model = load_model("gpt2_12p1b_h100")
+    rows = cluster_step.table(iter([model]))
+    assert {row["kind"] for row in rows} == {"simulated"}
+    found = {(row["method"], row["overlap"]): row for row in rows}
+    assert len(found) == len(rows) == 2 * len(model.methods())
+    for overlap in OVERLAPS:
+        base = float(found["none", overlap]["seconds_step"])
+        assert float(found["none", overlap]["reduction_time_percent"]) == 0
+        for (_, same), row in found.items():
+            if same == overlap:
+                saved = 100 * (1 - float(row["seconds_step"]) / base)
+                assert float(row["reduction_time_percent"]) == pytest.approx(saved, abs=1e-3)
+        rank = found["edgc", overlap]["rank"]
+        low = cluster_step.step(model, partial(model.powersgd, rank=rank), overlap=overlap).seconds
+        assert float(found["edgc", overlap]["seconds_step"]) == pytest.approx(
+            0.1 * base + 0.9 * low, rel=1e-6
+        )

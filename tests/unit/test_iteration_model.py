@@ -1,0 +1,183 @@
+"""The model of an iteration: known lengths of the schedules, no step before its input, slower is never quicker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.iteration_model import (
+    Bucket,
+    Iteration,
+    Message,
+    Model,
+    Slowdown,
+    Stage,
+    Step,
+    arrive,
+    order,
+)
+
+seconds = st.floats(0.01, 5)
+
+
+def even(
+    stages: int, micro_batches: int, chunks: int = 1, *, forward: float = 1.0, backward: float = 2.0
+) -> Model:
+    stage = Stage(forward=(forward / chunks,) * chunks, backward=(backward / chunks,) * chunks)
+    return Model(stages=(stage,) * stages, micro_batches=micro_batches)
+
+
+@given(stages=st.integers(1, 6), micro_batches=st.integers(1, 12), forward=seconds, backward=seconds)
+def test_equal_stages_take_the_known_time(
+    stages: int, micro_batches: int, forward: float, backward: float
+) -> None:
+    found = even(stages, micro_batches, forward=forward, backward=backward).run()
+    assert found.seconds == pytest.approx((micro_batches + stages - 1) * (forward + backward))
+    # Stage i ends i backward times before stage 0: what DAC gives it to communicate longer.
+    assert [found.computed[0] - end for end in found.computed] == pytest.approx(
+        [index * backward for index in range(stages)]
+    )
+
+
+@given(stages=st.integers(2, 5), groups=st.integers(1, 4), chunks=st.integers(2, 4))
+def test_interleaving_divides_the_idle_time_by_the_chunks(stages: int, groups: int, chunks: int) -> None:
+    found = even(stages, stages * groups, chunks).run()
+    work, idle = 3.0 * stages * groups, 3.0 * (stages - 1) / chunks
+    assert found.seconds == pytest.approx(work + idle)
+
+
+def test_order_of_two_stages() -> None:
+    def text(steps: list[Step]) -> str:
+        return " ".join(f"{s.kind[0]}{s.micro_batch}{'ab'[s.chunk]}" for s in steps)
+
+    assert text(order(0, 2, 3)) == "f0a f1a b0a f2a b1a b2a"
+    assert text(order(1, 2, 3)) == "f0a b0a f1a b1a f2a b2a"
+    # Two chunks: Megatron's table runs two micro-batches through a chunk, then through the next one.
+    assert text(order(1, 2, 4, 2)) == "f0a f1a f0b b0b f1b b1b f2a b0a f3a b1a f2b b2b f3b b3b b2a b3a"
+    assert text(order(0, 2, 2, 2)) == "f0a f1a f0b f1b b0b b1b b0a b1a"
+    with pytest.raises(ValueError, match="not divisible"):
+        order(0, 2, 3, 2)
+
+
+models = st.builds(
+    lambda stages, micro, chunks, values: Model(
+        stages=tuple(
+            Stage(
+                forward=tuple(values[4 * i : 4 * i + chunks]),
+                backward=tuple(values[4 * i + 1 : 4 * i + 1 + chunks]),
+                to_next=values[4 * i + 2],
+                to_previous=values[4 * i + 3],
+                buckets=(
+                    Bucket(share=0.5, compress=values[4 * i], messages=(Message(seconds=values[4 * i + 1]),)),
+                    Bucket(decompress=values[4 * i + 2], messages=(Message(latency=values[4 * i + 3]),)),
+                ),
+            )
+            for i in range(stages)
+        ),
+        micro_batches=micro * stages,
+        overlap=micro % 2 == 0,
+    ),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(seconds, min_size=20, max_size=20),
+)
+
+
+@given(model=models)
+def test_every_step_once_and_never_before_its_input(model: Model) -> None:
+    found = model.run()
+    chunks, count = len(model.stages[0].forward), len(model.stages)
+    ends = {(index, span.step): span.end for index, line in enumerate(found.spans) for span in line}
+    assert len(ends) == 2 * chunks * count * model.micro_batches == sum(map(len, found.spans))
+    for index, line in enumerate(found.spans):
+        for before, after in pairwise(line):
+            assert after.start >= before.end
+        for span in line:
+            forward, chunk = span.step.kind == "forward", span.step.chunk
+            position = chunk * count + index + (-1 if forward else 1)
+            if 0 <= position < chunks * count:
+                source = position % count
+                sender = model.stages[source]
+                travel = 0.0 if source == index else sender.to_next if forward else sender.to_previous
+                step = Step(span.step.kind, span.step.micro_batch, position // count)
+                assert span.start >= ends[source, step] + travel - 1e-9
+            elif not forward:
+                assert span.start >= ends[index, Step("forward", span.step.micro_batch, chunk)]
+    assert all(exposed >= 0 for exposed in found.exposed)
+
+
+@given(model=models, which=st.integers(0, 3), more=st.floats(0.1, 3))
+def test_a_slower_part_never_makes_the_iteration_shorter(model: Model, which: int, more: float) -> None:
+    index = which % len(model.stages)
+    stage = model.stages[index]
+    slower = replace(
+        stage,
+        backward=tuple(value + more for value in stage.backward),
+        to_next=stage.to_next + more,
+        buckets=tuple(replace(b, messages=(*b.messages, Message(seconds=more))) for b in stage.buckets),
+    )
+    stages = (*model.stages[:index], slower, *model.stages[index + 1 :])
+    assert replace(model, stages=stages).run().seconds >= model.run().seconds - 1e-9
+
+
+@given(model=models)
+def test_overlap_never_loses_when_compression_is_free(model: Model) -> None:
+    stages = tuple(
+        replace(stage, buckets=tuple(replace(b, compress=0.0) for b in stage.buckets))
+        for stage in model.stages
+    )
+    free = replace(model, stages=stages)
+    assert replace(free, overlap=True).run().seconds <= replace(free, overlap=False).run().seconds + 1e-9
+
+
+def test_buckets_in_numbers() -> None:
+    buckets = (
+        Bucket(
+            share=1.0, compress=0.5, decompress=0.25, messages=(Message(seconds=1.0), Message(latency=0.5))
+        ),
+        Bucket(share=0.5, compress=0.5, messages=(Message(seconds=3.0),)),
+    )
+    model = Model(
+        stages=(Stage(forward=(1.0,), backward=(2.0,), buckets=buckets),), micro_batches=2, after=0.1
+    )
+
+    def ends(found: Iteration) -> tuple[float, float, float]:
+        return found.computed[0], found.reduced[0], found.seconds
+
+    # Steps end at 6; one after another: 0.5 + 1 + 0.5, 0.5 beside them + 3, 0.25.
+    assert ends(model.run()) == pytest.approx((6.0, 11.25, 11.35))
+    # The later bucket of the model is complete at 5, is sent from 5.5 to 8.5; the other waits for the link.
+    assert ends(replace(model, overlap=True).run()) == pytest.approx((7.0, 8.5 + 1.5 + 0.25, 10.35))
+
+
+def test_a_link_that_is_slower_for_some_time() -> None:
+    message = Message(latency=1.0, seconds=4.0)
+    assert arrive(0.0, message) == 5.0
+    assert arrive(0.0, message, [Slowdown(10, 20, 0.1)]) == 5.0
+    # One second at full speed, then half of the speed for the other three.
+    assert arrive(0.0, message, [Slowdown(2, 100, 0.5)]) == pytest.approx(8.0)
+    assert arrive(0.0, message, [Slowdown(2, 4, 0.5)]) == pytest.approx(6.0)
+    assert arrive(0.0, message, [Slowdown(3, 4, 0.5), Slowdown(0, 3, 2.0)]) == pytest.approx(3.0)
+
+
+@given(
+    start=st.floats(0, 10),
+    size=st.floats(0.01, 10),
+    cuts=st.lists(st.floats(0, 30), min_size=2, max_size=8, unique=True),
+    factors=st.lists(st.floats(0.05, 3), min_size=4, max_size=4),
+)
+def test_what_went_through_is_the_message(
+    start: float, size: float, cuts: list[float], factors: list[float]
+) -> None:
+    edges = sorted(cuts)[: len(cuts) // 2 * 2]
+    slowdowns = [Slowdown(a, b, f) for a, b, f in zip(edges[::2], edges[1::2], factors, strict=False)]
+    end = arrive(start, Message(seconds=size), slowdowns)
+    covered = [(max(start, s.start), min(end, s.end), s.factor) for s in slowdowns]
+    slow = sum(max(0.0, b - a) for a, b, _ in covered)
+    sent = (end - start - slow) + sum(max(0.0, b - a) * factor for a, b, factor in covered)
+    assert sent == pytest.approx(size, rel=1e-6, abs=1e-9)
