@@ -71,6 +71,11 @@ moe: ## train a small mixture of experts, compressed or not, and write that to r
 replay: venv ## compute the tables and figures of results/reference/SCALE again from its runs; they must not differ
 	@$(PY) -m experiments.archive replay --scale $(SCALE) $(ARGS)
 
+# SCALE=paper: below it no task needs a download.
+.PHONY: prefetch
+prefetch: venv ## download the data of the standard zero-shot tasks of SCALE, on a machine with network
+	@$(PY) -m experiments.standard_tasks prefetch --scale '$(SCALE)' $(ARGS)
+
 .PHONY: bench
 bench: venv ## time the compression engine on this machine, on its GPU if it has one (ARGS: options of the program)
 	@folder=$$($(BENCH) engine --results '$(RESULTS)/bench' $(ARGS)); \

@@ -25,6 +25,8 @@ from experiments.cli import main_guard
 from experiments.evaluation_inputs import Model, Row, TaskFile, digest, read_models, read_tasks
 from experiments.evaluation_table import COLUMNS, table, timings, write_csv
 from experiments.run_folder import atomic_write, check_writable
+from experiments.standard_data import read_standard
+from experiments.task_catalogue import standard_tasks
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -72,9 +74,15 @@ def is_done(folder: Path, wanted: Row) -> bool:
 
 
 def evaluate(
-    models: Sequence[Model], tasks: Sequence[TaskFile], tasks_dir: Path, out: Path, *, batch_size: int
+    models: Sequence[Model],
+    tasks: Sequence[TaskFile],
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    batch_size: int,
+    device: str = "auto",
 ) -> int:
-    """Evaluate what is not done yet; returns the number of evaluations."""
+    """Evaluate what is not done yet; returns the number of evaluations. ``folders`` hold the task files."""
     pending = {
         model.name: [
             task
@@ -86,7 +94,7 @@ def evaluate(
     }
     if not any(pending.values()):
         return 0
-    os.environ.update(OFFLINE)
+    import torch
     import transformers
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -102,14 +110,18 @@ def evaluate(
         ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED
     )
     encode: dict[str, Any] = {"default": handle_non_serializable, "ensure_ascii": False}
-    manager = TaskManager(include_path=str(tasks_dir), include_defaults=False)
+    manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no GPU", fix="use --device auto or cpu")
     count = 0
     with Progress(console=Console(file=sys.stderr)) as progress:
         bar = progress.add_task("evaluate", total=sum(map(len, pending.values())))
         for model in models:
             if not pending.get(model.name):
                 continue
-            lm = HFLM(pretrained=str(model.path), device="cpu", dtype=DTYPE, batch_size=batch_size)
+            lm = HFLM(pretrained=str(model.path), device=device, dtype=DTYPE, batch_size=batch_size)
             for task in pending[model.name]:
                 progress.update(bar, description=f"{model.name} {task.name}")
                 started = time.perf_counter()
@@ -128,8 +140,10 @@ def evaluate(
                 atomic_write(target / "results.json", json.dumps(results, indent=1, **encode) + "\n")
                 lines = "".join(json.dumps(row, **encode) + "\n" for row in samples)
                 atomic_write(target / "samples.jsonl", lines)
+                # Not part of the digest: what a GPU node has evaluated is not done again where there is none.
                 record = inputs(model, task, batch_size) | {
-                    "seconds": round(time.perf_counter() - started, 3)
+                    "device": device,
+                    "seconds": round(time.perf_counter() - started, 3),
                 }
                 atomic_write(target / "inputs.json", json.dumps(record, indent=1) + "\n")
                 progress.advance(bar)
@@ -139,26 +153,38 @@ def evaluate(
 
 @main_guard
 def main(arguments: list[str] | None = None) -> None:
-    """Evaluate exported models on offline lm-eval tasks and write table.csv."""
+    """Evaluate exported models on lm-eval tasks, without network, and write table.csv."""
     parser = argparse.ArgumentParser(prog="python -m experiments.evaluate", description=main.__doc__)
     parser.add_argument(
         "--models", type=Path, nargs="+", required=True, metavar="DIR", help="exported folders"
     )
-    parser.add_argument(
-        "--tasks-dir", type=Path, required=True, metavar="DIR", help="made by experiments.tasks.make"
-    )
+    parser.add_argument("--tasks-dir", type=Path, metavar="DIR", help="made by experiments.tasks.make")
     parser.add_argument("--tasks", nargs="+", metavar="NAME", help="default: every task of the folder")
+    parser.add_argument(
+        "--standard", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval, fetched beforehand"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the study")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any"
+    )
     options = parser.parse_args(arguments)
     if options.batch_size < 1:
         raise UserError(
             f"--batch-size {options.batch_size} is not valid", fix="use a whole number of at least 1"
         )
+    if options.tasks_dir is None and (options.tasks or not options.standard):
+        raise UserError("no tasks given", fix="give --tasks-dir, --standard or both")
+    os.environ.update(OFFLINE)  # before anything imports the hub's client
+    tasks = read_tasks(options.tasks_dir, options.tasks) if options.tasks_dir else []
+    tasks += read_standard(options.standard)
+    folders = [*filter(None, [options.tasks_dir])]
+    folders += dict.fromkeys(task.folder for task in standard_tasks(options.standard))
     models = read_models(options.models)
-    tasks = read_tasks(options.tasks_dir, options.tasks)
     check_writable(options.out)
-    count = evaluate(models, tasks, options.tasks_dir, options.out, batch_size=options.batch_size)
+    count = evaluate(
+        models, tasks, folders, options.out, batch_size=options.batch_size, device=options.device
+    )
     write_csv(options.out / "timings.csv", ("run", "task", "seconds"), timings(models, tasks, options.out))
     write_csv(options.out / "table.csv", COLUMNS, table(models, tasks, options.out))
     total = sum(bool(model.info["model"]) for model in models) * len(tasks)

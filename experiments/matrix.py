@@ -9,6 +9,7 @@ A study file::
     variants: {name: {label: ..., ...}}
     seeds: [1]
     figures: [rank_sweep]
+    evaluation: {...}                # of a study that evaluates: experiments/task_catalogue.py
     scales: {ci: {base: {...}, variants: {...}, seeds: [...]}}   # laid over the keys above at that scale
 """
 
@@ -23,6 +24,7 @@ from pydantic import Field
 from edgc.errors import UserError
 from experiments.cli import main_guard
 from experiments.settings import RunConfig, Settings, deep_merge, load_yaml, resolve, validate
+from experiments.task_catalogue import Evaluation
 
 ROOT = Path(__file__).parent
 
@@ -33,6 +35,7 @@ class StudyLayer(Settings):
     base: dict[str, Any] = {}
     variants: dict[str, dict[str, Any]] = {}
     seeds: list[int] = []
+    evaluation: dict[str, Any] = {}
 
 
 class Study(StudyLayer):
@@ -120,6 +123,25 @@ def runs(study: str, scale: str) -> list[RunConfig]:
             values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
             values.setdefault("label", variant)
             found.append(resolve(values, study_path(study)))
+    return found
+
+
+def evaluation(study: str, scale: str) -> Evaluation:
+    """What ``study`` evaluates its models on at ``scale``.
+
+    Raises:
+        UserError: naming the key, the file and the fix; also where no task is named.
+    """
+    definition, path = load_study(study), study_path(study)
+    layer = definition.scales.get(scale, StudyLayer())
+    values = deep_merge(definition.evaluation, layer.evaluation)
+    found: Evaluation = validate(Evaluation, values, f"{path}, evaluation")
+    if definition.needs is None:
+        fix = "choose a study with the key `needs`"
+        raise UserError(f"study {study} evaluates no models", where=path, fix=fix)
+    if not (found.held_out or found.standard):
+        fix = "set held_out: true or name tasks under standard"
+        raise UserError(f"no task at scale {scale}", where=f"{path}, evaluation", fix=fix)
     return found
 
 

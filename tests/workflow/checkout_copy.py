@@ -55,6 +55,7 @@ PROGRAMS = {
     "experiments/cluster_model.py": "write(option('--out'), 'table.csv', 'stages.csv', 'summary.json')",
     "experiments/tasks/make.py": "write(option('--out'), 'tasks.json')",
     "experiments/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
+    "experiments/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
     "experiments/evaluate.py": "write(option('--out'), 'table.csv', 'timings.csv')",
     "experiments/claims.py": "write(scale(), 'claims.csv')",
     "experiments/regression.py": "write(scale(), 'regression.csv')",

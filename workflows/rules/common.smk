@@ -28,19 +28,20 @@ def check_schema(values, schema, where):
 
 
 def read_matrix(scale):
-    """All studies and their runs at a scale: {study: Study}, {study: {run name: RunConfig}}."""
+    """Studies, runs, evaluations at a scale: {study: Study}, {study: {run name: RunConfig}}, {study: Evaluation}."""
     matrix.load_scale(scale)
     check_schema(load_yaml(matrix.scale_path(scale)), "scale", matrix.scale_path(scale))
     studies = {name: matrix.load_study(name) for name in matrix.studies()}
     runs = {name: {run.name: run for run in matrix.runs(name, scale)} for name in studies}
+    evaluations = {name: matrix.evaluation(name, scale) for name in studies if studies[name].needs}
     for name in studies:
         check_schema(load_yaml(matrix.study_path(name)), "study", matrix.study_path(name))
-    return studies, runs
+    return studies, runs, evaluations
 
 
 try:
     check_schema(config, "config", "--config")
-    STUDIES, RUNS = read_matrix(config["scale"])
+    STUDIES, RUNS, EVALUATIONS = read_matrix(config["scale"])
 except UserError as error:
     # The same line and exit code as from every program of the project, not Snakemake's report of an exception.
     print(f"error: {error}", file=sys.stderr)
@@ -54,7 +55,7 @@ def one_of(names):
 
 # How the table of a study comes about; a study without an entry in either is analysed from its own runs.
 SIMULATED = {name for name, study in STUDIES.items() if study.cluster is not None}
-EVALUATED = {name for name, study in STUDIES.items() if study.needs is not None}
+EVALUATED = set(EVALUATIONS)
 ANALYSED = {name for name in STUDIES if RUNS[name]} - SIMULATED - EVALUATED
 
 # What `all` makes: not the studies that are too long for it at this scale, nor their figures.
@@ -140,6 +141,24 @@ def evaluated_data(wildcards):
     if len(paths) != 1:
         raise WorkflowError(f"{wildcards.study} evaluates models of {len(paths)} data folders, it takes one")
     return f"<results>/data/{paths.pop()}/data.yaml"
+
+
+def evaluated_tasks(wildcards):
+    """The tasks made from held-out text, and the records of the standard tasks' data, as far as a study has any."""
+    wanted = EVALUATIONS[wildcards.study]
+    names = ["tasks/tasks.json"] * wanted.held_out + ["standard_tasks.json"] * bool(wanted.standard)
+    return [f"<results>/{wildcards.study}/{name}" for name in names]
+
+
+def task_options(study, files):
+    """How the evaluation is told its tasks; ``files`` are those of `evaluated_tasks`."""
+    wanted = EVALUATIONS[study]
+    options = [f"--batch-size {wanted.batch_size} --device {wanted.device}"]
+    if wanted.held_out:
+        options.append(f"--tasks-dir {Path(files[0]).parent}")
+    if wanted.standard:
+        options.append(f"--standard {' '.join(wanted.standard)}")
+    return " ".join(options)
 
 
 def caption(figure):

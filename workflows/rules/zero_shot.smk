@@ -1,4 +1,5 @@
-# Trained models to Hugging Face folders, then lm-eval on tasks made from the held-out text: no network is used.
+# Trained models to Hugging Face folders, then lm-eval on tasks made from the held-out text or on standard tasks whose
+# data was fetched beforehand: no network is used.
 
 
 rule tasks:
@@ -17,6 +18,25 @@ rule tasks:
         folder=subpath(output[0], parent=True),
     shell:
         "python -m experiments.tasks.make --data {params.data} --out {params.folder} > {log} 2>&1"
+
+
+# Runs first and where Snakemake runs: what is missing is said before anything is trained.
+rule standard_tasks:
+    input:
+        study_yaml,
+    output:
+        "<results>/{study}/standard_tasks.json",
+    log:
+        "<logs>/standard_tasks/{study}.log",
+    conda:
+        "../../environment.yml"
+    localrule: True
+    priority: 100
+    params:
+        scale=config["scale"],
+    shell:
+        "python -m experiments.standard_tasks check --study {wildcards.study} --scale {params.scale} --out {output}"
+        " > {log} 2>&1"
 
 
 rule export:
@@ -44,8 +64,8 @@ rule evaluate:
     input:
         study=study_yaml,
         models="<results>/{study}/models",
-        tasks="<results>/{study}/tasks/tasks.json",
-        code=code("experiments", "evalua*.py"),
+        tasks=evaluated_tasks,
+        code=code("experiments", "evalua*.py", "standard_data.py"),
     output:
         table=report(
             "<results>/{study}/table.csv",
@@ -63,10 +83,9 @@ rule evaluate:
     threads: 2
     params:
         models=lambda w, input: [Path(input.models, run.name) for _, run in evaluated_runs(w.study)],
-        tasks=subpath(input.tasks, parent=True),
+        tasks=lambda w, input: task_options(w.study, input.tasks),
         folder=subpath(output.table, parent=True),
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:
-        "python -m experiments.evaluate --models {params.models} --tasks-dir {params.tasks} --out {params.folder}"
-        " > {log} 2>&1"
+        "python -m experiments.evaluate --models {params.models} {params.tasks} --out {params.folder} > {log} 2>&1"
