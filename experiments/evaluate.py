@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import io
 import json
@@ -102,6 +103,7 @@ def evaluate(
     from lm_eval.utils import handle_non_serializable
     from rich.console import Console
     from rich.progress import Progress
+    from torch.utils import collect_env
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it reports every context that it cuts
     transformers.logging.set_verbosity_error()
@@ -110,6 +112,8 @@ def evaluate(
         ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED
     )
     encode: dict[str, Any] = {"default": handle_non_serializable, "ensure_ascii": False}
+    # The environment that every result names: lm-eval asks pip and others for it, seconds each time.
+    collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
     manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -81,6 +81,24 @@ def test_slurm_profile_plans_paper_scale_unless_told_otherwise(checkout: Checkou
         assert f"results/{'ci' if scale == 'paper' else 'paper'}/" not in text
 
 
+def test_standard_tasks_are_evaluated_at_paper_scale_and_checked_first(checkout: Checkout) -> None:
+    call = ["-n", "-p", "zero_shot", "--config"]
+    (paper_code, paper), (ci_code, ci) = checkout.snakemake([*call, "scale=paper"], [*call, "scale=ci"])
+    assert paper_code == ci_code == 0, paper + ci
+    [evaluation] = [line for line in paper.splitlines() if "-m experiments.evaluate " in line]
+    names = " ".join(matrix.evaluation("zero_shot", "paper").standard)
+    assert f" --standard {names} --out results/paper/zero_shot " in evaluation
+    assert "--tasks-dir" not in evaluation
+    assert "-m experiments.tasks.make" not in paper
+    checks = [line for line in paper.splitlines() if "-m experiments.standard_tasks check" in line]
+    assert len(checks) == 1
+    assert "--scale paper --out results/paper/zero_shot/standard_tasks.json" in checks[0]
+    [evaluation] = [line for line in ci.splitlines() if "-m experiments.evaluate " in line]
+    assert " --tasks-dir results/ci/zero_shot/tasks " in evaluation
+    assert "standard" not in evaluation
+    assert "-m experiments.standard_tasks" not in ci
+
+
 def test_wrong_settings_are_one_line_and_exit_code_2(checkout: Checkout) -> None:
     settings = {"scal=ci": "scal", "scale=huge": "huge", "scale=../ci": "../ci", "results=a b": "a b"}
     calls = checkout.snakemake(*(["-n", "all", "--config", setting] for setting in settings))
@@ -106,6 +124,24 @@ def test_wrong_study_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
             assert "Traceback" not in result.stdout
     finally:
         path.unlink()
+
+
+def test_unknown_standard_task_is_one_line_with_the_name_that_was_meant(checkout: Checkout) -> None:
+    path = checkout.path / "experiments" / "studies" / "zero_shot.yaml"
+    content = path.read_text()
+    try:
+        path.write_text(content.replace("- hellaswag\n", "- hellaswga\n"))
+        [(code, text)] = checkout.snakemake(["-n", "zero_shot", "--config", "scale=paper"])
+        assert code == 2
+        line = text.splitlines()[-1]
+        assert "unknown standard task 'hellaswga'" in line
+        assert line.endswith("did you mean hellaswag?")
+        path.write_text(content.replace("evaluation: {held_out: true, ", "evaluation: {"))
+        [(code, text)] = checkout.snakemake(["-n", "zero_shot"])
+        assert code == 2
+        assert "no task at scale ci" in text.splitlines()[-1]
+    finally:
+        path.write_text(content)
 
 
 def test_lint_is_clean(checkout: Checkout) -> None:

@@ -1,0 +1,258 @@
+"""A stand-in for the Hugging Face hub on the loopback: dataset repositories with synthetic rows, over HTTP.
+
+Only what `datasets` asks for while it loads a repository of Parquet files. Rows have the schema of the real datasets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+
+def _choices(index: int, key: str, count: int) -> Row:
+    letters = "ABCDE"[:count]
+    options = {"text": [f"item {letter} {index}" for letter in letters], "label": list(letters)}
+    return {"id": f"q{index}", key: f"which item fits {index}", "choices": options, "answerKey": "B"}
+
+
+def _race(index: int) -> Row:
+    problems = [
+        {"question": "I have  _  .", "answer": "B", "options": ["a cat", "a dog", "a cow", "an ox"]},
+        {
+            "question": f"who won {index}?",
+            "answer": "ABCD"[index % 4],
+            "options": ["he", "she", "it", "they"],
+        },
+    ]
+    return {"article": f"a short text {index}", "problems": repr(problems)}
+
+
+def _hellaswag(index: int) -> Row:
+    return {
+        "ind": index,
+        "activity_label": "Cooking",
+        "ctx_a": f"a man [title] stirs pot {index}.",
+        "ctx_b": "then he",
+        "ctx": "",
+        "endings": ["eats.", "sleeps [step] now.", "runs.", "sings."],
+        "source_id": "s",
+        "split": "val",
+        "split_type": "indomain",
+        "label": str(index % 4),
+    }
+
+
+def _mathqa(index: int) -> Row:
+    options = "a ) 24 , b ) 120 , c ) 625 , d ) 720 , e ) 1024"
+    facts = {"Rationale": "r", "annotated_formula": "f", "linear_formula": "l", "category": "general"}
+    return {"Problem": f"what is {index} + 1", "options": options, "correct": "abcde"[index % 5], **facts}
+
+
+def _piqa(index: int) -> Row:
+    return {"goal": f"open jar {index}", "sol1": "turn the lid", "sol2": "hit it", "label": index % 2}
+
+
+def _winogrande(index: int) -> Row:
+    sentence = f"the cup {index} did not fit the box because the _ was too big."
+    return {"sentence": sentence, "option1": "cup", "option2": "box", "answer": str(1 + index % 2)}
+
+
+def _boolq(index: int) -> Row:
+    return {
+        "question": f"is {index} even",
+        "passage": "numbers are odd or even",
+        "idx": index,
+        "label": index % 2,
+    }
+
+
+def _copa(index: int) -> Row:
+    texts = {"premise": "The man fell.", "choice1": "It was icy.", "choice2": "He slept."}
+    return {**texts, "question": ("cause", "effect")[index % 2], "idx": index, "label": index % 2}
+
+
+# Dataset -> config -> split -> rows, for the twelve tasks.
+REPOSITORIES: dict[str, dict[str, dict[str, list[Row]]]] = {
+    "EleutherAI/lambada_openai": {
+        "default": {"test": [{"text": f"she said to him {i} go home"} for i in range(5)]}
+    },
+    "Rowan/hellaswag": {
+        "default": {
+            split: [_hellaswag(i) for i in range(count)] for split, count in (("train", 3), ("validation", 6))
+        }
+    },
+    "baber/piqa": {"default": {split: [_piqa(i) for i in range(7)] for split in ("train", "validation")}},
+    "regisss/math_qa": {
+        "default": {split: [_mathqa(i) for i in range(5)] for split in ("train", "validation", "test")}
+    },
+    "allenai/winogrande": {
+        "winogrande_xl": {split: [_winogrande(i) for i in range(6)] for split in ("train", "validation")}
+    },
+    "EleutherAI/race": {"high": {"test": [_race(i) for i in range(4)]}},
+    "allenai/ai2_arc": {
+        "ARC-Easy": {
+            split: [_choices(i, "question", 4 if i else 3) for i in range(4)]
+            for split in ("train", "validation", "test")
+        },
+        "ARC-Challenge": {
+            split: [_choices(i, "question", 4 if i else 5) for i in range(5)]
+            for split in ("train", "validation", "test")
+        },
+    },
+    "EleutherAI/wikitext_document_level": {
+        "wikitext-2-raw-v1": {
+            split: [
+                {"page": f" = Page {i} = \n\n It 's a page , with 1 @,@ 000 words . \n"} for i in range(3)
+            ]
+            for split in ("train", "validation", "test")
+        }
+    },
+    "aps/super_glue": {
+        "boolq": {split: [_boolq(i) for i in range(6)] for split in ("train", "validation")},
+        "copa": {split: [_copa(i) for i in range(4)] for split in ("train", "validation")},
+    },
+    "allenai/openbookqa": {
+        "main": {
+            split: [_choices(i, "question_stem", 4) for i in range(5)]
+            for split in ("train", "validation", "test")
+        }
+    },
+}
+
+
+def _files(configs: dict[str, dict[str, list[Row]]]) -> dict[str, bytes]:
+    """README with the configs, and one Parquet file per config and split."""
+    found, lines = {}, ["---", "configs:"]
+    for config, splits in configs.items():
+        lines += [f"- config_name: {config}", "  data_files:"]
+        for split, rows in splits.items():
+            path = f"{config}/{split}-00000-of-00001.parquet"
+            buffer = io.BytesIO()
+            pq.write_table(pa.Table.from_pylist(rows), buffer)
+            found[path] = buffer.getvalue()
+            lines += [f"  - split: {split}", f"    path: {config}/{split}-*"]
+    found["README.md"] = "\n".join([*lines, "---", ""]).encode()
+    return found
+
+
+class Hub:
+    """The server's content, and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.files = {name: _files(configs) for name, configs in REPOSITORIES.items()}
+        self.requests: list[str] = []
+        self.stalled = ""  # a file with this in its path is not answered further than its middle
+        self.go_on = threading.Event()
+        self.environment: dict[str, str] = {}  # by which programs find this hub and no other
+
+    def revision(self, dataset: str) -> str:
+        """The commit of a repository: other content, other commit."""
+        parts = (part for item in sorted(self.files[dataset].items()) for part in (item[0].encode(), item[1]))
+        return hashlib.sha1(b"\0".join(parts)).hexdigest()
+
+    def set_rows(self, dataset: str, config: str, split: str, rows: list[Row]) -> None:
+        """Other rows in a repository, of the same schema."""
+        name = f"{config}/{split}-00000-of-00001.parquet"
+        schema = pq.read_schema(io.BytesIO(self.files[dataset][name]))
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows, schema), buffer)
+        self.files[dataset][name] = buffer.getvalue()
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+            self.send_response(code)
+            for key, value in headers.items():
+                self.send_header(key.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                stall = bool(hub.stalled and hub.stalled in self.path)
+                self.wfile.write(body[: len(body) // 2])
+                if stall:
+                    self.wfile.flush()
+                    hub.go_on.wait(timeout=600)
+                self.wfile.write(body[len(body) // 2 :])
+
+        def answer_json(self, value: Any) -> None:
+            self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
+
+        def entries(self, files: dict[str, bytes], below: str, recursive: bool) -> list[Row]:
+            found: dict[str, Row] = {}
+            for path, content in files.items():
+                if below and not path.startswith(below + "/"):
+                    continue
+                rest = path[len(below) + 1 :] if below else path
+                if "/" in rest:
+                    folder = path[: len(path) - len(rest)] + rest.partition("/")[0]
+                    found[folder] = {"type": "directory", "oid": "0" * 40, "size": 0, "path": folder}
+                if "/" not in rest or recursive:
+                    oid = hashlib.sha1(content).hexdigest()
+                    found[path] = {"type": "file", "oid": oid, "size": len(content), "path": path}
+            return list(found.values())
+
+        def do_GET(self) -> None:
+            url = urlsplit(unquote(self.path))
+            hub.requests.append(f"{self.command} {self.path}")
+            for name in hub.files:
+                kind, _, rest = url.path.partition(f"datasets/{name}")
+                if rest and kind in ("/", "/api/"):
+                    self.answer_for(name, rest, "recursive=true" in url.query.lower())
+                    return
+            self.answer(404, X_Error_Code="RepoNotFound")
+
+        def answer_for(self, name: str, rest: str, recursive: bool) -> None:
+            """``rest`` is /resolve/<commit>/<path>, /tree/<commit>/<path> or /revision/<commit>."""
+            files, commit = hub.files[name], hub.revision(name)
+            _, action, _, *parts = rest.split("/")
+            path = "/".join(parts)
+            if action == "resolve" and path in files:
+                etag = f'"{hashlib.sha1(files[path]).hexdigest()}"'
+                self.answer(200, files[path], ETag=etag, X_Repo_Commit=commit)
+            elif action == "tree" and (rows := self.entries(files, path, recursive)):
+                self.answer_json(rows)
+            elif action == "revision":
+                siblings = [{"rfilename": path} for path in files]
+                self.answer_json({"id": name, "sha": commit, "siblings": siblings, "private": False})
+            else:
+                self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+
+        do_HEAD = do_GET
+
+    return Handler
+
+
+@contextmanager
+def serve() -> Iterator[Hub]:
+    """A hub that answers on a free port of the loopback until the block ends."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    # As a proxy it also answers for the hub's other hosts, whose names are derived from the first.
+    hub.environment = {"HF_ENDPOINT": "http://hub.invalid", "HF_HUB_DISABLE_XET": "1"}
+    for name in ("http_proxy", "https_proxy"):
+        hub.environment |= dict.fromkeys((name, name.upper()), f"http://127.0.0.1:{server.server_address[1]}")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
