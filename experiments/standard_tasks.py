@@ -46,18 +46,22 @@ class Fetcher:
         if problem_with(task, entry) is None and entry:
             return "already there", summary(entry)
         before = dataset_cache.look(task.dataset, task.config)
-        if before.debris and not dataset_cache.offline() and not dataset_cache.sweep(before.debris):
-            raise UserError("another process is fetching it", where=before.debris[0], fix="wait for its end")
-        if before.copy is None and before.debris and dataset_cache.offline():
-            raise UserError(before.problem, fix="fetch it again where there is a network")
+        debris, copy = before.debris, before.copy
+        if copy and entry and copy.revision == entry["revision"] and copy.contents() != entry["files"]:
+            debris = (copy.folder,)  # of one revision, but not what was fetched
+        if debris and dataset_cache.offline():
+            problem = before.problem or "its data has changed since it was recorded"
+            raise UserError(problem, fix="fetch it again where there is a network")
+        if debris and not dataset_cache.sweep(debris):
+            raise UserError("another process is fetching it", where=debris[0], fix="wait for its end")
         loaded = self._load(task)
         entry = self._entry(task, loaded)
         with _locked(dataset_cache.root()):
             content = {"format": 1, "tasks": read_record() | {task.name: entry}}
             atomic_write(dataset_cache.root() / RECORD, json.dumps(content, indent=1) + "\n")
-        if before.copy is not None:
-            return "recorded", summary(entry)
-        return ("fetched again" if before.debris else "fetched"), summary(entry)
+        if debris:
+            return "fetched again", summary(entry)
+        return ("fetched" if copy is None else "recorded"), summary(entry)
 
     def _load(self, task: StandardTask) -> Any:
         """lm-eval's own task object; making it downloads the dataset and renders one document."""
@@ -72,9 +76,11 @@ class Fetcher:
                 return self._manager.load([task.name])["tasks"][task.name]
             except Exception as error:  # of lm-eval, datasets, the hub's client, the network
                 reason = error
+        if type(reason).__name__ == "DatasetGenerationError" and isinstance(reason.__cause__, Exception):
+            reason = reason.__cause__  # says what was wrong
         copy = dataset_cache.look(task.dataset, task.config).copy
-        if copy is not None and copy.rows.get(task.split) == 0:
-            raise UserError(f"task {task.name} has zero documents", where=copy.folder)
+        if type(reason).__name__ == "SchemaInferenceError" or (copy and copy.rows.get(task.split) == 0):
+            raise UserError(f"task {task.name} has zero documents", where=task.dataset)
         lines = str(reason).strip().splitlines() or ["no message"]
         raise UserError(f"{type(reason).__name__}: {lines[0]}", fix=_advice(reason)) from reason
 

@@ -400,6 +400,14 @@ def test_killed_download_is_named_and_goes_on(place: Place, tmp_path: Path) -> N
     code, out, err = again.prefetch("race")
     assert code == 0, err
     assert out.startswith("race: fetched again: ")
+    edit(next(tmp_path.glob(f"datasets/{RACE}/race-test.arrow")))
+    code, out, err = again.prefetch("race")
+    assert code == 0, err
+    assert out.startswith("race: fetched again: ")
+    assert (
+        json.loads((tmp_path / "datasets" / standard_data.RECORD).read_text())["tasks"]["race"]
+        == place.record()["race"]
+    )
     # No rows at all.
     hub.set_rows("allenai/openbookqa", "main", "test", [])
     code, out, err = again.prefetch("openbookqa", "boolq")
