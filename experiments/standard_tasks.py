@@ -27,6 +27,8 @@ from experiments.run_folder import atomic_write, check_writable
 from experiments.standard_data import PREFETCH, RECORD, checked, problem_with, read_record
 from experiments.task_catalogue import STANDARD, StandardTask, lm_eval_version, standard_task, standard_tasks
 
+NO_ROWS = ("SchemaInferenceError", "BatchSize must be greater than 0")  # how `datasets` says it of a split
+
 app = typer.Typer(add_completion=False, help="Data of lm-eval's standard tasks.")
 
 
@@ -79,7 +81,8 @@ class Fetcher:
         if type(reason).__name__ == "DatasetGenerationError" and isinstance(reason.__cause__, Exception):
             reason = reason.__cause__  # says what was wrong
         copy = dataset_cache.look(task.dataset, task.config).copy
-        if type(reason).__name__ == "SchemaInferenceError" or (copy and copy.rows.get(task.split) == 0):
+        said = f"{type(reason).__name__}: {reason}"
+        if any(text in said for text in NO_ROWS) or (copy and copy.rows.get(task.split) == 0):
             raise UserError(f"task {task.name} has zero documents", where=task.dataset)
         lines = str(reason).strip().splitlines() or ["no message"]
         raise UserError(f"{type(reason).__name__}: {lines[0]}", fix=_advice(reason)) from reason

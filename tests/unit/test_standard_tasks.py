@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -283,6 +284,21 @@ def edit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def empty(folder: Path, split: str, home: Path) -> None:
+    """A cached dataset with no rows in ``split``, not recorded."""
+    path, info = folder / f"piqa-{split}.arrow", json.loads((folder / "dataset_info.json").read_text())
+    with pa.ipc.open_stream(path.read_bytes()) as reader:
+        schema = reader.schema
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema):
+        pass
+    info["splits"][split] |= {"num_examples": 0, "num_bytes": 0}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    record = home / "datasets" / standard_data.RECORD
+    content = json.loads(record.read_text())
+    del content["tasks"]["piqa"]
+    record.write_text(json.dumps(content))
+
+
 def recorded_as(home: Path, **values: str) -> None:
     path = home / "datasets" / standard_data.RECORD
     content = json.loads(path.read_text())
@@ -411,13 +427,17 @@ def test_killed_download_is_named_and_goes_on(place: Place, tmp_path: Path) -> N
     # No rows at all.
     hub.set_rows("allenai/openbookqa", "main", "test", [])
     code, out, err = again.prefetch("openbookqa", "boolq")
+    empty(next(tmp_path.glob("datasets/baber___piqa/default/0.0.0/*/")), "validation", tmp_path)
+    in_cache = again.prefetch("piqa")
     again.close()
+    assert in_cache[0] == 2
+    assert in_cache[1].startswith("piqa: not fetched: task piqa has zero documents")
     assert code == 2
     assert out.startswith("openbookqa: not fetched: task openbookqa has zero documents")
     assert "boolq: fetched: " in out
     assert err.splitlines()[-1].startswith("error: 1 of 2 tasks were not fetched: openbookqa")
     recorded = json.loads((tmp_path / "datasets" / standard_data.RECORD).read_text())["tasks"]
-    assert set(recorded) == {"lambada_openai", "race", "piqa", "boolq"}
+    assert set(recorded) == {"lambada_openai", "race", "boolq"}
 
 
 def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
