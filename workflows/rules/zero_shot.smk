@@ -28,10 +28,10 @@ rule standard_tasks:
         "<results>/{study}/standard_tasks.json",
     log:
         "<logs>/standard_tasks/{study}.log",
+    priority: 100
+    localrule: True
     conda:
         "../../environment.yml"
-    localrule: True
-    priority: 100
     params:
         scale=config["scale"],
     shell:
