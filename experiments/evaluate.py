@@ -24,7 +24,8 @@ from typing import Any
 from edgc.errors import UserError
 from experiments.cli import main_guard
 from experiments.evaluation_inputs import Model, Row, TaskFile, digest, read_models, read_tasks
-from experiments.evaluation_table import COLUMNS, table, timings, write_csv
+from experiments.evaluation_statistics import load_equivalence
+from experiments.evaluation_table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings, write_csv
 from experiments.run_folder import atomic_write, check_writable
 from experiments.standard_data import read_standard
 from experiments.task_catalogue import standard_tasks
@@ -185,12 +186,14 @@ def main(arguments: list[str] | None = None) -> None:
     folders = [*filter(None, [options.tasks_dir])]
     folders += dict.fromkeys(task.folder for task in standard_tasks(options.standard))
     models = read_models(options.models)
+    rule = load_equivalence()
     check_writable(options.out)
     count = evaluate(
         models, tasks, folders, options.out, batch_size=options.batch_size, device=options.device
     )
     write_csv(options.out / "timings.csv", ("run", "task", "seconds"), timings(models, tasks, options.out))
-    write_csv(options.out / "table.csv", COLUMNS, table(models, tasks, options.out))
+    write_csv(options.out / "summary.csv", SUMMARY_COLUMNS, summary(models, tasks, options.out, rule))
+    write_csv(options.out / "table.csv", COLUMNS, table(models, tasks, options.out, rule))
     total = sum(bool(model.info["model"]) for model in models) * len(tasks)
     print(f"{options.out / 'table.csv'}: {count} evaluations done, {total - count} taken from earlier ones")
 

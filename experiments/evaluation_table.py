@@ -1,4 +1,7 @@
-"""The zero-shot table from lm-eval's results: every run, task and metric, failed runs included."""
+"""The zero-shot tables from lm-eval's results: every run, task and metric, and the means over seeds.
+
+Runs without a model keep their rows. The statistics are :mod:`experiments.evaluation_statistics`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.evaluation_inputs import Model, Row, TaskFile
+from experiments.evaluation_statistics import (
+    ACCURACIES,
+    Equivalence,
+    Gap,
+    Scale,
+    beats,
+    gap,
+    judge,
+    pooled,
+    seed_interval,
+    spread,
+)
 from experiments.run_folder import atomic_write
 
+Scores = tuple[dict[str, Row], dict[str, list[float] | None]]  # both by metric
 BASELINE = "none"  # compression.method of the uncompressed runs
 RUN_COLUMNS = ("study", "run", "variant", "label", "seed", "status")
 SCORE_COLUMNS = (
@@ -20,11 +36,43 @@ SCORE_COLUMNS = (
     "n",
     "chance",
     "best_constant",
+    "above_chance",
     "baseline",
     "difference",
     "difference_stderr",
 )
-COLUMNS = (*RUN_COLUMNS, "task", "version", "metric", "higher_is_better", *SCORE_COLUMNS)
+# Of the gap to the uncompressed run: on the margin's scale, with the interval of the equivalence test.
+GAP_COLUMNS = (
+    "gap",
+    "gap_low",
+    "gap_high",
+    "gap_scale",
+    "test",
+    "p_value",
+    "margin",
+    "p_equivalence",
+    "verdict",
+)
+COLUMNS = (*RUN_COLUMNS, "task", "version", "metric", "higher_is_better", *SCORE_COLUMNS, *GAP_COLUMNS)
+SUMMARY_COLUMNS = (
+    "study",
+    "variant",
+    "label",
+    "task",
+    "version",
+    "metric",
+    "primary",
+    "higher_is_better",
+    "n_seeds",
+    "n_documents",
+    "value",
+    "baseline_value",
+    "above_chance",
+    "difference",
+    "difference_low",
+    "difference_high",
+    *GAP_COLUMNS,
+)
 
 
 def influence(metric: str, samples: Sequence[Row], value: float) -> list[float] | None:
@@ -37,27 +85,21 @@ def influence(metric: str, samples: Sequence[Row], value: float) -> list[float] 
     """
     if len(samples) < 2:
         return None
-    if metric in ("acc", "acc_norm"):
+    if metric in ACCURACIES:
         return [(float(row[metric]) - value) / len(samples) for row in samples]
     scale = {"bits_per_byte": 1 / math.log(2)}.get(metric, value)
-    if metric == "perplexity":
-        pairs = [(-float(row[metric]), 1.0) for row in samples]
-    elif metric in ("bits_per_byte", "byte_perplexity", "word_perplexity"):
-        pairs = [(-float(row[metric][0]), float(row[metric][1])) for row in samples]
-    else:
+    if metric not in ("bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity"):
         return None
+    entries = [
+        row[metric] if isinstance(row[metric], list | tuple) else (row[metric], 1.0) for row in samples
+    ]
+    pairs = [(-float(log_likelihood), float(weight)) for log_likelihood, weight in entries]
     weight = math.fsum(w for _, w in pairs)
     rate = math.fsum(loss for loss, _ in pairs) / weight
     return [scale * (loss - rate * w) / weight for loss, w in pairs]
 
 
-def spread(shares: Sequence[float]) -> float:
-    """Standard error from the documents' shares: sqrt(n / (n - 1) * sum of squares)."""
-    n = len(shares)
-    return math.sqrt(n / (n - 1) * math.fsum(share * share for share in shares))
-
-
-def scores(folder: Path, task: TaskFile) -> tuple[Row, dict[str, list[float] | None]]:
+def scores(folder: Path, task: TaskFile) -> Scores:
     """(value, stderr and n by metric; influence by metric) of one finished evaluation.
 
     The value is lm-eval's; so is the standard error where lm-eval gives one.
@@ -77,42 +119,130 @@ def scores(folder: Path, task: TaskFile) -> tuple[Row, dict[str, list[float] | N
     return row, shares
 
 
-def table(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path) -> list[Row]:
+def baselines_of(models: Sequence[Model]) -> dict[str, Model]:
+    """The uncompressed run of the same study and seed, by the name of each run that has one."""
+    found = {(m.info["study"], m.info["seed"]): m for m in models if m.info["method"] == BASELINE}
+    keys = {m.name: (m.info["study"], m.info["seed"]) for m in models}
+    return {name: found[key] for name, key in keys.items() if key in found}
+
+
+def finished(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path) -> dict[tuple[str, str], Scores]:
+    """What :func:`scores` finds of every run that left a model, by run and task."""
+    return {
+        (m.name, t.name): scores(out / m.name / t.name, t) for m in models for t in tasks if m.info["model"]
+    }
+
+
+def gap_between(ours: Scores, theirs: Scores, metric: str, rule: Equivalence) -> Gap | None:
+    """The gap on the scale of the metric's margin; None where lm-eval's samples do not tell it."""
+    shares, other = ours[1][metric], theirs[1][metric]
+    if shares is None or other is None:
+        return None
+    scale: Scale = rule.margins[metric].scale if metric in rule.margins else "difference"
+    return gap(metric, scale, (ours[0][metric]["value"], shares), (theirs[0][metric]["value"], other))
+
+
+def gap_row(found: Gap, rule: Equivalence, seeds: int = 1) -> Row:
+    """The columns ``GAP_COLUMNS``."""
+    finding, stated = judge(found, rule, seeds), rule.margins.get(found.metric)
+    return {
+        "gap": found.value,
+        "gap_low": finding.low,
+        "gap_high": finding.high,
+        "gap_scale": stated.scale if stated else "difference",
+        "test": finding.test,
+        "p_value": finding.p_value,
+        "margin": stated.margin if stated else None,
+        "p_equivalence": finding.p_equivalence,
+        "verdict": finding.verdict,
+    }
+
+
+def above_chance(score: Row, task: TaskFile, metric: str) -> bool | None:
+    """Whether a score is beyond chance and beyond the best constant answer, by its 95 % interval."""
+    levels = [task.reference.get(key, {}).get(metric) for key in ("chance", "best_constant")]
+    return beats(score["value"], score["stderr"], levels, task.metrics[metric])
+
+
+def table(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path, rule: Equivalence) -> list[Row]:
     """One row per run, task and metric; runs without a model keep their rows, with status and no values.
 
     ``difference`` is to the uncompressed run of the same study and seed; its standard error is paired over
-    documents.
+    documents. The uncompressed run itself gets a difference of 0 and no verdict.
     """
-    baselines = {(m.info["study"], m.info["seed"]): m for m in models if m.info["method"] == BASELINE}
-    done = {
-        (m.name, t.name): scores(out / m.name / t.name, t) for m in models for t in tasks if m.info["model"]
-    }
+    baselines, done = baselines_of(models), finished(models, tasks, out)
     rows: list[Row] = []
     for model in models:
-        baseline = baselines.get((model.info["study"], model.info["seed"]))
+        baseline = baselines.get(model.name)
         for task in tasks:
+            ours = done.get((model.name, task.name))
+            theirs = done.get((baseline.name, task.name)) if baseline else None
             for metric, higher in task.metrics.items():
                 row: Row = {key: model.info[key] for key in RUN_COLUMNS}
-                row |= {
-                    "task": task.name,
-                    "version": task.version,
-                    "metric": metric,
-                    "higher_is_better": higher,
-                }
+                row |= {"task": task.name, "version": task.version, "metric": metric}
                 row |= {key: task.reference.get(key, {}).get(metric) for key in ("chance", "best_constant")}
-                row["baseline"] = baseline.name if baseline else None
-                ours, theirs = done.get((model.name, task.name)), done.get((row["baseline"], task.name))
+                row |= {"higher_is_better": higher, "baseline": baseline.name if baseline else None}
                 if ours:
                     row |= ours[0][metric]
+                    row["above_chance"] = above_chance(ours[0][metric], task, metric)
                 if ours and theirs:
                     row["difference"] = ours[0][metric]["value"] - theirs[0][metric]["value"]
-                    pair = (ours[1][metric], theirs[1][metric])
-                    if pair[0] and pair[1]:
-                        row["difference_stderr"] = spread(
-                            [a - b for a, b in zip(pair[0], pair[1], strict=True)]
-                        )
+                    found = gap_between(ours, theirs, metric, rule)
+                    if found is not None:
+                        pair = zip(ours[1][metric] or (), theirs[1][metric] or (), strict=True)
+                        row["difference_stderr"] = spread([a - b for a, b in pair])
+                        row |= gap_row(found, rule)
+                    if baseline is model:
+                        row["verdict"] = None
                 rows.append(row)
     return rows
+
+
+def summary(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path, rule: Equivalence) -> list[Row]:
+    """One row per variant, task and metric over the seeds that have both models; the uncompressed has none.
+
+    ``difference_low`` and ``difference_high`` are the 95 % t interval over seeds, from two seeds on. The test
+    and the verdict are over documents, on each document's mean over seeds; they say nothing about other seeds.
+    """
+    baselines, done = baselines_of(models), finished(models, tasks, out)
+    variants: dict[tuple[str, str], list[Model]] = {}
+    for model in models:
+        if baselines.get(model.name) is not model:
+            variants.setdefault((model.info["study"], model.info["variant"]), []).append(model)
+    rows: list[Row] = []
+    for runs in variants.values():
+        pairs = [(run, baselines[run.name]) for run in runs if run.info["model"] and run.name in baselines]
+        pairs = [(run, twin) for run, twin in pairs if twin.info["model"]]
+        for task in tasks:
+            both = [(done[run.name, task.name], done[twin.name, task.name]) for run, twin in pairs]
+            for index, (metric, higher) in enumerate(task.metrics.items()):
+                row: Row = {key: runs[0].info[key] for key in ("study", "variant", "label")}
+                row |= {"task": task.name, "version": task.version, "metric": metric, "primary": index == 0}
+                row |= {"higher_is_better": higher, "n_seeds": len(both)}
+                if both:
+                    row |= over_seeds(both, task, metric, rule)
+                rows.append(row)
+    return rows
+
+
+def over_seeds(both: Sequence[tuple[Scores, Scores]], task: TaskFile, metric: str, rule: Equivalence) -> Row:
+    """The columns of :func:`summary` from (compressed, uncompressed) of each seed."""
+    ours = [one[0][metric]["value"] for one, _ in both]
+    theirs = [other[0][metric]["value"] for _, other in both]
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    interval = seed_interval(differences) or (None, None)
+    beyond = [above_chance(other[0][metric], task, metric) for _, other in both]
+    row: Row = {
+        "n_documents": both[0][0][0][metric]["n"],
+        "value": math.fsum(ours) / len(both),
+        "baseline_value": math.fsum(theirs) / len(both),
+        "above_chance": None if None in beyond else all(beyond),
+        "difference": math.fsum(differences) / len(both),
+        "difference_low": interval[0],
+        "difference_high": interval[1],
+    }
+    gaps = [found for pair in both if (found := gap_between(*pair, metric, rule)) is not None]
+    return row | gap_row(pooled(gaps), rule, len(gaps)) if len(gaps) == len(both) else row
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:

@@ -1,8 +1,8 @@
 """Generate the offline tasks from the held-out split into a folder for lm-eval's ``include_path``.
 
 The folder gets one JSONL per task, the task files and `utils.py` beside them, and ``tasks.json``, written
-last, with the chance level of every metric. Nothing but the held-out text and the seed decides the rows;
-chance levels also depend on the tokenizer.
+last, with the chance level of every metric. The held-out text and the seed decide the rows; chance levels,
+and the rows of `edgc_syntax`, whose pairs have as many tokens each, also depend on the tokenizer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import argparse
 import hashlib
 import json
 import math
+import platform
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -25,6 +25,8 @@ from edgc.errors import UserError
 from experiments.cli import main_guard
 from experiments.prepared import load_info, texts
 from experiments.run_folder import atomic_write
+from experiments.tasks import continuation, syntax
+from experiments.tasks.text import CONTEXT_CHARACTERS, Row, Text, context_before
 
 HERE = Path(__file__).parent
 MANIFEST = "tasks.json"
@@ -32,30 +34,33 @@ LASTWORD, CLOZE = 200, 200  # documents; the standard error of the cloze accurac
 CHOICES, CHOICE_TEXTS = 10, 15  # words of the cloze task, and in how many texts a word must occur
 PER_TEXT = 16  # documents of one task from one text, at most, so that no long text dominates
 WORD_SHARE = 0.02  # largest share of one target word: what "always the most frequent word" scores
-CONTEXT_CHARACTERS = 320  # about 100 tokens; lm-eval cuts from the left what a model cannot read
 PAGES, PAGE_BYTES = 40, 2048
 WORD = re.compile(r"(?<=\S) ([A-Za-z]{2,})(?![A-Za-z0-9_])")
 
-Row = dict[str, Any]
-Text = tuple[str, str]  # (path, text)
+Rows = Callable[[list[Text], int], list[Row]]
 
 
 @dataclass(frozen=True)
 class Task:
     """One offline task: its rows, and what a uniform guesser scores on them, by metric name."""
 
-    rows: Callable[[list[Text], int], list[Row]]
+    rows: Callable[[list[Text], int, Tokenizer], list[Row]]
     chance: Callable[[list[Row], Tokenizer], dict[str, float]]
     note: str
     constant: Callable[[list[Row]], dict[str, float]] = lambda rows: {}  # what the best single answer scores
+    # Accuracies of what the task must not reward, by name.
+    controls: Callable[[list[Row], list[Text], Tokenizer], dict[str, float]] | None = None
+    suffix: str = ""  # made only where texts have this ending
 
 
-def context_before(text: str, end: int) -> str:
-    """Up to ``CONTEXT_CHARACTERS`` before ``end``, from the start of a line on where there is one."""
-    start = max(0, end - CONTEXT_CHARACTERS)
-    if start > 0:
-        start = text.find("\n", start, end) + 1 or start
-    return text[start:end]
+def whatever_tokenizer(rows: Rows) -> Callable[[list[Text], int, Tokenizer], list[Row]]:
+    """For rows that the text and the seed alone decide."""
+    return lambda texts, seed, _: rows(texts, seed)
+
+
+def level(chance: float, *metrics: str) -> Callable[[list[Row], Tokenizer], dict[str, float]]:
+    """The same chance for every document."""
+    return lambda rows, _: dict.fromkeys(metrics, chance)
 
 
 def words_in_context(texts: list[Text], seed: str, of: Container[str] | None = None) -> list[Row]:
@@ -157,12 +162,29 @@ def rolling_chance(rows: list[Row], tokenizer: Tokenizer) -> dict[str, float]:
 
 TASKS = {
     "edgc_cloze": Task(
-        cloze_rows, lambda rows, _: {"acc": 1 / CHOICES}, "which of ten frequent words comes next"
+        whatever_tokenizer(cloze_rows), level(1 / CHOICES, "acc"), "which of ten frequent words comes next"
+    ),
+    "edgc_continuation": Task(
+        whatever_tokenizer(continuation.continuation_rows),
+        level(1 / continuation.CHOICES, "acc_mutual_info", "acc"),
+        "continuation choice, HellaSwag-like",
     ),
     "edgc_lastword": Task(
-        lastword_rows, lastword_chance, "last-word prediction, LAMBADA-like", lastword_constant
+        whatever_tokenizer(lastword_rows),
+        lastword_chance,
+        "last-word prediction, LAMBADA-like",
+        lastword_constant,
     ),
-    "edgc_rolling": Task(rolling_rows, rolling_chance, "rolling perplexity of held-out pages"),
+    "edgc_rolling": Task(
+        whatever_tokenizer(rolling_rows), rolling_chance, "rolling perplexity of held-out pages"
+    ),
+    "edgc_syntax": Task(
+        syntax.syntax_rows,
+        level(1 / 2, "acc"),
+        "minimal pairs of a statement and its broken twin, BLiMP-like",
+        controls=syntax.controls,
+        suffix=".py",
+    ),
 }
 
 
@@ -176,9 +198,14 @@ def make(
     """
     ordered = sorted(held_out)
     files: dict[str, str] = {"utils.py": (HERE / "utils.py").read_text(encoding="utf-8")}
-    manifest: Row = {"format": 1, "seed": seed, "data_fingerprint": fingerprint, "tasks": {}}
+    python = ".".join(platform.python_version_tuple()[:2])  # whose grammar says what is broken
+    manifest: Row = {"format": 2, "seed": seed, "data_fingerprint": fingerprint, "python": python}
+    manifest |= {"tasks": {}, "left_out": {}}
     for name, task in TASKS.items():
-        rows = task.rows(ordered, seed)
+        if not any(path.endswith(task.suffix) for path, _ in ordered):
+            manifest["left_out"][name] = f"no held-out text ends with {task.suffix}"
+            continue
+        rows = task.rows(ordered, seed, tokenizer)
         if not rows:
             raise UserError(
                 f"task {name} gets no document from {len(ordered)} held-out texts", fix="give more text"
@@ -193,6 +220,10 @@ def make(
             "chance": task.chance(rows, tokenizer),
             "best_constant": task.constant(rows),
         }
+        if task.controls is not None:
+            manifest["tasks"][name]["controls"] = task.controls(rows, ordered, tokenizer)
+    for name in manifest["left_out"]:  # of an earlier time, with other texts
+        (out / f"{name}.yaml").unlink(missing_ok=True)
     for file, content in files.items():
         atomic_write(out / file, content)
     atomic_write(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -216,6 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name, task in manifest["tasks"].items():
         chance = ", ".join(f"{metric} {value:.4g}" for metric, value in task["chance"].items())
         print(f"{name}: {task['documents']} documents; chance: {chance}")
+    for name, reason in manifest["left_out"].items():
+        print(f"{name}: left out, {reason}")
 
 
 if __name__ == "__main__":

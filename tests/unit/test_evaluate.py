@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,22 +17,44 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from edgc.errors import UserError
 from experiments import evaluate
 from experiments.evaluation_inputs import read_tasks
-from experiments.evaluation_table import influence, spread
+from experiments.evaluation_statistics import spread
+from experiments.evaluation_table import influence
 from experiments.tasks import make
+from experiments.tasks.text import CONTEXT_CHARACTERS
 from experiments.tokenizer import train_bpe
 
-VOCABULARY, LENGTH = 300, 32
+VOCABULARY, LENGTH = 300, 64
 FREQUENT = ("the", "and", "self", "is", "in", "not", "to", "of", "for", "none", "or", "as")
 
 
+def module(draw: random.Random, words: list[str]) -> str:
+    """Python of random names and numbers."""
+    lines = []
+    for _ in range(12):
+        a, b, c, d = draw.sample(words, 4)
+        n = draw.randint(1, 99)
+        lines += [
+            f"from {a} import {b}",
+            f"def {c}({a}, {b}={n}):",
+            f"    if {a} not in {b}[{n}]:",
+            f"        return {a}.{d}({b}, {n})",
+            f"    for {d} in range({n}):",
+            f"        {c}({d} + {n})",
+            f"    {b} = {a}({d})[{n}] + {c}({a}, ({n}, {d}))",
+            f"    return {b} if {a} else [{c}, {d}]",
+        ]
+    return "\n".join(lines) + "\n"
+
+
 def corpus(count: int = 24) -> list[tuple[str, str]]:
-    """Texts of random words, frequent and rare, in lines."""
+    """Texts of random words, frequent and rare, in lines; and Python modules."""
     draw = random.Random(1)
     rare = ["".join(draw.choices("abcdefghij", k=draw.randint(3, 7))) for _ in range(80)]
     texts = []
@@ -37,7 +62,7 @@ def corpus(count: int = 24) -> list[tuple[str, str]]:
         words = [draw.choice(FREQUENT if draw.random() < 0.5 else rare) for _ in range(300)]
         lines = [" ".join(words[at : at + 12]) for at in range(0, len(words), 12)]
         texts.append((f"text{index:02d}.txt", "\n".join(lines) + "\n"))
-    return texts
+    return texts + [(f"module{index:02d}.py", module(draw, rare)) for index in range(count // 2)]
 
 
 def run_json(name: str, **values: Any) -> dict[str, Any]:
@@ -53,7 +78,8 @@ class Place:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.tasks, self.out = root / "tasks", root / "zero_shot"
-        self.names = ["none-s1", "edgc_cqm-s1", "edgc_released-s1"]
+        # Two models; one of them again under another name; and a run that diverged.
+        self.names = ["none-s1", "edgc_cqm-s1", "twin-s1", "edgc_released-s1"]
 
     def evaluate(self, *options: str, models: list[str] | None = None, out: Path | None = None) -> None:
         folders = [str(self.root / "models" / name) for name in models or self.names]
@@ -78,7 +104,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Place:
-    """Two random models and a run that diverged, evaluated once on all tasks."""
+    """Random models and a run that diverged, evaluated once on all tasks."""
     found = Place(tmp_path_factory.mktemp("place"))
     end = "<|endoftext|>"
     fast = PreTrainedTokenizerFast(
@@ -99,9 +125,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Place:
         GPT2LMHeadModel(config).save_pretrained(folder)
         fast.save_pretrained(folder)
         (folder / "run.json").write_text(json.dumps(run_json(name)))
-    diverged = found.root / "models" / found.names[2]
+    twin, diverged = (found.root / "models" / name for name in found.names[2:])
+    shutil.copytree(found.root / "models" / "none-s1", twin)
+    (twin / "run.json").write_text(json.dumps(run_json(twin.name)))
     diverged.mkdir()
-    (diverged / "run.json").write_text(json.dumps(run_json(found.names[2], status="diverged", model=False)))
+    (diverged / "run.json").write_text(json.dumps(run_json(diverged.name, status="diverged", model=False)))
     make.make(corpus(), Tokenizer.from_file(str(tokenizer)), found.tasks, seed=0, fingerprint="f")
     found.evaluate()
     return found
@@ -143,22 +171,82 @@ def test_rolling_perplexity_is_the_models_log_likelihood(place: Place, tokenizer
         assert float(place.row(run, "edgc_rolling", metric)["value"]) == pytest.approx(value, rel=1e-5)
 
 
-def test_random_models_score_at_chance(place: Place) -> None:
+def test_random_models_score_at_chance_on_every_task(place: Place) -> None:
+    tasks = set()
     for run in ("none-s1", "edgc_cqm-s1"):
-        for task, metric in (
-            ("edgc_cloze", "acc"),
-            ("edgc_lastword", "acc"),
-            ("edgc_rolling", "bits_per_byte"),
-        ):
-            row = place.row(run, task, metric)
-            distance = abs(float(row["value"]) - float(row["chance"]))
-            assert distance < 4 * float(row["stderr"]) + 0.02, (run, task)
+        for row in (row for row in place.table() if row["run"] == run):
+            tasks.add(row["task"])
+            value, chance = float(row["value"]), float(row["chance"])
+            if row["metric"].startswith("acc"):
+                right = round(value * int(row["n"]))
+                assert stats.binomtest(right, int(row["n"]), chance).pvalue > 0.001, row
+            elif row["metric"] == "bits_per_byte":
+                assert value == pytest.approx(chance, rel=0.01), row
+            else:
+                assert math.log(value) == pytest.approx(math.log(chance), rel=0.01), row
+    assert tasks == set(make.TASKS)
+
+
+def test_a_model_against_itself_has_no_difference(place: Place) -> None:
+    rows = [row for row in place.table() if row["run"] == "twin-s1"]
+    assert len(rows) == 9
+    for row in rows:
+        assert row["baseline"] == "none-s1"
+        assert float(row["difference"]) == float(row["gap"]) == 0.0
+        assert float(row["p_value"]) == 1.0
+        assert row["verdict"] in ("on par", "not decided")
+        assert float(row["gap_low"]) <= 0 <= float(row["gap_high"])
+    assert {row["verdict"] for row in rows if "perplexity" in row["metric"]} == {"on par"}
+
+
+def test_the_summary_has_a_verdict_for_every_variant_task_and_metric(place: Place) -> None:
+    with (place.out / "summary.csv").open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    assert Counter(row["variant"] for row in rows) == dict.fromkeys(("edgc_cqm", "twin", "edgc_released"), 9)
+    for row in rows:
+        if row["variant"] == "edgc_released":
+            assert (row["n_seeds"], row["verdict"], row["difference"]) == ("0", "", "")
+            continue
+        one = place.row(f"{row['variant']}-s1", row["task"], row["metric"])
+        assert row["n_seeds"] == "1" and row["difference_low"] == ""
+        for column in ("difference", "gap", "gap_low", "gap_high", "test", "p_value", "verdict", "margin"):
+            assert row[column] == one[column], column
+    primary = {row["task"]: row["metric"] for row in rows if row["primary"] == "True"}
+    assert primary["edgc_rolling"] == "bits_per_byte"
+    assert primary["edgc_continuation"] == "acc_mutual_info"
+    assert len(primary) == 5
+
+
+@pytest.mark.slow
+def test_the_command_typed_by_hand_gives_the_same_numbers(place: Place, tmp_path: Path) -> None:
+    """As docs/evaluation.md says it, in a process that knows nothing of the project."""
+    model, tasks = place.root / "models" / "edgc_cqm-s1", ",".join(make.TASKS)
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={model}"]
+    command += ["--include_path", str(place.tasks), "--tasks", tasks, "--batch_size", "8"]
+    command += ["--output_path", str(tmp_path / "out")]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | evaluate.OFFLINE
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    theirs = json.loads(written.read_text())["results"]
+    compared = 0
+    for task in make.TASKS:
+        folder = place.out / "edgc_cqm-s1" / task
+        ours = json.loads((folder / "results.json").read_text())["results"][task]
+        numbers = {key: value for key, value in ours.items() if isinstance(value, float)}
+        assert numbers == {key: theirs[task][key] for key in numbers}
+        compared += len(numbers)
+        for row in (r for r in place.table() if (r["run"], r["task"]) == ("edgc_cqm-s1", task)):
+            assert float(row["value"]) == theirs[task][f"{row['metric']},none"]
+    assert compared >= 9 + 4  # every metric, and the standard errors of the accuracies
 
 
 def test_table_holds_every_run_and_differences_to_the_uncompressed_one(place: Place) -> None:
     rows = place.table()
     metrics = {(row["task"], row["metric"]) for row in rows}
-    assert len(metrics) == 6
+    assert len(metrics) == 9
     assert Counter(row["run"] for row in rows) == dict.fromkeys(place.names, len(metrics))
     for row in rows:
         assert row["baseline"] == "none-s1"
@@ -173,14 +261,15 @@ def test_table_holds_every_run_and_differences_to_the_uncompressed_one(place: Pl
             assert float(row["stderr"]) >= 0
         if row["run"] == "none-s1":
             assert float(row["difference"]) == float(row["difference_stderr"]) == 0.0
+            assert row["verdict"] == ""
 
 
 def test_lm_evals_results_and_samples_are_kept(place: Place) -> None:
-    for task in ("edgc_cloze", "edgc_lastword", "edgc_rolling"):
+    for task in make.TASKS:
         folder = place.out / "edgc_cqm-s1" / task
         results = json.loads((folder / "results.json").read_text())
         assert results["config"]["bootstrap_iters"] == 1000
-        assert results["versions"] == {task: 1.0}
+        assert results["versions"] == {task: 2.0 if task == "edgc_lastword" else 1.0}
         samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
         assert len(samples) == results["n-samples"][task]["effective"]
         row = place.row("edgc_cqm-s1", task, next(iter(read_tasks(place.tasks, [task])[0].metrics)))
@@ -190,14 +279,14 @@ def test_lm_evals_results_and_samples_are_kept(place: Place) -> None:
 def test_only_changed_inputs_are_evaluated_again(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     before = (place.out / "table.csv").read_bytes()
     place.evaluate()
-    assert "0 evaluations done, 6 taken from earlier ones" in capsys.readouterr().out
+    assert "0 evaluations done, 15 taken from earlier ones" in capsys.readouterr().out
     assert (place.out / "table.csv").read_bytes() == before
     file = place.tasks / "edgc_rolling.jsonl"
     content = file.read_text()
     try:
         file.write_text("".join(content.splitlines(keepends=True)[:-1]))
         place.evaluate()
-        assert "2 evaluations done, 4 taken from earlier ones" in capsys.readouterr().out
+        assert "3 evaluations done, 12 taken from earlier ones" in capsys.readouterr().out
         row = place.row("none-s1", "edgc_rolling", "bits_per_byte")
         assert int(row["n"]) == len(content.splitlines()) - 1
     finally:
@@ -259,7 +348,7 @@ def test_runs_without_any_model_still_get_a_table(place: Place, tmp_path: Path) 
     place.evaluate(models=["edgc_released-s1"], out=tmp_path)
     with (tmp_path / "table.csv").open(newline="") as handle:
         rows = list(csv.DictReader(handle))
-    assert [row["status"] for row in rows] == ["diverged"] * 6
+    assert [row["status"] for row in rows] == ["diverged"] * 9
     assert {row["value"] for row in rows} == {""}
 
 
@@ -297,7 +386,7 @@ def test_tasks_are_deterministic_and_balanced(tmp_path: Path, tokenizer: Path) -
     for name, order in (("one", texts), ("two", texts[::-1])):
         make.make(order, loaded, tmp_path / name, seed=4, fingerprint="f")
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert len(files) == 8
+    assert len(files) == 12
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     cloze = [json.loads(line) for line in (tmp_path / "one" / "edgc_cloze.jsonl").read_text().splitlines()]
@@ -310,7 +399,7 @@ def test_tasks_are_deterministic_and_balanced(tmp_path: Path, tokenizer: Path) -
         assert row["words"][row["answer"]] == row["word"]
         assert by_path[path][: int(start)].endswith(row["context"] + " ")
         assert by_path[path][int(start) :].startswith(row["word"])
-        assert len(row["context"]) <= make.CONTEXT_CHARACTERS
+        assert len(row["context"]) <= CONTEXT_CHARACTERS
     lastword = (tmp_path / "one" / "edgc_lastword.jsonl").read_text().splitlines()
     most = Counter(json.loads(line)["word"] for line in lastword).most_common(1)[0][1]
     assert most <= max(1, make.WORD_SHARE * len(lastword))

@@ -1,0 +1,204 @@
+"""Minimal pairs in the manner of BLiMP: a Python statement, and the same with two of its parts exchanged.
+
+Labels are certain: `ast.parse` accepts the one and refuses the other. Both have the same characters, so the
+same bytes, and the same number of tokens. A unigram model (token frequencies, no order) is right exactly as
+often as wrong in every kind of breakage: pairs are drawn so that it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import itertools
+import keyword
+import math
+import random
+import textwrap
+import tokenize
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from tokenizers import Tokenizer
+
+from experiments.tasks.text import Row, Text
+
+DOCUMENTS = 400
+PER_TEXT = 40  # pairs of one text, at most
+SHORTEST, LONGEST = 16, 100  # characters of a statement
+MOST_TOKENS = 48  # of a statement, so that a model of 64 positions reads it whole
+LINES = 2  # of a statement; compound ones are a header and a body of one line
+
+Span = tuple[int, int]
+
+
+def parses(source: str) -> bool:
+    """Whether ``source`` is Python of the running version."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as "is" with a literal
+        try:
+            ast.parse(source)
+        except (SyntaxError, ValueError):
+            return False
+    return True
+
+
+def statements(text: str) -> list[tuple[int, str]]:
+    """(line number, source without indentation) of the short statements of a module; [] if it is none."""
+    if not parses(text):
+        return []
+    lines = text.split("\n")
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.stmt) or node.end_lineno is None:
+            continue
+        if node.end_lineno - node.lineno >= LINES:
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).rstrip()
+        # Not an elif, not one of two statements of a line, and no comment, whose words would stay in their order.
+        if SHORTEST <= len(source) <= LONGEST and "#" not in source and parses(source):
+            found[node.lineno] = source
+    return sorted(found.items())
+
+
+def tokens(source: str) -> list[tuple[str, Span]]:
+    """(text, place) of the tokens of a statement, without line ends and indentation."""
+    starts = [0]
+    for line in source.split("\n"):
+        starts.append(starts[-1] + len(line) + 1)
+    wanted = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    return [
+        (token.string, (starts[token.start[0] - 1] + token.start[1], starts[token.end[0] - 1] + token.end[1]))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type in wanted
+    ]
+
+
+def exchanged(source: str, first: Span, second: Span) -> str:
+    """``source`` with two of its parts, in this order, in each other's place."""
+    (a, b), (c, d) = first, second
+    return source[:a] + source[c:d] + source[b:c] + source[a:b] + source[d:]
+
+
+def keywords(source: str) -> Iterator[str]:
+    """Two keywords exchanged: ``import a from b``."""
+    words = [
+        (text, span) for text, span in tokens(source) if keyword.iskeyword(text) and not text[0].isupper()
+    ]
+    for at, (one, first) in enumerate(words):
+        yield from (exchanged(source, first, second) for other, second in words[at + 1 :] if one != other)
+
+
+def brackets(source: str) -> Iterator[str]:
+    """An opening bracket and the one that closes it exchanged: ``f)x(``."""
+    opened: list[Span] = []
+    for text, span in tokens(source):
+        if text in ("(", "[", "{"):
+            opened.append(span)
+        elif text in (")", "]", "}") and opened:
+            yield exchanged(source, opened.pop(), span)
+
+
+def neighbours(source: str) -> Iterator[str]:
+    """Two neighbouring tokens of a line exchanged: ``x 1 =``."""
+    found = tokens(source)
+    for (one, first), (other, second) in itertools.pairwise(found):
+        if one != other and "\n" not in source[first[1] : second[0]]:
+            yield exchanged(source, first, second)
+
+
+def delimiters(source: str) -> Iterator[str]:
+    """Two different operators or brackets exchanged, other than a pair of brackets: ``x(f = y)``."""
+    found = [(text, span) for text, span in tokens(source) if not text[0].isalnum() and text[0] not in "\"'_"]
+    for at, (one, first) in enumerate(found):
+        for other, second in found[at + 1 :]:
+            if one != other and (one + other) not in ("()", "[]", "{}"):
+                yield exchanged(source, first, second)
+
+
+# The rarest first: a statement is used once.
+KINDS: dict[str, Callable[[str], Iterator[str]]] = {
+    function.__name__: function for function in (keywords, delimiters, brackets, neighbours)
+}
+
+
+class Unigram:
+    """Token frequencies of the held-out texts themselves, so the best that frequencies alone can do."""
+
+    def __init__(self, texts: list[Text], tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.counts: Counter[int] = Counter()
+        for _, text in texts:
+            self.counts.update(self.ids(text))
+        self.total = self.counts.total() + tokenizer.get_vocab_size()
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text).ids)
+
+    def score(self, text: str) -> float:
+        """Log-likelihood in nats, add-one smoothed; equal for the same tokens in any order."""
+        return math.fsum(math.log((self.counts[token] + 1) / self.total) for token in self.ids(text))
+
+
+def broken(source: str, kind: str, unigram: Unigram, draw: random.Random) -> str | None:
+    """One version of ``source`` that does not parse and has as many tokens, drawn at random."""
+    length = len(unigram.ids(source))
+    candidates = list(KINDS[kind](source)) if length <= MOST_TOKENS else []
+    draw.shuffle(candidates)
+    for candidate in candidates:
+        if not parses(candidate) and len(unigram.ids(candidate)) == length:
+            return candidate
+    return None
+
+
+def balanced(pairs: list[Row], count: int, unigram: Unigram) -> list[Row]:
+    """At most ``count`` pairs, the unigram model right in as many as wrong, or undecided."""
+    sides: dict[int, list[Row]] = {1: [], -1: [], 0: []}
+    for pair in pairs:
+        gain = unigram.score(pair["correct"]) - unigram.score(pair["broken"])
+        sides[(gain > 0) - (gain < 0)].append(pair)
+    half = min(count // 2, len(sides[1]), len(sides[-1]))
+    return sides[1][:half] + sides[-1][:half] + sides[0][: count - 2 * half]
+
+
+def syntax_rows(texts: list[Text], seed: int, tokenizer: Tokenizer) -> list[Row]:
+    """At most ``DOCUMENTS`` rows, as many of each kind as there are; none without Python among the texts."""
+    unigram = Unigram(texts, tokenizer)
+    draw = random.Random(f"{seed}:syntax")
+    pool = []
+    for path, text in texts:
+        if path.endswith(".py"):
+            found = statements(text)
+            pool += [(path, line, source) for line, source in draw.sample(found, min(PER_TEXT, len(found)))]
+    pool = list({source: (path, line, source) for path, line, source in pool}.values())
+    draw.shuffle(pool)
+    rows: list[Row] = []
+    used: set[str] = set()
+    for kind in KINDS:
+        pairs = []
+        for path, line, source in pool:
+            other = None if source in used else broken(source, kind, unigram, draw)
+            if other is not None:
+                row = {"id": f"{path}:{line}", "path": path, "kind": kind}
+                pairs.append(row | {"correct": source, "broken": other})
+        chosen = balanced(pairs, DOCUMENTS // len(KINDS), unigram)
+        used.update(pair["correct"] for pair in chosen)
+        for place, pair in enumerate(chosen):
+            choices = [pair["correct"], pair["broken"]]
+            rows.append(pair | {"choices": choices[:: 1 - 2 * (place % 2)], "answer": place % 2})
+    return sorted(rows, key=lambda row: str(row["id"]))
+
+
+def controls(rows: list[Row], texts: list[Text], tokenizer: Tokenizer) -> dict[str, float]:
+    """Accuracies of what knows no syntax: token frequencies (half a point for a tie), always the first choice."""
+    unigram = Unigram(texts, tokenizer)
+    gains = [unigram.score(row["correct"]) - unigram.score(row["broken"]) for row in rows]
+    return {
+        "unigram": sum(0.5 if gain == 0 else float(gain > 0) for gain in gains) / len(rows),
+        "first": sum(row["answer"] == 0 for row in rows) / len(rows),
+    }
