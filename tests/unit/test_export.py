@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +14,12 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from edgc.errors import UserError
-from experiments import data, export
+from experiments import export
 from experiments.gpt2 import activation_name, gpt2_weights, largest_difference, to_gpt2
 from experiments.prepared import load_info
 from experiments.settings import DataConfig, RunConfig
+from tests.words import VOCABULARY, prepare_words
 
-VOCABULARY = 300  # Megatron pads it to 384
 LENGTH = 16
 
 
@@ -82,17 +81,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared data folder of random words."""
-    root = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
-    (root / "text").mkdir()
-    for index in range(60):
-        text = " ".join(draw.choices(words, k=60))
-        (root / "text" / f"{index}.txt").write_text(text + "\n", encoding="utf-8")
-    config = DataConfig(source="folder", dataset=str(root / "text"), vocab_size=VOCABULARY)
-    assert data.prepare(config, root / "words", show=False).vocab_size == VOCABULARY
-    return root / "words"
+    return prepare_words(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
