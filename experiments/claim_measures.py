@@ -156,41 +156,33 @@ def edgc_gap(root: Path) -> Measured:
     return Measured(values, relative, _join(note, lost))
 
 
-def zero_shot_difference(root: Path) -> Measured:
-    """|EDGC - uncompressed| in standard errors of the difference, per run, task and metric; not at chance."""
-    relative = "zero_shot/table.csv"
+def zero_shot_on_par(root: Path) -> Measured:
+    """Verdict of the equivalence test on every task's first metric, EDGC; tasks at chance do not count.
+
+    A model at chance is on par with any other at chance, which says nothing of compression.
+    """
+    relative = "zero_shot/summary.csv"
     frame = _read(root, relative)
     edgc = frame[frame["variant"].str.contains("edgc") & ~frame["variant"].str.contains("released")]
     if edgc.empty:
         raise Missing(f"no EDGC run in {relative}")
-    edgc, lost = _finished(edgc, relative)
-    values, used, chance = [], [], []
-    for _, row in edgc.iterrows():
-        twin = frame[
-            (frame["run"] == row["baseline"])
-            & (frame["task"] == row["task"])
-            & (frame["metric"] == row["metric"])
-        ]
-        if twin.empty:
-            continue
-        other = twin.iloc[0]
-        error = math.hypot(row["stderr"], other["stderr"])
-        if not (math.isfinite(error) and error > 0 and math.isfinite(row["difference"])):
-            continue
-        level = row["chance"]
-        if math.isfinite(level) and all(abs(r["value"] - level) < 2 * r["stderr"] for r in (row, other)):
-            chance.append(str(row["task"]))
-            continue
-        values.append(abs(row["difference"]) / error)
-        used.append(f"{row['task']} {row['metric']}")
-    at_chance = f"at chance, not counted: {', '.join(dict.fromkeys(chance))}" if chance else ""
-    if not values:
-        raise Missing(
-            _join("no task on which the models differ from chance with a known error", at_chance, lost)
-        )
-    return Measured(
-        tuple(values), relative, _join(f"tasks: {', '.join(dict.fromkeys(used))}", at_chance, lost)
-    )
+    rows = edgc[(edgc["primary"].astype(str) == "True") & edgc["verdict"].notna()]
+    if rows.empty:
+        raise Missing(f"no finished EDGC run with an uncompressed one of its seed in {relative}")
+    seen = rows[rows["above_chance"].astype(str) == "True"]
+    lost = ", ".join(dict.fromkeys(rows.loc[~rows.index.isin(seen.index), "task"]))
+    at_chance = f"not above chance without compression, not counted: {lost}" if lost else ""
+    if seen.empty:
+        raise Missing(at_chance)
+    note = [
+        f"{word}: "
+        + ", ".join(f"{r['task']} {r['gap']:+.2g} of {r['margin']:g}" for _, r in group.iterrows())
+        for word in ("on par", "different", "not decided")
+        if not (group := seen[seen["verdict"] == word]).empty
+    ]
+    if set(seen["verdict"]) == {"not decided"}:
+        raise Missing(_join("too few documents", *note, at_chance))
+    return Measured(tuple(str(v) for v in seen["verdict"]), relative, _join(*note, at_chance))
 
 
 def _trend(root: Path, architecture: str) -> Measured:
@@ -263,7 +255,7 @@ MEASURES: dict[str, Callable[[Path], Measured]] = {
     function.__name__: function
     for function in (
         cluster_communication, cluster_training_time, entropy_cost, window_correlation,
-        window_correlation_whole_run, edgc_gap, zero_shot_difference,
+        window_correlation_whole_run, edgc_gap, zero_shot_on_par,
         entropy_trend_gpt, entropy_trend_bert, zero_centring, correlation_early_over_late,
     )
 }  # fmt: skip

@@ -1,7 +1,8 @@
-"""Zero-shot tasks: score of every run against chance, and difference to the uncompressed run of its seed."""
+"""Zero-shot tasks: score of every run against chance, and gap to the uncompressed run of its seed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -11,12 +12,18 @@ from matplotlib.figure import Figure
 from paper_figures import style
 
 NAME = "zero_shot"
-TITLES = {"edgc_cloze": "cloze", "edgc_lastword": "last word", "edgc_rolling": "rolling perplexity"}
-CONFIDENCE = 1.96  # standard errors of a 95 % interval
+TITLES = {
+    "edgc_cloze": "cloze",
+    "edgc_continuation": "continuation",
+    "edgc_lastword": "last word",
+    "edgc_rolling": "rolling perplexity",
+    "edgc_syntax": "syntax",
+}
 # metric -> (axis label, factor)
 UNITS = {
     "acc": ("accuracy (%)", 100.0),
     "acc_norm": ("accuracy, length-normalised (%)", 100.0),
+    "acc_mutual_info": ("accuracy, mutual inf. (%)", 100.0),
     "bits_per_byte": ("bits per byte", 1.0),
     "byte_perplexity": ("perplexity per byte", 1.0),
     "word_perplexity": ("perplexity per word", 1.0),
@@ -29,12 +36,13 @@ def draw(results: Path) -> Figure:
     table = style.read(results, "zero_shot")
     tasks = list(dict.fromkeys(table["task"]))
     labels = list(dict.fromkeys(table["label"]))
-    fig, axes = style.figure(2, len(tasks), width=style.TEXT, height=1.3 + 0.48 * len(labels), sharey=True)
+    height = 1.5 + 0.48 * len(labels)
+    fig, axes = style.figure(2, len(tasks), width=style.TEXT, height=height, sharey=True)
     for column, task in enumerate(tasks):
         rows = table[table["task"] == task]
         rows = rows[rows["metric"] == rows["metric"].iloc[0]]
-        panel(axes[column], rows, labels, "value", "stderr")
-        panel(axes[len(tasks) + column], rows, labels, "difference", "difference_stderr")
+        scores(axes[column], rows, labels)
+        gaps(axes[len(tasks) + column], rows, labels)
         axes[column].set_title(title(task))
     style.letter(axes[: len(tasks)])
     ok = table[table["status"] == "ok"]
@@ -53,8 +61,9 @@ def draw(results: Path) -> Figure:
         bars="one marker per seed",
         scale=results.name,
         extra=f"Documents: {documents}. Top: bars: ± 1 standard error over documents; dotted: chance;\n"
-        "dashed: always the most frequent answer. Bottom: minus uncompressed of the same seed; bars: 95 %\n"
-        "interval, paired over documents." + (f"\nNo model: {', '.join(missing)}." if missing else ""),
+        "dashed: always the most frequent answer. Bottom: gap to uncompressed of the same seed; bars: 90 %\n"
+        "interval, paired over documents; shaded: margin within which a whole interval means on par."
+        + (f"\nNo model: {', '.join(missing)}." if missing else ""),
     )
     return fig
 
@@ -64,36 +73,64 @@ def title(task: str) -> str:
     return TITLES.get(task, task)
 
 
-def panel(ax: Axes, rows: pd.DataFrame, labels: list[str], column: str, error: str) -> None:
-    """Runs as markers with bars, one line per label, seeds spread within the line."""
-    name, factor = UNITS.get(rows["metric"].iloc[0], (rows["metric"].iloc[0], 1.0))
-    better = "higher is better" if bool(rows["higher_is_better"].iloc[0]) else "lower is better"
-    difference = column == "difference"
-    width = CONFIDENCE if difference else 1.0
+def spread_seeds(rows: pd.DataFrame, labels: list[str]) -> Iterator[tuple[float, style.Look, pd.Series]]:
+    """(height, look, row) of every run: one line per label, seeds spread within the line."""
     for place, label in enumerate(labels):
         runs = rows[rows["label"] == label].sort_values("seed")
-        look = style.family(f"{runs['variant'].iloc[0]} {label}")
         for index, (_, run) in enumerate(runs.iterrows()):
-            y = place + 0.6 * ((index + 0.5) / len(runs) - 0.5)
-            if pd.notna(run[column]):
-                bar = factor * width * run[error] if pd.notna(run[error]) else None
-                ax.errorbar(
-                    factor * run[column], y, xerr=bar, color=look.colour, marker=look.marker, linestyle=""
-                )
-    if difference:
-        ax.axvline(0, color="#444444", linewidth=0.8)
-        unit = name.replace("(%)", "(points)")
-        ax.set_xlabel(f"difference in {unit}\n({better})")
-    else:
-        for key, line in (("chance", ":"), ("best_constant", "--")):
-            if rows[key].notna().any():
-                ax.axvline(
-                    factor * rows[key].dropna().iloc[0], color="#444444", linewidth=0.9, linestyle=line
-                )
-        ax.set_xlabel(name)
+            look = style.family(f"{run['variant']} {label}")
+            yield place + 0.6 * ((index + 0.5) / len(runs) - 0.5), look, run
+
+
+def unit_of(rows: pd.DataFrame) -> tuple[str, float, str]:
+    """(axis label, factor, direction) of the metric of some rows."""
+    metric = rows["metric"].iloc[0]
+    better = "higher is better" if bool(rows["higher_is_better"].iloc[0]) else "lower is better"
+    return *UNITS.get(metric, (str(metric), 1.0)), better
+
+
+def scores(ax: Axes, rows: pd.DataFrame, labels: list[str]) -> None:
+    """Runs as markers with one standard error, against chance and the best constant answer."""
+    name, factor, _ = unit_of(rows)
+    for y, look, run in spread_seeds(rows, labels):
+        if pd.notna(run["value"]):
+            bar = factor * run["stderr"] if pd.notna(run["stderr"]) else None
+            ax.errorbar(
+                factor * run["value"], y, xerr=bar, color=look.colour, marker=look.marker, linestyle=""
+            )
+    for key, line in (("chance", ":"), ("best_constant", "--")):
+        if rows[key].notna().any():
+            level = factor * rows[key].dropna().iloc[0]
+            ax.axvline(level, color="#444444", linewidth=0.9, linestyle=line)
+    ax.set_xlabel(name)
+    finish(ax, rows["value"], labels)
+
+
+def gaps(ax: Axes, rows: pd.DataFrame, labels: list[str]) -> None:
+    """Gaps with the interval of the equivalence test, which may lie beside an accuracy's gap, and its margin."""
+    name, factor, better = unit_of(rows)
+    known = rows[rows["gap"].notna()]
+    logarithmic = not known.empty and known["gap_scale"].iloc[0] == "log_ratio"
+    factor = 1.0 if logarithmic else factor
+    for y, look, run in spread_seeds(rows, labels):
+        if pd.notna(run["gap"]) and run["run"] != run["baseline"]:
+            ax.plot(
+                [factor * run["gap_low"], factor * run["gap_high"]], [y, y], color=look.colour, linewidth=1.0
+            )
+            ax.plot(factor * run["gap"], y, color=look.colour, marker=look.marker, linestyle="")
+    if rows["margin"].notna().any():
+        margin = factor * rows["margin"].dropna().iloc[0]
+        ax.axvspan(-margin, margin, color="#444444", alpha=0.15, linewidth=0)
+    ax.axvline(0, color="#444444", linewidth=0.8)
+    unit = f"ln of {name}" if logarithmic else name.replace("(%)", "(points)")
+    ax.set_xlabel(f"gap in {unit}\n({better})")
+    finish(ax, rows["gap"], labels)
+
+
+def finish(ax: Axes, shown: pd.Series, labels: list[str]) -> None:
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(len(labels) - 0.5, -0.5)
-    if not rows[column].notna().any():
+    if not shown.notna().any():
         style.message(ax, "no finished run")
 
 

@@ -166,35 +166,48 @@ def test_correlation_and_centring(tmp_path: Path, known: dict[str, claims.Claim]
     assert (row["verdict"], row["our_value"]) == ("partly", pytest.approx(1.3))
 
 
-@pytest.mark.parametrize(
-    ("difference", "verdict"), [(0.01, "supported"), (0.045, "partly"), (0.2, "not supported")]
-)
-def test_zero_shot_counts_standard_errors_and_skips_chance(
-    tmp_path: Path, known: dict[str, claims.Claim], difference: float, verdict: str
-) -> None:
-    def row(run_name: str, task: str, value: float, chance: float | None) -> dict[str, Any]:
-        base = 0.9 if task == "lambada" else 0.25
-        about = {
-            "run": run_name,
-            "task": task,
-            "metric": "acc",
-            "value": value,
-            "stderr": 0.01,
-            "chance": chance,
-        }
-        return run(run_name.rpartition("-")[0]) | about | {"baseline": "none-s1", "difference": value - base}
+def zero_shot_row(task: str, verdict: str | None, above_chance: bool = True, **more: Any) -> dict[str, Any]:
+    row = {"variant": "edgc_cqm", "task": task, "metric": "acc", "primary": True, "verdict": verdict}
+    return row | {"above_chance": above_chance, "gap": -0.004, "margin": 0.02} | more
 
-    rows = [
-        row("none-s1", "lambada", 0.9, 0.0),
-        row("edgc_cqm-s1", "lambada", 0.9 - difference, 0.0),
-        row("none-s1", "arc", 0.25, 0.25),
-        row("edgc_cqm-s1", "arc", 0.255, 0.25),
+
+@pytest.mark.parametrize(
+    ("verdicts", "verdict"),
+    [
+        (("on par", "on par"), "supported"),
+        (("on par", "not decided"), "partly"),
+        (("on par", "different"), "not supported"),
+        (("not decided", "different"), "not supported"),
+        (("not decided", "not decided"), "not testable here"),
+        ((None, None), "not testable here"),
+    ],
+)
+def test_zero_shot_follows_the_equivalence_test(
+    tmp_path: Path, known: dict[str, claims.Claim], verdicts: tuple[str | None, ...], verdict: str
+) -> None:
+    rows = [zero_shot_row(f"task{index}", word) for index, word in enumerate(verdicts)]
+    # A task at chance, a second metric of a task and the released policy do not count.
+    rows += [
+        zero_shot_row("arc", "on par", above_chance=False),
+        zero_shot_row("task0", "different", primary=False),
+        zero_shot_row("task0", "different", variant="edgc_released"),
     ]
-    put(tmp_path, "zero_shot/table.csv", rows)
+    put(tmp_path, "zero_shot/summary.csv", rows)
     found = claims.judge(known["zero_shot"], "ci", tmp_path)
     assert found["verdict"] == verdict
-    assert found["our_value"] == pytest.approx(difference / (0.01 * 2**0.5), rel=1e-4)
-    assert "at chance, not counted: arc" in found["note"]
+    if verdict != "not testable here":
+        assert found["n"] == 2
+        assert "not counted: arc" in found["note"]
+        assert "task0 -0.004 of 0.02" in found["note"]
+
+
+def test_zero_shot_at_chance_everywhere_is_no_evidence(
+    tmp_path: Path, known: dict[str, claims.Claim]
+) -> None:
+    put(tmp_path, "zero_shot/summary.csv", [zero_shot_row("arc", "on par", above_chance=False)])
+    found = claims.judge(known["zero_shot"], "ci", tmp_path)
+    assert (found["verdict"], found["n"]) == ("not testable here", 0)
+    assert "not above chance" in found["note"]
 
 
 def test_simulated_evidence_stays_simulated_and_never_fully_supports(

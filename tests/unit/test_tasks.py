@@ -146,7 +146,7 @@ def test_a_preference_for_passages_without_the_context_is_right_once_in_four(see
 
 def test_texts_without_python_have_no_syntax_task(tokenizer: Tokenizer, tmp_path: Path) -> None:
     draw = random.Random(0)
-    common = "the and self is in not to of for none or as".split()
+    common = ["the", "and", "self", "is", "in", "not", "to", "of", "for", "none", "or", "as"]
     words = [
         (f"{k}.txt", "".join(" ".join(draw.choices(common, k=12)) + "\n" for _ in range(30)))
         for k in range(20)

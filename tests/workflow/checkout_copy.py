@@ -52,11 +52,11 @@ PROGRAMS = {
         write(scale() / option("--study") / option("--run"), *names)
     """,
     "experiments/analyse/__main__.py": "write(scale() / option('--study'), 'table.csv')",
-    "experiments/cluster_model.py": "write(option('--out'), 'table.csv', 'stages.csv', 'summary.json')",
+    "experiments/cluster_model.py": "write(option('--out'), 'table.csv', 'stages.csv', 'steps.csv', 'summary.json')",
     "experiments/tasks/make.py": "write(option('--out'), 'tasks.json')",
     "experiments/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
     "experiments/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
-    "experiments/evaluate.py": "write(option('--out'), 'table.csv', 'timings.csv')",
+    "experiments/evaluate.py": "write(option('--out'), 'table.csv', 'summary.csv', 'timings.csv')",
     "experiments/claims.py": "write(scale(), 'claims.csv')",
     "experiments/regression.py": "write(scale(), 'regression.csv')",
     "paper_figures/__main__.py": f"""

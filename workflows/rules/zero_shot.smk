@@ -65,13 +65,19 @@ rule evaluate:
         study=study_yaml,
         models="<results>/{study}/models",
         tasks=evaluated_tasks,
-        code=code("experiments", "evalua*.py", "standard_data.py"),
+        code=code("experiments", "evalua*.py", "equivalence.yaml", "standard_data.py"),
     output:
         table=report(
             "<results>/{study}/table.csv",
             caption="../report/table.rst",
             category="Tables",
             labels={"study": "{study}"},
+        ),
+        summary=report(
+            "<results>/{study}/summary.csv",
+            caption="../report/table.rst",
+            category="Tables",
+            labels={"study": "{study}, means over seeds"},
         ),
         timings="<results>/{study}/timings.csv",
     log:
