@@ -169,7 +169,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--standard", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval, fetched beforehand"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the study")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="N")
+    # One by one, as lm-eval by itself does: padding within a batch changes last digits, and what shares a batch
+    # depends on the tasks that are asked for together.
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any"
     )

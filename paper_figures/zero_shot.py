@@ -23,7 +23,7 @@ TITLES = {
 UNITS = {
     "acc": ("accuracy (%)", 100.0),
     "acc_norm": ("accuracy, length-normalised (%)", 100.0),
-    "acc_mutual_info": ("accuracy, mutual inf. (%)", 100.0),
+    "acc_mutual_info": ("accuracy (%)", 100.0),
     "bits_per_byte": ("bits per byte", 1.0),
     "byte_perplexity": ("perplexity per byte", 1.0),
     "word_perplexity": ("perplexity per word", 1.0),
@@ -60,9 +60,9 @@ def draw(results: Path) -> Figure:
         list(ok.drop_duplicates("run").groupby("variant").size()),
         bars="one marker per seed",
         scale=results.name,
-        extra=f"Documents: {documents}. Top: bars: ± 1 standard error over documents; dotted: chance;\n"
-        "dashed: always the most frequent answer. Bottom: gap to uncompressed of the same seed; bars: 90 %\n"
-        "interval, paired over documents; shaded: margin within which a whole interval means on par."
+        extra=f"Documents: {documents}.\nTop: bars: ± 1 standard error over documents; dotted: chance; dashed: "
+        "always the most frequent answer.\nBottom: gap to uncompressed of the same seed; bars: 90 % interval, paired "
+        "over documents;\nshaded: margin within which a whole interval means on par."
         + (f"\nNo model: {', '.join(missing)}." if missing else ""),
     )
     return fig
@@ -73,7 +73,7 @@ def title(task: str) -> str:
     return TITLES.get(task, task)
 
 
-def spread_seeds(rows: pd.DataFrame, labels: list[str]) -> Iterator[tuple[float, style.Look, pd.Series]]:
+def spread_seeds(rows: pd.DataFrame, labels: list[str]) -> Iterator[tuple[float, style.Family, pd.Series]]:
     """(height, look, row) of every run: one line per label, seeds spread within the line."""
     for place, label in enumerate(labels):
         runs = rows[rows["label"] == label].sort_values("seed")
@@ -122,8 +122,8 @@ def gaps(ax: Axes, rows: pd.DataFrame, labels: list[str]) -> None:
         margin = factor * rows["margin"].dropna().iloc[0]
         ax.axvspan(-margin, margin, color="#444444", alpha=0.15, linewidth=0)
     ax.axvline(0, color="#444444", linewidth=0.8)
-    unit = f"ln of {name}" if logarithmic else name.replace("(%)", "(points)")
-    ax.set_xlabel(f"gap in {unit}\n({better})")
+    unit = f"ln of {name}" if logarithmic else "points" if "(%)" in name else name
+    ax.set_xlabel(f"gap ({unit})\n({better})")
     finish(ax, rows["gap"], labels)
 
 

@@ -1,8 +1,9 @@
 """Minimal pairs in the manner of BLiMP: a Python statement, and the same with two of its parts exchanged.
 
 Labels are certain: `ast.parse` accepts the one and refuses the other. Both have the same characters, so the
-same bytes, and the same number of tokens. A unigram model (token frequencies, no order) is right exactly as
-often as wrong in every kind of breakage: pairs are drawn so that it is.
+same bytes, the same number of tokens, and as many tokens that follow themselves. A unigram model (token
+frequencies, no order) is right exactly as often as wrong in every kind of breakage: pairs are drawn so that
+it is.
 """
 
 from __future__ import annotations
@@ -145,13 +146,19 @@ class Unigram:
         return math.fsum(math.log((self.counts[token] + 1) / self.total) for token in self.ids(text))
 
 
+def repeats(ids: list[int]) -> int:
+    """How often a token follows itself; with tied embeddings untrained models prefer that."""
+    return sum(one == other for one, other in itertools.pairwise(ids))
+
+
 def broken(source: str, kind: str, unigram: Unigram, draw: random.Random) -> str | None:
-    """One version of ``source`` that does not parse and has as many tokens, drawn at random."""
-    length = len(unigram.ids(source))
-    candidates = list(KINDS[kind](source)) if length <= MOST_TOKENS else []
+    """One version of ``source`` that does not parse and has as many tokens and repeats, drawn at random."""
+    ids = unigram.ids(source)
+    candidates = list(KINDS[kind](source)) if len(ids) <= MOST_TOKENS else []
     draw.shuffle(candidates)
     for candidate in candidates:
-        if not parses(candidate) and len(unigram.ids(candidate)) == length:
+        other = unigram.ids(candidate)
+        if not parses(candidate) and len(other) == len(ids) and repeats(other) == repeats(ids):
             return candidate
     return None
 

@@ -84,7 +84,7 @@ class Place:
     def evaluate(self, *options: str, models: list[str] | None = None, out: Path | None = None) -> None:
         folders = [str(self.root / "models" / name) for name in models or self.names]
         target = ["--tasks-dir", str(self.tasks), "--out", str(out or self.out)]
-        evaluate.main(["--models", *folders, *target, "--batch-size", "8", *options])
+        evaluate.main(["--models", *folders, *target, *options])
 
     def table(self) -> list[dict[str, str]]:
         with (self.out / "table.csv").open(newline="") as handle:
@@ -222,7 +222,7 @@ def test_the_command_typed_by_hand_gives_the_same_numbers(place: Place, tmp_path
     """As docs/evaluation.md says it, in a process that knows nothing of the project."""
     model, tasks = place.root / "models" / "edgc_cqm-s1", ",".join(make.TASKS)
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={model}"]
-    command += ["--include_path", str(place.tasks), "--tasks", tasks, "--batch_size", "8"]
+    command += ["--include_path", str(place.tasks), "--tasks", tasks]
     command += ["--output_path", str(tmp_path / "out")]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | evaluate.OFFLINE
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import random
 import sysconfig
@@ -75,6 +76,8 @@ def test_neither_length_nor_token_frequencies_tell_the_broken_statement(
         assert Counter(row["correct"]) == Counter(row["broken"])
         right, wrong = (tokenizer.encode(row[key]).ids for key in ("correct", "broken"))
         assert len(right) == len(wrong) <= syntax.MOST_TOKENS
+        repeated = [sum(x == y for x, y in itertools.pairwise(ids)) for ids in (right, wrong)]
+        assert repeated[0] == repeated[1], "untrained models with tied embeddings prefer repeats"
         # Products of counts are whole numbers, so this comparison is exact.
         a, b = (product([counts[token] + 1 for token in ids]) for ids in (right, wrong))
         by_kind.setdefault(row["kind"], []).append((a > b) - (a < b))
