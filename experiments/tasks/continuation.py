@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from experiments.tasks.text import CONTEXT_CHARACTERS, Row, Text, context_before
 
-DOCUMENTS, CHOICES = 240, 4
+DOCUMENTS, CHOICES = 160, 4
 PER_TEXT = 32  # passages of one text, at most, so that no long text dominates
 # About 15 tokens: enough to tell by names and indentation, and short enough that a model of 64 positions reads
 # three lines before them.

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from experiments.tasks.text import Row, Text
 
-DOCUMENTS = 400
+DOCUMENTS = 320
 PER_TEXT = 40  # pairs of one text, at most
 SHORTEST, LONGEST = 16, 100  # characters of a statement
 MOST_TOKENS = 48  # of a statement, so that a model of 64 positions reads it whole
