@@ -16,7 +16,7 @@ TITLES = {
     "edgc_cloze": "cloze",
     "edgc_continuation": "continuation",
     "edgc_lastword": "last word",
-    "edgc_rolling": "rolling perplexity",
+    "edgc_rolling": "perplexity",
     "edgc_syntax": "syntax",
 }
 # metric -> (axis label, factor)
