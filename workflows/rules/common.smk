@@ -132,7 +132,12 @@ def data_settings(wildcards):
 def evaluated_runs(study):
     """(study, RunConfig) of every model that a study evaluates."""
     needs = STUDIES[study].needs
-    return [(name, run) for name in needs for run in RUNS[name].values() if run.variant in needs[name]]
+    return [
+        (name, run)
+        for name, variants in needs.items()
+        for run in RUNS[name].values()
+        if variants == "all" or run.variant in variants
+    ]
 
 
 def evaluated_data(wildcards):
