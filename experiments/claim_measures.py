@@ -18,6 +18,9 @@ class Missing(Exception):
     """There is no evidence for a claim; the text says why."""
 
 
+EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
+
+
 @dataclass(frozen=True)
 class Measured:
     """Values of one claim. ``kind`` is ``measured`` or ``simulated`` as the evidence itself says."""
@@ -157,13 +160,13 @@ def edgc_gap(root: Path) -> Measured:
 
 
 def zero_shot_on_par(root: Path) -> Measured:
-    """Verdict of the equivalence test on every task's first metric, EDGC; tasks at chance do not count.
+    """Verdict of the equivalence test on every task's first metric, EDGC (cqm); tasks at chance do not count.
 
     A model at chance is on par with any other at chance, which says nothing of compression.
     """
     relative = "zero_shot/summary.csv"
     frame = _read(root, relative)
-    edgc = frame[frame["variant"].str.contains("edgc") & ~frame["variant"].str.contains("released")]
+    edgc = frame[frame["variant"] == EDGC_CQM]
     if edgc.empty:
         raise Missing(f"no EDGC run in {relative}")
     rows = edgc[(edgc["primary"].astype(str) == "True") & edgc["verdict"].notna()]

@@ -191,6 +191,7 @@ def test_zero_shot_follows_the_equivalence_test(
         zero_shot_row("arc", "on par", above_chance=False),
         zero_shot_row("task0", "different", primary=False),
         zero_shot_row("task0", "different", variant="edgc_released"),
+        zero_shot_row("task0", "different", variant="edgc_spectral_int8"),
     ]
     put(tmp_path, "zero_shot/summary.csv", rows)
     found = claims.judge(known["zero_shot"], "ci", tmp_path)
