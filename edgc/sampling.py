@@ -10,8 +10,8 @@ from torch import Tensor
 
 from edgc.config import EntropyConfig
 
-MAX_COPIES = 128
-"""Largest 1/beta that ``diagonal`` reads: it makes that many copies of a matrix's parts."""
+MAX_COPIES = 32
+"""Largest 1/beta that ``diagonal`` reads: it makes that many copies of a matrix's parts, each at a fixed cost."""
 
 
 class Sampler:
@@ -44,7 +44,7 @@ class Sampler:
         divides the width, these are the same columns in every row. The phase of both is seeded per key and moves by
         one at each measured iteration: every entry has its turn. ``random``: one seeded draw in each run of 1/beta
         entries. Where 1/beta is no whole number, or is not smaller than the tensor, ``strided`` reads evenly spaced
-        entries from a seeded start, ``diagonal`` is ``random`` (below 1/128, to bound the number of its copies, too).
+        entries from a seeded start, ``diagonal`` is ``random`` (below 1/32, to bound the number of its copies, too).
         """
         rate, seed, rule = self.config.entry_rate, self.config.seed, self.config.sampling
         values = x.detach().reshape(-1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from edgc.config import EntropyConfig
 from edgc.entropy import Sampler, estimate
+from edgc.sampling import MAX_COPIES
 
 
 def sampler(sampling: str = "diagonal", alpha: float = 0.1, beta: float = 0.25, seed: int = 0) -> Sampler:
@@ -50,7 +51,7 @@ def test_entries_take_turns(alpha: float, sampling: str, shape: tuple[int, ...])
 @given(
     rows=st.integers(1, 60),
     columns=st.integers(1, 60),
-    stride=st.integers(1, 40),
+    stride=st.integers(1, MAX_COPIES),
     iteration=st.integers(1, 500),
 )
 def test_a_diagonal_sample_has_the_same_share_of_every_row_and_column(
