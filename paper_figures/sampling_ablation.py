@@ -27,7 +27,7 @@ def draw(results: Path) -> Figure:
     fine = table[(table["status"] == "ok") & (table["sampling"] == sampling)]
     cost = timings[(timings["status"] == "ok") & (timings["sampling"] == sampling)].copy()
     cost["percent"] = 100 + cost["change_percent"]
-    fig, axes = style.figure(2, 3, width=style.TEXT, height=5.6)
+    fig, axes = style.figure(2, 3, width=style.TEXT, height=6.8)
     grid(axes[0], fine, "cc", "CC (no unit)", "{:.3f}", reverse=False)
     grid(axes[1], fine, "rmse_nats", "RMSE of windows (nats)", "{:.3f}", reverse=True)
     grid(axes[2], cost, "percent", "time of the estimate (%)", "{:.1f}", reverse=True)
@@ -41,7 +41,8 @@ def draw(results: Path) -> Figure:
         ax.set_xscale("log")
         style.plain(ax.xaxis, RATES)
         ax.set_xlabel("β, share of entries read (no unit)")
-        ax.legend(loc="best")
+        # Six lines of text hide data wherever they are put inside.
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
     style.letter(axes)
     counts = list(fine.groupby(["alpha", "beta"]).size())
     decided = fine.dropna(subset=["decisions_differing"])
