@@ -229,11 +229,14 @@ def arrive(start: float, message: Message, slowdowns: Sequence[Slowdown] = ()) -
     """When a message that starts at ``start`` is through, over a link that is slower (or faster) for some time."""
     now, left = start + message.latency, message.seconds
     for slowdown in sorted(slowdowns):
-        if left <= 0 or slowdown.end <= now:
+        if slowdown.end <= now:
             continue
-        before = min(left, max(0.0, slowdown.start - now))
-        now, left = now + before, left - before
-        if left > 0 and slowdown.start <= now < slowdown.end:
-            done = min(left, (slowdown.end - now) * slowdown.factor)
-            now, left = now + done / slowdown.factor, left - done
+        before = max(0.0, slowdown.start - now)
+        if left <= before:
+            break
+        now, left = max(now, slowdown.start), left - before
+        room = (slowdown.end - now) * slowdown.factor
+        if left <= room:
+            return now + left / slowdown.factor
+        now, left = slowdown.end, left - room
     return now + left

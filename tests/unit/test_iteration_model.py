@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.iteration_model import (
@@ -165,6 +165,8 @@ def test_a_link_that_is_slower_for_some_time() -> None:
     assert arrive(0.0, message, [Slowdown(3, 4, 0.5), Slowdown(0, 3, 2.0)]) == pytest.approx(3.0)
 
 
+# Found by a longer search: the sum of a start and a distance may miss the end of that distance by rounding.
+@example(start=1.9432424000938355, size=5.0, cuts=[7.0, 6.696443725187177], factors=[0.5, 1.0, 1.0, 1.0])
 @given(
     start=st.floats(0, 10),
     size=st.floats(0.01, 10),
