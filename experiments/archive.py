@@ -68,7 +68,6 @@ def unpack(archive: Path, folder: Path) -> list[str]:
                 raise UserError(f"run {there[0]} is there already", where=folder, fix=fix)
             folder.mkdir(parents=True, exist_ok=True)
             for member in members:
-                member.mtime = 0
                 opened.extract(member, folder, filter="data")
                 # Younger than the study's YAML, or the pipeline would train the run again.
                 (folder / member.name).touch()

@@ -27,6 +27,7 @@ from functools import partial
 from experiments.cluster_inputs import ClusterConfig
 from experiments.layouts import FP32_BYTES, GPTShape, Payload, StageLayout
 
+KIND = "simulated"  # of every second that follows from this model
 RANK_MULTIPLE = 4  # paper: ranks move in multiples of 4
 
 
@@ -151,12 +152,22 @@ class Model:
         """
         last = self.shape.pipeline - 1
         sends = self.micro_batches * ((stage.stage < last) + (stage.stage > 0))
-        entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden // self.shape.tensor
-        seconds = sends * (self.latency + FP32_BYTES * entries / self.bandwidth)
-        if self.shape.tied and last and stage.stage in (0, last):
-            embedding = FP32_BYTES * self.shape.padded_vocab * self.shape.hidden // self.shape.tensor
-            seconds += all_reduce_seconds(embedding, 2, self.latency, self.bandwidth)
+        seconds = sends * self.transfer()
+        if stage.stage in (0, last):
+            seconds += self.tied_embedding()
         return seconds
+
+    def transfer(self) -> float:
+        """Seconds of one micro-batch's activations, or their gradients, between two stages."""
+        entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden // self.shape.tensor
+        return self.latency + FP32_BYTES * entries / self.bandwidth
+
+    def tied_embedding(self) -> float:
+        """Seconds of the all-reduce between first and last stage; 0 where one device holds both ends."""
+        if not self.shape.tied or self.shape.pipeline == 1:
+            return 0.0
+        embedding = FP32_BYTES * self.shape.padded_vocab * self.shape.hidden // self.shape.tensor
+        return all_reduce_seconds(embedding, 2, self.latency, self.bandwidth)
 
     def slowest(self, cost: StageCost) -> Cost:
         """The cost of the stage that takes longest."""

@@ -21,13 +21,12 @@ import typer
 
 from experiments import cluster_step
 from experiments.cli import main_guard
-from experiments.cluster_cost import RANK_MULTIPLE, Model, StageCost
+from experiments.cluster_cost import KIND, RANK_MULTIPLE, Model, StageCost
 from experiments.cluster_inputs import groups_sharing_a_node, load_cluster
 from experiments.layouts import FP32_BYTES, allocated_parameters, build, study_run, study_shape
 from experiments.matrix import load_study, study_path
 from experiments.run_folder import atomic_write, check_writable
 
-KIND = "simulated"
 EFFICIENCIES = (0.3, 0.5, 0.7)  # shares of the peak at which the largest possible saving is told
 
 

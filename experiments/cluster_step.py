@@ -17,12 +17,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from experiments.cluster_cost import Cost, Model, StageCost, all_reduce_seconds
+from experiments.cluster_cost import KIND, Cost, Model, StageCost
 from experiments.iteration_model import Bucket, Iteration, Message, Stage
 from experiments.iteration_model import Model as Step
-from experiments.layouts import FP32_BYTES, StageLayout
+from experiments.layouts import StageLayout
 
-KIND = "simulated"
 ADAM_PASSES = 7  # reads and writes of 4 bytes per parameter: gradient, and weight and two moments both ways
 
 
@@ -30,9 +29,7 @@ def forward_seconds(model: Model, stage: StageLayout) -> float:
     """Seconds of one micro-batch's forward pass on one GPU of ``stage``."""
     shape, compute = model.shape, model.cluster.compute
     tokens = model.micro_batch * shape.sequence_length
-    weights = sum(
-        math.prod(t.shape) for t in stage.tensors if len(t.shape) == 2 and "embedding" not in t.name
-    )
+    weights = sum(t.numel for t in stage.tensors if len(t.shape) == 2 and "embedding" not in t.name)
     layers = sum(end - first for first, end in stage.layer_ranges)
     attention = 4 * shape.sequence_length * shape.hidden * layers / shape.tensor
     speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value
@@ -57,9 +54,7 @@ def buckets(model: Model, stage: StageLayout, cost: Cost) -> tuple[Bucket, ...]:
 
 def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
     """One step in which every stage reduces its gradients at ``cost``."""
-    shape = model.shape
-    entries = model.micro_batch * shape.sequence_length * shape.hidden // shape.tensor
-    travel = model.latency + FP32_BYTES * entries / model.bandwidth if shape.pipeline > 1 else 0.0
+    travel = model.transfer()
     stages = []
     for layout in model.stages:
         forward = forward_seconds(model, layout)
@@ -72,10 +67,8 @@ def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
                 buckets=buckets(model, layout, cost(layout)),
             )
         )
-    after = model.passes(max(stage.parameters for stage in model.stages), ADAM_PASSES)
-    if shape.tied and shape.pipeline > 1:
-        embedding = FP32_BYTES * shape.padded_vocab * shape.hidden // shape.tensor
-        after += all_reduce_seconds(embedding, 2, model.latency, model.bandwidth)
+    adam = model.passes(max(stage.parameters for stage in model.stages), ADAM_PASSES)
+    after = adam + model.tied_embedding()
     return Step(stages=tuple(stages), micro_batches=model.micro_batches, overlap=overlap, after=after).run()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.analyse.runs import Run
-from experiments.analyse.time_to_target import KIND, MEGABITS
+from experiments.analyse.time_to_target import KIND, MEGABITS, work_seconds
 
 MULTIPLE = 4  # ranks are multiples of it, as the controller's
 SHARE = 4  # r_min = r_max / SHARE (paper)
@@ -61,9 +61,7 @@ def rows(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
 def of_run(run: Run) -> list[dict[str, Any]]:
     """Medians over the steps of one run, per stage: seconds of compression work and of communication, bytes."""
-    stages = run.stages.assign(
-        work=run.stages["seconds_compress"].fillna(0) + run.stages["seconds_decompress"].fillna(0)
-    )
+    stages = run.stages.assign(work=work_seconds(run.stages))
     found = stages.groupby("stage")[["work", "seconds_communicate", "bytes"]].median()
     rank = run.setting("rank") if run.method != "none" else None
     return [

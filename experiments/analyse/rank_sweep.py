@@ -97,9 +97,7 @@ def fits(timings: pd.DataFrame) -> list[dict[str, Any]]:
         uncompressed = float(dense["seconds_median"].median()) if len(dense) else math.nan
         slower = math.nan
         if kind == "total" and math.isfinite(uncompressed) and math.isfinite(line["seconds_per_rank"]):
-            room = uncompressed - line["seconds_fixed"]
-            rate = line["seconds_per_rank"]
-            slower = 0.0 if room <= 0 else room / rate if rate > 0 else math.inf
+            slower = rank_limits.meeting(line["seconds_per_rank"], line["seconds_fixed"], uncompressed)
         row = {
             "stage": stage,
             "kind": kind,

@@ -90,13 +90,17 @@ def seconds(run: Run, compute: float, iterations: float, megabits: float) -> flo
     if not math.isfinite(iterations):
         return math.nan
     stages = run.stages
-    work = stages["seconds_compress"].fillna(0) + stages["seconds_decompress"].fillna(0)
-    stage = work + stages["bytes"] * 8 / (megabits * 1e6)
+    stage = work_seconds(stages) + stages["bytes"] * 8 / (megabits * 1e6)
     steps = compute + stage.groupby(stages["iteration"]).max()
     whole = int(iterations)
     rest = iterations - whole
     partial = rest * float(steps.get(whole + 1, 0.0)) if rest else 0.0
     return float(steps[steps.index <= whole].sum() + partial)
+
+
+def work_seconds(stages: pd.DataFrame) -> pd.Series:
+    """Seconds of compression and decompression, by step and stage; none where nothing was compressed."""
+    return stages["seconds_compress"].fillna(0) + stages["seconds_decompress"].fillna(0)
 
 
 def table(runs: Sequence[Run]) -> pd.DataFrame:
