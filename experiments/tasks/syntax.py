@@ -3,7 +3,8 @@
 Labels are certain: `ast.parse` accepts the one and refuses the other. Both have the same characters, so the
 same bytes, the same number of tokens, and as many tokens that follow themselves. A unigram model (token
 frequencies, no order) is right exactly as often as wrong in every kind of breakage: pairs are drawn so that
-it is.
+it is. No two tokens become or cease to be neighbours in more than ``SHARED`` pairs: an untrained model, which
+prefers some neighbours to others for no reason, then answers like independent coins, not one way in many.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from experiments.tasks.text import Row, Text
 
 DOCUMENTS = 320
 PER_TEXT = 40  # pairs of one text, at most
+SHARED = 2  # pairs in which the same two tokens become or cease to be neighbours, at most
 SHORTEST, LONGEST = 16, 100  # characters of a statement
 MOST_TOKENS = 48  # of a statement, so that a model of 64 positions reads it whole
 LINES = 2  # of a statement; compound ones are a header and a body of one line
 
 Span = tuple[int, int]
+Statement = tuple[str, int, str]  # path, line number, source
 
 
 def parses(source: str) -> bool:
@@ -122,7 +125,7 @@ def delimiters(source: str) -> Iterator[str]:
                 yield exchanged(source, first, second)
 
 
-# The rarest first: a statement is used once.
+# The rarest first: a statement is used once, and later kinds fill up what an earlier one lacks.
 KINDS: dict[str, Callable[[str], Iterator[str]]] = {
     function.__name__: function for function in (keywords, delimiters, brackets, neighbours)
 }
@@ -151,51 +154,78 @@ def repeats(ids: list[int]) -> int:
     return sum(one == other for one, other in itertools.pairwise(ids))
 
 
-def broken(source: str, kind: str, unigram: Unigram, draw: random.Random) -> str | None:
-    """One version of ``source`` that does not parse and has as many tokens and repeats, drawn at random."""
-    ids = unigram.ids(source)
-    candidates = list(KINDS[kind](source)) if len(ids) <= MOST_TOKENS else []
-    draw.shuffle(candidates)
-    for candidate in candidates:
-        other = unigram.ids(candidate)
-        if not parses(candidate) and len(other) == len(ids) and repeats(other) == repeats(ids):
-            return candidate
-    return None
+def neighbourhoods(ids: list[int]) -> Counter[tuple[int, int]]:
+    """How often two tokens are neighbours, in either order: tied embeddings make untrained models symmetric.
+
+    The first token has -1, the start of the text, beside it.
+    """
+    return Counter((min(pair), max(pair)) for pair in itertools.pairwise([-1, *ids]))
 
 
-def balanced(pairs: list[Row], count: int, unigram: Unigram) -> list[Row]:
-    """At most ``count`` pairs, the unigram model right in as many as wrong, or undecided."""
-    sides: dict[int, list[Row]] = {1: [], -1: [], 0: []}
-    for pair in pairs:
-        gain = unigram.score(pair["correct"]) - unigram.score(pair["broken"])
-        sides[(gain > 0) - (gain < 0)].append(pair)
-    half = min(count // 2, len(sides[1]), len(sides[-1]))
-    return sides[1][:half] + sides[-1][:half] + sides[0][: count - 2 * half]
+def changed(ids: list[int], other: list[int]) -> set[tuple[int, int]]:
+    """The two tokens, each, that are neighbours more often in one of the sequences than in the other."""
+    before, after = neighbourhoods(ids), neighbourhoods(other)
+    return {two for two in before | after if before[two] != after[two]}
+
+
+class Pairs:
+    """What was chosen so far, of all kinds, and how often each two tokens were changed by it."""
+
+    def __init__(self, unigram: Unigram, draw: random.Random) -> None:
+        self.unigram, self.draw = unigram, draw
+        self.used: set[str] = set()
+        self.shared: Counter[tuple[int, int]] = Counter()
+
+    def broken(self, source: str, kind: str, room: Counter[int]) -> tuple[str, int] | None:
+        """A version of ``source`` that may be chosen, at random, and its side; None if there is none.
+
+        It does not parse, has as many tokens and repeats, and changes nothing that ``SHARED`` others change. The side
+        says whether the unigram model is right (1), wrong (-1) or undecided (0), and has ``room``.
+        """
+        ids = self.unigram.ids(source)
+        candidates = list(KINDS[kind](source)) if len(ids) <= MOST_TOKENS else []
+        self.draw.shuffle(candidates)
+        for candidate in candidates:
+            other = self.unigram.ids(candidate)
+            if len(other) != len(ids) or repeats(other) != repeats(ids) or parses(candidate):
+                continue
+            gain, twos = self.unigram.score(source) - self.unigram.score(candidate), changed(ids, other)
+            side = (gain > 0) - (gain < 0)
+            if room[side] and all(self.shared[two] < SHARED for two in twos):
+                self.used.add(source)
+                self.shared.update(twos)
+                return candidate, side
+        return None
+
+    def of_kind(self, kind: str, count: int, pool: list[Statement]) -> list[Row]:
+        """At most ``count`` rows, the unigram model right in as many as wrong, or undecided."""
+        sides: dict[int, list[Row]] = {1: [], -1: [], 0: []}
+        room = Counter({1: count // 2, -1: count // 2, 0: count})
+        for path, line, source in pool:
+            found = None if source in self.used else self.broken(source, kind, room)
+            if found is not None:
+                row = {"id": f"{path}:{line}", "path": path, "kind": kind, "correct": source}
+                sides[found[1]].append(row | {"broken": found[0]})
+                room[found[1]] -= 1
+        half = min(len(sides[1]), len(sides[-1]))
+        return (sides[1][:half] + sides[-1][:half] + sides[0])[:count]
 
 
 def syntax_rows(texts: list[Text], seed: int, tokenizer: Tokenizer) -> list[Row]:
-    """At most ``DOCUMENTS`` rows, as many of each kind as there are; none without Python among the texts."""
-    unigram = Unigram(texts, tokenizer)
+    """At most ``DOCUMENTS`` rows; none without Python among the texts."""
     draw = random.Random(f"{seed}:syntax")
-    pool = []
+    pool: list[Statement] = []
     for path, text in texts:
         if path.endswith(".py"):
             found = statements(text)
             pool += [(path, line, source) for line, source in draw.sample(found, min(PER_TEXT, len(found)))]
     pool = list({source: (path, line, source) for path, line, source in pool}.values())
     draw.shuffle(pool)
+    chosen = Pairs(Unigram(texts, tokenizer), draw)
     rows: list[Row] = []
-    used: set[str] = set()
-    for kind in KINDS:
-        pairs = []
-        for path, line, source in pool:
-            other = None if source in used else broken(source, kind, unigram, draw)
-            if other is not None:
-                row = {"id": f"{path}:{line}", "path": path, "kind": kind}
-                pairs.append(row | {"correct": source, "broken": other})
-        chosen = balanced(pairs, DOCUMENTS // len(KINDS), unigram)
-        used.update(pair["correct"] for pair in chosen)
-        for place, pair in enumerate(chosen):
+    for earlier, kind in enumerate(KINDS):
+        count = (DOCUMENTS - len(rows)) // (len(KINDS) - earlier)
+        for place, pair in enumerate(chosen.of_kind(kind, count, pool)):
             choices = [pair["correct"], pair["broken"]]
             rows.append(pair | {"choices": choices[:: 1 - 2 * (place % 2)], "answer": place % 2})
     return sorted(rows, key=lambda row: str(row["id"]))

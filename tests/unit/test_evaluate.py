@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -395,6 +396,7 @@ def test_tasks_are_deterministic_and_balanced(tmp_path: Path, tokenizer: Path) -
     for row in cloze:
         path, start = row["id"].split(":")
         assert row["words"][row["answer"]] == row["word"]
+        assert not any(re.search(rf"(?<![a-zA-Z]){word}$", row["context"]) for word in row["words"])
         assert by_path[path][: int(start)].endswith(row["context"] + " ")
         assert by_path[path][int(start) :].startswith(row["word"])
         assert len(row["context"]) <= CONTEXT_CHARACTERS
