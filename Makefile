@@ -86,6 +86,11 @@ bench-network: venv ## time training steps over links of limited bandwidth (root
 	@folder=$$($(BENCH) network --results '$(RESULTS)/bench' $(ARGS)); \
 	[ -z "$$folder" ] || $(PY) -m paper_figures bench_network --results "$$folder"
 
+.PHONY: bench-steps
+bench-steps: venv ## compare predicted with measured training steps over links of limited bandwidth (root only)
+	@folder=$$($(BENCH) steps --results '$(RESULTS)/bench' $(ARGS)); \
+	[ -z "$$folder" ] || $(PY) -m paper_figures bench_steps --results "$$folder"
+
 .PHONY: bench-stages
 bench-stages: venv ## see when pipeline stages finish with and without DAC, over links with injected delays
 	@folder=$$($(BENCH) stages --results '$(RESULTS)/bench' $(ARGS)); \

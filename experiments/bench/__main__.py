@@ -1,4 +1,4 @@
-"""``python -m experiments.bench engine``, ``network`` and ``stages``.
+"""``python -m experiments.bench engine``, ``network``, ``steps`` and ``stages``.
 
 All print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
 results are committed.
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from edgc.errors import UserError
-from experiments.bench import engine, engine_table, machine, network, stages, testbed, timeline
+from experiments.bench import engine, engine_table, machine, network, stages, steps, testbed, timeline
 from experiments.bench.children import ChildError
 from experiments.cli import main_guard
 from experiments.run_folder import atomic_write, check_writable
@@ -34,6 +34,7 @@ WIDEST = 40  # characters of a cell on the screen
 KEPT = (
     *("engine", "engine_rounds", "network", "network_rounds"),
     *("stages", "stages_iterations", "timeline", "timeline_spans"),
+    *("steps", "steps_rounds", "steps_probes"),
 )
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -190,6 +191,40 @@ def time_steps(
     write(folder, "network", host, plan, {"network": table, "network_rounds": rounds})
     columns = ["mbit_per_s", "method", "status"]
     show(table, columns, ["seconds", "speedup_over_dense", "speedup_over_torch", "bytes"])
+
+
+@app.command("steps")
+@main_guard
+def validate_steps(
+    workers: Annotated[str, typer.Option(help="numbers of data-parallel workers, with commas")] = "2,4",
+    rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas")] = "100,300,1000",
+    repeats: Annotated[int, typer.Option(help="rounds for each limit")] = 3,
+    results: Results = RESULTS,
+) -> None:
+    """Compare predicted with measured training steps over limited links (root only): steps.csv, steps_rounds.csv,
+    steps_probes.csv, steps.json.
+
+    Where no testbed can be made it says why and ends with exit code 0.
+    """
+    plan = steps.Plan(
+        workers=numbers(workers, "--workers"),
+        rates=tuple(map(float, numbers(rates, "--rates"))),
+        rounds=repeats,
+    )
+    reason = testbed.missing()
+    if reason is not None:
+        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
+        return
+    host = machine.describe("cpu")
+    folder = results / host["slug"]
+    check_writable(folder)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with progress(plan.turns) as advance:
+        found = steps.measure(plan, advance)
+    table = steps.table(found)
+    tables = {"steps": table, "steps_rounds": found.rounds, "steps_probes": found.probes}
+    write(folder, "steps", host, plan, tables, sent=found.sent, summary=steps.summary(table))
+    show(table, ["workers", "mbit_per_s", "method", "used"], ["seconds", "seconds_predicted", "error"])
 
 
 @app.command("stages")

@@ -17,7 +17,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from edgc.compressors import Channel
 from edgc.config import EDGCConfig
+from edgc.ddp import Handle, register
 from experiments.bench import gpt
 from experiments.bench.children import serve
 from experiments.bench.testbed import INTERFACE, sent_bytes
@@ -33,8 +35,27 @@ def bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.future
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
+class Recording(Channel):
+    """Notes what its rank sends between one wait and the next."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self.messages: list[int] = []
+
+    def finish(self) -> None:
+        super().finish()
+        if self.bytes > sum(self.messages):
+            self.messages.append(self.bytes - sum(self.messages))
+
+
 class Method:
-    """A model with one way of averaging its gradients."""
+    """A model with one way of averaging its gradients.
+
+    Attributes:
+        moments: of the last step, seconds since its start: end of forward, of backward, of the step.
+        complete: of the last step of hook ``ready``, which sends nothing: per bucket, the seconds since the step's
+            start and its entries.
+    """
 
     def __init__(self, size: gpt.Size, settings: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -44,12 +65,19 @@ class Method:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.world, self.hook = dist.get_world_size(), str(settings["hook"])
         self.entries = sum(parameter.numel() for parameter in model.parameters())
+        self.moments: tuple[float, ...] = ()
+        self.complete: list[tuple[float, int]] = []
+        self.handle: Handle | None = None
+        self._started = 0.0
         self.expected = self._register(settings)
 
     def _register(self, settings: dict[str, Any]) -> Callable[[], int | None]:
         """Install the communication; returns the function that tells the bytes of the last step by formula."""
         ring = 2 * (self.world - 1) / self.world
         if self.hook == "compute":
+            return lambda: 0
+        if self.hook == "ready":
+            self.model.register_comm_hook(self, _ready)
             return lambda: 0
         if self.hook == "dense":
             return lambda: round(4 * ring * self.entries)
@@ -62,12 +90,26 @@ class Method:
             )
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             return self._of_torch(state, ring)
-        # Imported late: the other methods do not need it.
-        from edgc.ddp import register
-
-        options = {key: settings[key] for key in ("rank", "factor_dtype")}
-        handle = register(self.model, EDGCConfig(method="powersgd", **options), iterations=ITERATIONS)
+        config = {"method": "powersgd"} | {key: value for key, value in settings.items() if key != "hook"}
+        handle = self.handle = register(self.model, EDGCConfig(**config), iterations=ITERATIONS)
         return lambda: handle.last.statistics.bytes if handle.last is not None else None
+
+    def messages(self, text: torch.Tensor) -> list[list[int]]:
+        """Bytes that this rank sends in a step of our methods: per bucket, message by message."""
+        assert self.handle is not None
+        opened: list[Recording] = []
+
+        def record(*options: Any) -> Recording:
+            opened.append(Recording(*options))
+            return opened[-1]
+
+        engine = self.handle.engine
+        before, engine.open_channel = engine.open_channel, record
+        try:
+            self.step(text)
+        finally:
+            engine.open_channel = before
+        return [channel.messages for channel in opened]
 
     @staticmethod
     def _of_torch(state: powerSGD_hook.PowerSGDState, ring: float) -> Callable[[], int | None]:
@@ -83,12 +125,30 @@ class Method:
     def step(self, text: torch.Tensor) -> float:
         """One training step; returns the loss."""
         alone = self.model.no_sync() if self.hook == "compute" else contextlib.nullcontext()
+        self.complete.clear()
+        self._started = time.perf_counter()
         with alone:
             loss: torch.Tensor = self.model(text)
+            forward = time.perf_counter()
             loss.backward()
+        backward = time.perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        return float(loss.detach())
+        value = float(loss.detach())
+        self.moments = tuple(at - self._started for at in (forward, backward, time.perf_counter()))
+        return value
+
+    def note(self, entries: int) -> None:
+        """A bucket is complete."""
+        self.complete.append((time.perf_counter() - self._started, entries))
+
+
+def _ready(method: Method, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sends nothing."""
+    method.note(bucket.buffer().numel())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 class Rank:
@@ -114,7 +174,7 @@ class Rank:
             method.step(gpt.batch(self.size, self.generator))
             method.expected()
 
-    def step(self, name: str) -> dict[str, float | int | None]:
+    def step(self, name: str) -> dict[str, Any]:
         """One timed step: seconds, bytes by formula, and bytes that left the interface."""
         method, text = self.methods[name], gpt.batch(self.size, self.generator)
         dist.barrier()
@@ -124,7 +184,16 @@ class Rank:
         # The peer may still be waiting for what lies in this host's queue.
         dist.barrier()
         wire = sent_bytes() - sent
-        return {"seconds": seconds, "cpu": cpu, "bytes": method.expected(), "wire": wire, "loss": loss}
+        answer = {"seconds": seconds, "cpu": cpu, "bytes": method.expected(), "wire": wire, "loss": loss}
+        return answer | {"moments": method.moments, "complete": list(method.complete)}
+
+    def messages(self, name: str) -> list[list[int]]:
+        """What a step of one of our methods sends, per bucket."""
+        return self.methods[name].messages(gpt.batch(self.size, self.generator))
+
+    def counted(self, name: str) -> int | None:
+        """Bytes that a method says this rank has sent in its last step."""
+        return self.methods[name].expected()
 
     def all_reduce(self, entries: int) -> dict[str, float | int]:
         """Time one all-reduce of so many fp32 numbers."""
@@ -142,7 +211,12 @@ class Rank:
 def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
     rank = Rank()
-    serve({name: getattr(rank, name) for name in ("start", "prepare", "step", "all_reduce")})
+    serve(
+        {
+            name: getattr(rank, name)
+            for name in ("start", "prepare", "step", "messages", "counted", "all_reduce")
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,205 @@
+"""Predicted against measured training steps on the testbed: methods x limits x numbers of workers.
+
+Nothing that a limit slows down is used for its prediction but all-reduces timed by themselves. In a round every method
+trains one step, as in :mod:`experiments.bench.network`; the first rounds are without a limit and tell what a method
+costs beside its messages, and the step without communication is timed in every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from edgc.errors import UserError
+from experiments.bench import network
+from experiments.bench.children import Group
+from experiments.bench.engine_table import spread
+from experiments.bench.gpt import Size
+from experiments.bench.step_model import Compute, Link, Method, overhead, predict
+from experiments.bench.testbed import Testbed
+
+COMPUTE = "compute"
+PROBES = (1 << 18, 1 << 20, 3 << 20)  # fp32 entries of the all-reduces that tell what a link does
+PROBE_ROUNDS = 3
+FREE = 0.0  # no limit, in the tables
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """Name -> settings of :class:`experiments.bench.network_worker.Method`."""
+    found: dict[str, dict[str, Any]] = {
+        COMPUTE: {"hook": "ready"},
+        "none": {"hook": "dense"},
+        "bf16": {"hook": "bf16"},
+    }
+    for rank, dtype in ((4, "fp32"), (32, "fp32"), (128, "fp32"), (32, "int8"), (64, "int4")):
+        name = f"powersgd_r{rank}" + (f"_{dtype}" if dtype != "fp32" else "")
+        found[name] = {"hook": "edgc", "rank": rank, "factor_dtype": dtype}
+    for bits in (8, 4):
+        found[f"int{bits}"] = {"hook": "edgc", "method": "quantize", "bits": bits}
+    found["topk"] = {"hook": "edgc", "method": "topk", "density": 0.01}
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        workers: numbers of data-parallel workers.
+        rates: limits in Mbit/s.
+        rounds: per number of workers and limit, after one that is not counted.
+        threads: of each worker.
+    """
+
+    workers: tuple[int, ...] = (2, 4)
+    rates: tuple[float, ...] = (100.0, 300.0, 1000.0)
+    rounds: int = 3
+    threads: int = 1
+    size: Size = field(default_factory=Size)
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
+        if not self.workers or min(self.workers) < 2:
+            raise UserError(f"--workers {','.join(map(str, self.workers))} is not valid", fix="use 2 or more")
+        for rate in self.rates:
+            if not 1 <= rate <= 1e4:
+                raise UserError(f"--rates {rate:g} is not valid", fix="use 1 to 10000 Mbit/s")
+
+    @property
+    def turns(self) -> int:
+        """How often :func:`measure` reports progress."""
+        return len(self.workers) * (len(self.rates) + 1) * (self.rounds + 1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``rounds``: a row per worker count, limit, method and round; ``probes``: per all-reduce; ``sent``: per worker
+    count and method the bytes that rank 0 sends, per bucket and message."""
+
+    rounds: pd.DataFrame
+    probes: pd.DataFrame
+    sent: dict[int, dict[str, list[list[float]]]]
+
+
+def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
+    """Run everything in testbeds of its own.
+
+    Raises:
+        UserError: if no testbed can be made.
+    """
+    rounds: list[dict[str, Any]] = []
+    probes: list[dict[str, Any]] = []
+    sent: dict[int, dict[str, list[list[float]]]] = {}
+    for workers in plan.workers:
+        shape = network.Plan(rounds=plan.rounds, threads=plan.threads, size=plan.size)
+        with Testbed(workers) as testbed, network.ranks_on(testbed, shape) as group:
+            for name, settings in methods().items():
+                group.ask({"do": "prepare", "name": name, "settings": settings}, network.STEP_SECONDS)
+            sent[workers] = messages(group, workers)
+            for rate in (FREE, *plan.rates):
+                testbed.limit(rate or None)
+                at = {"workers": workers, "mbit_per_s": rate}
+                probes += [at | row for row in probe(group, workers)]
+                for index in range(-1, plan.rounds):
+                    rounds += [at | row for row in one_round(group, index) if index >= 0]
+                    advance(f"{workers} workers, {network.words(rate or None)}")
+    return Measured(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
+
+
+def messages(group: Group, workers: int) -> dict[str, list[list[float]]]:
+    """What each method sends, by its own count; of torch's all-reduces by the formula of the ring."""
+    ready = group.ask({"do": "step", "name": COMPUTE}, network.STEP_SECONDS)[0]["complete"]
+    ring = 2 * (workers - 1) / workers
+    found: dict[str, list[list[float]]] = {COMPUTE: [[] for _ in ready]}
+    for name, settings in methods().items():
+        if settings["hook"] == "edgc":
+            found[name] = group.ask({"do": "messages", "name": name}, network.STEP_SECONDS)[0]
+        elif name != COMPUTE:
+            width = 2 if settings["hook"] == "bf16" else 4
+            found[name] = [[width * ring * entries] for _, entries in ready]
+    return found
+
+
+def probe(group: Group, workers: int) -> Iterable[dict[str, Any]]:
+    """All-reduces by themselves: bytes that a rank sends and seconds of the slowest."""
+    for entries in PROBES:
+        for index in range(-1, PROBE_ROUNDS):
+            answers = group.ask({"do": "all_reduce", "entries": entries}, network.STEP_SECONDS)
+            if index >= 0:
+                seconds = max(answer["seconds"] for answer in answers)
+                yield {"bytes": 2 * (workers - 1) / workers * 4 * entries, "seconds": seconds}
+
+
+def one_round(group: Group, index: int) -> Iterable[dict[str, Any]]:
+    """A step of every method, in an order that turns round."""
+    names = list(methods())
+    for name in names if index % 2 == 0 else names[::-1]:
+        answers = group.ask({"do": "step", "name": name}, network.STEP_SECONDS)
+        slowest = max(answers, key=lambda answer: float(answer["seconds"]))
+        row = {"method": name, "round": index, "seconds": slowest["seconds"]}
+        row |= dict(zip(("forward", "backward", "step"), slowest["moments"], strict=True))
+        complete = [at for at, _ in slowest["complete"]]
+        yield row | {"complete": " ".join(f"{at:.6f}" for at in complete)}
+
+
+def compute_of(rounds: pd.DataFrame) -> Compute:
+    """Medians of the steps without communication in ``rounds``."""
+    own = rounds[rounds["method"] == COMPUTE]
+    forward = float(own["forward"].median())
+    backward = float((own["backward"] - own["forward"]).median())
+    complete = np.median([[float(word) for word in text.split()] for text in own["complete"]], axis=0)
+    shares = tuple(float(min(1.0, (at - forward) / backward)) for at in complete)
+    rest = float((own["seconds"] - own["backward"]).median())
+    return Compute(forward=forward, backward=backward, rest=rest, complete=shares)
+
+
+def link_of(probes: pd.DataFrame) -> Link:
+    """The median of each size counts."""
+    medians = probes.groupby("bytes")["seconds"].median()
+    return Link.fit([(float(sent), float(seconds)) for sent, seconds in medians.items()])
+
+
+def table(found: Measured) -> pd.DataFrame:
+    """One row per worker count, limit and method: measured and predicted seconds, and the error of the prediction.
+
+    ``used``: ``calibration`` (no limit, and the step without communication) or ``validation``.
+    """
+    rows = []
+    for workers, of_workers in found.rounds.groupby("workers"):
+        probes = found.probes[found.probes["workers"] == workers]
+        free = of_workers[of_workers["mbit_per_s"] == FREE]
+        at_first, first_link = compute_of(free), link_of(probes[probes["mbit_per_s"] == FREE])
+        for rate, part in of_workers.groupby("mbit_per_s"):
+            compute, link = compute_of(part), link_of(probes[probes["mbit_per_s"] == rate])
+            for name in methods():
+                seconds = part[part["method"] == name]["seconds"]
+                sent = tuple(tuple(bucket) for bucket in found.sent[int(workers)][name])
+                alone = float(free[free["method"] == name]["seconds"].median())
+                extra = 0.0 if name == COMPUTE else overhead(at_first, sent, first_link, alone)
+                expected = predict(compute, Method(sent=sent, overhead=extra), link)
+                calibration = rate == FREE or name == COMPUTE
+                rows.append(
+                    {"workers": workers, "mbit_per_s": rate, "method": name}
+                    | {"used": "calibration" if calibration else "validation"}
+                    | {"bytes": sum(map(sum, sent)), "rounds": len(seconds)}
+                    | spread("seconds", seconds)
+                    | {"seconds_predicted": expected, "error": expected / float(seconds.median()) - 1}
+                    | {"seconds_compute": compute.forward + compute.backward + compute.rest}
+                    | {
+                        "seconds_overhead": extra,
+                        "link_latency": link.latency,
+                        "link_bandwidth": link.bandwidth,
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def summary(table: pd.DataFrame) -> dict[str, float]:
+    """Number of validated configurations, median and largest absolute error of their predictions."""
+    errors = table[table["used"] == "validation"]["error"].abs()
+    return {"configurations": len(errors), "median_error": errors.median(), "worst_error": errors.max()}

@@ -1,0 +1,86 @@
+"""Predicted against measured seconds of training steps over links of limited bandwidth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from edgc.errors import UserError
+from paper_figures import style
+from paper_figures.families import FAMILIES, Family, family
+
+NAME = "bench_steps"
+BANDS = ((0.25, 0.08), (0.10, 0.16))  # relative error, opacity
+
+
+def looks(name: str) -> Family:
+    for kind in ("int8", "int4"):
+        if name.startswith("powersgd") and name.endswith(kind):
+            return FAMILIES[f"factors_{kind}"]
+    return family(name)
+
+
+def draw(results: Path) -> Figure:
+    """A panel per number of workers; every limit's own shade of the method's colour."""
+    path = results / "steps.csv"
+    if not path.is_file():
+        fix = "make it with: make bench-steps (root only)"
+        raise UserError("there is no table of predicted steps", where=path, fix=fix)
+    table = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    steps = table[table["used"] == "validation"]
+    counts = sorted(steps["workers"].unique())
+    fig, axes = style.figure(1, len(counts), width=style.TEXT, height=3.6, sharey=True, sharex=True)
+    low = 0.8 * min(steps["seconds_q1"].min(), steps["seconds_predicted"].min())
+    high = 1.25 * max(steps["seconds_q3"].max(), steps["seconds_predicted"].max())
+    rates = sorted(steps["mbit_per_s"].unique())
+    for ax, workers in zip(axes, counts, strict=True):
+        line = np.array([low, high])
+        for band, alpha in BANDS:
+            ax.fill_between(line, line * (1 - band), line * (1 + band), color="#888888", alpha=alpha, lw=0)
+        ax.plot(line, line, color="#444444", linewidth=0.8)
+        for name, rows in steps[steps["workers"] == workers].groupby("method", sort=False):
+            look = looks(str(name))
+            for _, row in rows.iterrows():
+                shade = 0.35 + 0.65 * (1 - rates.index(row["mbit_per_s"]) / max(1, len(rates) - 1))
+                error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
+                ax.errorbar(
+                    row["seconds"], row["seconds_predicted"], xerr=error, color=look.colour, alpha=shade
+                )
+                (point,) = ax.plot(
+                    row["seconds"],
+                    row["seconds_predicted"],
+                    marker=look.marker,
+                    markersize=5,
+                    linestyle="",
+                    color=look.colour,
+                    alpha=shade,
+                    label="uncompressed" if look.key == "none" else look.label,
+                )
+                point.set_gid("step")
+        ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), title=f"{workers} workers")
+        ax.set_xlabel("measured seconds per step")
+        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50) if low < tick < high]
+        style.plain(ax.xaxis, ticks)
+        style.plain(ax.yaxis, ticks)
+    axes[0].set_ylabel("predicted seconds per step")
+    found = dict(zip(*reversed(style.handles(*axes)), strict=True))
+    fig.legend(found.values(), found.keys(), loc="outside right upper")
+    style.letter(axes)
+    errors = steps["error"].abs()
+    style.annotate(
+        fig,
+        list(steps["rounds"].astype(int)),
+        what="rounds",
+        bars="bars: quartiles",
+        extra=f"{len(errors)} steps, error of the prediction: median {errors.median():.1%}, worst {errors.max():.1%}; "
+        f"limits {', '.join(f'{rate:g}' for rate in rates)} Mbit/s, the slower the darker"
+        f"\n{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}",
+    )
+    return fig
+
+
+if __name__ == "__main__":
+    style.main(draw)
