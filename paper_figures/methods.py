@@ -15,23 +15,37 @@ NAME = "methods"
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
+# Where the worst method is so far off that the others lie on one line, a second panel shows these.
+FAR, NEAR = 0.3, 0.1  # nats
+
+
 def draw(results: Path) -> Figure:
     """Gap to uncompressed training (mean and range over seeds) against the share of the fp32 bytes sent."""
     runs = style.read(results, "methods")
     summary = style.read(results, "methods", "summary.csv")
-    fig, (ax,) = style.figure(height=3.3)
     shown = summary[summary["gap_nats_mean"].notna()]
-    points(ax, shown, runs)
-    ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set_xscale("log")
+    near = shown[shown["gap_nats_mean"] < NEAR]
+    zoomed = shown["gap_nats_mean"].max() > FAR and len(near) > 1
+    fig, axes = style.figure(1, 1 + zoomed, width=style.TEXT if zoomed else style.COLUMN, height=3.3)
     low, high = 100 * runs["bytes_ratio"].min(), 100 * runs["bytes_ratio"].max()
-    ticks = [t for t in TICKS if low / 2 <= t <= 2 * high]
-    style.plain(ax.xaxis, ticks)
-    ax.set_xlim(low / 1.35, high * 1.35)
-    ax.margins(y=0.14)
-    ax.set_xlabel("gradient bytes sent (% of fp32, log scale)")
-    ax.set_ylabel("validation loss\nabove uncompressed (nats)")
-    fig.legend(*style.handles(ax), loc="outside upper center", ncols=2, columnspacing=1.0)
+    for ax in axes:
+        points(ax, shown, runs, ranks_from=NEAR if zoomed and ax is axes[0] else float("-inf"))
+        ax.axhline(0, color="#444444", linewidth=0.6)
+        ax.set_xscale("log")
+        style.plain(ax.xaxis, [t for t in TICKS if low / 2 <= t <= 2 * high])
+        ax.set_xlim(low / 1.35, high * 1.35)
+        ax.margins(y=0.14)
+        ax.set_xlabel("gradient bytes sent (% of fp32, log scale)")
+    axes[0].set_ylabel("validation loss\nabove uncompressed (nats)")
+    if zoomed:
+        least = min(0.0, near["gap_nats_min"].min())
+        axes[1].set_ylim(least - 0.1 * (NEAR - least), NEAR)
+        axes[1].set_title(f"those below {NEAR:g} nats")
+        axes[1].set_ylabel("nats")
+        style.letter(axes)
+    fig.legend(
+        *style.handles(axes[0]), loc="outside upper center", ncols=3 if zoomed else 2, columnspacing=1.0
+    )
     style.annotate(
         fig,
         list(shown["n_ok"]),
@@ -42,8 +56,11 @@ def draw(results: Path) -> Figure:
     return fig
 
 
-def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame) -> None:
-    """A marker per variant with its range, a dot per run, and the rank of fixed-rank variants as text."""
+def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, *, ranks_from: float = float("-inf")) -> None:
+    """A marker per variant with its range, a dot per run, and the rank of fixed-rank variants as text.
+
+    ``ranks_from``: no rank at variants that are closer to uncompressed training, in nats.
+    """
     named: set[str] = set()
     for _, row in summary.iterrows():
         look = style.look(runs[runs["variant"] == row["variant"]].iloc[0])
@@ -66,7 +83,7 @@ def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame) -> None:
             100 * mine["bytes_ratio"], mine["gap_nats"], ".", color=look.colour, markersize=2.5, alpha=0.6
         )
         rank = mine["rank"].iloc[0] if len(mine) else float("nan")
-        if pd.notna(rank):
+        if pd.notna(rank) and y >= ranks_from:
             place: dict[str, Any] = {
                 "xytext": (6, 0),  # beside the bar, not on it
                 "textcoords": "offset points",

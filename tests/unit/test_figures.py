@@ -153,6 +153,32 @@ def test_methods_figure_shows_the_planted_gap_and_names_lost_runs(tables: Path) 
         plt.close(fig)
 
 
+def test_methods_that_are_far_off_do_not_press_the_others_onto_one_line(tables: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ci" / "methods"
+    folder.mkdir(parents=True)
+    for name in ("table.csv", "summary.csv"):
+        table = pd.read_csv(tables / "methods" / name)
+        mine = table["method"] == "edgc"
+        assert mine.any()
+        table.loc[mine, [column for column in table.columns if column.startswith("gap_nats")]] = 1.5
+        table.to_csv(folder / name, index=False)
+    summary = pd.read_csv(folder / "summary.csv")
+    fig = importlib.import_module("paper_figures.methods").draw(tmp_path / "ci")
+    try:
+        whole, near = fig.axes
+        low, high = near.get_ylim()
+        inside = summary[summary["gap_nats_mean"] < 0.1]
+        assert 2 <= len(inside) < summary["gap_nats_mean"].notna().sum()
+        assert low < inside["gap_nats_min"].min() and 1.5 > high >= 0.1
+        assert whole.get_ylim()[1] > 1.5
+        # A rank stands where its marker can be told apart.
+        fixed = summary[summary["method"] == "powersgd"]
+        written = {text.get_position() for text in whole.texts}
+        assert len(written) == (fixed["gap_nats_mean"] >= 0.1).sum()
+    finally:
+        plt.close(fig)
+
+
 def test_an_undefined_correlation_is_explained_not_hidden(tables: Path, tmp_path: Path) -> None:
     folder = tmp_path / "ci" / "window_ablation"
     folder.mkdir(parents=True)
