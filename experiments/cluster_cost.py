@@ -86,9 +86,17 @@ class Model:
     def latency(self) -> float:
         return self.cluster.network.latency_seconds.value
 
+    @property
+    def collective_latency(self) -> float:
+        """Seconds of an all-reduce that no bandwidth shortens."""
+        return 2 * (self.shape.data - 1) * self.latency
+
     def _reduce(self, payload: Payload) -> float:
         world = self.shape.data
         return sum(all_reduce_seconds(m, world, self.latency, self.bandwidth) for m in payload.messages)
+
+    def _gather(self, size: float) -> float:
+        return all_gather_seconds(size, self.shape.data, self.latency, self.bandwidth)
 
     def passes(self, entries: int, passes: float) -> float:
         """Seconds to read or write ``entries`` fp32 numbers ``passes`` times."""
@@ -122,8 +130,7 @@ class Model:
         entries = sum(m * n for m, n in stage.matrices)
         kept = sum(max(1, round(share * m * n)) for m, n in stage.matrices)
         sparse, dense = 2 * FP32_BYTES * kept, Payload((FP32_BYTES * stage.dense_rest,))
-        seconds = all_gather_seconds(sparse, self.shape.data, self.latency, self.bandwidth)
-        seconds += self._reduce(dense)
+        seconds = self._gather(sparse) + self._reduce(dense)
         passes = self.cluster.methods.memory_passes.value.topk
         return Cost(sparse + dense.bytes, seconds, self.passes(entries, passes))
 
@@ -156,6 +163,14 @@ class Model:
         if stage.stage in (0, last):
             seconds += self.tied_embedding()
         return seconds
+
+    def active_weights(self, stage: StageLayout) -> float:
+        """Entries of the matrices that a token is multiplied with on one GPU of ``stage``."""
+        return sum(t.numel for t in stage.tensors if len(t.shape) == 2 and "embedding" not in t.name)
+
+    def exchange(self, stage: StageLayout) -> float:
+        """Seconds in which a micro-batch's forward pass (and again its backward pass) waits for others' tokens."""
+        return 0.0
 
     def transfer(self) -> float:
         """Seconds of one micro-batch's activations, or their gradients, between two stages."""
@@ -201,13 +216,13 @@ class Model:
         """Mean over a whole run: uncompressed in the warm-up, ``rank`` afterwards."""
         return self.powersgd(stage, rank).mix(self.none(stage), self.cluster.methods.warmup_fraction.value)
 
-    def methods(self) -> dict[str, tuple[int | None, StageCost]]:
-        """Name -> (rank, cost of a stage), in the order of the tables."""
+    def methods(self, *, edgc: bool = True) -> dict[str, tuple[int | None, StageCost]]:
+        """Name -> (rank, cost of a stage), in the order of the tables; without EDGC no rank is looked for."""
         found: dict[str, tuple[int | None, StageCost]]
         found = {"none": (None, self.none), "bf16": (None, self.bf16)}
         for rank in self.cluster.methods.powersgd_ranks.value:
             found[f"powersgd_r{rank}"] = (rank, partial(self.powersgd, rank=rank))
-        ranks = self.edgc_ranks() or (None, None, None)
+        ranks = (self.edgc_ranks() if edgc else None) or (None, None, None)
         for name, edgc_rank in zip(("edgc_r_min", "edgc", "edgc_r_max"), ranks, strict=True):
             found[name] = (edgc_rank, self.none if edgc_rank is None else partial(self.edgc, rank=edgc_rank))
         for bits in (8, 4):

@@ -29,7 +29,7 @@ def forward_seconds(model: Model, stage: StageLayout) -> float:
     """Seconds of one micro-batch's forward pass on one GPU of ``stage``."""
     shape, compute = model.shape, model.cluster.compute
     tokens = model.micro_batch * shape.sequence_length
-    weights = sum(t.numel for t in stage.tensors if len(t.shape) == 2 and "embedding" not in t.name)
+    weights = model.active_weights(stage)
     layers = sum(end - first for first, end in stage.layer_ranges)
     attention = 4 * shape.sequence_length * shape.hidden * layers / shape.tensor
     speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value
@@ -40,7 +40,7 @@ def buckets(model: Model, stage: StageLayout, cost: Cost) -> tuple[Bucket, ...]:
     """A reduction of ``cost`` in Megatron's buckets, of equal size, complete at equal distances."""
     count = max(1, math.ceil(stage.parameters / model.cluster.compute.bucket_elements.value))
     # Every bucket pays the latency of its own collectives; a reduction's cost contains that of one.
-    latency = 2 * (model.shape.data - 1) * model.latency if cost.communication else 0.0
+    latency = model.collective_latency if cost.communication else 0.0
     part = max(0.0, cost.communication - latency) / count
     return tuple(
         Bucket(
@@ -57,11 +57,11 @@ def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
     travel = model.transfer()
     stages = []
     for layout in model.stages:
-        forward = forward_seconds(model, layout)
+        forward, exchange = forward_seconds(model, layout), model.exchange(layout)
         stages.append(
             Stage(
-                forward=(forward,),
-                backward=(forward * model.cluster.compute.backward_ratio.value,),
+                forward=(forward + exchange,),
+                backward=(forward * model.cluster.compute.backward_ratio.value + exchange,),
                 to_next=travel,
                 to_previous=travel,
                 buckets=buckets(model, layout, cost(layout)),
@@ -72,6 +72,18 @@ def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
     return Step(stages=tuple(stages), micro_batches=model.micro_batches, overlap=overlap, after=after).run()
 
 
+def of_method(model: Model, name: str, *, overlap: bool, base: float) -> tuple[Iteration, float]:
+    """A step of a method, and the mean seconds of a step over its run; ``base`` are those of an uncompressed one."""
+    rank, cost = model.methods(edgc=name.startswith("edgc"))[name]
+    if not name.startswith("edgc") or rank is None:
+        found = step(model, cost, overlap=overlap)
+        return found, found.seconds
+    # A warm-up of uncompressed steps: the mean over the run is one of steps, not of messages.
+    warm_up = model.cluster.methods.warmup_fraction.value
+    found = step(model, partial(model.powersgd, rank=rank), overlap=overlap)
+    return found, warm_up * base + (1 - warm_up) * found.seconds
+
+
 def table(models: Iterator[Model]) -> list[dict[str, Any]]:
     """A row per bandwidth, method, and whether reductions overlap with backward; what is saved is of the uncompressed
     step that overlaps as much."""
@@ -79,14 +91,8 @@ def table(models: Iterator[Model]) -> list[dict[str, Any]]:
     for at in models:
         for overlap in (False, True):
             base = step(at, at.none, overlap=overlap)
-            for name, (rank, cost) in at.methods().items():
-                found = step(at, cost, overlap=overlap)
-                seconds = found.seconds
-                if name.startswith("edgc") and rank is not None:
-                    # A warm-up of uncompressed steps: the mean over the run is one of steps, not of messages.
-                    warm_up = at.cluster.methods.warmup_fraction.value
-                    found = step(at, partial(at.powersgd, rank=rank), overlap=overlap)
-                    seconds = warm_up * base.seconds + (1 - warm_up) * found.seconds
+            for name, (rank, _) in at.methods().items():
+                found, seconds = of_method(at, name, overlap=overlap, base=base.seconds)
                 rows.append(
                     {
                         "method": name,

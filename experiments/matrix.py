@@ -41,8 +41,9 @@ class StudyLayer(Settings):
 class Study(StudyLayer):
     """A study file.
 
-    ``cluster`` holds inputs of the cluster model, ``needs`` studies whose runs are evaluated, ``only_by_name`` the
-    scales at which the study is too long for `all` and is made by its own target alone.
+    ``cluster`` holds inputs of the cluster model, ``scenarios`` clusters that it is asked about, ``needs`` studies
+    whose runs are evaluated, ``only_by_name`` the scales at which the study is too long for `all` and is made by its
+    own target alone.
     """
 
     study: str
@@ -52,6 +53,7 @@ class Study(StudyLayer):
     scales: dict[str, StudyLayer] = {}
     only_by_name: list[str] = []
     cluster: dict[str, Any] | None = None
+    scenarios: dict[str, Any] | None = None
     needs: dict[str, Any] | None = None
 
 

@@ -23,6 +23,8 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "zero_shot": ("zero_shot",),
     "gpt2_2p5b_v100": ("gpt2_2p5b_v100",),
     "gpt2_12p1b_h100": ("gpt2_12p1b_h100",),
+    "beyond": ("beyond",),
+    "beyond_sensitivity": ("beyond",),
 }
 
 # figures drawn by a script of another name, which takes the study as its second argument

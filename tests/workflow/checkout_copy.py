@@ -53,6 +53,7 @@ PROGRAMS = {
     """,
     "experiments/analyse/__main__.py": "write(scale() / option('--study'), 'table.csv')",
     "experiments/cluster_model.py": "write(option('--out'), 'table.csv', 'stages.csv', 'steps.csv', 'summary.json')",
+    "experiments/beyond.py": "write(option('--out'), 'table.csv', 'break_even.csv', 'sensitivity.csv')",
     "experiments/tasks/make.py": "write(option('--out'), 'tasks.json')",
     "experiments/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
     "experiments/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",

@@ -28,3 +28,40 @@ rule cluster_model:
         question=lambda w: STUDIES[w.study].question,
     shell:
         "python -m experiments.cluster_model --study {wildcards.study} --out {params.folder} > {log} 2>&1"
+
+
+rule scenarios:
+    input:
+        study=study_yaml,
+        # Whose model, GPUs and assumptions they have.
+        of=lambda w: f"experiments/studies/{STUDIES[w.study].scenarios['of']}.yaml",
+        code=code(
+            "experiments", "beyond.py", "scenarios.py", "cluster_*.py", "iteration_model.py", "layouts.py"
+        ),
+    output:
+        table=report(
+            "<results>/{study}/table.csv",
+            caption="../report/table.rst",
+            category="Tables",
+            labels={"study": "{study} (simulated)"},
+        ),
+        break_even=report(
+            "<results>/{study}/break_even.csv",
+            caption="../report/table.rst",
+            category="Tables",
+            labels={"study": "{study}, break-even (simulated)"},
+        ),
+        sensitivity="<results>/{study}/sensitivity.csv",
+    log:
+        "<logs>/scenarios/{study}.log",
+    wildcard_constraints:
+        study=one_of(IMAGINED),
+    conda:
+        "../../environment.yml"
+    threads: 1
+    params:
+        folder=subpath(output.table, parent=True),
+        title=lambda w: STUDIES[w.study].title,
+        question=lambda w: STUDIES[w.study].question,
+    shell:
+        "python -m experiments.beyond --study {wildcards.study} --out {params.folder} > {log} 2>&1"

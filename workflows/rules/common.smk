@@ -55,8 +55,9 @@ def one_of(names):
 
 # How the table of a study comes about; a study without an entry in either is analysed from its own runs.
 SIMULATED = {name for name, study in STUDIES.items() if study.cluster is not None}
+IMAGINED = {name for name, study in STUDIES.items() if study.scenarios is not None}
 EVALUATED = set(EVALUATIONS)
-ANALYSED = {name for name in STUDIES if RUNS[name]} - SIMULATED - EVALUATED
+ANALYSED = {name for name in STUDIES if RUNS[name]} - SIMULATED - IMAGINED - EVALUATED
 
 # What `all` makes: not the studies that are too long for it at this scale, nor their figures.
 MAIN = [name for name, study in STUDIES.items() if config["scale"] not in study.only_by_name]
@@ -110,7 +111,7 @@ def figure_files(names):
 
 def tables(studies):
     """Tables of studies, without those that have none at this scale."""
-    made = (SIMULATED | EVALUATED | ANALYSED) & set(studies)
+    made = (SIMULATED | IMAGINED | EVALUATED | ANALYSED) & set(studies)
     return [f"<results>/{name}/table.csv" for name in STUDIES if name in made]
 
 

@@ -1,0 +1,76 @@
+"""Step time that each method saves on clusters beyond the paper's, simulated, by bandwidth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from paper_figures import style
+
+NAME = "beyond"
+STUDY = "beyond"
+LABELS = {
+    "bf16": "bf16",
+    "int8": "int8",
+    "int4": "int4",
+    "edgc": "EDGC, mean rank",
+}
+
+
+def look(method: str) -> style.Family:
+    key = method.rpartition("_r")[0]
+    return style.FAMILIES[key] if key.startswith("factors") else style.family(method)
+
+
+def label(method: str) -> str:
+    kind, _, rank = method.rpartition("_r")
+    if kind == "powersgd":
+        return f"PowerSGD r={rank}"
+    return f"PowerSGD r={rank} int8" if kind == "factors_int8" else LABELS[method]
+
+
+def draw(results: Path) -> Figure:
+    """A panel per cluster; lines: reductions after backward, pale: beside it."""
+    table = style.read(results, STUDY)
+    assert set(table["kind"]) == {"simulated"}
+    clusters = list(table["cluster"].unique())
+    fig, axes = style.figure(2, -(-len(clusters) // 2), width=style.TEXT, height=4.6, sharey=True)
+    for ax, cluster in zip(axes, clusters, strict=False):
+        rows = table[(table["cluster"] == cluster) & (table["method"] != "none")]
+        for (method, overlap), line in rows.groupby(["method", "overlap"], sort=False):
+            family = look(str(method))
+            ax.plot(
+                line["gbits_per_second"],
+                line["saved_percent"],
+                color=family.colour,
+                marker="" if overlap else family.marker,
+                markersize=3.5,
+                markerfacecolor="white" if method == "int8" else family.colour,
+                alpha=0.45 if overlap else 1.0,
+                linestyle="--" if overlap else "-",
+                label=None if overlap else label(str(method)),
+            )
+        ax.axhline(0, color="#444444", linewidth=0.6)
+        ax.set_xscale("log")
+        style.plain(ax.xaxis, [tick for tick in (1, 10, 100, 400) if tick <= rows["gbits_per_second"].max()])
+        ax.set_title(rows["label"].iloc[0])
+        sites = rows["link"].iloc[0] == "sites"
+        ax.set_xlabel("link between the sites (Gbit/s)" if sites else "bandwidth of a node (Gbit/s)")
+    for ax in axes[len(clusters) :]:
+        ax.set_visible(False)
+    for ax in axes[:: -(-len(clusters) // 2)]:
+        ax.set_ylabel("SIMULATED: step time saved (%)")
+    style.letter(axes[: len(clusters)])
+    fig.legend(*style.handles(axes[0]), loc="outside upper center", ncols=3)
+    style.note(
+        fig,
+        "Model, not measured. Full lines: gradients reduced after backward; dashed: beside it. GPT2-12.1B, TP4 x PP4, "
+        "H100;\na replica keeps its batch. EDGC: mean of a run with 10 % warm-up, mean rank half-way between r_min and "
+        f"r_max (assumed); scale {results.name}",
+    )
+    return fig
+
+
+if __name__ == "__main__":
+    style.main(draw)

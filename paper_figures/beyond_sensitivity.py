@@ -1,0 +1,86 @@
+"""How far the simulated saving hangs on each assumption: what it becomes when one of them is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+from paper_figures.beyond import STUDY, label, look
+
+NAME = "beyond_sensitivity"
+METHODS = ("edgc", "factors_int8_r64")
+WORDS = {
+    "step_efficiency": "share of the peak in a step",
+    "backward_ratio": "backward to forward",
+    "bucket_elements": "bucket size",
+    "latency_seconds": "latency of a hop",
+    "gemm_efficiency": "share of the peak in products",
+    "memory_efficiency": "share of memory bandwidth",
+    "orthogonalise_efficiency": "speed of the QR",
+    "seconds_per_matrix": "launches per matrix",
+    "mean_rank_position": "EDGC's mean rank",
+    "micro_batches": "micro-batches",
+}
+
+
+def draw(results: Path) -> Figure:
+    """A panel per cluster: per assumption and method, from its low to its high value; reductions beside backward."""
+    table = style.read(results, STUDY, "sensitivity.csv")
+    table = table[table["overlap"] & table["method"].isin(METHODS)]
+    clusters = list(table["cluster"].unique())
+    columns = -(-len(clusters) // 2)
+    fig, axes = style.figure(2, columns, width=style.TEXT, height=5.6, sharey=True)
+    for ax, cluster in zip(axes, clusters, strict=False):
+        panel(ax, table[table["cluster"] == cluster])
+    for ax in axes[len(clusters) :]:
+        ax.set_visible(False)
+    for ax in axes[::columns]:
+        ax.set_ylabel("assumption changed")
+    style.letter(axes[: len(clusters)])
+    fig.legend(*style.handles(axes[0]), loc="outside upper center", ncols=2)
+    ranges = table.drop_duplicates("assumption").set_index("assumption")[["low", "high"]]
+    named = [f"{WORDS[name]} {row['low']} to {row['high']}" for name, row in ranges.iterrows()]
+    lines = [", ".join(named[at : at + 4]) for at in range(0, len(named), 4)]
+    style.note(
+        fig,
+        "Model, not measured. Dotted: as assumed; open marker: low value, full: high. Reductions beside backward, "
+        f"at the bandwidth in the title; scale {results.name}\n" + ",\n".join(lines),
+    )
+    return fig
+
+
+def panel(ax: Axes, rows: pd.DataFrame) -> None:
+    """One line per assumption, the methods side by side."""
+    for index, name in enumerate(WORDS):
+        for place, method in zip((-0.18, 0.18), METHODS, strict=True):
+            row = rows[(rows["assumption"] == name) & (rows["method"] == method)].iloc[0]
+            family = look(method)
+            ends = [row["saved_percent_low"], row["saved_percent_high"]]
+            ax.plot(ends, [index + place] * 2, color=family.colour, linewidth=1.2)
+            for end, fill in zip(ends, ("white", family.colour), strict=True):
+                ax.plot(
+                    end,
+                    index + place,
+                    marker=family.marker,
+                    markersize=4,
+                    markerfacecolor=fill,
+                    color=family.colour,
+                    linestyle="",
+                    label=label(method) if index == 0 and fill != "white" else None,
+                )
+    for method in METHODS:
+        base = rows[rows["method"] == method]["saved_percent"].iloc[0]
+        ax.axvline(base, color=look(method).colour, linewidth=0.8, linestyle=":")
+    ax.set_yticks(range(len(WORDS)), list(WORDS.values()))
+    ax.set_ylim(len(WORDS) - 0.5, -0.5)
+    ax.set_xlabel("SIMULATED: step time saved (%)")
+    first = rows.iloc[0]
+    ax.set_title(f"{first['label']}\n{first['gbits_per_second']:g} Gbit/s")
+
+
+if __name__ == "__main__":
+    style.main(draw)
