@@ -32,6 +32,12 @@ localrules:
     ci_regression,
 
 
+# What the cluster can never start is refused before anything is submitted.
+onstart:
+    if ON_SLURM:
+        refuse_impossible(workflow.dag)
+
+
 rule all:
     default_target: True
     input:

@@ -5,6 +5,9 @@ from a server that has imported Megatron once; with CUDA, or over several nodes,
 
 A run with ``train.checkpoint_interval`` that was killed goes on from its newest whole checkpoint.
 
+Over several nodes one launcher runs on each; that of node 0 owns the folder and says how the run ended
+(:mod:`experiments.nodes`).
+
 Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
 published; 2 bad input, nothing was touched.
 """
@@ -34,16 +37,23 @@ from edgc.errors import UserError
 from experiments import provenance
 from experiments.cli import EXIT_BAD_INPUT, main_guard
 from experiments.matrix import find, study_path
+from experiments.nodes import (
+    EXIT_INTERRUPTED,
+    EXIT_LOST_PEER,
+    error_elsewhere,
+    error_of,
+    follow,
+    forget_errors,
+)
 from experiments.processes import die_with_parent
 from experiments.run_folder import RunFolder, atomic_write, check_writable, hold_as_rank
 from experiments.same_run import refuse_other, settings_of
 from experiments.settings import RunConfig, load_yaml, resolve
 
-EXIT_INTERRUPTED = 1
-EXIT_LOST_PEER = 75
 # What gloo and NCCL say in a rank whose peer was killed or has crashed.
 LOST_PEER = re.compile(r"connection (reset|closed|refused)|broken pipe|remote process exited", re.IGNORECASE)
 LOST_PEER_SECONDS = 3.0
+MEETING = 300  # seconds until the launchers of all nodes must have met
 
 
 def read_data(run: RunConfig, results: Path) -> tuple[Path, dict[str, Any]]:
@@ -127,7 +137,7 @@ def warm_up(nodes: int) -> None:
 
 
 def start_ranks(
-    run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, nodes: int, rendezvous: str
+    run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, nodes: int, rendezvous: str, node: int = 0
 ) -> None:
     """Run all ranks of this node to their end; raises what the elastic agent raises."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -140,6 +150,8 @@ def start_ranks(
         run_id=f"{run.study}-{run.name}-{os.getpid() if nodes == 1 else 0}",
         rdzv_backend="c10d",
         rdzv_endpoint=rendezvous,
+        # Said, not guessed: two of the nodes may be one machine. The times bound how long one waits for the others.
+        rdzv_configs=dict(is_host=node == 0, timeout=MEETING, read_timeout=MEETING) if nodes > 1 else {},
         max_restarts=0,
         start_method="forkserver" if _forks(nodes) else "spawn",
         monitor_interval=0.1,
@@ -151,6 +163,7 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
     """Start the ranks and turn their end into a summary; exits when there is nothing to publish."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
         start_ranks(*arguments)
@@ -159,17 +172,22 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
         if first.exitcode == EXIT_BAD_INPUT:
             folder.discard()
             raise SystemExit(EXIT_BAD_INPUT) from None
+        if first.exitcode == EXIT_LOST_PEER and (error := error_elsewhere(folder.attempt, arguments[4])):
+            return _failed(run, error)
         if first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER:
             how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
             raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
-        reply: Any = first.message  # the rank's error file as a mapping, or a text of the agent's
-        message = str(reply["message"] if isinstance(reply, dict) else reply)
-        error = message.strip().splitlines()[-1] if message.strip() else f"exit code {first.exitcode}"
-        print(f"failed: {run.study}/{run.name}: {error}", file=sys.stderr)
-        return {"status": "failed", "error": error}
+        return _failed(run, error_of(first))
     except (SignalException, KeyboardInterrupt):
         raise _interrupted(f"{run.study}/{run.name}", folder) from None
+    except RendezvousError as error:
+        raise _interrupted(f"{run.study}/{run.name}: the nodes did not meet ({error})", folder) from None
     return dict(json.loads((folder.attempt / "summary.json").read_text()))
+
+
+def _failed(run: RunConfig, error: str) -> dict[str, Any]:
+    print(f"failed: {run.study}/{run.name}: {error}", file=sys.stderr)
+    return {"status": "failed", "error": error}
 
 
 def _interrupted(what: str, folder: RunFolder) -> SystemExit:
@@ -206,7 +224,7 @@ def launch(
     rendezvous: str = "localhost:0",
     fresh: bool = False,
 ) -> str:
-    """Run one training job and publish its folder; returns its status.
+    """Run one training job and publish its folder; returns its status, and "" on other nodes than 0.
 
     Args:
         results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
@@ -220,13 +238,14 @@ def launch(
     folder = RunFolder(results / run.scale / run.study / run.name)
     arguments = (run, data_dir, int(data["vocab_size"]), folder.attempt, nodes, rendezvous)
     if node > 0:
-        start_ranks(*arguments)
-        return "ok"
+        follow(lambda: start_ranks(*arguments, node), folder.attempt, node)
+        return ""
     check_devices(run, nodes)
     if not fresh:
         _refuse_other_run(run, data, folder)
     folder.claim()
     try:
+        forget_errors(folder.attempt)
         if fresh:
             folder.forget()
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data)}
@@ -279,7 +298,8 @@ def main(
     else:
         raise UserError("no run given", where="the command line", fix="give --study and --run, or --config")
     status = launch(chosen, results, nodes, node, rendezvous, fresh)
-    print(f"{chosen.study}/{chosen.name}: {status}")
+    if status:
+        print(f"{chosen.study}/{chosen.name}: {status}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,8 +65,9 @@ def check_writable(folder: Path) -> None:
 class RunFolder:
     """One run's folder, claimed for the life of this object.
 
-    Claiming supersedes an older process on this machine that still holds the folder: that is an orphan of a killed
-    pipeline (the pipeline itself runs once per results folder), and its half-finished attempt is thrown away.
+    Claiming supersedes an older launcher that still holds the folder: that is an orphan of a killed pipeline (the
+    pipeline itself runs once per results folder), and its half-finished attempt is thrown away. On this machine it is
+    killed; under Slurm, where it may be on any node, its job is cancelled. Of two jobs the one submitted later stays.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,20 +76,25 @@ class RunFolder:
         self.checkpoints = path / CHECKPOINTS
         self._lock: IO[str] | None = None
 
-    def claim(self, patience_seconds: float = 30.0) -> None:
+    def claim(self, patience_seconds: float | None = None) -> None:
         """Take the folder's lock and start an empty attempt.
 
         Raises:
-            UserError: if another process keeps the folder (on another machine, for instance).
+            UserError: if another process keeps the folder (on another machine, for instance) for longer than the
+                given time; by default 30 s, and under Slurm 180 s, for a file server keeps the lock of a node that
+                died a while.
         """
         check_writable(self.path)
+        job = slurm_job()
+        if patience_seconds is None:
+            patience_seconds = 180.0 if job else 30.0
         deadline = time.monotonic() + patience_seconds
         # The locks lie beside the folder: Snakemake may delete its files while an orphan still holds them.
         handle = self.path.with_name(f".{self.path.name}.lock").open("a+", encoding="utf-8")
         _lock_exclusively(handle, deadline, stop_holder=True)
         handle.seek(0)
         handle.truncate()
-        handle.write(str(os.getpid()))
+        handle.write(f"{os.getpid()} {socket.gethostname()} {job or 0}\n")
         handle.flush()
         self._lock = handle
         # A killed launcher's ranks outlive it for a moment, and may still write into the attempt.
@@ -142,7 +150,14 @@ def _ranks_lock(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.ranks.lock")
 
 
+def slurm_job() -> int | None:
+    """Number of the Slurm job that this process is part of."""
+    text = os.environ.get("SLURM_JOB_ID", "")
+    return int(text) if text.isdigit() else None
+
+
 def _lock_exclusively(handle: IO[str], deadline: float, stop_holder: bool = False) -> None:
+    cancelled: set[str] = set()
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,18 +165,31 @@ def _lock_exclusively(handle: IO[str], deadline: float, stop_holder: bool = Fals
         except OSError:
             if stop_holder:
                 handle.seek(0)
-                _stop_orphan(handle.read().strip())
+                _stop_orphan(handle.read().split(), cancelled)
             if time.monotonic() > deadline:
                 fix = "stop the process that holds it"
                 raise UserError("run folder is in use", where=handle.name, fix=fix) from None
             time.sleep(0.1)
 
 
-def _stop_orphan(pid_text: str) -> None:
-    """Kill an older launcher, if the recorded process still is one; its ranks die with it."""
-    if not pid_text.isdigit() or int(pid_text) == os.getpid():
-        return
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{pid_text}/cmdline").read_bytes().replace(b"\0", b" ")
-        if b"experiments.launch" in command:
-            os.kill(int(pid_text), signal.SIGKILL)
+def _stop_orphan(holder: list[str], cancelled: set[str]) -> None:
+    """End an older launcher, if the recorded process still is one; its ranks die with it.
+
+    Raises:
+        UserError: the holder is a later job of Slurm's than this one, which is then the orphan itself.
+    """
+    if len(holder) != 3 or not (holder[0].isdigit() and holder[2].isdigit()):
+        return  # half written
+    (pid, host, job), own = holder, slurm_job() or 0
+    if int(job) and int(job) != own:
+        if own and int(job) > own:
+            raise UserError(f"Slurm job {job}, submitted later, makes this run", fix="leave it to that job")
+        if job not in cancelled:
+            cancelled.add(job)
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run(["scancel", job], capture_output=True, timeout=60)
+    elif host == socket.gethostname() and int(pid) != os.getpid():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            if b"experiments.launch" in command:
+                os.kill(int(pid), signal.SIGKILL)

@@ -6,8 +6,9 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from edgc.errors import UserError
-from experiments import matrix
+from experiments import matrix, slurm
 from experiments.settings import load_yaml
+from experiments.site import environment_lines, load_site, training_job
 from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
@@ -39,9 +40,13 @@ def read_matrix(scale):
     return studies, runs, evaluations
 
 
+# Whether the profile has said that jobs go to Slurm; a job on a node is told so too.
+ON_SLURM = "launcher" in workflow.resource_settings.overwrite_resources.get("train", {})
+
 try:
     check_schema(config, "config", "--config")
     STUDIES, RUNS, EVALUATIONS = read_matrix(config["scale"])
+    SITE = load_site() if ON_SLURM else None
 except UserError as error:
     # The same line and exit code as from every program of the project, not Snakemake's report of an exception.
     print(f"error: {error}", file=sys.stderr)
@@ -69,6 +74,45 @@ COMPARED = {
     check["study"] for check in load_yaml(Path("experiments/tolerances.yaml"))["checks"]
 }.intersection(MAIN)
 MAIN_FIGURES = [name for name, needed in FIGURES.items() if set(needed) <= set(MAIN)]
+
+
+def slurm_job(wildcards):
+    """What a run takes on the cluster; None without Slurm."""
+    return training_job(RUNS[wildcards.study][wildcards.run], SITE) if ON_SLURM else None
+
+
+def training_minutes(wildcards, attempt):
+    partition = slurm.of_training(SITE, slurm.partitions())
+    return slurm.runtime(SITE, attempt, partition and partition.minutes)
+
+
+# Resources of a training job, none of them without Slurm. One task is the launcher of one node.
+TRAINING = (
+    {
+        "mpi": lambda w: "srun" if slurm_job(w).nodes > 1 else None,
+        "nodes": lambda w: slurm_job(w).nodes,
+        "tasks": lambda w: slurm_job(w).nodes if slurm_job(w).nodes > 1 else None,
+        # Without it Slurm would start as many tasks for each GPU.
+        "tasks_per_gpu": lambda w: 0 if slurm_job(w).gpus else None,
+        "gres": lambda w: slurm_job(w).gres,
+        "mem_mb": lambda w: slurm_job(w).memory,
+        "slurm_partition": lambda w: slurm_job(w).partition,
+        "runtime": training_minutes,
+    }
+    if ON_SLURM
+    else {}
+)
+
+
+def refuse_impossible(dag):
+    """End before anything is submitted when the cluster could never start one of the runs."""
+    wanted = [job.wildcards for job in dag.needrun_jobs() if job.rule.name == "train"]
+    try:
+        slurm.check_runs(SITE, [RUNS[w.study][w.run] for w in wanted], slurm.partitions())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
 
 # Benchmarks that `make bench-keep` has kept: (machine, benchmark).
 KEPT = Path("results/reference/bench")

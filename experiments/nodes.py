@@ -1,0 +1,97 @@
+"""A run over several nodes: one launcher on each, of which that of node 0 owns the run folder.
+
+When ranks of another node fail, that node's launcher leaves the reason beside the run folder (the file system is
+shared) and waits until node 0 has published or thrown away the attempt. So a run ends in the same way wherever the
+first error was.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.cli import EXIT_BAD_INPUT
+from experiments.run_folder import atomic_write
+
+EXIT_INTERRUPTED = 1
+EXIT_LOST_PEER = 75
+END_SECONDS = 60.0  # from the end of a node's ranks until node 0 must have ended the attempt
+TELL_SECONDS = 2.0  # a shared file system may show a new file late
+
+
+def error_of(failure: Any) -> str:
+    """The last line of what a rank that failed by itself has said, from torch's ``ProcessFailure``."""
+    reply: Any = failure.message  # the rank's error file as a mapping, or a text of the agent's
+    message = str(reply["message"] if isinstance(reply, dict) else reply)
+    return message.strip().splitlines()[-1] if message.strip() else f"exit code {failure.exitcode}"
+
+
+def forget_errors(attempt: Path) -> list[str]:
+    """Remove what other nodes have left, and return it, lowest node first."""
+    folder = attempt.parent
+    found = sorted(folder.parent.glob(f".{folder.name}.error.node*"))
+    errors = [path.read_text(encoding="utf-8").strip() for path in found]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return errors
+
+
+def tell(attempt: Path, node: int, error: str) -> None:
+    """Leave the error of a rank of this node for node 0."""
+    atomic_write(attempt.parent.with_name(f".{attempt.parent.name}.error.node{node}"), error + "\n")
+
+
+def error_elsewhere(attempt: Path, nodes: int) -> str | None:
+    """The error that another node has left, if any has."""
+    deadline = time.monotonic() + TELL_SECONDS
+    while nodes > 1:
+        errors = forget_errors(attempt)
+        if errors:
+            return errors[0]
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return None
+
+
+def wait_for_end(attempt: Path) -> bool:
+    """Whether node 0 ends the attempt within a minute."""
+    deadline = time.monotonic() + END_SECONDS
+    while attempt.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def follow(start_ranks: Callable[[], None], attempt: Path, node: int) -> None:
+    """The launcher of a node other than 0: run its ranks, and end soon after node 0 has, whatever happens.
+
+    Exits with 1 (interrupted) or 2 (bad input) where node 0 has not said how the run ended.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        start_ranks()
+        return
+    except ChildFailedError as failure:
+        _, first = failure.get_first_failure()
+        if first.exitcode == EXIT_BAD_INPUT:
+            raise SystemExit(EXIT_BAD_INPUT) from None
+        if first.exitcode > 0 and first.exitcode != EXIT_LOST_PEER:
+            tell(attempt, node, error_of(first))
+        if wait_for_end(attempt):
+            return
+        what = "node 0 has not ended the run"
+    except (SignalException, KeyboardInterrupt):
+        what = "stopped"
+    except (RendezvousError, DistError) as error:
+        what = f"node 0 has gone, or never came: {error}"
+    print(f"interrupted: node {node}: {what}", file=sys.stderr)
+    raise SystemExit(EXIT_INTERRUPTED)

@@ -1,0 +1,215 @@
+"""What Slurm says about the cluster, and the command that starts a run over several nodes.
+
+Every question may stay unanswered: a plan (``snakemake -n``) is made on machines without Slurm too. Where there is an
+answer, what cannot run is refused before anything is submitted, in one line.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.cli import main_guard
+from experiments.settings import RunConfig
+from experiments.site import Job, Site, load_site, refuse, training_job
+
+ANSWER_SECONDS = 30
+UNITS = {"days": 1440, "hours": 60, "minutes": 1}
+PORTS = (
+    15000,
+    16000,
+)  # first port of a rendezvous and how many there are: below what systems give away themselves
+
+
+def ask(*command: str) -> str | None:
+    """Standard output of a Slurm command; None where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Equal nodes of a partition: how many, and what each has (memory in MB)."""
+
+    count: int
+    cpus: int
+    memory: int
+    gres: dict[str, int]  # "gpu" and "gpu:<type>"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition; ``minutes`` is its time limit, None without one."""
+
+    name: str
+    default: bool
+    minutes: int | None
+    nodes: tuple[Nodes, ...]
+
+
+def parse_gres(text: str) -> dict[str, int]:
+    """``gpu:v100:4(S:0-1),gpu:a100:2`` as {"gpu": 6, "gpu:v100": 4, "gpu:a100": 2}."""
+    found: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):
+        name, *rest = item.split(":")
+        if not rest:
+            continue
+        count = int(rest[-1]) if rest[-1].isdigit() else 1
+        kinds = rest[:-1] if rest[-1].isdigit() else rest
+        for key in {name, ":".join([name, *kinds])}:
+            found[key] = found.get(key, 0) + count
+    return found
+
+
+def parse_minutes(text: str) -> int | None:
+    """Slurm's ``days-hours:minutes:seconds`` in whole minutes; None for ``infinite``."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in parts) or (days and not days.isdigit()):
+        return None
+    hours, minutes = (0, 0, *map(int, parts))[-3:-1]
+    return int(days or 0) * UNITS["days"] + hours * UNITS["hours"] + minutes
+
+
+def partitions() -> dict[str, Partition] | None:
+    """The cluster's partitions; None where Slurm does not answer."""
+    answer = ask("sinfo", "--noheader", "--all", "--format", "%P|%D|%c|%m|%l|%G")
+    if answer is None:
+        return None
+    found: dict[str, Partition] = {}
+    for line in answer.splitlines():
+        name, count, cpus, memory, limit, gres = (field.strip() for field in line.split("|", 5))
+        # Of unequal nodes Slurm gives the smallest, with a plus.
+        one = Nodes(int(count), int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
+        bare = name.rstrip("*")
+        old = found.get(bare)
+        found[bare] = Partition(
+            bare, name.endswith("*"), parse_minutes(limit), (*(old.nodes if old else ()), one)
+        )
+    return found
+
+
+def check_site(site: Site, cluster: dict[str, Partition] | None) -> None:
+    """Compare the names in the site file with the cluster's.
+
+    Raises:
+        UserError: a partition or an account that the cluster does not have.
+    """
+    if cluster is None:
+        return
+    for key in ("partition", "cpu_partition"):
+        name = getattr(site, key)
+        if name is not None and name not in cluster:
+            raise refuse(key, name, "the cluster has no such partition", f"it has {', '.join(cluster)}")
+    if site.account is not None:
+        user = getpass.getuser()
+        answer = ask(
+            "sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account"
+        )
+        accounts = sorted(set((answer or "").split()))
+        if accounts and site.account not in accounts:
+            raise refuse(
+                "account", site.account, f"not an account of user {user}", f"it has {', '.join(accounts)}"
+            )
+
+
+def of_training(site: Site, cluster: dict[str, Partition] | None) -> Partition | None:
+    """The partition that training goes to; None where that is not known."""
+    if cluster is None:
+        return None
+    if site.partition is not None:
+        return cluster.get(site.partition)
+    return next((partition for partition in cluster.values() if partition.default), None)
+
+
+def check_runs(site: Site, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
+    """Refuse runs that the partition of training could never start.
+
+    Raises:
+        UserError: naming the key of the site file, and what the partition has.
+    """
+    partition = of_training(site, cluster)
+    if partition is None:
+        return
+    for run in runs:
+        job = training_job(run, site)
+        wanted = {
+            "gpus_per_node": (
+                site.gpus_per_node,
+                job.gpus,
+                lambda node: node.gres.get(site.gres, 0),
+                site.gres,
+            ),
+            "cpus_per_node": (site.cpus_per_node, job.cpus, lambda node: node.cpus, "cores"),
+            "memory_gb": (site.memory_gb, job.memory, lambda node: node.memory, "MB of memory"),
+        }
+        for key, (value, least, have, unit) in wanted.items():
+            enough = sum(node.count for node in partition.nodes if have(node) >= least)
+            if enough < job.nodes:
+                most = max(have(node) for node in partition.nodes)
+                there = sum(node.count for node in partition.nodes)
+                raise refuse(
+                    key,
+                    value,
+                    f"{run.study}/{run.name} needs {job.nodes} nodes with {least} {unit} each, partition "
+                    f"{partition.name} has {enough} of them ({there} nodes, the largest with {most} {unit})",
+                    f"correct {key} or the partition, or use another scale",
+                )
+
+
+def runtime(site: Site, attempt: int, limit: int | None) -> int:
+    """Minutes of a training job: more at every attempt, but not more than its partition allows."""
+    return min(site.training_minutes * attempt, limit or site.training_minutes * attempt)
+
+
+def launch_command(job: Job | None) -> str:
+    """Shell words to which the options of ``experiments.launch`` are added.
+
+    On several nodes ``srun`` starts one launcher on each. The launcher is torchrun's elastic agent, through its
+    programming interface. The first task runs where ``srun`` does, on the first node of the allocation: that is where
+    the agents meet. When one launcher fails ``srun`` ends the others at once; when one has ended well the others have
+    a minute.
+    """
+    launcher = "python -m experiments.launch"
+    if job is None or job.nodes == 1:
+        return launcher
+    first, ports = PORTS
+    meeting = f'"$SLURM_LAUNCH_NODE_IPADDR:$(({first} + SLURM_JOB_ID % {ports}))"'
+    task = f'exec {launcher} --nodes {job.nodes} --node "$SLURM_PROCID" --rendezvous {meeting} "$@"'
+    gres = f" --gres={job.gres}" if job.gres else ""
+    return (
+        f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus}{gres}"
+        f" --kill-on-bad-exit=1 --wait=60 bash -c '{task}' launch"
+    )
+
+
+@main_guard
+def profile() -> dict[str, Any]:
+    """The entries of Snakemake's profile that follow from the site; a mistake is one line and exit code 2."""
+    site = load_site()
+    check_site(site, partitions())
+    everywhere = {"slurm_account": site.account, "qos": site.qos}
+    default = {
+        "mem_mb": 4000,
+        # An expression of Snakemake's.
+        "runtime": f"{site.minutes} * attempt",
+        "slurm_partition": site.cpu_partition or site.partition,
+        **everywhere,
+    }
+    training = {"slurm_partition": site.partition, "gres": f"{site.gres}:1" if site.gpus_per_node else None}
+    # sacct answers where there is accounting; without it Snakemake must ask squeue, or it waits for ever.
+    accounting = ask("sacct", "-n", "-X", "-S", "now") is not None
+    return {
+        "jobs": site.jobs,
+        "retries": site.retries,
+        "default-resources": {key: value for key, value in default.items() if value is not None},
+        "evaluate": {key: value for key, value in training.items() if value is not None},
+        "status": "sacct" if accounting else "squeue",
+    }
