@@ -30,6 +30,10 @@ help: ## list the targets and settings
 reproduce: venv ## run every study, then figures, claims and report; a second call does only what is missing
 	@$(PIPELINE) all $(ARGS)
 
+.PHONY: slurm
+slurm: venv ## the same on a Slurm cluster (workflows/profiles/slurm/site.yaml); continues after a kill
+	@$(PIPELINE) all --profile slurm $(ARGS)
+
 .PHONY: figures
 figures: venv ## draw all figures (trains what they need)
 	@$(PIPELINE) figures $(ARGS)
@@ -109,6 +113,11 @@ test: venv ## run all tests, CORES files at a time (ARGS: options of pytest; -n0
 .PHONY: test-network
 test-network: venv ## test the network of limited bandwidth (root only; says why where it skips)
 	@$(PY) -m pytest tests/integration/test_testbed.py -m root $(ARGS)
+
+# Not part of `test`, for minutes pass in queues.
+.PHONY: test-slurm
+test-slurm: venv ## run the pipeline and faults on a real Slurm of two emulated nodes (root only; says why it skips)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/slurm -m slurm $(ARGS)
 
 .PHONY: lint
 lint: venv ## ruff, mypy and snakefmt

@@ -23,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import json
 import multiprocessing
 import re
+import shutil
 import signal
 import sys
 import time
@@ -53,6 +54,9 @@ from experiments.settings import RunConfig, load_yaml, resolve
 # What gloo and NCCL say in a rank whose peer was killed or has crashed.
 LOST_PEER = re.compile(r"connection (reset|closed|refused)|broken pipe|remote process exited", re.IGNORECASE)
 LOST_PEER_SECONDS = 3.0
+# What the system, and torch where it writes tensors, say of a full disk.
+FULL_BYTES = 2**20
+DISK_FULL = re.compile(r"no space left|disk quota exceeded|enforce fail at inline_container", re.IGNORECASE)
 MEETING = 300  # seconds until the launchers of all nodes must have met
 
 
@@ -173,16 +177,25 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
             folder.discard()
             raise SystemExit(EXIT_BAD_INPUT) from None
         if first.exitcode == EXIT_LOST_PEER and (error := error_elsewhere(folder.attempt, arguments[4])):
+            _raise_if_full(error, folder)
             return _failed(run, error)
         if first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER:
             how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
             raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
-        return _failed(run, error_of(first))
+        error = error_of(first)
+        _raise_if_full(error, folder)
+        return _failed(run, error)
     except (SignalException, KeyboardInterrupt):
         raise _interrupted(f"{run.study}/{run.name}", folder) from None
-    except RendezvousError as error:
-        raise _interrupted(f"{run.study}/{run.name}: the nodes did not meet ({error})", folder) from None
+    except RendezvousError as problem:
+        raise _interrupted(f"{run.study}/{run.name}: the nodes did not meet ({problem})", folder) from None
     return dict(json.loads((folder.attempt / "summary.json").read_text()))
+
+
+def _raise_if_full(error: str, folder: RunFolder) -> None:
+    """A full disk is no result of the run: it goes on when there is space again."""
+    if DISK_FULL.search(error) or shutil.disk_usage(folder.path).free < FULL_BYTES:
+        raise _interrupted(f"no space left in {folder.path}", folder) from None
 
 
 def _failed(run: RunConfig, error: str) -> dict[str, Any]:
@@ -264,6 +277,9 @@ def launch(
         folder.publish()
         if summary["status"] != "failed":
             folder.forget()
+    except OSError as error:
+        _raise_if_full(str(error), folder)
+        raise
     finally:
         folder.release()
     return str(summary["status"])

@@ -6,7 +6,8 @@ Options that it does not know go to Snakemake.
 
 The results folder is locked by an open file that only this process and Snakemake hold, so the kernel drops
 the lock when both are gone, however they end; Snakemake is killed when this process is. Jobs do not hold it:
-those of a killed pipeline are found by a mark in their environment, and stopped.
+those of a killed pipeline are found by a mark in their environment, and stopped; with ``--profile slurm`` those that
+it has left in the queue are cancelled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from types import FrameType
 from typing import IO
 
 from edgc.errors import UserError
-from experiments import matrix
+from experiments import matrix, slurm
 from experiments.cli import main_guard
 from experiments.processes import die_with_parent
 from experiments.run_folder import check_writable
@@ -239,15 +240,22 @@ def main(arguments: list[str] | None = None) -> None:
     check_inputs(options.scale)
     folder = options.results / options.scale
     check_writable(folder)
-    snakemake = [sys.executable, "-m", "snakemake", "--cores", str(options.cores)]
+    on_slurm = any(word in ("slurm", "--profile=slurm") for word in extra)
+    snakemake = [sys.executable, "-m", "snakemake"]
+    cores = ["--cores", str(options.cores)]
     config = ["--config", f"scale={options.scale}", f"results={options.results}"]
     with lock(folder) as handle:
         left = stop_jobs(folder)
         if left:
             print(f"stopped {left} processes of a killed pipeline", file=sys.stderr)
-        unlock([*snakemake, *config])
+        unlock([*snakemake, *cores, *config])
+        left = slurm.cancel_jobs(ROOT) if on_slurm else 0
+        if left:
+            print(f"cancelled {left} jobs of a killed pipeline", file=sys.stderr)
         settings = ["--rerun-incomplete", "--quiet", "host", "reason", *config]
-        code = run_snakemake([*snakemake, *settings, *extra, "--", *options.targets], handle, folder)
+        # Under Slurm it would limit the jobs of all nodes together.
+        arguments = [*snakemake, *([] if on_slurm else cores), *settings, *extra, "--", *options.targets]
+        code = run_snakemake(arguments, handle, folder)
     print("\n".join(closing_words(folder, options.scale)))
     if code:
         print(f"not finished (Snakemake ended with {code}); the same command continues", file=sys.stderr)

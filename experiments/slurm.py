@@ -9,15 +9,19 @@ from __future__ import annotations
 import getpass
 import re
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from edgc.errors import UserError
 from experiments.cli import main_guard
 from experiments.settings import RunConfig
 from experiments.site import Job, Site, load_site, refuse, training_job
 
 ANSWER_SECONDS = 30
+CANCEL_SECONDS = 180  # Slurm gives an ending job time, and an epilog
 UNITS = {"days": 1440, "hours": 60, "minutes": 1}
 PORTS = (
     15000,
@@ -188,6 +192,34 @@ def launch_command(job: Job | None) -> str:
         f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus}{gres}"
         f" --kill-on-bad-exit=1 --wait=60 bash -c '{task}' launch"
     )
+
+
+def jobs_of(folder: Path) -> list[str]:
+    """Numbers of this user's jobs, waiting or running, that a Snakemake in ``folder`` has submitted."""
+    answer = ask("squeue", "--me", "--noheader", "--format", "%i|%k|%Z") or ""
+    jobs = [line.split("|", 2) for line in answer.splitlines() if line.count("|") >= 2]
+    # The comment is that of Snakemake's executor.
+    return [
+        number for number, comment, place in jobs if comment.startswith("rule_") and Path(place) == folder
+    ]
+
+
+def cancel_jobs(folder: Path) -> int:
+    """Cancel what a killed Snakemake has left in the queue, and wait for its end; returns how many jobs there were.
+
+    Raises:
+        UserError: if they do not end.
+    """
+    first = left = jobs_of(folder)
+    if left:
+        ask("scancel", *left)
+    deadline = time.monotonic() + CANCEL_SECONDS
+    while left:
+        if time.monotonic() > deadline:
+            raise UserError(f"jobs of a killed pipeline do not end: {', '.join(left)}", fix="scancel them")
+        time.sleep(1)
+        left = jobs_of(folder)
+    return len(first)
 
 
 @main_guard

@@ -293,7 +293,7 @@ def bring_up(daemons: Daemons, accounting: bool) -> None:
     wait_until(lambda: "is UP" in output("scontrol", "ping"), "slurmctld")
     for name in NODES:
         daemons.start(f"slurmd-{name}", "slurmd", "-D", "-N", name)
-    ready = "sinfo --noheader --Node --partition=main --states=idle --format=%N".split()
+    ready = ["sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N"]
     wait_until(lambda: set(output(*ready).split()) == set(NODES), "nodes")
 
 

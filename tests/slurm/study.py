@@ -1,0 +1,199 @@
+"""A copy of the repository with one small study, whose runs take two nodes each, and Snakemake on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.slurm.cluster import output
+from tests.workflow.checkout_copy import FILES, FOLDERS, LINKS, ROOT
+
+STUDY = "rank_sweep"
+RANKS = (4, 8, 12, 16, 20, 24)
+RUNS = tuple(f"r{rank}-s1" for rank in RANKS)
+INTERVAL = 10  # iterations between checkpoints
+# Two GPUs in all, on two nodes: every run with two ranks takes both.
+SITE: dict[str, Any] = {
+    "gpus_per_node": 1,
+    "network_interface": "lo",
+    "training_minutes": 30,
+    "minutes": 20,
+    "retries": 2,
+}
+TABLES = ("table.csv", "limits.csv")
+MINUTES = 60.0
+DEFAULTS: dict[str, Any] = {
+    "data": {"max_documents": 40, "vocab_size": 512},
+    "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence_length": 32},
+    "parallel": {"pipeline": 1, "data": 2},
+    "train": {
+        "iterations": 60,
+        "global_batch": 4,
+        "eval_interval": 30,
+        "eval_batches": 2,
+        "checkpoint_interval": INTERVAL,
+    },
+}
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 10 * MINUTES) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.1)
+    return value
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A working copy; its results at scale ci."""
+
+    path: Path
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results" / "ci"
+
+    def site(self, **changes: Any) -> None:
+        path = self.path / "workflows" / "profiles" / "slurm" / "site.yaml"
+        path.write_text(yaml.safe_dump(SITE | changes))
+
+    def command(self, *arguments: str, program: str = "snakemake") -> list[str]:
+        return [sys.executable, "-m", program, *arguments]
+
+    def environment(self) -> dict[str, str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("EDGC_", "SLURM_"))}
+        return clean | {"OMP_NUM_THREADS": "1"}
+
+    def run(self, *arguments: str, program: str = "snakemake") -> tuple[int, str]:
+        """Exit code and all output of Snakemake (or of another program)."""
+        done = subprocess.run(
+            self.command(*arguments, program=program),
+            cwd=self.path,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=20 * MINUTES,
+        )
+        return done.returncode, done.stdout
+
+    def start(self, *arguments: str, program: str = "snakemake") -> subprocess.Popen[bytes]:
+        with (self.path / "output.log").open("ab") as log:
+            return subprocess.Popen(
+                self.command(*arguments, program=program),
+                cwd=self.path,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def log(self) -> str:
+        path = self.path / "output.log"
+        return path.read_text(errors="replace")[-6000:] if path.exists() else ""
+
+    def tables(self) -> dict[str, bytes]:
+        """What has to be the same however the runs came about."""
+        return {name: (self.results / STUDY / name).read_bytes() for name in TABLES}
+
+    def resumed_at(self, run: str) -> list[int]:
+        record = yaml.safe_load((self.results / STUDY / run / "run.yaml").read_text())
+        return list(record["provenance"].get("resumed_at", []))
+
+    def forget(self, *runs: str) -> None:
+        """Delete runs, and the tables made of them."""
+        for run in runs:
+            shutil.rmtree(self.results / STUDY / run, ignore_errors=True)
+        for name in ("table.csv", *TABLES):
+            (self.results / STUDY / name).unlink(missing_ok=True)
+
+    def checkpoints(self, run: str) -> list[Path]:
+        return sorted((self.results / STUDY / run / ".checkpoints").glob("iter_*"))
+
+    def training(self) -> str | None:
+        """A run that Slurm is training, with a checkpoint to go on from."""
+        return next((run for run in RUNS if self.checkpoints(run) and self.ranks(run)), None)
+
+    def ranks(self, run: str) -> list[int]:
+        """Processes of a run's ranks and launchers, here where all nodes are one machine."""
+        folder = f"--run\0{run}\0".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                words, place = (entry / "cmdline").read_bytes(), (entry / "cwd").readlink()
+            except OSError:
+                continue
+            if place == self.path and b"experiments.launch\0" in words and folder in words:
+                found.append(int(entry.name))
+        # The ranks are children of the launchers.
+        return [*found, *(child for pid in found for child in children(pid))]
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def send(number: signal.Signals, pids: Sequence[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def job_of(run: str) -> str | None:
+    """Number of the job that trains a run, while it is running."""
+    for line in output("squeue", "--noheader", "--states=R", "--format=%i|%k").splitlines():
+        number, _, comment = line.partition("|")
+        if comment.endswith(f"_{run}"):
+            return number
+    return None
+
+
+def make_copy(path: Path) -> Copy:
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, path / name)
+    for name in LINKS:
+        (path / name).symlink_to((ROOT / name).readlink())
+    (path / "results").mkdir()
+    shutil.copy(ROOT / "results" / "paper_claims.yaml", path / "results")
+    scale = path / "experiments" / "scales" / "ci.yaml"
+    values = yaml.safe_load(scale.read_text())
+    values["defaults"] = {
+        key: {**section, **DEFAULTS.get(key, {})} for key, section in values["defaults"].items()
+    }
+    scale.write_text(yaml.safe_dump(values))
+    studies = path / "experiments" / "studies"
+    for other in studies.glob("*.yaml"):
+        if other.stem != STUDY:
+            other.unlink()
+    values = yaml.safe_load((studies / f"{STUDY}.yaml").read_text())
+    powersgd = {"method": "powersgd", "min_compression_elements": 512}
+    variants = {
+        f"r{rank}": {"label": f"rank {rank}", "compression": {**powersgd, "rank": rank}} for rank in RANKS
+    }
+    # One rank, on one node.
+    alone = {"label": "no compression", "parallel": {"data": 1}, "compression": {"method": "none"}}
+    values["scales"] = {"ci": {"seeds": [1], "variants": {"none": alone, **variants}}}
+    (studies / f"{STUDY}.yaml").write_text(yaml.safe_dump(values))
+    copy = Copy(path)
+    copy.site()
+    return copy

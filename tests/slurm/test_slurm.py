@@ -1,0 +1,247 @@
+"""The pipeline as typed on a real Slurm of two emulated nodes; then faults, after which the tables are the same."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import cluster
+from tests.slurm.cluster import output
+from tests.slurm.study import INTERVAL, RUNS, STUDY, Copy, job_of, make_copy, send, wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.root]
+
+TABLE = f"results/ci/{STUDY}/table.csv"
+# As typed; tests of faults ask Slurm more often.
+SLURM = ("--profile", "slurm")
+OFTEN = ("--slurm-init-seconds-before-status-checks", "3")
+
+
+def cluster_or_skip(accounting: bool) -> Iterator[None]:
+    why = cluster.obstacle()
+    if why:
+        pytest.skip(f"no Slurm here: {why}")
+    try:
+        with cluster.slurm(accounting):
+            yield
+    except cluster.Unavailable as error:
+        pytest.skip(f"no Slurm here: {error}")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[None]:
+    yield from cluster_or_skip(accounting=False)
+
+
+@pytest.fixture(scope="module")
+def finished(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """A copy in which the command, as typed, has made everything without a disturbance."""
+    copy = make_copy(tmp_path_factory.mktemp("slurm") / "repository")
+    code, text = copy.run(*SLURM, "all", "--config", "scale=ci")
+    assert code == 0, text
+    return copy
+
+
+@pytest.fixture
+def disturbed(finished: Copy, tmp_path: Path) -> Copy:
+    """A copy of it without runs and tables; the data are there."""
+    path = tmp_path / "repository"
+    shutil.copytree(finished.path, path, symlinks=True, ignore=shutil.ignore_patterns(".snakemake"))
+    shutil.copytree(finished.path / ".snakemake" / "metadata", path / ".snakemake" / "metadata")
+    copy = Copy(path)
+    copy.forget(*RUNS)
+    return copy
+
+
+def test_the_command_as_typed_makes_everything(finished: Copy) -> None:
+    assert (finished.results / "report.html").is_file()
+    assert (finished.results / "figures" / f"{STUDY}.png").is_file()
+    for run in RUNS:
+        assert (finished.results / STUDY / run / "status").read_text() == "ok\n"
+        assert finished.resumed_at(run) == []
+    jobs = output("scontrol", "--oneliner", "show", "job").splitlines()
+    trained = [line for line in jobs if " BatchFlag=1" in line and f"rule_train/{STUDY}_" in line]
+    nodes = {name: line for line in trained for name in (*RUNS, "none-s1") if f"_{name}/" in line}
+    assert " NumNodes=1 " in nodes.pop("none-s1")
+    assert set(nodes) == set(RUNS)
+    for line in nodes.values():
+        assert " NumNodes=2 " in line
+        assert "gres:gpu:1" in line
+        assert " Requeue=1 " in line
+
+
+def test_tables_are_those_of_a_run_without_slurm(finished: Copy, tmp_path: Path) -> None:
+    path = tmp_path / "repository"
+    shutil.copytree(finished.path, path, symlinks=True)
+    copy = Copy(path)
+    copy.forget(RUNS[0])
+    code, text = copy.run("-c2", TABLE)
+    assert code == 0, text
+    assert copy.tables() == finished.tables()
+
+
+def kill_a_rank(copy: Copy, run: str, job: str) -> None:
+    send(signal.SIGKILL, copy.ranks(run)[-1:])
+
+
+def cancel(copy: Copy, run: str, job: str) -> None:
+    output("scancel", job)
+
+
+def preempt(copy: Copy, run: str, job: str) -> None:
+    """A job of a partition with priority takes the nodes for a moment."""
+    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--time=5"]
+    assert output("srun", *urgent, "true") == ""
+    assert "Restarts=1" in output("scontrol", "show", "job", job)
+
+
+def run_out_of_time(copy: Copy, run: str, job: str) -> None:
+    send(signal.SIGSTOP, copy.ranks(run))
+    output("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    wait_for(lambda: "JobState=TIMEOUT" in output("scontrol", "show", "job", job), "the time limit")
+
+
+def node_down(copy: Copy, run: str, job: str) -> None:
+    output("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    wait_for(lambda: job_of(run) != job, "the end of the job")
+    output("scontrol", "update", "NodeName=n2", "State=RESUME")
+
+
+def damage_the_newest_checkpoint(copy: Copy, run: str, job: str) -> None:
+    """And kill a rank; there is an older checkpoint."""
+    wait_for(lambda: len(copy.checkpoints(run)) == 2, "two checkpoints")
+    send(signal.SIGSTOP, copy.ranks(run))
+    newest = copy.checkpoints(run)[-1]
+    for path in newest.glob("*.distcp"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    kill_a_rank(copy, run, job)
+    send(signal.SIGCONT, copy.ranks(run))
+
+
+FAULTS: list[Callable[[Copy, str, str], None]] = [
+    kill_a_rank,
+    cancel,
+    preempt,
+    run_out_of_time,
+    node_down,
+    damage_the_newest_checkpoint,
+]
+
+
+def test_after_every_fault_the_run_goes_on_and_the_tables_are_the_same(
+    finished: Copy, disturbed: Copy
+) -> None:
+    disturbed.site(jobs=1)
+    left = dict(zip(RUNS, FAULTS, strict=True))
+    snakemake = disturbed.start(*SLURM, *OFTEN, TABLE, "--config", "scale=ci")
+    try:
+        while left:
+            run = wait_for(
+                lambda: snakemake.poll() is not None or disturbed.training(), f"training of {', '.join(left)}"
+            )
+            assert snakemake.poll() is None, disturbed.log()
+            if run in left and (job := job_of(run)):
+                left.pop(run)(disturbed, run, job)
+        assert snakemake.wait(1200) == 0, disturbed.log()
+    finally:
+        end(snakemake)
+    for run in RUNS:
+        assert disturbed.resumed_at(run), f"{run} did not go on from a checkpoint"
+        assert all(iteration % INTERVAL == 0 for iteration in disturbed.resumed_at(run))
+    assert disturbed.tables() == finished.tables()
+
+
+def end(snakemake: subprocess.Popen[bytes]) -> None:
+    """End Snakemake and its jobs."""
+    if snakemake.poll() is None:
+        snakemake.kill()
+        snakemake.wait()
+        output("scancel", "--user=root")
+
+
+def test_killed_snakemake_is_started_again_while_its_job_runs(finished: Copy, disturbed: Copy) -> None:
+    for run in RUNS[1:]:
+        shutil.copytree(finished.results / STUDY / run, disturbed.results / STUDY / run)
+    run = RUNS[0]
+    # First by hand, which needs --unlock; the old job is cancelled by the new one that makes the same run.
+    by_hand = disturbed.start(*SLURM, *OFTEN, TABLE, "--config", "scale=ci")
+    wait_for(disturbed.training, f"training of {run}")
+    by_hand.kill()
+    by_hand.wait()
+    old = wait_for(lambda: job_of(run), "the job that Snakemake has left")
+    send(signal.SIGSTOP, disturbed.ranks(run))  # it shall not end by itself
+    assert disturbed.run("--unlock", *SLURM, "--config", "scale=ci")[0] == 0
+    again = disturbed.start(*SLURM, *OFTEN, TABLE, "--config", "scale=ci")
+    wait_for(lambda: job_of(run) not in (None, old), "the new job")
+    assert "JobState=CANCELLED" in output("scontrol", "show", "job", old)
+    # Then with the pipeline, which clears up by itself.
+    wait_for(disturbed.training, f"training of {run}")
+    again.kill()
+    again.wait()
+    code, text = disturbed.run("--scale", "ci", TABLE, *SLURM, *OFTEN, program="experiments.pipeline")
+    assert code == 0, text
+    assert "cancelled 1 jobs of a killed pipeline" in text
+    assert disturbed.resumed_at(run)
+    assert disturbed.tables() == finished.tables()
+
+
+def test_what_the_cluster_cannot_run_is_refused_before_anything_is_submitted(disturbed: Copy) -> None:
+    before = output("scontrol", "--oneliner", "show", "job")
+    wrong = {
+        "partition": ({"partition": "gpus"}, "partition = 'gpus'", "it has main, urgent"),
+        "more GPUs": ({"gpus_per_node": 2, "gres": "gpu:h100"}, "gpus_per_node = 2", "the largest with 0"),
+        "cores": ({"cpus_per_node": 64}, "cpus_per_node = 64", "the largest with 4 cores"),
+        "memory": ({"memory_gb": 500}, "memory_gb = 500", "the largest with 8000 MB"),
+    }
+    for changes, names, has in wrong.values():
+        disturbed.site(**changes)
+        code, text = disturbed.run(*SLURM, TABLE, "--config", "scale=ci")
+        refused(code, text, names, has)
+    study = disturbed.path / "experiments" / "studies" / f"{STUDY}.yaml"
+    study.write_text(study.read_text().replace("rank: 4", "rank: 4\n        parallel: {data: 2}"))
+    disturbed.site()
+    scale = disturbed.path / "experiments" / "scales" / "ci.yaml"
+    scale.write_text(scale.read_text().replace("  parallel:\n    data: 2", "  parallel:\n    data: 4"))
+    scale.write_text(scale.read_text().replace("global_batch: 4", "global_batch: 8"))
+    refused(
+        *disturbed.run(*SLURM, TABLE, "--config", "scale=ci"), "needs 4 nodes", "partition main has 2 of them"
+    )
+    assert output("scontrol", "--oneliner", "show", "job") == before
+
+
+def refused(code: int, text: str, *words: str) -> None:
+    assert code == 2, text
+    [line] = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert all(word in line for word in (*words, "site.yaml")), line
+    assert "Traceback" not in text
+
+
+def test_full_disk_ends_after_the_retries_and_goes_on_when_there_is_space(
+    finished: Copy, disturbed: Copy, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
+    try:
+        shutil.copytree(finished.results / "data", disk / "ci" / "data")
+        used = sum(path.stat().st_size for path in disk.rglob("*") if path.is_file()) // 1024
+        subprocess.run(["mount", "-o", f"remount,size={used + 700}k", str(disk)], check=True)
+        status = f"{disk}/ci/{STUDY}/{RUNS[0]}/status"
+        disturbed.site(retries=1)
+        config = ("--config", "scale=ci", f"results={disk}")
+        code, text = disturbed.run(*SLURM, *OFTEN, status, *config)
+        assert code == 1, text
+        assert "no space left" in text.lower()
+        assert text.count("has been submitted with SLURM jobid") == 2
+        assert not Path(status).exists()
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        code, text = disturbed.run(*SLURM, *OFTEN, status, *config)
+        assert code == 0, text
+        assert Path(status).read_text() == "ok\n"
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
