@@ -31,7 +31,7 @@ SITE: dict[str, Any] = {
     "retries": 2,
 }
 TABLES = ("table.csv", "limits.csv")
-MINUTES = 60.0
+SECONDS = 60.0  # of a minute
 DEFAULTS: dict[str, Any] = {
     "data": {"max_documents": 40, "vocab_size": 512},
     "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence_length": 32},
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 10 * MINUTES) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 10 * SECONDS) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
@@ -85,7 +85,7 @@ class Copy:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=20 * MINUTES,
+            timeout=20 * SECONDS,
         )
         return done.returncode, done.stdout
 
@@ -143,10 +143,19 @@ class Copy:
 
 
 def children(pid: int) -> list[int]:
+    """The ranks of a launcher; it has other children too."""
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+    return [child for child in found if b"spawn_main" in command_of(child)]
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def send(number: signal.Signals, pids: Sequence[int]) -> None:

@@ -1,0 +1,119 @@
+"""A run over two nodes: two launchers, here on one machine, that meet at an address and share the results folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.integration.launching import (
+    Launcher,
+    changed,
+    children_of,
+    launcher,
+    prepared,
+    repeatable,
+    wait_for_steps,
+)
+
+__all__ = ["launcher", "prepared"]  # fixtures
+
+pytestmark = pytest.mark.slow
+
+
+def over_two_nodes(
+    launcher: Launcher, values: dict[str, Any], other: Launcher | None = None
+) -> list[subprocess.Popen[str]]:
+    """The launchers of nodes 0 and 1, the latter (``other``'s) first: it waits for the other."""
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = ("--nodes", "2", "--rendezvous", f"127.0.0.1:{port}")
+    second = (other or launcher).start(values, *meeting, "--node", "1", new_session=True)
+    return [launcher.start(values, *meeting, "--node", "0", new_session=True), second]
+
+
+def end_of(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit code and standard error of each."""
+    found = []
+    for process in launchers:
+        _, stderr = process.communicate(timeout=300)
+        found.append((process.returncode, stderr))
+    return found
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Over several nodes ranks are spawned."""
+    found = []
+    for pid in children_of(launcher):
+        with contextlib.suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Launcher) -> None:
+    train = {"iterations": 60, "checkpoint_interval": 5, "global_batch": 4}
+    one, two = (
+        changed(variant=variant, parallel={"pipeline": 1, "data": 2}, train=train)
+        for variant in ("one", "two")
+    )
+    code, stderr = launcher.run(one)
+    assert code == 0, stderr
+
+    # A rank of the second node is killed: both launchers end, nothing is published.
+    launchers = over_two_nodes(launcher, two)
+    wait_for_steps(launcher.path(two), 12)
+    os.kill(ranks_of(launchers[1].pid)[0], signal.SIGKILL)
+    ends = end_of(launchers)
+    assert [code for code, _ in ends] == [1, 0], ends
+    assert "goes on from iter_" in ends[0][1]
+    assert not (launcher.path(two) / "status").exists()
+
+    # The first node dies as a whole.
+    launchers = over_two_nodes(launcher, two)
+    wait_for_steps(launcher.path(two), 24)
+    os.kill(launchers[0].pid, signal.SIGKILL)
+    (first, _), (second, stderr) = end_of(launchers)
+    assert (first, second) == (-signal.SIGKILL, 1), stderr
+    assert "interrupted: node 1" in stderr
+
+    ends = end_of(over_two_nodes(launcher, two))
+    assert [code for code, _ in ends] == [0, 0], ends
+    record = yaml.safe_load((launcher.path(two) / "run.yaml").read_text())
+    assert len(record["provenance"]["resumed_at"]) == 2
+    assert repeatable(launcher.path(two)) == repeatable(launcher.path(one))
+
+
+def test_error_on_another_node_is_the_runs_result(launcher: Launcher, tmp_path: Path) -> None:
+    """The second node sees the same results folder, but on its disk the tokens are cut off."""
+    values = changed(variant="broken", parallel={"pipeline": 1, "data": 2}, train={"global_batch": 4})
+    other = Launcher(tmp_path / "results", tmp_path)
+    shutil.copytree(launcher.results / "test" / "data", other.results / "test" / "data")
+    (launcher.results / "test" / "launch").mkdir(exist_ok=True)
+    (other.results / "test" / "launch").symlink_to(launcher.results / "test" / "launch")
+    tokens = other.results / "test" / "data" / "stdlib" / "train.bin"
+    tokens.write_bytes(tokens.read_bytes()[:10])
+    (first, stderr), (second, _) = end_of(over_two_nodes(launcher, values, other))
+    assert (first, second) == (0, 0), stderr
+    assert (launcher.path(values) / "status").read_text() == "failed\n"
+    error = json.loads((launcher.path(values) / "summary.json").read_text())["error"]
+    assert error and "peer" not in error.lower(), "the cause, not that the connection was lost"
+    assert not list(launcher.path(values).parent.glob(".*error*"))
+
+
+def test_refusal_of_node_0_ends_node_1(launcher: Launcher) -> None:
+    """Three ranks do not divide over two nodes; each launcher says so by itself."""
+    values = changed(variant="three", parallel={"pipeline": 1, "data": 3}, train={"global_batch": 6})
+    for code, stderr in end_of(over_two_nodes(launcher, values)):
+        assert code == 2
+        assert stderr.splitlines()[-1].startswith("error: world size 3 is not divisible by 2 nodes")
