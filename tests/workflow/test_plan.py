@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -112,6 +113,35 @@ def test_wrong_settings_are_one_line_and_exit_code_2(checkout: Checkout) -> None
         assert len(lines) == 1
         assert lines[0].startswith("error: ")
         assert named in lines[0]
+
+
+def test_wrong_site_file_is_one_line_and_exit_code_2(checkout: Checkout, tmp_path: Path) -> None:
+    """It is read while Snakemake still reads its profile, where an error would be a parser's report."""
+    site = tmp_path / "site.yaml"
+    site.write_text("gpus_per_nod: 4\n")
+    result = checkout.run("snakemake", "--profile", "slurm", "-n", "all", EDGC_SITE=str(site))
+    assert result.returncode == 2
+    [line] = [line for line in result.stdout.splitlines() if not line.startswith("Using profile")]
+    assert line == f"error: unknown key gpus_per_nod (in {site}); did you mean gpus_per_node?"
+
+
+def test_runs_ask_slurm_for_the_nodes_that_their_ranks_need(checkout: Checkout, tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(
+        "{gpus_per_node: 2, gres: 'gpu:v100', training_minutes: 90, setup: 'module load {cuda}'}\n"
+    )
+    result = checkout.run(
+        "snakemake", "--profile", "slurm", "-np", "rank_sweep", "--config", "scale=ci", EDGC_SITE=str(site)
+    )
+    assert result.returncode == 0, result.stdout
+    asked = [line for line in result.stdout.splitlines() if "launcher=srun" in line]
+    assert len(asked) == len(matrix.runs("rank_sweep", "ci"))
+    wanted = {"mpi=srun", "nodes=2", "tasks=2", "tasks_per_gpu=0", "gres=gpu:v100:2", "runtime=90"}
+    assert all(wanted <= set(line.strip().removeprefix("resources: ").split(", ")) for line in asked)
+    assert result.stdout.count("module load {cuda}\n") == len(asked)
+    [(code, local)] = checkout.snakemake(["-np", "rank_sweep"])
+    assert code == 0
+    assert "srun" not in local and "nodes=" not in local and "mpi" not in local
 
 
 def test_wrong_study_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
