@@ -131,14 +131,6 @@ def training_job(run: RunConfig, site: Site) -> Job:
     )
 
 
-def environment_lines(site: Site) -> str:
-    """Shell lines before a training: the site's own, and the network card of NCCL and gloo."""
-    lines = [site.setup] if site.setup else []
-    if site.network_interface:
-        lines += [f"export {kind}_SOCKET_IFNAME={site.network_interface}" for kind in ("NCCL", "GLOO")]
-    return "\n".join(lines)
-
-
 def refuse(key: str, value: Any, what: str, fix: str) -> UserError:
     """The error about a setting of the site file that the cluster does not agree with."""
     return UserError(f"{key} = {value!r}: {what}", where=site_path(), fix=fix)

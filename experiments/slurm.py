@@ -173,17 +173,27 @@ def runtime(site: Site, attempt: int, limit: int | None) -> int:
     return min(site.training_minutes * attempt, limit or site.training_minutes * attempt)
 
 
-def launch_command(job: Job | None) -> str:
+def launch_command(job: Job | None, site: Site | None) -> str:
     """Shell words to which the options of ``experiments.launch`` are added.
 
-    On several nodes ``srun`` starts one launcher on each. The launcher is torchrun's elastic agent, through its
-    programming interface. The first task runs where ``srun`` does, on the first node of the allocation: that is where
-    the agents meet. When one launcher fails ``srun`` ends the others at once; when one has ended well the others have
-    a minute.
+    The site's own line of shell comes first, and the network card of NCCL and gloo.
     """
     launcher = "python -m experiments.launch"
-    if job is None or job.nodes == 1:
+    if job is None or site is None:
         return launcher
+    first = [site.setup] if site.setup else []
+    if site.network_interface:
+        first += [f"export {kind}_SOCKET_IFNAME={site.network_interface}" for kind in ("NCCL", "GLOO")]
+    return " && ".join([*first, launcher if job.nodes == 1 else _over_nodes(job, launcher)])
+
+
+def _over_nodes(job: Job, launcher: str) -> str:
+    """One launcher on each node, by ``srun``.
+
+    The launcher is torchrun's elastic agent, through its programming interface. The first task runs where ``srun``
+    does, on the first node of the allocation: that is where the agents meet. When one launcher fails ``srun`` ends the
+    others at once; when one has ended well the others have a minute.
+    """
     first, ports = PORTS
     meeting = f'"$SLURM_LAUNCH_NODE_IPADDR:$(({first} + SLURM_JOB_ID % {ports}))"'
     task = f'exec {launcher} --nodes {job.nodes} --node "$SLURM_PROCID" --rendezvous {meeting} "$@"'

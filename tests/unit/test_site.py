@@ -240,11 +240,12 @@ def test_command_starts_one_launcher_on_each_node(tmp_path: Path) -> None:
         '#!/bin/bash\necho "$@" > "$0.args"\nwhile [[ $1 == --* ]]; do shift; done\n'
         'for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done\n'
     )
-    (tmp_path / "python").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$WHO $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $@"\n')
     for name in ("srun", "python"):
         (tmp_path / name).chmod(0o755)
     job = training_job(run_of(4), Site(gpus_per_node=2))
-    text = f"{slurm.launch_command(job)} --study a --run 'b c'"
+    site = Site(gpus_per_node=2, setup="export WHO=me", network_interface="ib0")
+    text = f"{slurm.launch_command(job, site)} --study a --run 'b c'"
     environment = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
@@ -253,14 +254,14 @@ def test_command_starts_one_launcher_on_each_node(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-euc", text], env=environment, capture_output=True, text=True, check=True)
     where = "--rendezvous 10.0.0.7:15003 --study a --run b c"
     assert done.stdout.splitlines() == [
-        f"-m experiments.launch --nodes 2 --node {node} {where}" for node in (0, 1)
+        f"me ib0 ib0 -m experiments.launch --nodes 2 --node {node} {where}" for node in (0, 1)
     ]
     asked = (tmp_path / "srun.args").read_text()
     assert asked.startswith(
         "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --gres=gpu:2 --kill-on-bad-exit"
     )
-    assert slurm.launch_command(None) == "python -m experiments.launch"
-    assert slurm.launch_command(training_job(run_of(4), Site())) == "python -m experiments.launch"
+    assert slurm.launch_command(None, None) == "python -m experiments.launch"
+    assert slurm.launch_command(training_job(run_of(4), Site()), Site()) == "python -m experiments.launch"
 
 
 def test_jobs_of_this_folder_alone_are_cancelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from snakemake.exceptions import WorkflowError
 from edgc.errors import UserError
 from experiments import matrix, slurm
 from experiments.settings import load_yaml
-from experiments.site import environment_lines, load_site, training_job
+from experiments.site import load_site, training_job
 from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
@@ -47,6 +47,7 @@ try:
     check_schema(config, "config", "--config")
     STUDIES, RUNS, EVALUATIONS = read_matrix(config["scale"])
     SITE = load_site() if ON_SLURM else None
+    CLUSTER = slurm.partitions() if ON_SLURM else None
 except UserError as error:
     # The same line and exit code as from every program of the project, not Snakemake's report of an exception.
     print(f"error: {error}", file=sys.stderr)
@@ -82,7 +83,7 @@ def slurm_job(wildcards):
 
 
 def training_minutes(wildcards, attempt):
-    partition = slurm.of_training(SITE, slurm.partitions())
+    partition = slurm.of_training(SITE, CLUSTER)
     return slurm.runtime(SITE, attempt, partition and partition.minutes)
 
 
@@ -108,7 +109,7 @@ def refuse_impossible(dag):
     """End before anything is submitted when the cluster could never start one of the runs."""
     wanted = [job.wildcards for job in dag.needrun_jobs() if job.rule.name == "train"]
     try:
-        slurm.check_runs(SITE, [RUNS[w.study][w.run] for w in wanted], slurm.partitions())
+        slurm.check_runs(SITE, [RUNS[w.study][w.run] for w in wanted], CLUSTER)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

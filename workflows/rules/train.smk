@@ -23,18 +23,17 @@ rule train:
     threads: lambda w: slurm_job(w).cpus if ON_SLURM else max(2, RUNS[w.study][w.run].parallel.world)
     resources:
         **TRAINING,
+        # Not a parameter: a run is not made again because it would be started in another way.
+        launch=lambda w: slurm.launch_command(slurm_job(w), SITE),
     params:
         scale=config["scale"],
         results=subpath(output.status, ancestor=4),
-        setup=lambda w: environment_lines(SITE) if ON_SLURM else "",
-        launch=lambda w: slurm.launch_command(slurm_job(w)),
     # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes. On a terminal the progress bar
     # is shown; the log gets the lines without it.
     shell:
         r"""
         export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
         export TTY_COMPATIBLE=$([ -t 2 ] && echo 1 || echo 0) COLUMNS=$(stty size <&2 2>/dev/null | cut -d' ' -f2)
-        {params.setup}
-        {params.launch} --study {wildcards.study} --run {wildcards.run} --scale {params.scale} \
+        {resources.launch} --study {wildcards.study} --run {wildcards.run} --scale {params.scale} \
             --results {params.results} 2>&1 | tee >(cat >&2) | sed -u 's/\x1b\[[0-9;?]*[A-Za-z]//g; s/.*\r//' >{log}
         """
