@@ -23,7 +23,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import json
 import multiprocessing
 import re
-import shutil
 import signal
 import sys
 import time
@@ -41,22 +40,20 @@ from experiments.matrix import find, study_path
 from experiments.nodes import (
     EXIT_INTERRUPTED,
     EXIT_LOST_PEER,
+    ending_with_others,
     error_elsewhere,
     error_of,
     follow,
     forget_errors,
 )
 from experiments.processes import die_with_parent
-from experiments.run_folder import RunFolder, atomic_write, check_writable, hold_as_rank
+from experiments.run_folder import RunFolder, atomic_write, check_writable, hold_as_rank, no_space
 from experiments.same_run import refuse_other, settings_of
 from experiments.settings import RunConfig, load_yaml, resolve
 
 # What gloo and NCCL say in a rank whose peer was killed or has crashed.
 LOST_PEER = re.compile(r"connection (reset|closed|refused)|broken pipe|remote process exited", re.IGNORECASE)
 LOST_PEER_SECONDS = 3.0
-# What the system, and torch where it writes tensors, say of a full disk.
-FULL_BYTES = 2**20
-DISK_FULL = re.compile(r"no space left|disk quota exceeded|enforce fail at inline_container", re.IGNORECASE)
 MEETING = 300  # seconds until the launchers of all nodes must have met
 
 
@@ -169,22 +166,21 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    nodes = arguments[4]
     try:
-        start_ranks(*arguments)
+        with ending_with_others(folder.attempt, nodes):
+            start_ranks(*arguments)
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
         if first.exitcode == EXIT_BAD_INPUT:
             folder.discard()
             raise SystemExit(EXIT_BAD_INPUT) from None
-        if first.exitcode == EXIT_LOST_PEER and (error := error_elsewhere(folder.attempt, arguments[4])):
-            _raise_if_full(error, folder)
-            return _failed(run, error)
-        if first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER:
-            how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
-            raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
-        error = error_of(first)
-        _raise_if_full(error, folder)
-        return _failed(run, error)
+        gone = first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER
+        error = error_elsewhere(folder.attempt, nodes) if gone else error_of(first)
+        if error is not None:
+            return _failed(run, error, folder)
+        how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
+        raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
     except (SignalException, KeyboardInterrupt):
         raise _interrupted(f"{run.study}/{run.name}", folder) from None
     except RendezvousError as problem:
@@ -192,13 +188,10 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
     return dict(json.loads((folder.attempt / "summary.json").read_text()))
 
 
-def _raise_if_full(error: str, folder: RunFolder) -> None:
-    """A full disk is no result of the run: it goes on when there is space again."""
-    if DISK_FULL.search(error) or shutil.disk_usage(folder.path).free < FULL_BYTES:
+def _failed(run: RunConfig, error: str, folder: RunFolder) -> dict[str, Any]:
+    """The summary of a run that failed by itself; a full disk is no result, so the run goes on when there is space."""
+    if no_space(error, folder.path):
         raise _interrupted(f"no space left in {folder.path}", folder) from None
-
-
-def _failed(run: RunConfig, error: str) -> dict[str, Any]:
     print(f"failed: {run.study}/{run.name}: {error}", file=sys.stderr)
     return {"status": "failed", "error": error}
 
@@ -278,7 +271,8 @@ def launch(
         if summary["status"] != "failed":
             folder.forget()
     except OSError as error:
-        _raise_if_full(str(error), folder)
+        if no_space(str(error), folder.path):
+            raise _interrupted(f"no space left in {folder.path}", folder) from None
         raise
     finally:
         folder.release()

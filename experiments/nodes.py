@@ -7,9 +7,12 @@ first error was.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from experiments.run_folder import atomic_write
 EXIT_INTERRUPTED = 1
 EXIT_LOST_PEER = 75
 END_SECONDS = 60.0  # from the end of a node's ranks until node 0 must have ended the attempt
+GRACE_SECONDS = 10.0  # in which ranks should have noticed by themselves that a peer has gone
 TELL_SECONDS = 2.0  # a shared file system may show a new file late
 
 
@@ -29,10 +33,15 @@ def error_of(failure: Any) -> str:
     return message.strip().splitlines()[-1] if message.strip() else f"exit code {failure.exitcode}"
 
 
-def forget_errors(attempt: Path) -> list[str]:
-    """Remove what other nodes have left, and return it, lowest node first."""
+def error_files(attempt: Path) -> list[Path]:
+    """What other nodes have left, lowest node first."""
     folder = attempt.parent
-    found = sorted(folder.parent.glob(f".{folder.name}.error.node*"))
+    return sorted(folder.parent.glob(f".{folder.name}.error.node*"))
+
+
+def forget_errors(attempt: Path) -> list[str]:
+    """Remove what other nodes have left, and return it."""
+    found = error_files(attempt)
     errors = [path.read_text(encoding="utf-8").strip() for path in found]
     for path in found:
         path.unlink(missing_ok=True)
@@ -55,6 +64,33 @@ def error_elsewhere(attempt: Path, nodes: int) -> str | None:
             break
         time.sleep(0.1)
     return None
+
+
+@contextlib.contextmanager
+def ending_with_others(attempt: Path, nodes: int) -> Iterator[None]:
+    """On node 0, while its ranks run: end them some seconds after another node has left an error.
+
+    By themselves they would wait long for a rank that has not yet connected to them.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            if error_files(attempt):
+                if not over.wait(GRACE_SECONDS):
+                    for rank in multiprocessing.active_children():
+                        rank.kill()
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if nodes > 1:
+        watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if nodes > 1:
+            watcher.join()
 
 
 def wait_for_end(attempt: Path) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,9 @@ from edgc.errors import UserError
 
 STATUSES = ("ok", "diverged", "failed", "interrupted")
 CHECKPOINTS = ".checkpoints"
+# What the system, and torch where it writes tensors, say of a full disk.
+FULL = re.compile(r"no space left|disk quota exceeded|enforce fail at inline_container", re.IGNORECASE)
+FULL_BYTES = 2**20
 
 
 @contextlib.contextmanager
@@ -60,6 +64,11 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         fix = "make it writable or choose another results folder"
         raise UserError(f"results folder is not writable: {error.strerror}", where=folder, fix=fix) from None
+
+
+def no_space(error: str, folder: Path) -> bool:
+    """Whether an error comes from a full disk, by its words or because the disk of ``folder`` is full."""
+    return bool(FULL.search(error)) or shutil.disk_usage(folder).free < FULL_BYTES
 
 
 class RunFolder:

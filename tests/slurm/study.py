@@ -30,7 +30,6 @@ SITE: dict[str, Any] = {
     "minutes": 20,
     "retries": 2,
 }
-TABLES = ("table.csv", "limits.csv")
 SECONDS = 60.0  # of a minute
 DEFAULTS: dict[str, Any] = {
     "data": {"max_documents": 40, "vocab_size": 512},
@@ -105,20 +104,19 @@ class Copy:
         path = self.path / "output.log"
         return path.read_text(errors="replace")[-6000:] if path.exists() else ""
 
-    def tables(self) -> dict[str, bytes]:
-        """What has to be the same however the runs came about."""
-        return {name: (self.results / STUDY / name).read_bytes() for name in TABLES}
+    def table(self) -> bytes:
+        """What has to be the same however the runs came about; the other tables hold times."""
+        return (self.results / STUDY / "table.csv").read_bytes()
 
     def resumed_at(self, run: str) -> list[int]:
         record = yaml.safe_load((self.results / STUDY / run / "run.yaml").read_text())
         return list(record["provenance"].get("resumed_at", []))
 
     def forget(self, *runs: str) -> None:
-        """Delete runs, and the tables made of them."""
+        """Delete runs, and the table made of them."""
         for run in runs:
             shutil.rmtree(self.results / STUDY / run, ignore_errors=True)
-        for name in ("table.csv", *TABLES):
-            (self.results / STUDY / name).unlink(missing_ok=True)
+        (self.results / STUDY / "table.csv").unlink(missing_ok=True)
 
     def checkpoints(self, run: str) -> list[Path]:
         return sorted((self.results / STUDY / run / ".checkpoints").glob("iter_*"))

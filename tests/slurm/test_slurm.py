@@ -83,7 +83,7 @@ def test_tables_are_those_of_a_run_without_slurm(finished: Copy, tmp_path: Path)
     code, text = copy.run("-c2", TABLE)
     assert code == 0, text
     assert text.count("\nrule train:") == 1, "runs of Slurm are not made again because there is none now"
-    assert copy.tables() == finished.tables()
+    assert copy.table() == finished.table()
 
 
 def kill_a_rank(copy: Copy, run: str, job: str) -> None:
@@ -154,7 +154,7 @@ def test_after_every_fault_the_run_goes_on_and_the_tables_are_the_same(
     for run in RUNS:
         assert disturbed.resumed_at(run), f"{run} did not go on from a checkpoint"
         assert all(iteration % INTERVAL == 0 for iteration in disturbed.resumed_at(run))
-    assert disturbed.tables() == finished.tables()
+    assert disturbed.table() == finished.table()
 
 
 def end(snakemake: subprocess.Popen[bytes]) -> None:
@@ -188,7 +188,7 @@ def test_killed_snakemake_is_started_again_while_its_job_runs(finished: Copy, di
     assert code == 0, text
     assert "cancelled 1 jobs of a killed pipeline" in text
     assert disturbed.resumed_at(run)
-    assert disturbed.tables() == finished.tables()
+    assert disturbed.table() == finished.table()
 
 
 def test_what_the_cluster_cannot_run_is_refused_before_anything_is_submitted(disturbed: Copy) -> None:
