@@ -45,9 +45,13 @@ def over_two_nodes(
 def end_of(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit code and standard error of each."""
     found = []
-    for process in launchers:
-        _, stderr = process.communicate(timeout=300)
-        found.append((process.returncode, stderr))
+    try:
+        for process in launchers:
+            _, stderr = process.communicate(timeout=300)
+            found.append((process.returncode, stderr))
+    finally:
+        for process in launchers:
+            process.kill()
     return found
 
 

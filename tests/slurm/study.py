@@ -49,7 +49,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 10 * SECO
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.1)
+        time.sleep(0.5)
     return value
 
 

@@ -142,10 +142,7 @@ def test_after_every_fault_the_run_goes_on_and_the_tables_are_the_same(
     snakemake = disturbed.start(*SLURM, *OFTEN, TABLE, "--config", "scale=ci")
     try:
         while left:
-            run = wait_for(
-                lambda: snakemake.poll() is not None or disturbed.training(), f"training of {', '.join(left)}"
-            )
-            assert snakemake.poll() is None, disturbed.log()
+            run = training_of(disturbed, snakemake)
             if run in left and (job := job_of(run)):
                 left.pop(run)(disturbed, run, job)
         assert snakemake.wait(1200) == 0, disturbed.log()
@@ -155,6 +152,13 @@ def test_after_every_fault_the_run_goes_on_and_the_tables_are_the_same(
         assert disturbed.resumed_at(run), f"{run} did not go on from a checkpoint"
         assert all(iteration % INTERVAL == 0 for iteration in disturbed.resumed_at(run))
     assert disturbed.table() == finished.table()
+
+
+def training_of(copy: Copy, snakemake: subprocess.Popen[bytes]) -> str:
+    """A run that has written a checkpoint."""
+    run = wait_for(lambda: snakemake.poll() is not None or copy.training(), "training")
+    assert snakemake.poll() is None, copy.log()
+    return str(run)
 
 
 def end(snakemake: subprocess.Popen[bytes]) -> None:
@@ -171,7 +175,7 @@ def test_killed_snakemake_is_started_again_while_its_job_runs(finished: Copy, di
     run = RUNS[0]
     # First by hand, which needs --unlock; the old job is cancelled by the new one that makes the same run.
     by_hand = disturbed.start(*SLURM, *OFTEN, TABLE, "--config", "scale=ci")
-    wait_for(disturbed.training, f"training of {run}")
+    training_of(disturbed, by_hand)
     by_hand.kill()
     by_hand.wait()
     old = wait_for(lambda: job_of(run), "the job that Snakemake has left")
@@ -181,7 +185,7 @@ def test_killed_snakemake_is_started_again_while_its_job_runs(finished: Copy, di
     wait_for(lambda: job_of(run) not in (None, old), "the new job")
     assert "JobState=CANCELLED" in output("scontrol", "show", "job", old)
     # Then with the pipeline, which clears up by itself.
-    wait_for(disturbed.training, f"training of {run}")
+    training_of(disturbed, again)
     again.kill()
     again.wait()
     code, text = disturbed.run("--scale", "ci", TABLE, *SLURM, *OFTEN, program="experiments.pipeline")
