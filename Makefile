@@ -95,6 +95,11 @@ bench-steps: venv ## compare predicted with measured training steps over links o
 	@folder=$$($(BENCH) steps --results '$(RESULTS)/bench' $(ARGS)); \
 	[ -z "$$folder" ] || $(PY) -m paper_figures bench_steps --results "$$folder"
 
+.PHONY: bench-race
+bench-race: venv ## train over limited links until a validation loss is reached, by the clock (root only, two hours)
+	@folder=$$($(BENCH) race --results '$(RESULTS)/bench' $(ARGS)); \
+	[ -z "$$folder" ] || $(PY) -m paper_figures bench_race --results "$$folder"
+
 .PHONY: bench-stages
 bench-stages: venv ## see when pipeline stages finish with and without DAC, over links with injected delays
 	@folder=$$($(BENCH) stages --results '$(RESULTS)/bench' $(ARGS)); \

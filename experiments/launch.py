@@ -138,7 +138,14 @@ def warm_up(nodes: int) -> None:
 
 
 def start_ranks(
-    run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, nodes: int, rendezvous: str, node: int = 0
+    run: RunConfig,
+    data_dir: Path,
+    vocab_size: int,
+    attempt: Path,
+    nodes: int,
+    rendezvous: str,
+    address: str | None = None,
+    node: int = 0,
 ) -> None:
     """Run all ranks of this node to their end; raises what the elastic agent raises."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -151,6 +158,7 @@ def start_ranks(
         run_id=f"{run.study}-{run.name}-{os.getpid() if nodes == 1 else 0}",
         rdzv_backend="c10d",
         rdzv_endpoint=rendezvous,
+        local_addr=address,
         # Said, not guessed: two of the nodes may be one machine. The times bound how long one waits for the others.
         rdzv_configs=dict(is_host=node == 0, timeout=MEETING, read_timeout=MEETING) if nodes > 1 else {},
         max_restarts=0,
@@ -228,6 +236,7 @@ def launch(
     nodes: int = 1,
     node: int = 0,
     rendezvous: str = "localhost:0",
+    address: str | None = None,
     fresh: bool = False,
 ) -> str:
     """Run one training job and publish its folder; returns its status, and "" on other nodes than 0.
@@ -236,15 +245,16 @@ def launch(
         results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
         nodes, node: how many machines take part and which one this is; node 0 owns the folder.
         rendezvous: ``host:port`` of node 0 when there are several.
+        address: name or address under which the other nodes reach this one; by default its host name.
         fresh: start from the beginning where a killed run has left checkpoints.
     """
     check_writable(results)
     data_dir, data = read_data(run, results)
     warm_up(nodes)
     folder = RunFolder(results / run.scale / run.study / run.name)
-    arguments = (run, data_dir, int(data["vocab_size"]), folder.attempt, nodes, rendezvous)
+    arguments = (run, data_dir, int(data["vocab_size"]), folder.attempt, nodes, rendezvous, address)
     if node > 0:
-        follow(lambda: start_ranks(*arguments, node), folder.attempt, node)
+        follow(lambda: start_ranks(*arguments, node=node), folder.attempt, node)
         return ""
     check_devices(run, nodes)
     if not fresh:
@@ -298,6 +308,9 @@ def main(
     nodes: Annotated[int, typer.Option(help="machines that take part")] = 1,
     node: Annotated[int, typer.Option(help="index of this machine")] = 0,
     rendezvous: Annotated[str, typer.Option(help="host:port of node 0")] = "localhost:0",
+    address: Annotated[
+        str | None, typer.Option(help="of this machine for the others; default: its name")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="drop the checkpoints of a killed run")] = False,
 ) -> None:
     """Train one run of a study, or of a file, and publish its folder."""
@@ -307,7 +320,7 @@ def main(
         chosen = find(study, scale, run)
     else:
         raise UserError("no run given", where="the command line", fix="give --study and --run, or --config")
-    status = launch(chosen, results, nodes, node, rendezvous, fresh)
+    status = launch(chosen, results, nodes, node, rendezvous, address, fresh)
     if status:
         print(f"{chosen.study}/{chosen.name}: {status}")
 

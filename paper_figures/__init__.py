@@ -30,12 +30,13 @@ FIGURES: dict[str, tuple[str, ...]] = {
 # figures drawn by a script of another name, which takes the study as its second argument
 SCRIPTS: dict[str, str] = {"gpt2_2p5b_v100": "cluster", "gpt2_12p1b_h100": "cluster"}
 
-# figures of `make bench`, `bench-network`, `bench-steps` and `bench-stages` -> files that these write and the figure
-# reads, first the table that the figure shows
+# figures of `make bench`, `bench-network`, `bench-steps`, `bench-race` and `bench-stages` -> files that these write and
+# the figure reads, first the table that the figure shows
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "bench": ("engine.csv",),
     "bench_network": ("network.csv",),
     "bench_steps": ("steps.csv",),
+    "bench_race": ("race_summary.csv", "race.csv"),
     "stage_spread": ("stages.csv", "stages_iterations.csv"),
     "timeline": ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json"),
 }

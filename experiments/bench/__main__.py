@@ -1,4 +1,4 @@
-"""``python -m experiments.bench engine``, ``network``, ``steps`` and ``stages``.
+"""``python -m experiments.bench engine``, ``network``, ``steps``, ``race`` and ``stages``.
 
 All print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
 results are committed.
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from edgc.errors import UserError
-from experiments.bench import engine, engine_table, machine, network, stages, steps, testbed, timeline
+from experiments.bench import engine, engine_table, machine, network, race, stages, steps, testbed, timeline
 from experiments.bench.children import ChildError
 from experiments.cli import main_guard
 from experiments.run_folder import atomic_write, check_writable
@@ -34,7 +34,7 @@ WIDEST = 40  # characters of a cell on the screen
 KEPT = (
     *("engine", "engine_rounds", "network", "network_rounds"),
     *("stages", "stages_iterations", "timeline", "timeline_spans"),
-    *("steps", "steps_rounds", "steps_probes"),
+    *("steps", "steps_rounds", "steps_probes", "race", "race_summary"),
 )
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -225,6 +225,42 @@ def validate_steps(
     tables = {"steps": table, "steps_rounds": found.rounds, "steps_probes": found.probes}
     write(folder, "steps", host, plan, tables, sent=found.sent, summary=steps.summary(table))
     show(table, ["workers", "mbit_per_s", "method", "used"], ["seconds", "seconds_predicted", "error"])
+
+
+@app.command("race")
+@main_guard
+def run_race(
+    rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas")] = "50,200,1000",
+    seeds: Annotated[str, typer.Option(help="seeds, with commas")] = "1,2,3",
+    methods: Annotated[str, typer.Option(help="variants of race.yaml, with commas; default: all")] = "",
+    iterations: Annotated[int, typer.Option(help="instead of race.yaml's, for a trial; 0: as there")] = 0,
+    results: Results = RESULTS,
+) -> None:
+    """Train over limited links until a validation loss is reached, by the clock (root only): race.csv,
+    race_summary.csv, race.json. About two hours on two cores; runs that are there are not repeated.
+
+    Where no testbed can be made it says why and ends with exit code 0.
+    """
+    plan = race.Plan(
+        rates=tuple(map(float, numbers(rates, "--rates"))),
+        seeds=numbers(seeds, "--seeds"),
+        methods=tuple(methods.split(",")) if methods else (),
+        iterations=iterations or None,
+    )
+    reason = testbed.missing()
+    if reason is not None:
+        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
+        return
+    host = machine.describe("cpu")
+    folder = results / host["slug"]
+    check_writable(folder)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with progress(plan.turns) as advance:
+        race.measure(plan, folder / "race", advance)
+    table = race.table(plan, folder / "race")
+    summary = race.summary(table)
+    write(folder, "race", host, plan, {"race": table, "race_summary": summary})
+    show(summary, ["mbit_per_s", "place", "label", "reached"], ["of_uncompressed", "seconds", "iterations"])
 
 
 @app.command("stages")

@@ -1,0 +1,239 @@
+"""Which method reaches a validation loss first over a slow link, by the clock: whole training runs on the testbed.
+
+Each run is an ordinary one (:mod:`experiments.launch`), with a launcher on each host of the testbed. Its time is the
+sum of its steps up to the one at which the validation loss first was at most the target, linear between evaluations;
+evaluations and start-up do not count. The runs of one seed and limit follow each other, uncompressed first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import yaml
+from pydantic import Field
+
+from edgc.errors import UserError
+from experiments.analyse.runs import Run, load_run
+from experiments.analyse.time_to_target import loss_at, reached
+from experiments.bench.children import ROOT, ChildError
+from experiments.bench.testbed import INTERFACE, Testbed
+from experiments.matrix import load_scale
+from experiments.processes import die_with_parent
+from experiments.run_folder import atomic_write
+from experiments.settings import RunConfig, Settings, deep_merge, load_yaml, resolve, validate
+
+PATH = Path(__file__).with_suffix(".yaml")
+PORT = 29400
+RUN_SECONDS = 3600.0
+
+
+class Race(Settings):
+    """The settings file ``race.yaml``."""
+
+    scale: str
+    base: dict[str, Any]
+    target_share: Annotated[float, Field(gt=0.0, le=1.0)]
+    variants: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        rates: limits in Mbit/s.
+        seeds: of the runs; every method has the same ones.
+        methods: names of variants; the uncompressed one is always among them.
+        iterations: instead of those of the file, for a trial.
+    """
+
+    rates: tuple[float, ...] = (50.0, 200.0, 1000.0)
+    seeds: tuple[int, ...] = (1, 2, 3)
+    methods: tuple[str, ...] = ()
+    iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        for rate in self.rates:
+            if not 1 <= rate <= 1e4:
+                raise UserError(f"--rates {rate:g} is not valid", fix="use 1 to 10000 Mbit/s")
+        known = load_race().variants
+        for name in self.methods:
+            if name not in known:
+                raise UserError(f"--methods {name!r} is not known", fix=f"use some of {', '.join(known)}")
+
+    def runs(self) -> list[RunConfig]:
+        """The runs of one limit, seed after seed, uncompressed first."""
+        race = load_race()
+        chosen = [
+            name for name in race.variants if name == "none" or not self.methods or name in self.methods
+        ]
+        base = deep_merge(load_scale(race.scale).defaults, race.base)
+        if self.iterations is not None:
+            base = deep_merge(base, {"train": {"iterations": self.iterations}})
+        found = []
+        for seed in self.seeds:
+            for variant in chosen:
+                values = deep_merge(base, race.variants[variant])
+                values |= {"study": "race", "scale": race.scale, "variant": variant, "seed": seed}
+                found.append(resolve(values, PATH))
+        return found
+
+    @property
+    def turns(self) -> int:
+        """How often :func:`measure` reports progress."""
+        return len(self.rates) * len(self.runs())
+
+
+def load_race() -> Race:
+    """Raises UserError naming the key in ``race.yaml``."""
+    found: Race = validate(Race, load_yaml(PATH), PATH)
+    return found
+
+
+def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> None:
+    """Run what is not yet there: ``folder/<Mbit/s>/<scale>/race/<run>``, over data in ``folder/<scale>/data``.
+
+    Raises:
+        UserError: if no testbed can be made.
+        ChildError: a launcher failed; what it said last.
+    """
+    runs = plan.runs()
+    workers = {run.parallel.world for run in runs}
+    if len(workers) != 1:
+        raise UserError("variants differ in their number of workers", where=PATH, fix="use one layout")
+    scale = load_race().scale
+    data = prepared(folder, scale)
+    with Testbed(workers.pop()) as testbed:
+        for rate in plan.rates:
+            testbed.limit(rate)
+            results = folder / f"{rate:g}"
+            (results / scale).mkdir(parents=True, exist_ok=True)
+            if not (results / scale / "data").exists():
+                (results / scale / "data").symlink_to(data.resolve())
+            for run in runs:
+                if not (results / scale / "race" / run.name / "status").exists():
+                    train(run, results, testbed)
+                advance(f"{rate:g} Mbit/s: {run.name}")
+
+
+def prepared(folder: Path, scale: str) -> Path:
+    """The folder of a scale's data, prepared if it is not there."""
+    data = folder / scale / "data"
+    name = str(load_scale(scale).defaults["data"]["path"])
+    if not (data / name / "data.yaml").is_file():
+        command = [sys.executable, "-m", "experiments.data", "prepare", "--scale", scale, "--name", name]
+        done = subprocess.run(
+            [*command, "--out", str(data / name)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise ChildError(last_line(done.stderr) or f"data: exit code {done.returncode}")
+    return data
+
+
+def train(run: RunConfig, results: Path, testbed: Testbed) -> None:
+    """One run, a launcher per host."""
+    config = results / "configs" / f"{run.name}.yaml"
+    atomic_write(config, yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    command = [sys.executable, "-m", "experiments.launch", "--config", str(config), "--results", str(results)]
+    command += ["--nodes", str(testbed.hosts), "--rendezvous", f"{testbed.address(0)}:{PORT}"]
+    with ExitStack() as stack:
+        launchers = []
+        for node in range(testbed.hosts):
+            log = stack.enter_context((results / "configs" / f"{run.name}-{node}.log").open("w+"))
+            own = ["--node", str(node), "--address", testbed.address(node)]
+            launcher = subprocess.Popen(
+                [*testbed.inside(node), *command, *own],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent(signal.SIGTERM),
+            )
+            stack.callback(end, launcher)
+            launchers.append((launcher, log))
+        for launcher, log in launchers:
+            if launcher.wait(RUN_SECONDS):
+                log.seek(0)
+                raise ChildError(f"{run.name}: {last_line(log.read()) or launcher.returncode}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def table(plan: Plan, folder: Path) -> pd.DataFrame:
+    """A row per limit and run: iterations and seconds to the target, and the ratio to the uncompressed run's.
+
+    ``seconds`` is empty where the target was never reached; ``seconds_step`` is the median of all steps.
+    """
+    race = load_race()
+    rows = []
+    for rate in plan.rates:
+        found = {c.name: load_run(folder / f"{rate:g}" / race.scale / "race" / c.name) for c in plan.runs()}
+        for config in plan.runs():
+            run, base = found[config.name], found[f"none-s{config.seed}"]
+            end = race.target_share * config.train.iterations
+            target = loss_at(base, end) if base.ok else math.nan
+            own, dense = (seconds_to(one, target) for one in (run, base))
+            rows.append(
+                {"mbit_per_s": rate, "method": config.variant, "label": config.label, "seed": config.seed}
+                | {"status": run.status, "bytes_ratio": run.number("bytes_ratio")}
+                | {"target_loss": target, "iterations": reached(run, target) if run.ok else math.nan}
+                | {"seconds": own, "of_uncompressed": own / dense}
+                | {"seconds_step": float(run.steps["seconds"].median()) if run.ok else math.nan}
+            )
+    return pd.DataFrame(rows)
+
+
+def seconds_to(run: Run, target: float) -> float:
+    """Seconds of the steps until the validation loss was at most ``target``; nan if it never was."""
+    iterations = reached(run, target) if run.ok else math.nan
+    if not math.isfinite(iterations):
+        return math.nan
+    steps = run.steps.set_index("iteration")["seconds"]
+    whole = int(iterations)
+    return float(steps[steps.index <= whole].sum() + (iterations - whole) * steps.get(whole + 1, 0.0))
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Per limit and method: seeds, how many reached the target, mean, smallest and largest ratio; ranked by the mean.
+
+    A method of which more runs reached the target comes first, whatever their time.
+    """
+    rows = []
+    for rate, part in table.groupby("mbit_per_s"):
+        found = [ranked(str(name), rows_of) for name, rows_of in part.groupby("method", sort=False)]
+        found.sort(key=lambda row: (-row["reached"] / row["seeds"], row["of_uncompressed"]))
+        rows += [{"mbit_per_s": rate, "place": place} | row for place, row in enumerate(found, start=1)]
+    return pd.DataFrame(rows)
+
+
+def ranked(name: str, rows: pd.DataFrame) -> dict[str, Any]:
+    ratios = rows["of_uncompressed"].dropna()
+    return (
+        {"method": name, "label": rows["label"].iloc[0], "seeds": len(rows), "reached": len(ratios)}
+        | {"of_uncompressed": ratios.mean(), "lowest": ratios.min(), "highest": ratios.max()}
+        | {"seconds": rows["seconds"].mean(), "iterations": rows["iterations"].mean()}
+        | {"seconds_step": rows["seconds_step"].mean(), "bytes_ratio": rows["bytes_ratio"].mean()}
+    )

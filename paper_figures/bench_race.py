@@ -1,0 +1,68 @@
+"""Wall-clock time to a fixed validation loss over links of limited bandwidth, as a share of uncompressed training's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from edgc.errors import UserError
+from paper_figures import style
+from paper_figures.bench_steps import looks
+
+NAME = "bench_race"
+
+
+def draw(results: Path) -> Figure:
+    """A panel per limit; methods from the first to the last over all limits; a dot per seed."""
+    path = results / "race_summary.csv"
+    if not path.is_file():
+        fix = "make it with: make bench-race (root only)"
+        raise UserError("there is no table of the race", where=path, fix=fix)
+    summary, runs = (
+        pd.read_csv(path),
+        pd.read_csv(results / "race.csv", keep_default_na=False, na_values=[""]),
+    )
+    rates = sorted(summary["mbit_per_s"].unique())
+    order = list(summary.groupby("method")["place"].mean().sort_values(kind="stable").index)
+    fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.22 * len(order) + 1.2, sharey=True)
+    for ax, rate in zip(axes, rates, strict=True):
+        panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
+        ax.set_title(f"{rate:g} Mbit/s")
+        ax.set_xlabel("time to the loss\n(uncompressed = 1)")
+        ax.set_ylim(len(order) - 0.5, -0.5)
+    labels = dict(zip(summary["method"], summary["label"], strict=True))
+    axes[0].set_yticks(range(len(order)), [labels[name] for name in order])
+    axes[0].set_ylabel("method")
+    style.letter(axes)
+    style.annotate(
+        fig,
+        list(summary["reached"].astype(int)),
+        bars="dots: runs, markers: means",
+        extra="measured, two workers; number: place at this limit; the loss: what the uncompressed run of the seed has "
+        f"at three quarters of its iterations\n{runs['machine'].iloc[0]}; torch {runs['torch'].iloc[0]}",
+    )
+    return fig
+
+
+def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str]) -> None:
+    for place, name in enumerate(order):
+        row, look = summary[summary["method"] == name].iloc[0], looks(name)
+        own = runs[runs["method"] == name]["of_uncompressed"].dropna()
+        ax.plot(own, [place] * len(own), ".", color=look.colour, markersize=3, alpha=0.7)
+        if len(own):
+            ax.plot(row["of_uncompressed"], place, marker=look.marker, color=look.colour, markersize=6)
+        text = f"{row['place']:.0f}"
+        if row["reached"] < row["seeds"]:
+            text += f" ({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
+        at = max([*own, 0.02])
+        ax.annotate(text, (at, place), xytext=(7, 0), textcoords="offset points", va="center")
+    ax.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
+    ax.set_xlim(0, 1.35 * max(1.0, summary["highest"].max()))
+    ax.grid(axis="y", visible=False)
+
+
+if __name__ == "__main__":
+    style.main(draw)

@@ -1,0 +1,161 @@
+"""The race over slow links: its runs, its clock, its ranking, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from matplotlib.text import Text
+from typer.testing import CliRunner
+
+from experiments.bench import race, testbed
+from experiments.bench.__main__ import app
+from experiments.bench.children import ChildError
+from paper_figures import BENCHMARKS, bench_race
+
+
+def write_run(folder: Path, config: Any, losses: list[float], seconds: float, status: str = "ok") -> None:
+    """A run folder with an evaluation at every tenth step, all steps taking ``seconds``."""
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    (folder / "summary.json").write_text(
+        json.dumps({"run": config.name, "status": status, "bytes_ratio": 0.5})
+    )
+    (folder / "status").write_text(f"{status}\n")
+    events: list[dict[str, Any]] = []
+    for at, loss in enumerate(losses, start=1):
+        for iteration in range(10 * at - 9, 10 * at + 1):
+            step = {"event": "step", "iteration": iteration, "loss": loss, "bytes": 10, "seconds": seconds}
+            events.append(step | {"stages": []})
+        events.append({"event": "eval", "iteration": 10 * at, "loss": loss, "perplexity": math.exp(loss)})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+@pytest.fixture
+def raced(tmp_path: Path) -> tuple[race.Plan, Path]:
+    """Uncompressed reaches 5.0 at iteration 30 of 40; int4 at half the time a step, later; top-k never does."""
+    plan = race.Plan(rates=(50.0,), seeds=(1, 2), methods=("int4", "topk", "edgc_cqm"), iterations=40)
+    for config in plan.runs():
+        folder = tmp_path / "50" / "ci" / "race" / config.name
+        losses, seconds, status = {
+            "none": ([7.0, 6.0, 5.0, 4.0], 2.0, "ok"),
+            "int4": ([7.0, 6.0, 5.5, 4.5], 1.0, "ok"),
+            "topk": ([8.0, 7.0, 6.5, 6.0], 0.1, "ok"),
+            "edgc_cqm": ([7.0, 6.0, 5.0, 4.0], 1.5, "ok" if config.seed == 1 else "diverged"),
+        }[config.variant]
+        write_run(folder, config, losses, seconds, status)
+    return plan, tmp_path
+
+
+def test_the_clock_stops_where_the_loss_is_reached(raced: tuple[race.Plan, Path]) -> None:
+    table = race.table(*raced).set_index(["method", "seed"])
+    assert table.loc[("none", 1), "target_loss"] == 5.0
+    assert table.loc[("none", 1), "seconds"] == 60.0
+    assert table.loc[("int4", 1), "iterations"] == pytest.approx(35.0)
+    assert table.loc[("int4", 1), "seconds"] == pytest.approx(35.0)
+    assert table.loc[("int4", 2), "of_uncompressed"] == pytest.approx(35 / 60)
+    assert math.isnan(table.loc[("topk", 1), "seconds"])
+    assert table.loc[("edgc_cqm", 1), "of_uncompressed"] == pytest.approx(0.75)
+    assert table.loc[("edgc_cqm", 2), "status"] == "diverged"
+
+
+def test_who_does_not_arrive_comes_last(raced: tuple[race.Plan, Path]) -> None:
+    summary = race.summary(race.table(*raced)).set_index("method")
+    assert list(summary.index) == ["int4", "none", "edgc_cqm", "topk"]
+    assert list(summary["place"]) == [1, 2, 3, 4]
+    assert list(summary["reached"]) == [2, 2, 1, 0]
+    assert summary.loc["none", ["of_uncompressed", "lowest", "highest"]].tolist() == [1, 1, 1]
+
+
+def test_runs_of_the_file() -> None:
+    runs = race.Plan(seeds=(1, 2)).runs()
+    known = race.load_race().variants
+    assert [run.variant for run in runs[: len(known)]] == list(known)
+    assert runs[0].variant == "none" and runs[0].seed == 1
+    assert {run.parallel.world for run in runs} == {2}
+    assert len({json.dumps(run.train.model_dump(mode="json")) for run in runs}) == 1, (
+        "the same training for all"
+    )
+    assert [run.variant for run in race.Plan(seeds=(1,), methods=("int4",)).runs()] == ["none", "int4"]
+    assert race.Plan(iterations=20).runs()[0].train.iterations == 20
+
+
+def test_the_program_and_the_figure(
+    raced: tuple[race.Plan, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(testbed, "missing", lambda: None)
+    monkeypatch.setattr(race, "measure", lambda plan, folder, advance: None)
+    made = race.table
+    monkeypatch.setattr(race, "table", lambda plan, folder: made(plan, raced[1]))
+    arguments = ["--rates", "50", "--seeds", "1,2", "--methods", "int4,topk,edgc_cqm", "--iterations", "40"]
+    done = CliRunner().invoke(app, ["race", *arguments, "--results", str(tmp_path / "bench")])
+    assert done.exit_code == 0, done.output
+    [folder] = (tmp_path / "bench").iterdir()
+    assert len(pd.read_csv(folder / "race.csv")) == 8
+    assert json.loads((folder / "race.json").read_text())["settings"]["rates"] == [50.0]
+    fig = bench_race.draw(folder)
+    words = " ".join(text.get_text() for text in fig.findobj(Text))
+    assert "2 of 2 never" in words and "1 of 2 never" in words
+    assert bench_race.NAME in BENCHMARKS
+
+
+def test_runs_that_are_there_are_not_repeated(
+    raced: tuple[race.Plan, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Network:
+        hosts = 2
+
+        def __init__(self, hosts: int) -> None:
+            assert hosts == 2
+
+        def __enter__(self) -> Network:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def limit(self, rate: float) -> None:
+            assert rate == 50.0
+
+    plan, folder = raced
+    (folder / "50" / "ci" / "race" / "int4-s2" / "status").unlink()
+    started: list[str] = []
+    monkeypatch.setattr(race, "Testbed", Network)
+    monkeypatch.setattr(race, "prepared", lambda folder, scale: folder)
+    monkeypatch.setattr(race, "train", lambda run, results, testbed: started.append(run.name))
+    moved: list[str] = []
+    race.measure(plan, folder, moved.append)
+    assert started == ["int4-s2"]
+    assert len(moved) == plan.turns
+
+
+def test_a_launcher_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Here:
+        hosts = 2
+        address = staticmethod(lambda node: "127.0.0.1")
+        inside = staticmethod(lambda node: [])
+
+    (run, *_) = race.Plan(seeds=(1,)).runs()
+    with pytest.raises(ChildError, match=r"none-s1: .*training data is missing"):
+        race.train(run, tmp_path, Here())  # type: ignore[arg-type]
+    assert not (tmp_path / "ci" / "race" / run.name).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "int3"], "--methods 'int3' is not known"),
+        (["--rates", "0"], "--rates 0 is not valid"),
+        (["--seeds", "x"], "--seeds 'x' is not valid"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["race", *arguments, "--results", str(tmp_path / "bench")])
+    assert done.exit_code == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "bench").exists()
