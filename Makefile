@@ -75,6 +75,10 @@ moe: ## train a small mixture of experts, compressed or not, and write that to r
 replay: venv ## compute the tables and figures of results/reference/SCALE again from its runs; they must not differ
 	@$(PY) -m experiments.archive replay --scale $(SCALE) $(ARGS)
 
+.PHONY: dry-run
+dry-run: venv ## print memory and bytes of every rank of STUDY (a paper-scale one), no GPU needed (ARGS: its options)
+	@$(PY) -m experiments.dry_run --study '$(STUDY)' $(ARGS)
+
 # SCALE=paper: below it no task needs a download.
 .PHONY: prefetch
 prefetch: venv ## download the data of the standard zero-shot tasks of SCALE, on a machine with network

@@ -31,11 +31,15 @@ class Network(Settings):
 
 
 class Gpu(Settings):
-    """What compression costs on one GPU: peaks, and the shares of them that the operations reach."""
+    """What compression costs on one GPU: peaks, and the shares of them that the operations reach.
+
+    ``memory_bytes`` is what the dry run compares with (:mod:`experiments.dry_run`).
+    """
 
     name: Sourced[str]
     fp32_flops: Sourced[PositiveFloat]
     memory_bytes_per_second: Sourced[PositiveFloat]
+    memory_bytes: Sourced[PositiveInt]
     gemm_efficiency: Sourced[Share]
     memory_efficiency: Sourced[Share]
     orthogonalise_efficiency: Sourced[Share]

@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from edgc.groups import gather_objects
 from edgc.megatron import Attachment, attach
@@ -106,10 +107,42 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     """Build this rank's part of the job. ``torch.distributed`` environment variables must be set."""
     device = initialise(run)
     config = transformer_config(run)
-    overlap = run.train.overlap_grad_reduce
+    overlap, virtual = run.train.overlap_grad_reduce, run.parallel.virtual_pipeline
+    share = share_of(run)
+    chunks = build_chunks(run, vocab_size, config)
+    for chunk in chunks:
+        chunk.broadcast_params()
+    optimizer, scheduler = build_optimizer(run, chunks)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
+    leaders, leaders_group = _stage_leaders(share is not None)
+    attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
+    recorders = _recorders(run, chunks, attachment, share, leaders, leaders_group)
+    attachment.engine.observer = observer_of(recorders)
+    pipeline = attachment.pipeline = _compressed_p2p(run, config)
+    expert_traffic = None
+    if share is not None:
+        expert_traffic = attachment.engine.open_channel = ExpertTraffic()
+    return Session(
+        run,
+        chunks,
+        optimizer,
+        scheduler,
+        attachment,
+        recorders,
+        device,
+        pipeline=pipeline,
+        expert_traffic=expert_traffic,
+    )
+
+
+def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> list[DistributedDataParallel]:
+    """This rank's model chunks, one without an interleaved schedule, each with its gradient buffers."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=run.train.precision != "fp32",
-        overlap_grad_reduce=overlap,
+        overlap_grad_reduce=run.train.overlap_grad_reduce,
         bucket_size=run.train.bucket_elements,
         use_distributed_optimizer=run.train.distributed_optimizer,
     )
@@ -134,32 +167,7 @@ def build(run: RunConfig, vocab_size: int) -> Session:
 
             module = Float16Module(config, module)
         chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0))
-    for chunk in chunks:
-        chunk.broadcast_params()
-    optimizer, scheduler = _optimizer(run, chunks)
-    config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
-    if overlap:
-        config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
-    leaders, leaders_group = _stage_leaders(share is not None)
-    attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
-    recorders = _recorders(run, chunks, attachment, share, leaders, leaders_group)
-    attachment.engine.observer = observer_of(recorders)
-    pipeline = attachment.pipeline = _compressed_p2p(run, config)
-    expert_traffic = None
-    if share is not None:
-        expert_traffic = attachment.engine.open_channel = ExpertTraffic()
-    return Session(
-        run,
-        chunks,
-        optimizer,
-        scheduler,
-        attachment,
-        recorders,
-        device,
-        pipeline=pipeline,
-        expert_traffic=expert_traffic,
-    )
+    return chunks
 
 
 def _recorders(
@@ -194,7 +202,10 @@ def _compressed_p2p(run: RunConfig, config: Any) -> CompressedP2P | None:
     return CompressedP2P(pp_group=group, config=config, pipeline=settings, seed=run.edgc.seed)
 
 
-def _optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[Any, OptimizerParamScheduler]:
+def build_optimizer(
+    run: RunConfig, chunks: list[DistributedDataParallel]
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Megatron's Adam over ``chunks``, and the schedule of its learning rate."""
     train = run.train
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -212,6 +223,8 @@ def _optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[A
             use_distributed_optimizer=train.distributed_optimizer,
         ),
         chunks,
+        # It makes them only where the ranks talk through gloo, see initialise.
+        use_gloo_process_groups=dist.get_backend() == "gloo",
     )
     decay = train.lr_decay_iterations or train.iterations
     scheduler = OptimizerParamScheduler(

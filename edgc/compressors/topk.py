@@ -37,7 +37,9 @@ class TopK(Feedback):
         total, device = sum(counts), flat.work.device
         if "sent" not in flat.buffers:
             offsets = torch.tensor(flat.offsets, device=device)
-            flat.buffers["offsets"] = offsets.repeat_interleave(torch.tensor(counts, device=device))
+            flat.buffers["offsets"] = offsets.repeat_interleave(
+                torch.tensor(counts, device=device), output_size=sum(counts)
+            )
             flat.buffers["sent"] = torch.empty((1, 2, total), dtype=torch.int32, device=device)
             flat.buffers["received"] = torch.empty(
                 (channel.world, 2, total), dtype=torch.int32, device=device

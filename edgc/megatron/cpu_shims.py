@@ -26,13 +26,19 @@ _FACTORIES = (
     "zeros_like",
 )
 _installed = False
+_device = torch.device("cpu")
 
 
-def install() -> bool:
-    """Install the shims once; returns whether they are in force."""
-    global _installed
+def install(device: torch.device | None = None) -> bool:
+    """Install the shims once; returns whether they are in force.
+
+    Args:
+        device: what stands for the CUDA device from now on; the CPU, or the meta device to learn sizes.
+    """
+    global _installed, _device
     if torch.cuda.is_available():
         return False
+    _device = device or torch.device("cpu")
     if not _installed:
         _patch()
         _installed = True
@@ -66,16 +72,15 @@ def _patch() -> None:
     cuda: Any = torch.cuda
     module: Any = torch
     tensor_type: Any = torch.Tensor
-    cpu = torch.device("cpu")
     # device=torch.cuda.current_device() in layers, buffers and optimizers
-    cuda.current_device = lambda: cpu
+    cuda.current_device = lambda: _device
     # timers and dist_checkpointing wait for the device
     cuda.synchronize = lambda *args, **kwargs: None
     # factory calls with device="cuda" spelled out
     for name in _FACTORIES:
-        setattr(module, name, _on_cpu(getattr(torch, name)))
-    # tensor.cuda() on scalars that are reduced
-    tensor_type.cuda = lambda self, *args, **kwargs: self
+        setattr(module, name, _without_cuda(getattr(torch, name)))
+    # tensor.cuda() on scalars that are reduced; self on a CPU
+    tensor_type.cuda = lambda self, *args, **kwargs: self.to(_device)
     # clip_grads groups gradients by the name of the CUDA tensor type
     original = torch.Tensor.type
 
@@ -97,12 +102,12 @@ def _without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _on_cpu(factory: Any) -> Any:
+def _without_cuda(factory: Any) -> Any:
     @functools.wraps(factory)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and not isinstance(device, int) and str(device).startswith("cuda"):
-            kwargs["device"] = torch.device("cpu")
+            kwargs["device"] = _device
         return factory(*args, **kwargs)
 
     return wrapped
