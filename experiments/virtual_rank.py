@@ -44,6 +44,7 @@ with cpu_shims.without_compiler():
     from experiments.setup import build_chunks, build_optimizer
 
 META = torch.device("meta")
+BY_VALUE = ("topk",)  # its selection of entries is sized by what it finds
 
 
 class Ledger(TorchDispatchMode):
@@ -148,6 +149,9 @@ class VirtualRank:
             )
         if self.run.model.architecture != "gpt" or self.run.model.experts is not None:
             raise UserError("the dry run knows dense GPTs only", where=where, fix="choose another study")
+        if self.run.edgc.method in BY_VALUE:
+            what = f"what {self.run.edgc.method} takes depends on values, which a dry run has none of"
+            raise UserError(what, where=where, fix="choose another method")
         if self.run.data.vocab_size is None:
             raise UserError("data.vocab_size is not set", where=where, fix="set it, e.g. 50257 for GPT-2's")
         if not 0 <= self.rank < parallel.world:

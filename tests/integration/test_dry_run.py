@@ -1,0 +1,163 @@
+"""The dry run against ranks that really train: every number that both have must be the same."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.layouts import build, study_shape
+from tests.workers import run_workers
+
+pytest.importorskip("megatron.core")
+
+from tests.integration import virtual_cases as cases
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+# Whole on every tensor-parallel rank: layernorms, positions, and biases that follow a sum over these ranks.
+REPLICATED = re.compile(r"layernorm|position_embeddings|linear_proj\.bias|linear_fc2\.bias")
+Found = dict[str, list[dict[str, Any]]]
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def virtual() -> Found:
+    done = program("tests.integration.virtual_cases", "ranks")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: Found = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, dict[str, list[tuple[str, list[int]]]]]:
+    done = program("tests.integration.virtual_cases", "models")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, list[tuple[str, list[int]]]]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def real() -> Found:
+    ranks = run_workers(cases.RANKS, cases.real)
+    return {name: [rank[name] for rank in ranks] for name in cases.CASES}
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_what_is_held_and_sent_is_what_real_ranks_hold_and_send(
+    name: str, virtual: Found, real: Found
+) -> None:
+    for rank, (ours, theirs) in enumerate(zip(virtual[name], real[name], strict=True)):
+        for key in ("parameters", "gradients", "optimizer", "error_feedback", "sent"):
+            assert ours[key] == theirs[key], (rank, key)
+
+
+@pytest.mark.parametrize("name", ["powersgd", "halves", "int8_factors", "tensor", "shards"])
+def test_buffers_hold_the_factors_and_the_second_error_feedback(
+    name: str, virtual: Found, real: Found
+) -> None:
+    for ours, theirs in zip(virtual[name], real[name], strict=True):
+        assert theirs["error_feedback"] > 0
+        # A workspace has five factors' room at most twice over, beside what goes dense.
+        low = theirs["error_feedback"] + theirs["factors"]
+        assert low < ours["buffers"] < theirs["error_feedback"] + 24 * theirs["factors"] + ours["gradients"]
+
+
+@pytest.mark.parametrize("name", ["none", "tensor", "masters"])
+def test_activations_are_what_autograd_saves(name: str, virtual: Found, real: Found) -> None:
+    for ours, theirs in zip(virtual[name], real[name], strict=True):
+        # Also alive at the end of forward, though not saved: what the stage has put out.
+        assert theirs["saved"] == pytest.approx(ours["activations"], rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["none", "tensor"])
+def test_the_formula_is_within_a_tenth(name: str, virtual: Found) -> None:
+    for ours in virtual[name]:
+        assert ours["formula"] == pytest.approx(ours["activations"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("study", "unique", "allocated"),
+    [
+        ("gpt2_345m", 354_823_168, 406_644_736),
+        ("gpt2_2p5b_v100", 2_400_074_880, 2_498_223_360),
+        ("gpt2_12p1b_h100", 11_902_030_336, 12_085_240_832),
+    ],
+)
+def test_the_papers_models_have_as_many_parameters_as_it_says(
+    study: str, unique: int, allocated: int, models: dict[str, dict[str, list[tuple[str, list[int]]]]]
+) -> None:
+    shape = study_shape(study)
+    stages = build(shape)
+    assert len(models[study]) == shape.pipeline * shape.tensor
+    total = 0
+    for place, parameters in models[study].items():
+        pipeline, tensor = map(int, place.split())
+        assert parameters == [[t.name, list(t.shape)] for t in stages[pipeline].tensors]
+        total += sum(prod(s) for name, s in parameters if tensor == 0 or not REPLICATED.search(name))
+    assert total == allocated
+    # The tied embedding is one parameter, though both end stages hold it, and its padding is none.
+    copy = padded = shape.padded_vocab * shape.hidden
+    assert total - copy - (padded - shape.vocab_size * shape.hidden) == unique
+
+
+def test_memory_adds_up(virtual: Found) -> None:
+    for rows in virtual.values():
+        for row in rows:
+            assert row["kept"] == sum(
+                row[key] for key in ("parameters", "gradients", "optimizer", "error_feedback", "buffers")
+            )
+            assert row["total"] >= row["kept"] + row["in_flight"] * row["activations"]
+
+
+def test_only_the_compressed_stage_keeps_anything(virtual: Found) -> None:
+    first, last = virtual["first_stage"][0], virtual["first_stage"][-1]
+    assert first["error_feedback"] > 0 == last["error_feedback"]
+    assert first["sent"] < virtual["none"][0]["sent"]
+    assert last["sent"] == virtual["none"][-1]["sent"]
+
+
+def test_the_program_prints_and_writes_the_same(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.csv"
+    options = ("--study", "gpt2_2p5b_v100", "--method", "powersgd_r32", "--every-rank", "--out", str(out))
+    done = program("experiments.dry_run", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = list(csv.DictReader(io.StringIO(out.read_text())))
+    assert [int(row["global_rank"]) for row in rows] == list(range(32))
+    assert {row["pipeline"] for row in rows} == {"0", "1", "2", "3"}
+    assert "2,400,074,880 parameters; 2,498,223,360" in done.stdout
+    for row in rows:
+        assert int(row["bytes_parameters"]) == 4 * int(row["parameters"]) == int(row["bytes_gradients"])
+        assert row["fits"] == str(int(row["bytes_total"]) <= int(row["bytes_gpu"])).lower()
+    assert ("DOES NOT FIT" in done.stdout) == any(row["fits"] == "false" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--study", "methods"), "no cluster section"),
+        (("--study", "gpt2_345m", "--scale", "ci"), "no runs at scale ci"),
+        (("--study", "gpt2_345m", "--method", "magic"), "has no method 'magic'"),
+    ],
+)
+def test_mistakes_are_one_line(options: tuple[str, ...], named: str) -> None:
+    done = program("experiments.dry_run", *options)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert done.stderr.count("\n") == 1
