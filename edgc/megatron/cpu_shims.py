@@ -89,7 +89,8 @@ def _patch() -> None:
     def cuda_type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             return original(self, dtype, *args, **kwargs)
-        return original(self).replace("torch.", "torch.cuda.", 1)
+        name = original(self).removeprefix("torch.").removeprefix("meta.")
+        return f"torch.cuda.{name}"
 
     tensor_type.type = cuda_type_name
 

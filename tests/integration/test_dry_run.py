@@ -81,9 +81,11 @@ def test_buffers_hold_the_factors_and_the_second_error_feedback(
 
 @pytest.mark.parametrize("name", ["none", "tensor", "masters"])
 def test_activations_are_what_autograd_saves(name: str, virtual: Found, real: Found) -> None:
+    run = cases.run_of(name)
+    boundary = 4 * run.train.micro_batch * run.model.sequence_length * run.model.hidden
     for ours, theirs in zip(virtual[name], real[name], strict=True):
-        # Also alive at the end of forward, though not saved: what the stage has put out.
-        assert theirs["saved"] == pytest.approx(ours["activations"], rel=0.03)
+        # Also alive at the end of forward, though not saved: what comes in and goes out of a stage, a tenth here.
+        assert theirs["saved"] <= ours["activations"] <= theirs["saved"] + 4 * boundary
 
 
 @pytest.mark.parametrize("name", ["none", "tensor"])
