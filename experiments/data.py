@@ -14,6 +14,7 @@ Everything is written into a hidden sibling folder that is renamed when it is co
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,7 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import tee
 from pathlib import Path
@@ -33,16 +34,21 @@ import yaml
 from edgc.errors import UserError
 from experiments import matrix
 from experiments.cli import main_guard
-from experiments.corpus import SPLITS, Document, Source, open_source
+from experiments.corpus import SPLITS, Document, HuggingFaceText, Source, open_source
 from experiments.prepared import FORMAT, INDEX_CACHE, DataInfo, load_info, recorded, texts, up_to_date
-from experiments.run_folder import atomic_write, check_writable
+from experiments.run_folder import atomic_write, check_space, check_writable
 from experiments.settings import DataConfig, validate
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from experiments.token_shards import Encoded, Shards
     from experiments.tokenizer import TextTokenizer
 
+    MakeShards = Callable[[TextTokenizer, Any], Shards]
+
+OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_TOKENS = 8_013_769, 9.04e9
+BYTES_BESIDE_TOKENS = 220  # of a document: its line in documents.jsonl and its entries in the indices
 _OURS = {"tokenizer.json", "documents.jsonl", "data.yaml", INDEX_CACHE, ".snakemake_timestamp"}
 _OURS |= {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")}
 
@@ -52,7 +58,13 @@ app = typer.Typer(add_completion=False, help="Prepare the text that models are t
 
 
 def prepare(
-    config: DataConfig, folder: Path, *, tokenizer_files: Path | None = None, show: bool = True
+    config: DataConfig,
+    folder: Path,
+    *,
+    tokenizer_files: Path | None = None,
+    show: bool = True,
+    workers: int = 1,
+    shard_documents: int | None = None,
 ) -> DataInfo:
     """Prepare ``config``'s corpus in ``folder``; does nothing where that is already done.
 
@@ -61,9 +73,13 @@ def prepare(
         folder: where the prepared data goes; replaced only if it holds prepared data or nothing.
         tokenizer_files: folder with GPT-2's tokenizer files, for ``tokenizer: gpt2`` without network.
         show: progress bar and messages on stderr.
+        workers: processes that tokenise an ``openwebtext`` source, whose shards outlive a kill
+            (:mod:`experiments.token_shards`); the result does not depend on it.
+        shard_documents: of these shards.
 
     Raises:
-        UserError: the source cannot be read, a split would be empty, or ``folder`` is in the way.
+        UserError: the source cannot be read, a split would be empty, there is too little space, or ``folder`` is in
+            the way.
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= _OURS):
@@ -83,16 +99,63 @@ def prepare(
         partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
         partial.mkdir()
         try:
-            info = _write(config, source, identity, partial, tokenizer_files, show)
+            shards = None
+            if config.source == "openwebtext":
+                there = sum(file.stat().st_size for file in folder.parent.glob(f".{folder.name}.shards-*/*"))
+                check_space(folder.parent, space_needed(config, source) - there)
+                shards = _shards(folder, workers, shard_documents)
+            info = _write(config, source, identity, partial, tokenizer_files, show, shards)
             _publish(partial, folder)
+            for leftover in folder.parent.glob(f".{folder.name}.shards-*"):
+                shutil.rmtree(leftover)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            fix = "free space and start it again: shards that are finished are kept"
+            raise UserError("no space left on the disk", where=folder.parent, fix=fix) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     _say(f"data {folder.name}: prepared ({_summary(info)})", show)
     return info
 
 
+def _shards(folder: Path, workers: int, size: int | None) -> MakeShards:
+    """Makes the shards of ``folder`` beside it; those of another tokenizer are deleted."""
+    from experiments.token_shards import SHARD_DOCUMENTS, Shards
+
+    size = size or SHARD_DOCUMENTS
+
+    def make(tokenizer: TextTokenizer, dtype: Any) -> Shards:
+        key = hashlib.sha256(f"{size}\0{dtype.__name__}\0{tokenizer.to_json()}".encode()).hexdigest()[:16]
+        own = folder.parent / f".{folder.name}.shards-{key}"
+        for other in folder.parent.glob(f".{folder.name}.shards-*"):
+            if other != own:
+                shutil.rmtree(other)
+        return Shards(own, tokenizer, dtype, workers=workers, size=size)
+
+    return make
+
+
+def space_needed(config: DataConfig, source: Source) -> int:
+    """Bytes that preparing an ``openwebtext`` source takes, about: shards and datasets together.
+
+    OpenWebText has 8 013 769 documents and 9.04 G tokens of GPT-2's, of two bytes each (nanoGPT, data/openwebtext). Of
+    local files a token is about four bytes of text, so shards and datasets take about what the files take.
+    """
+    if isinstance(source, HuggingFaceText) and source.folder:
+        return sum(path.stat().st_size for path in source.files)
+    documents = min(config.max_documents or OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_DOCUMENTS)
+    return round(documents * (2 * 2 * OPENWEBTEXT_TOKENS / OPENWEBTEXT_DOCUMENTS + BYTES_BESIDE_TOKENS))
+
+
 def _write(
-    config: DataConfig, source: Source, identity: str, folder: Path, tokenizer_files: Path | None, show: bool
+    config: DataConfig,
+    source: Source,
+    identity: str,
+    folder: Path,
+    tokenizer_files: Path | None,
+    show: bool,
+    make_shards: MakeShards | None,
 ) -> DataInfo:
     # Only here: both take seconds to import, and reading a prepared folder's facts needs neither.
     import numpy
@@ -111,9 +174,9 @@ def _write(
         }
         digest = hashlib.sha256()
         with (folder / "documents.jsonl").open("w", encoding="utf-8") as index:
-            for document, ids in _encode(source.documents(), tokenizer, progress):
+            shards = make_shards(tokenizer, dtype) if make_shards is not None else None
+            for document, size, ids in _encode(source.documents(), tokenizer, progress, shards):
                 split = source.split_of(document)
-                size = len(document.text.encode("utf-8"))
                 builders[split].add_document(numpy.asarray(ids), [len(ids)])
                 for name, amount in (("documents", 1), ("tokens", len(ids)), ("bytes", size)):
                     counts[name][split] += amount
@@ -163,13 +226,18 @@ def _tokenizer(config: DataConfig, source: Source, files: Path | None, progress:
 
 
 def _encode(
-    documents: Iterator[Document], tokenizer: TextTokenizer, progress: Progress
-) -> Iterator[tuple[Document, list[int]]]:
+    documents: Iterator[Document], tokenizer: TextTokenizer, progress: Progress, shards: Shards | None
+) -> Iterator[Encoded]:
     task = progress.add_task("write tokens", total=None)
+    if shards is not None:
+        yield from shards.encode(_counted(documents, progress, task))
+        progress.update(task, total=progress.tasks[task].completed)
+        return
     # The copy lags by one chunk only, so a streamed corpus stays out of memory.
     named, encoded = tee(_counted(documents, progress, task))
     ids = tokenizer.encode_documents(document.text for document in encoded)
-    yield from zip(named, ids, strict=True)
+    for document, row in zip(named, ids, strict=True):
+        yield document, len(document.text.encode("utf-8")), row
     progress.update(task, total=progress.tasks[task].completed)
 
 
@@ -242,10 +310,11 @@ def prepare_command(
     name: Annotated[str, typer.Option(help="data.path of the settings to prepare.")] = "stdlib",
     out: Annotated[Path | None, typer.Option(help="Output folder [results/<scale>/data/<name>].")] = None,
     tokenizer_files: Annotated[Path | None, typer.Option(help="Folder with GPT-2's tokenizer files.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise OpenWebText.")] = 1,
 ) -> None:
     """Read a corpus, train or load its tokenizer and write Megatron indexed datasets."""
     folder = out or Path("results") / scale / "data" / name
-    prepare(find_config(scale, name), folder, tokenizer_files=tokenizer_files)
+    prepare(find_config(scale, name), folder, tokenizer_files=tokenizer_files, workers=workers)
 
 
 if __name__ == "__main__":

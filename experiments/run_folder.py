@@ -71,6 +71,17 @@ def no_space(error: str, folder: Path) -> bool:
     return bool(FULL.search(error)) or shutil.disk_usage(folder).free < FULL_BYTES
 
 
+def check_space(folder: Path, needed: int) -> None:
+    """Raise ``UserError`` where less than ``needed`` bytes are free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free",
+            where=folder,
+            fix="free space, choose another --out on a larger disk, or set data.max_documents",
+        )
+
+
 class RunFolder:
     """One run's folder, claimed for the life of this object.
 
