@@ -195,6 +195,8 @@ class VirtualRank:
             optimizer, _ = build_optimizer(self._plain, chunks)
             # A norm is read as a number, and takes a few.
             optimizer.get_grad_norm = float
+            # The distributed optimizer gathers its parameters in place, by a collective that meta tensors lack.
+            chunks[0].start_param_sync = lambda *_, **__: None
             attachment = self._attach(chunks, self.run.edgc)
             if rank is not None:
                 engine = attachment.engine
