@@ -30,7 +30,7 @@ def layer_bytes(run: RunConfig, *, keeps_scores: bool = True) -> float:
     width, length = BYTES[run.train.precision], model.sequence_length
     tokens, masks = length * run.train.micro_batch, int(model.dropout > 0)
     feed_forward = (model.ffn_hidden or 4 * model.hidden) / model.hidden
-    whole = 4 * width + 2 * masks
+    whole: float = 4 * width + 2 * masks
     divided = (4 + 2 * feed_forward) * width
     scores = (width * (1 + masks) + masks) * model.heads * length / model.hidden if keeps_scores else 0.0
     if run.parallel.sequence:

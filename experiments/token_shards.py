@@ -55,7 +55,7 @@ class Shards:
         self,
         folder: Path,
         tokenizer: TextTokenizer,
-        dtype: np.dtype | type,  # type: ignore[type-arg]
+        dtype: np.dtype | type,
         *,
         workers: int = 1,
         size: int = SHARD_DOCUMENTS,
