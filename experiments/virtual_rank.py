@@ -272,12 +272,13 @@ class VirtualRank:
             stages[mine[0]] = mine
             return stages
 
-        original = attaching.gather_objects
-        attaching.gather_objects = gather_objects
+        module: Any = attaching
+        original = module.gather_objects
+        module.gather_objects = gather_objects
         try:
             return attach(chunks, config, iterations=self.run.train.iterations)
         finally:
-            attaching.gather_objects = original
+            module.gather_objects = original
 
     def _micro_batch(self, chunk: Any, ledger: Ledger) -> tuple[int, int]:
         """Forward and backward of one micro-batch: bytes held in between, and what the passes take on top."""
@@ -337,7 +338,8 @@ def _stand_in_for_cuda() -> None:
         raise UserError(
             "the dry run needs a process that sees no GPU", fix="set CUDA_VISIBLE_DEVICES to nothing"
         )
-    torch.nn.functional.dropout = _dropout
+    functional: Any = torch.nn.functional
+    functional.dropout = _dropout
     warm_start.random_factor = _drawn
 
 
