@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from edgc.compressors.blocks import _CHUNK_ON_GPU
 from experiments.layouts import build, study_shape
 from tests.workers import run_workers
 
@@ -76,7 +77,13 @@ def test_buffers_hold_the_factors_and_the_second_error_feedback(
         assert theirs["error_feedback"] > 0
         # A workspace has five factors' room at most twice over, beside what goes dense.
         low = theirs["error_feedback"] + theirs["factors"]
-        assert low < ours["buffers"] < theirs["error_feedback"] + 24 * theirs["factors"] + ours["gradients"]
+        high = theirs["error_feedback"] + 24 * theirs["factors"] + ours["gradients"]
+        if name == "int8_factors":
+            # On a GPU, which the meta device stands for, factors are quantised a chunk of fixed size at a time: five
+            # numbers of four bytes for each of its entries, however small the model.
+            assert ours["buffers"] > _CHUNK_ON_GPU
+            high += 20 * _CHUNK_ON_GPU
+        assert low < ours["buffers"] < high
 
 
 @pytest.mark.parametrize("name", ["none", "tensor", "masters"])

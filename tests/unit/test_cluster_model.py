@@ -241,7 +241,7 @@ def test_every_input_says_where_it_comes_from() -> None:
     for study in STUDIES:
         facts = summary(study, load_model(study))
         found = leaves(facts["inputs"])
-        assert len(found) == 24
+        assert len(found) == 25
         assert all(leaf["source"] and leaf["kind"] in ("measured", "cited", "assumed") for leaf in found)
 
 
