@@ -111,11 +111,8 @@ def assumptions() -> Iterator[tuple[Assumption, Assumption]]:
     ) -> tuple[Assumption, Assumption]:
         def change(factor: float) -> Callable[[Model], Model]:
             def changed(model: Model) -> Model:
-                part = getattr(model.cluster, section)
-                old = getattr(part, key)
-                value = old.value * factor if times else factor
-                new = part.model_copy(update={key: old.model_copy(update={"value": value})})
-                return replace(model, cluster=model.cluster.model_copy(update={section: new}))
+                value = getattr(getattr(model.cluster, section), key).value * factor if times else factor
+                return replace(model, cluster=model.cluster.assuming(section, key, value))
 
             return changed
 

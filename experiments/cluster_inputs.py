@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -93,6 +93,12 @@ class ClusterConfig(Settings):
     compute: Compute
     methods: Methods
     paper: Claim
+
+    def assuming(self, section: str, key: str, value: Any) -> ClusterConfig:
+        """The same with another value of one input."""
+        part = getattr(self, section)
+        changed = getattr(part, key).model_copy(update={"value": value})
+        return self.model_copy(update={section: part.model_copy(update={key: changed})})
 
 
 def load_cluster(study: str) -> ClusterConfig:

@@ -117,7 +117,4 @@ def uncompressed_reduction_share(model: Model) -> float:
 
 def with_efficiency(model: Model, value: float) -> Model:
     """The model at another share of the peak, for the sensitivity to that assumption."""
-    compute = model.cluster.compute
-    efficiency = compute.step_efficiency.model_copy(update={"value": value})
-    changed = compute.model_copy(update={"step_efficiency": efficiency})
-    return replace(model, cluster=model.cluster.model_copy(update={"compute": changed}))
+    return replace(model, cluster=model.cluster.assuming("compute", "step_efficiency", value))

@@ -211,13 +211,8 @@ def model_of(of: str, cluster: Scenario, gbits: float) -> Model:
     """The model of study ``of`` with the replicas, experts and sites of ``cluster``."""
     base = load_model(of)
     shape = replace(base.shape, data=cluster.data)
-    compute = base.cluster.compute
-    buckets = compute.bucket_elements.model_copy(
-        update={"value": max(LEAST_BUCKET, BUCKET_PER_REPLICA * cluster.data)}
-    )
-    inputs = base.cluster.model_copy(
-        update={"compute": compute.model_copy(update={"bucket_elements": buckets})}
-    )
+    buckets = max(LEAST_BUCKET, BUCKET_PER_REPLICA * cluster.data)
+    inputs = base.cluster.assuming("compute", "bucket_elements", buckets)
     fields = (inputs, base.sharing, base.micro_batches, base.micro_batch, gbits)
     if cluster.sites:
         node, latency = cluster.sites.node_gbits_per_second, cluster.sites.latency_seconds

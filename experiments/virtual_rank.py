@@ -284,13 +284,13 @@ class VirtualRank:
         """Forward and backward of one micro-batch: bytes held in between, and what the passes take on top."""
         run, stage = self.run, self.coordinates[2]
         size, length = run.train.micro_batch, run.model.sequence_length
+        inner = getattr(chunk.module, "module", chunk.module)
         before = ledger.peak = ledger.live
         arriving = None
         if stage > 0:
             rows = length // run.parallel.tensor if run.parallel.sequence else length
             dtype = chunk.module.config.pipeline_dtype
             arriving = torch.empty(rows, size, run.model.hidden, dtype=dtype, device=META, requires_grad=True)
-            inner = getattr(chunk.module, "module", chunk.module)
             inner.set_input_tensor(arriving)
         tokens = torch.empty(size, length, dtype=torch.int64, device=META)
         output = chunk(tokens, tokens, None, labels=tokens if stage == run.parallel.pipeline - 1 else None)
@@ -299,7 +299,6 @@ class VirtualRank:
         held = ledger.live - before
         torch.autograd.backward(output, torch.empty_like(output))
         del output, arriving, tokens
-        inner = getattr(chunk.module, "module", chunk.module)
         inner.set_input_tensor(None)
         return held, ledger.peak - before - held
 

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from edgc.errors import UserError
 from paper_figures import style
 from paper_figures.families import FAMILIES, Family
 
@@ -31,12 +30,7 @@ PARTS = {"compress": "compress", "communicate": "communicate", "decompress": "de
 
 def draw(results: Path) -> Figure:
     """Medians over rounds with quartiles; processor time where one thread runs, else wall time."""
-    path = results / "engine.csv"
-    if not path.is_file():
-        raise UserError(
-            "there is no table of the engine benchmark", where=path, fix="make it with: make bench"
-        )
-    table = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    table = style.read_benchmark(results / "engine.csv", "the engine benchmark", "bench")
     table = table[table["gradient_dtype"] == table["gradient_dtype"].iloc[0]]
     good = table[(table["status"] == "ok") & (table["products"] != "bf16")]
     alone = good[good["network"] == "none"]

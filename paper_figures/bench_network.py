@@ -8,7 +8,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from edgc.errors import UserError
 from paper_figures import style
 from paper_figures.families import FAMILIES, Family
 
@@ -25,11 +24,9 @@ LABELS = {"compute": "no communication"}
 
 def draw(results: Path) -> Figure:
     """A panel per limit, the slowest link first; medians over rounds with quartiles."""
-    path = results / "network.csv"
-    if not path.is_file():
-        fix = "make it with: make bench-network (root only)"
-        raise UserError("there is no table of the network benchmark", where=path, fix=fix)
-    table = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    table = style.read_benchmark(
+        results / "network.csv", "the network benchmark", "bench-network (root only)"
+    )
     rates = sorted(table["mbit_per_s"].unique(), key=lambda rate: rate or float("inf"))
     methods = list(dict.fromkeys(table["method"]))
     fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.19 * len(methods) + 1.1, sharey=True)

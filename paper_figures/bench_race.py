@@ -8,22 +8,17 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from edgc.errors import UserError
 from paper_figures import style
-from paper_figures.bench_steps import looks
+from paper_figures.families import by_name
 
 NAME = "bench_race"
 
 
 def draw(results: Path) -> Figure:
     """A panel per limit; methods from the first to the last over all limits; a dot per seed."""
-    path = results / "race_summary.csv"
-    if not path.is_file():
-        fix = "make it with: make bench-race (root only)"
-        raise UserError("there is no table of the race", where=path, fix=fix)
     summary, runs = (
-        pd.read_csv(path),
-        pd.read_csv(results / "race.csv", keep_default_na=False, na_values=[""]),
+        style.read_benchmark(results / name, "the race", "bench-race (root only)")
+        for name in ("race_summary.csv", "race.csv")
     )
     rates = sorted(summary["mbit_per_s"].unique())
     order = list(summary.groupby("method")["place"].mean().sort_values(kind="stable").index)
@@ -49,7 +44,7 @@ def draw(results: Path) -> Figure:
 
 def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str]) -> None:
     for place, name in enumerate(order):
-        row, look = summary[summary["method"] == name].iloc[0], looks(name)
+        row, look = summary[summary["method"] == name].iloc[0], by_name(name)
         own = runs[runs["method"] == name]["of_uncompressed"].dropna()
         ax.plot(own, [place] * len(own), ".", color=look.colour, markersize=3, alpha=0.7)
         if len(own):

@@ -5,31 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 
-from edgc.errors import UserError
 from paper_figures import style
-from paper_figures.families import FAMILIES, Family, family
+from paper_figures.families import by_name
 
 NAME = "bench_steps"
 BANDS = ((0.25, 0.08), (0.10, 0.16))  # relative error, opacity
 
 
-def looks(name: str) -> Family:
-    for kind in ("int8", "int4"):
-        if name.startswith("powersgd") and name.endswith(kind):
-            return FAMILIES[f"factors_{kind}"]
-    return family(name)
-
-
 def draw(results: Path) -> Figure:
     """A panel per number of workers; every limit's own shade of the method's colour."""
-    path = results / "steps.csv"
-    if not path.is_file():
-        fix = "make it with: make bench-steps (root only)"
-        raise UserError("there is no table of predicted steps", where=path, fix=fix)
-    table = pd.read_csv(path, keep_default_na=False, na_values=[""])
+    table = style.read_benchmark(results / "steps.csv", "predicted steps", "bench-steps (root only)")
     steps = table[table["used"] == "validation"]
     counts = sorted(steps["workers"].unique())
     fig, axes = style.figure(1, len(counts), width=style.TEXT, height=3.6, sharey=True, sharex=True)
@@ -42,7 +29,7 @@ def draw(results: Path) -> Figure:
             ax.fill_between(line, line * (1 - band), line * (1 + band), color="#888888", alpha=alpha, lw=0)
         ax.plot(line, line, color="#444444", linewidth=0.8)
         for name, rows in steps[steps["workers"] == workers].groupby("method", sort=False):
-            look = looks(str(name))
+            look = by_name(str(name))
             for _, row in rows.iterrows():
                 shade = 0.35 + 0.65 * (1 - rates.index(row["mbit_per_s"]) / max(1, len(rates) - 1))
                 error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]

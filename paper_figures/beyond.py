@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from paper_figures import style
+from paper_figures.families import by_name
 
 NAME = "beyond"
 STUDY = "beyond"
@@ -16,11 +17,6 @@ LABELS = {
     "int4": "int4",
     "edgc": "EDGC, mean rank",
 }
-
-
-def look(method: str) -> style.Family:
-    key = method.rpartition("_r")[0]
-    return style.FAMILIES[key] if key.startswith("factors") else style.family(method)
 
 
 def label(method: str) -> str:
@@ -39,7 +35,7 @@ def draw(results: Path) -> Figure:
     for ax, cluster in zip(axes, clusters, strict=False):
         rows = table[(table["cluster"] == cluster) & (table["method"] != "none")]
         for (method, overlap), line in rows.groupby(["method", "overlap"], sort=False):
-            family = look(str(method))
+            family = by_name(str(method))
             ax.plot(
                 line["gbits_per_second"],
                 line["saved_percent"],

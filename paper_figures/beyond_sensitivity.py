@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
-from paper_figures.beyond import STUDY, label, look
+from paper_figures.beyond import STUDY, label
+from paper_figures.families import by_name
 
 NAME = "beyond_sensitivity"
 METHODS = ("edgc", "factors_int8_r64")
@@ -58,7 +59,7 @@ def panel(ax: Axes, rows: pd.DataFrame) -> None:
     for index, name in enumerate(WORDS):
         for place, method in zip((-0.18, 0.18), METHODS, strict=True):
             row = rows[(rows["assumption"] == name) & (rows["method"] == method)].iloc[0]
-            family = look(method)
+            family = by_name(method)
             ends = [row["saved_percent_low"], row["saved_percent_high"]]
             ax.plot(ends, [index + place] * 2, color=family.colour, linewidth=1.2)
             for end, fill in zip(ends, ("white", family.colour), strict=True):
@@ -74,7 +75,7 @@ def panel(ax: Axes, rows: pd.DataFrame) -> None:
                 )
     for method in METHODS:
         base = rows[rows["method"] == method]["saved_percent"].iloc[0]
-        ax.axvline(base, color=look(method).colour, linewidth=0.8, linestyle=":")
+        ax.axvline(base, color=by_name(method).colour, linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(WORDS)), list(WORDS.values()))
     ax.set_ylim(len(WORDS) - 0.5, -0.5)
     ax.set_xlabel("SIMULATED: step time saved (%)")

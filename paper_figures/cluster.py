@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from edgc.errors import UserError
 from paper_figures import style
+from paper_figures.families import by_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,20 +43,12 @@ def _series(table: pd.DataFrame, method: str, column: str) -> tuple[list[float],
     return list(rows["gbits_per_second"]), list(rows[column])
 
 
-def _look(method: str) -> style.Family:
-    """Quantised factors are a family of their own."""
-    key = method.rpartition("_r")[0]
-    return (
-        style.FAMILIES[key] if key in style.FAMILIES and key.startswith("factors") else style.family(method)
-    )
-
-
 def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, ...] = ()) -> None:
     band = [_series(table, name, column) for name in BAND]
     colour = style.family(EDGC).colour
     for method, label, line in _lines(table):
         if method not in skip:
-            look = _look(method)
+            look = by_name(method)
             ax.plot(
                 *_series(table, method, column),
                 color=look.colour,

@@ -92,6 +92,16 @@ def family(name: str, policy: str | None = None) -> Family:
     return FAMILIES["other"]
 
 
+def by_name(name: str) -> Family:
+    """As :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``, ``powersgd_r32_int4``."""
+    for dtype in ("bf16", "int8", "int4"):
+        if name.startswith(f"factors_{dtype}") or (
+            name.startswith("powersgd") and name.endswith(f"_{dtype}")
+        ):
+            return FAMILIES[f"factors_{dtype}"]
+    return family(name)
+
+
 def look(run: pd.Series) -> Family:
     """The family of a row of a methods table, by its settings: PowerSGD is told apart by the type of its factors."""
     if run["method"] == "powersgd" and run["one_sided"] in (True, "True"):

@@ -194,6 +194,15 @@ def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
     return pd.read_csv(path)
 
 
+def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:
+    """One table of a benchmark, in which "none" is a name, or ``UserError`` with the target that makes it."""
+    import pandas as pd
+
+    if not path.is_file():
+        raise UserError(f"there is no table of {what}", where=path, fix=f"make it with: make {make}")
+    return pd.read_csv(path, keep_default_na=False, na_values=[""])
+
+
 def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
     """Write ``name.pdf`` and ``name.png`` (200 dpi) at the print size, atomically; the bytes hold no time stamp."""
     out_dir = Path(out_dir)

@@ -81,6 +81,24 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         raise SystemExit(1) from None
 
 
+def place(results: Path, device: str = "cpu") -> tuple[dict[str, Any], Path]:
+    """This machine, and its folder under ``results``, which can be written to."""
+    host = machine.describe(device)
+    folder = results / host["slug"]
+    check_writable(folder)
+    return host, folder
+
+
+def need_testbed() -> None:
+    """Where no testbed can be made, say why and end with exit code 0."""
+    reason = testbed.missing()
+    if reason is not None:
+        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
+        raise SystemExit(0)
+    # So that the namespaces are removed also when somebody ends the program.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def write(
     folder: Path,
     name: str,
@@ -143,9 +161,7 @@ def time_engines(
         allocators=("default",) if gpu else names,
         gloo=gloo and not gpu,
     )
-    host = machine.describe(plan.device)
-    folder = results / host["slug"]
-    check_writable(folder)
+    host, folder = place(results, plan.device)
     with progress(plan.rounds) as advance:
         found = engine.measure(plan, advance)
     table = engine_table.table(plan, found)
@@ -176,15 +192,8 @@ def time_steps(
         rounds=repeats,
         threads=threads,
     )
-    reason = testbed.missing()
-    if reason is not None:
-        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
-        return
-    host = machine.describe("cpu")
-    folder = results / host["slug"]
-    check_writable(folder)
-    # So that the namespaces are removed also when somebody ends the program.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    need_testbed()
+    host, folder = place(results)
     with progress(plan.turns) as advance:
         rounds = network.measure(plan, advance)
     table = network.table(plan, rounds)
@@ -211,14 +220,8 @@ def validate_steps(
         rates=tuple(map(float, numbers(rates, "--rates"))),
         rounds=repeats,
     )
-    reason = testbed.missing()
-    if reason is not None:
-        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
-        return
-    host = machine.describe("cpu")
-    folder = results / host["slug"]
-    check_writable(folder)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    need_testbed()
+    host, folder = place(results)
     with progress(plan.turns) as advance:
         found = steps.measure(plan, advance)
     table = steps.table(found)
@@ -247,14 +250,8 @@ def run_race(
         methods=tuple(methods.split(",")) if methods else (),
         iterations=iterations or None,
     )
-    reason = testbed.missing()
-    if reason is not None:
-        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
-        return
-    host = machine.describe("cpu")
-    folder = results / host["slug"]
-    check_writable(folder)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    need_testbed()
+    host, folder = place(results)
     with progress(plan.turns) as advance:
         race.measure(plan, folder / "race", advance)
     table = race.table(plan, folder / "race")
@@ -283,9 +280,7 @@ def time_stages(
     plan = stages.Plan(
         pipeline=pipeline, data=data, rank=rank, megabytes=megabytes, slowdown=slowdown, steps=steps
     )
-    host = machine.describe("cpu")
-    folder = results / host["slug"]
-    check_writable(folder)
+    host, folder = place(results)
     with progress(len(stages.VARIANTS) + 1) as advance:
         found = stages.measure(plan, advance)
     table = stages.table(found.iterations)

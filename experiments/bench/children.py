@@ -88,8 +88,7 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=STOP_SECONDS)
         self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), otherwise)
+        return last_line(self._errors.read().decode(errors="replace")) or otherwise
 
     def stop(self) -> None:
         """End the process: by closing its input, and if that does not help by a signal."""
@@ -165,6 +164,11 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop(at_once=kind is not None)
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank; "" without one."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def one_line(error: Exception) -> str:

@@ -25,10 +25,10 @@ from pydantic import Field
 from edgc.errors import UserError
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.time_to_target import loss_at, reached
-from experiments.bench.children import ROOT, ChildError
+from experiments.bench.children import ROOT, ChildError, last_line
 from experiments.bench.testbed import INTERFACE, Testbed
 from experiments.matrix import load_scale
-from experiments.processes import die_with_parent
+from experiments.processes import die_with_parent, stop
 from experiments.run_folder import atomic_write
 from experiments.settings import RunConfig, Settings, deep_merge, load_yaml, resolve, validate
 
@@ -160,26 +160,12 @@ def train(run: RunConfig, results: Path, testbed: Testbed) -> None:
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with_parent(signal.SIGTERM),
             )
-            stack.callback(end, launcher)
+            stack.callback(stop, launcher)
             launchers.append((launcher, log))
         for launcher, log in launchers:
             if launcher.wait(RUN_SECONDS):
                 log.seek(0)
                 raise ChildError(f"{run.name}: {last_line(log.read()) or launcher.returncode}")
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def table(plan: Plan, folder: Path) -> pd.DataFrame:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from experiments.processes import die_with_parent
+from experiments.processes import die_with_parent, stop
 
 STATE = Path(tempfile.gettempdir(), "edgc-slurm")
 ETC = Path("/etc/slurm")
@@ -142,12 +142,7 @@ class Daemons:
 
     def stop(self) -> None:
         for process in reversed(self.processes):
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process)
 
 
 def configuration(ports: Sequence[int], accounting: bool) -> dict[str, str]:

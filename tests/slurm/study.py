@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "parallel": {"pipeline": 1, "data": 2},
     "train": {
         "iterations": 60,
+        "micro_batch": 2,
         "global_batch": 4,
         "eval_interval": 30,
         "eval_batches": 2,

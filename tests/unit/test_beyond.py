@@ -43,20 +43,7 @@ def test_one_expert_that_takes_every_token_is_the_dense_model() -> None:
     one = model_of(OF, cluster(data=8, experts={"count": 1, "per_token": 1, "expert_parallel": 1}), 100.0)
     # Two groups of gradients pay the latency twice.
     dense, one = (
-        replace(
-            model,
-            cluster=model.cluster.model_copy(
-                update={
-                    "network": model.cluster.network.model_copy(
-                        update={
-                            "latency_seconds": model.cluster.network.latency_seconds.model_copy(
-                                update={"value": 0.0}
-                            )
-                        }
-                    )
-                }
-            ),
-        )
+        replace(model, cluster=model.cluster.assuming("network", "latency_seconds", 0.0))
         for model in (dense, one)
     )
     assert isinstance(one, MixtureOfExperts)

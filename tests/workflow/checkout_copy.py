@@ -144,7 +144,8 @@ class Checkout:
         return plans
 
 
-def make_checkout(path: Path) -> Checkout:
+def copy_repository(path: Path) -> None:
+    """All that a pipeline needs, without results."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
@@ -153,6 +154,10 @@ def make_checkout(path: Path) -> Checkout:
         (path / name).symlink_to((ROOT / name).readlink())
     (path / "results").mkdir()
     shutil.copy(ROOT / "results" / "paper_claims.yaml", path / "results")
+
+
+def make_checkout(path: Path) -> Checkout:
+    copy_repository(path)
     (path / KEPT).mkdir(parents=True)
     for name in BENCHMARKS["stage_spread"]:
         (path / KEPT / name).write_text("spread_seconds\n1\n")
