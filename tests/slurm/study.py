@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from tests.slurm.cluster import output
-from tests.workflow.checkout_copy import FILES, FOLDERS, LINKS, ROOT
+from tests.workflow.checkout_copy import copy_repository
 
 STUDY = "rank_sweep"
 RANKS = (4, 8, 12, 16, 20, 24)
@@ -175,14 +175,7 @@ def job_of(run: str) -> str | None:
 
 
 def make_copy(path: Path) -> Copy:
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(ROOT / name, path / name)
-    for name in LINKS:
-        (path / name).symlink_to((ROOT / name).readlink())
-    (path / "results").mkdir()
-    shutil.copy(ROOT / "results" / "paper_claims.yaml", path / "results")
+    copy_repository(path)
     scale = path / "experiments" / "scales" / "ci.yaml"
     values = yaml.safe_load(scale.read_text())
     values["defaults"] = {
