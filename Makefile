@@ -58,6 +58,16 @@ keep: venv ## write STUDY, its figures and its runs to results/reference/SCALE, 
 	@$(PIPELINE) '$(STUDY)' $(ARGS)
 	@$(KEEP) --study '$(STUDY)' --runs
 
+.PHONY: save
+save: venv ## keep the runs of STUDY that have ended, before the others have, to be committed
+	@$(PY) -m experiments.archive save --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
+
+# The text first: runs have to be younger, or they would be made again.
+.PHONY: restore
+restore: venv ## put the runs of STUDY that are kept back into results, where the pipeline goes on with the others
+	@$(PIPELINE) texts
+	@$(PY) -m experiments.archive restore --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
+
 # Not part of `reproduce`: 78 runs, more than an hour at ci scale; 12 runs; 21 runs.
 .PHONY: equal-bytes
 equal-bytes: ## compare all compressors at equal bytes and write that to results/reference/SCALE

@@ -4,8 +4,9 @@
 the same bytes: names of users, times and modes are left out.
 
 ``python -m experiments.archive replay --scale S`` computes the committed tables and figures again from such files and
-compares them byte for byte; ``restore`` puts the runs back into the results folder, where the pipeline goes on with
-them.
+compares them byte for byte. ``restore`` puts the runs back into the results folder, where the pipeline goes on with
+them; ``save`` keeps those of a study that is not finished yet (``runs-so-far.tar.xz``), so that its training can be
+spread over nights and machines.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from edgc.errors import UserError
+from experiments import matrix
 from experiments.cli import main_guard
+from experiments.run_folder import atomic_write
 
 NAME = "runs.tar.xz"
+SO_FAR = "runs-so-far.tar.xz"  # of a study of which only some runs have ended: no tables follow from it
 FIRST = ("run.yaml", "metrics.jsonl", "summary.json")  # `status` is unpacked last: a run with one is whole
 LAST = "status"
 app = typer.Typer(add_completion=False)
@@ -58,23 +63,53 @@ def unpack(archive: Path, folder: Path) -> list[str]:
     Raises:
         UserError: if it cannot be read, or a run of it is in the folder already; nothing is written then.
     """
+    with _opened(archive) as opened:
+        files = opened.getmembers()
+        names = list(dict.fromkeys(file.name.partition("/")[0] for file in files))
+        there = [name for name in names if (folder / name).exists()]
+        if there:
+            fix = "remove it, or give another results folder with --results"
+            raise UserError(f"run {there[0]} is there already", where=folder, fix=fix)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            opened.extract(file, folder, filter="data")
+            # Younger than the study's YAML and its text, or the pipeline would train the run again.
+            (folder / file.name).touch()
+    return names
+
+
+@contextmanager
+def _opened(archive: Path) -> Iterator[tarfile.TarFile]:
     try:
         with tarfile.open(archive, mode="r:xz") as opened:
-            members = opened.getmembers()
-            names = list(dict.fromkeys(member.name.partition("/")[0] for member in members))
-            there = [name for name in names if (folder / name).exists()]
-            if there:
-                fix = "remove it, or give another results folder with --results"
-                raise UserError(f"run {there[0]} is there already", where=folder, fix=fix)
-            folder.mkdir(parents=True, exist_ok=True)
-            for member in members:
-                opened.extract(member, folder, filter="data")
-                # Younger than the study's YAML, or the pipeline would train the run again.
-                (folder / member.name).touch()
+            yield opened
     except (OSError, EOFError, tarfile.TarError) as error:
         fix = "restore it from version control"
         raise UserError(f"cannot unpack the runs: {error}", where=archive, fix=fix) from None
-    return names
+
+
+def save(study: str, names: Sequence[str], fresh: Path, reference: Path) -> int:
+    """Keep those of the runs ``names`` that have ended, beside what a finished study keeps; returns how many.
+
+    Raises:
+        UserError: if none has ended, or fewer than are kept already.
+    """
+    ended = [name for name in names if (fresh / study / name / LAST).is_file()]
+    target = reference / study / SO_FAR
+    before = members(target) if target.is_file() else []
+    lost = [name for name in before if name in names and name not in ended]
+    if lost or not ended:
+        what = f"run {lost[0]} is kept and not in the results" if lost else f"no run of {study} has ended"
+        fix = f"make restore STUDY={study} first" if lost else f"train it first: snakemake -c2 {study}"
+        raise UserError(what, where=fresh / study, fix=fix)
+    atomic_write(target, pack(fresh / study, ended))
+    return len(ended)
+
+
+def members(archive: Path) -> list[str]:
+    """Names of the runs in ``archive``, in order."""
+    with _opened(archive) as opened:
+        return list(dict.fromkeys(name.partition("/")[0] for name in opened.getnames()))
 
 
 def replay(reference: Path, studies: Sequence[str], scratch: Path) -> Iterator[tuple[Path, bool]]:
@@ -104,15 +139,15 @@ def _same(committed: Path, computed: Path) -> bool:
     return computed.is_file() and committed.read_bytes() == computed.read_bytes()
 
 
-def archived(reference: Path, study: str | None = None) -> list[str]:
-    """Studies of which runs are kept under ``reference``, or ``study`` alone.
+def archived(reference: Path, study: str | None = None, kinds: Sequence[str] = (NAME,)) -> list[Path]:
+    """Files with runs of all studies, or of ``study`` alone, under ``reference``.
 
     Raises:
         UserError: if there are none.
     """
-    found = sorted(path.parent.name for path in reference.glob(f"{study or '*'}/{NAME}"))
+    found = sorted(path for kind in kinds for path in reference.glob(f"{study or '*'}/{kind}"))
     if not found:
-        fix = "see which there are: ls results/reference/*/*/" + NAME
+        fix = "see which there are: ls results/reference/*/*/runs*.tar.xz"
         raise UserError(f"no runs are kept of {study or 'any study'}", where=reference, fix=fix)
     return found
 
@@ -127,9 +162,10 @@ Results = Annotated[Path, typer.Option(help="results folder")]
 def replay_command(scale: Scale = "ci", study: Study = None, results: Results = Path("results")) -> None:
     """Compute the committed tables and figures again from the committed runs, and compare them byte for byte."""
     reference = results / "reference" / scale
+    names = [path.parent.name for path in archived(reference, study)]
     different = 0
     with tempfile.TemporaryDirectory() as scratch:
-        for path, same in replay(reference, archived(reference, study), Path(scratch) / scale):
+        for path, same in replay(reference, names, Path(scratch) / scale):
             print(f"{'same' if same else 'DIFFERENT':9}  {path}")
             different += not same
     if different:
@@ -137,13 +173,25 @@ def replay_command(scale: Scale = "ci", study: Study = None, results: Results = 
         raise SystemExit(1)
 
 
+@app.command("save")
+@main_guard
+def save_command(
+    study: Annotated[str, typer.Option(help="its runs")],
+    scale: Scale = "ci",
+    results: Results = Path("results"),
+) -> None:
+    """Keep the runs of an unfinished study that have ended, to be committed."""
+    names = [run.name for run in matrix.runs(study, scale)]
+    kept = save(study, names, results / scale, results / "reference" / scale)
+    print(f"{results / 'reference' / scale / study / SO_FAR}: {kept} of {len(names)} runs")
+
+
 @app.command("restore")
 @main_guard
 def restore_command(scale: Scale = "ci", study: Study = None, results: Results = Path("results")) -> None:
     """Put the committed runs into the results folder."""
-    reference = results / "reference" / scale
-    for name in archived(reference, study):
-        print(f"{name}: {len(unpack(reference / name / NAME, results / scale / name))} runs")
+    for path in archived(results / "reference" / scale, study, (NAME, SO_FAR)):
+        print(f"{path.parent.name}: {len(unpack(path, results / scale / path.parent.name))} runs")
 
 
 if __name__ == "__main__":

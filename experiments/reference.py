@@ -88,7 +88,10 @@ def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
 
 
 def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) -> list[Path]:
-    """Copy the runs ``names`` of a study, as one file, and the figures that need nothing else to ``reference``."""
+    """Copy the runs ``names`` of a study, as one file, and the figures that need nothing else to ``reference``.
+
+    What had been saved of it while it was unfinished goes.
+    """
     content = archive.pack(fresh / study, names)
     alone = [figure for figure, needed in paper_figures.FIGURES.items() if needed == (study,)]
     figures = [Path("figures") / f"{figure}.png" for figure in alone]
@@ -96,6 +99,7 @@ def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) ->
     for target in written:
         atomic_write(target, (fresh / target.relative_to(reference)).read_bytes())
     atomic_write(reference / study / archive.NAME, content)
+    (reference / study / archive.SO_FAR).unlink(missing_ok=True)
     return [*written, reference / study / archive.NAME]
 
 

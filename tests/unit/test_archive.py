@@ -71,6 +71,34 @@ def test_bad_input_is_one_line_and_changes_nothing(study: Path, tmp_path: Path) 
         archive.pack(study, sorted(before_name.partition("/")[0] for before_name in before))
 
 
+def test_runs_of_an_unfinished_study_are_kept_and_never_fewer(study: Path, tmp_path: Path) -> None:
+    kept, (first, second, *others) = tmp_path / "reference" / "ci", names(study)
+    (study / second / "status").unlink()
+    everything = [first, second, *others]
+    assert archive.save(STUDY, everything, study.parent, kept) == len(everything) - 1
+    assert archive.unpack(kept / STUDY / archive.SO_FAR, tmp_path / "again") == [first, *others]
+    with pytest.raises(UserError, match="no runs are kept"):
+        archive.archived(kept)
+    # In another clone, without what is kept: it is not replaced by less.
+    before = (kept / STUDY / archive.SO_FAR).read_bytes()
+    for name in others:
+        (study / name / "status").unlink()
+    with pytest.raises(UserError, match="is kept and not in the results"):
+        archive.save(STUDY, everything, study.parent, kept)
+    with pytest.raises(UserError, match="no run of window_ablation has ended"):
+        archive.save(STUDY, [second], study.parent, tmp_path / "other")
+    assert (kept / STUDY / archive.SO_FAR).read_bytes() == before
+
+
+def test_what_was_saved_goes_when_the_study_is_finished(study: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "reference" / "ci"
+    archive.save(STUDY, names(study), study.parent, kept)
+    reference.keep_runs(STUDY, names(study), study.parent, kept)
+    assert [path.name for path in archive.archived(kept, STUDY, (archive.NAME, archive.SO_FAR))] == [
+        archive.NAME
+    ]
+
+
 def run_replay(results: Path, study: str = STUDY) -> tuple[int, str]:
     done = CliRunner().invoke(
         archive.app, ["replay", "--scale", "ci", "--study", study, "--results", str(results)]

@@ -24,3 +24,14 @@ rule data:
     shell:
         "python -m experiments.data prepare --scale {params.scale} --name {wildcards.data} --out {params.folder}"
         " > {log} 2>&1"
+
+
+localrules:
+    texts,
+
+
+rule texts:
+    input:
+        lambda w: sorted(
+            {f"<results>/data/{run.data.path}/data.yaml" for runs in RUNS.values() for run in runs.values()}
+        ),
