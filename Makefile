@@ -106,7 +106,8 @@ bench-network: venv ## time training steps over links of limited bandwidth (root
 
 .PHONY: bench-steps
 bench-steps: venv ## compare predicted with measured training steps over links of limited bandwidth (root only)
-	@folder=$$($(BENCH) steps --results '$(RESULTS)/bench' $(ARGS)); \
+	@folder=$$($(BENCH) steps --results '$(RESULTS)/bench' $(ARGS) && $(BENCH) pipeline --results '$(RESULTS)/bench'); \
+	folder=$${folder##*$$'\n'}; \
 	[ -z "$$folder" ] || $(PY) -m paper_figures bench_steps --results "$$folder"
 
 .PHONY: bench-race

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from paper_figures import style
@@ -15,20 +16,24 @@ BANDS = ((0.25, 0.08), (0.10, 0.16))  # relative error, opacity
 
 
 def draw(results: Path) -> Figure:
-    """A panel per number of workers; every limit's own shade of the method's colour."""
-    table = style.read_benchmark(results / "steps.csv", "predicted steps", "bench-steps (root only)")
+    """A panel per layout; every limit's own shade of the method's colour."""
+    tables = [style.read_benchmark(results / "steps.csv", "predicted steps", "bench-steps (root only)")]
+    if (results / "pipeline.csv").is_file():
+        tables.append(pd.read_csv(results / "pipeline.csv"))
+    table = pd.concat(tables, ignore_index=True)
     steps = table[table["used"] == "validation"]
-    counts = sorted(steps["workers"].unique())
-    fig, axes = style.figure(1, len(counts), width=style.TEXT, height=3.6, sharey=True, sharex=True)
+    layouts = list(dict.fromkeys(steps["layout"]))
+    fig, axes = style.figure(1, len(layouts), width=style.TEXT, height=3.6, sharey=True, sharex=True)
     low = 0.8 * min(steps["seconds_q1"].min(), steps["seconds_predicted"].min())
     high = 1.25 * max(steps["seconds_q3"].max(), steps["seconds_predicted"].max())
-    rates = sorted(steps["mbit_per_s"].unique())
-    for ax, workers in zip(axes, counts, strict=True):
+    for ax, layout in zip(axes, layouts, strict=True):
+        own = steps[steps["layout"] == layout]
+        rates = sorted(own["mbit_per_s"].unique())
         line = np.array([low, high])
         for band, alpha in BANDS:
             ax.fill_between(line, line * (1 - band), line * (1 + band), color="#888888", alpha=alpha, lw=0)
         ax.plot(line, line, color="#444444", linewidth=0.8)
-        for name, rows in steps[steps["workers"] == workers].groupby("method", sort=False):
+        for name, rows in own.groupby("method", sort=False):
             look = by_name(str(name))
             for _, row in rows.iterrows():
                 shade = 0.35 + 0.65 * (1 - rates.index(row["mbit_per_s"]) / max(1, len(rates) - 1))
@@ -47,7 +52,13 @@ def draw(results: Path) -> Figure:
                     label="uncompressed" if look.key == "none" else look.label,
                 )
                 point.set_gid("step")
-        ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), title=f"{workers} workers")
+        ax.set(
+            xscale="log",
+            yscale="log",
+            xlim=(low, high),
+            ylim=(low, high),
+            title=f"{layout}, {len(own)} steps",
+        )
         ax.set_xlabel("measured seconds per step")
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50) if low < tick < high]
         style.plain(ax.xaxis, ticks)
@@ -63,7 +74,7 @@ def draw(results: Path) -> Figure:
         what="rounds",
         bars="bars: quartiles",
         extra=f"{len(errors)} steps, error of the prediction: median {errors.median():.1%}, worst {errors.max():.1%}; "
-        f"limits {', '.join(f'{rate:g}' for rate in rates)} Mbit/s, the slower the darker"
+        "the slower the link the darker"
         f"\n{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}",
     )
     return fig

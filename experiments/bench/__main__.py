@@ -1,4 +1,4 @@
-"""``python -m experiments.bench engine``, ``network``, ``steps``, ``race`` and ``stages``.
+"""``python -m experiments.bench engine``, ``network``, ``steps``, ``pipeline``, ``race`` and ``stages``.
 
 All print the folder that they have written to, ``RESULTS/<machine>``, as their last line. ``keep`` copies it to where
 results are committed.
@@ -6,126 +6,29 @@ results are committed.
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import pandas as pd
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from edgc.errors import UserError
-from experiments.bench import engine, engine_table, machine, network, race, stages, steps, testbed, timeline
-from experiments.bench.children import ChildError
+from experiments.bench import engine, engine_table, network, pipeline_steps, race, stages, steps, timeline
+from experiments.bench.terminal import need_testbed, numbers, place, progress, show, words, write
 from experiments.cli import main_guard
-from experiments.run_folder import atomic_write, check_writable
+from experiments.run_folder import atomic_write
 
 RESULTS = Path("results/bench")
 REFERENCE = Path("results/reference/bench")
-WIDEST = 40  # characters of a cell on the screen
 KEPT = (
     *("engine", "engine_rounds", "network", "network_rounds"),
     *("stages", "stages_iterations", "timeline", "timeline_spans"),
-    *("steps", "steps_rounds", "steps_probes", "race", "race_summary"),
+    *("steps", "steps_rounds", "steps_probes", "pipeline", "pipeline_rounds", "pipeline_probes"),
+    *("race", "race_summary"),
 )
 
 app = typer.Typer(add_completion=False, help=__doc__)
-screen = Console(stderr=True)
 Results = Annotated[Path, typer.Option(help="a folder named after the machine is made in it")]
-
-
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """``8,32`` as numbers, each once.
-
-    Raises:
-        UserError: if it is anything else.
-    """
-    try:
-        return tuple(dict.fromkeys(int(word) for word in text.split(",")))
-    except ValueError:
-        fix = f"give whole numbers with commas between them, e.g. {option} 8,32"
-        raise UserError(f"{option} {text!r} is not valid", fix=fix) from None
-
-
-def words(text: str, option: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """``a,b`` as words, each once and each allowed.
-
-    Raises:
-        UserError: if one is not.
-    """
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    for word in found:
-        if word not in allowed:
-            raise UserError(f"{option} {word!r} is not known", fix=f"use some of {', '.join(allowed)}")
-    return found
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; yields the function that moves it by one. A failed worker is one line and exit code 1."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=screen, transient=True) as bar:
-            task = bar.add_task("starting", total=total)
-            yield lambda text: bar.update(task, advance=1, description=text)
-    except ChildError as error:
-        screen.print(f"error: a worker process failed: {error}", markup=False, soft_wrap=True)
-        raise SystemExit(1) from None
-
-
-def place(results: Path, device: str = "cpu") -> tuple[dict[str, Any], Path]:
-    """This machine, and its folder under ``results``, which can be written to."""
-    host = machine.describe(device)
-    folder = results / host["slug"]
-    check_writable(folder)
-    return host, folder
-
-
-def need_testbed() -> None:
-    """Where no testbed can be made, say why and end with exit code 0."""
-    reason = testbed.missing()
-    if reason is not None:
-        screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
-        raise SystemExit(0)
-    # So that the namespaces are removed also when somebody ends the program.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
-def write(
-    folder: Path,
-    name: str,
-    host: Mapping[str, Any],
-    plan: Any,
-    tables: Mapping[str, pd.DataFrame],
-    **more: Any,
-) -> None:
-    """Tables, and the machine and the settings behind them (and ``more``) as ``name``.json; each file whole or not at
-    all."""
-    for key, table in tables.items():
-        text = machine.label(table, host).to_csv(index=False, lineterminator="\n", float_format="%.6g")
-        atomic_write(folder / f"{key}.csv", text)
-    described = {"machine": host, "settings": asdict(plan), **more}
-    atomic_write(folder / f"{name}.json", json.dumps(described, indent=1) + "\n")
-    print(folder)
-
-
-def show(table: pd.DataFrame, columns: list[str], values: list[str]) -> None:
-    """The most important columns, for the eye."""
-    printed = Table(*columns, *values)
-    for _, row in table.iterrows():
-        cells = ["" if pd.isna(row[name]) else str(row[name])[:WIDEST] for name in columns]
-        cells += [f"{row[name]:.3g}" if pd.notna(row.get(name)) else "" for name in values]
-        printed.add_row(*cells)
-    wide = Console(stderr=True, markup=False, width=None if screen.is_terminal else 140)
-    wide.print(printed)
 
 
 @app.command("engine")
@@ -228,6 +131,34 @@ def validate_steps(
     tables = {"steps": table, "steps_rounds": found.rounds, "steps_probes": found.probes}
     write(folder, "steps", host, plan, tables, sent=found.sent, summary=steps.summary(table))
     show(table, ["workers", "mbit_per_s", "method", "used"], ["seconds", "seconds_predicted", "error"])
+
+
+@app.command("pipeline")
+@main_guard
+def validate_pipeline_steps(
+    rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas")] = "20,50,200",
+    micro_batches: Annotated[str, typer.Option(help="of a replica in a step, with commas")] = "2,8",
+    repeats: Annotated[int, typer.Option(help="counted iterations of each run")] = 5,
+    results: Results = RESULTS,
+) -> None:
+    """Compare predicted with measured steps of two stages with two replicas (root only): pipeline.csv,
+    pipeline_rounds.csv, pipeline_probes.csv, pipeline.json.
+
+    Where no testbed can be made it says why and ends with exit code 0.
+    """
+    plan = pipeline_steps.Plan(
+        rates=tuple(map(float, numbers(rates, "--rates"))),
+        micro_batches=numbers(micro_batches, "--micro-batches"),
+        rounds=repeats,
+    )
+    need_testbed()
+    host, folder = place(results)
+    with progress(len(plan.configurations)) as advance:
+        found = pipeline_steps.measure(plan, advance)
+    table = pipeline_steps.table(plan, found)
+    tables = {"pipeline": table, "pipeline_rounds": found.rounds, "pipeline_probes": found.probes}
+    write(folder, "pipeline", host, plan, tables, sent=found.sent, summary=steps.summary(table))
+    show(table, ["mbit_per_s", "micro_batches", "method", "used"], ["seconds", "seconds_predicted", "error"])
 
 
 @app.command("race")

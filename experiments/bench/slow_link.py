@@ -22,12 +22,19 @@ class SlowLink:
     Attributes:
         bandwidth: bytes per second that a rank sends; None injects nothing. It may be changed between iterations.
         note: called with the start and the end of every wait, delay included.
+        messages: bytes that a rank sent before each wait, until :meth:`take`.
     """
 
     def __init__(
         self, bandwidth: float | None, note: Callable[[float, float], None] = lambda start, end: None
     ) -> None:
         self.bandwidth, self.note = bandwidth, note
+        self.messages: list[int] = []
+
+    def take(self) -> list[int]:
+        """The messages since the last call."""
+        taken, self.messages = self.messages, []
+        return taken
 
     def __call__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
         return _SlowChannel(group, shards, self)
@@ -44,6 +51,7 @@ class _SlowChannel(Channel):
         sent, self._delayed = self.bytes - self._delayed, self.bytes
         if not sent:
             return
+        self._link.messages.append(sent)
         if self._link.bandwidth is not None:
             started = time.perf_counter()
             time.sleep(sent / self._link.bandwidth)

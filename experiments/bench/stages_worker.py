@@ -48,8 +48,8 @@ def train(
     Returns:
         ``stage``, ``replica``; ``decisions``; and per iteration in ``iterations``: ``rank`` (None: uncompressed),
         ``steady`` (the ranks are final and nothing is being timed), ``finished`` (clock, when this rank's last
-        reduction was over), ``bytes`` that this rank sent, ``seconds`` of the whole step and ``spans`` of what was
-        done when (:mod:`experiments.bench.timeline`).
+        reduction was over), ``bytes`` that this rank sent, ``messages`` (the same, collective by collective),
+        ``seconds`` of the whole step and ``spans`` of what was done when (:mod:`experiments.bench.timeline`).
     """
     session = build(run, VOCABULARY)
     engine, stage = session.attachment.engine, session.stage
@@ -75,6 +75,7 @@ def train(
                 "steady": plan.phase in ("active", "disabled") and plan.probe_rank is None,
                 "finished": session.attachment.averaged_at,
                 "bytes": engine.last.statistics.bytes if engine.last else 0,
+                "messages": link.take(),
                 "seconds": time.perf_counter() - started,
                 "spans": recorder.take(),
             }
@@ -153,11 +154,40 @@ class Rank:
         result = train(RunConfig(**run), bandwidths)
         return {**result, "decisions": [plain(asdict(decision)) for decision in result["decisions"]]}
 
+    def all_reduce(self, entries: int, stages: int) -> float:
+        """Seconds of one all-reduce of so many fp32 numbers among the replicas of every stage at once."""
+        data = dist.get_world_size() // stages
+        groups = [dist.new_group(range(stage * data, (stage + 1) * data)) for stage in range(stages)]
+        tensor = torch.ones(entries)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(tensor, group=groups[dist.get_rank() // data])
+        seconds = time.perf_counter() - started
+        for group in groups:
+            dist.destroy_process_group(group)
+        if not bool((tensor == data).all()):
+            raise RuntimeError("the all-reduce gave a wrong sum")
+        return seconds
+
+    def send(self, entries: int, stages: int) -> float:
+        """Seconds that so many fp32 numbers take from the first stage to the second: half the time there and back."""
+        rank, data = dist.get_rank(), dist.get_world_size() // stages
+        tensor = torch.full((entries,), float(rank))
+        dist.barrier()
+        started = time.perf_counter()
+        if rank < data:
+            dist.send(tensor, rank + data)
+            dist.recv(tensor, rank + data)
+        elif rank < 2 * data:
+            dist.recv(tensor, rank - data)
+            dist.send(tensor, rank - data)
+        return (time.perf_counter() - started) / 2
+
 
 def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank = Rank()
-    serve({"start": rank.start, "train": rank.train})
+    serve({name: getattr(rank, name) for name in ("start", "train", "all_reduce", "send")})
 
 
 if __name__ == "__main__":

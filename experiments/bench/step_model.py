@@ -47,6 +47,9 @@ class Link:
             latency, slope = 0.0, float(np.sum(sent / seconds) / np.sum((sent / seconds) ** 2))
         return cls(latency=float(latency), bandwidth=float(1 / slope))
 
+    def seconds(self, sent: float) -> float:
+        return self.latency + sent / self.bandwidth
+
     def message(self, sent: float) -> Message:
         return Message(latency=self.latency, seconds=sent / self.bandwidth)
 

@@ -59,7 +59,7 @@ class Plan:
     rates: tuple[float, ...] = (100.0, 300.0, 1000.0)
     rounds: int = 3
     threads: int = 1
-    size: Size = field(default_factory=Size)
+    size: Size = field(default_factory=lambda: Size(sequence=128, batch=2))
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -184,7 +184,8 @@ def table(found: Measured) -> pd.DataFrame:
                 expected = predict(compute, Method(sent=sent, overhead=extra), link)
                 calibration = rate == FREE or name == COMPUTE
                 rows.append(
-                    {"workers": workers, "mbit_per_s": rate, "method": name}
+                    {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
+                    | {"method": name}
                     | {"used": "calibration" if calibration else "validation"}
                     | {"bytes": sum(map(sum, sent)), "rounds": len(seconds)}
                     | spread("seconds", seconds)

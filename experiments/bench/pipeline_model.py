@@ -1,0 +1,81 @@
+"""What :mod:`experiments.iteration_model` predicts for a step of pipeline stages that have replicas (DP x PP).
+
+As in :mod:`experiments.bench.step_model`, it is told only what was measured apart from the steps that it is to predict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from experiments.bench.step_model import Link
+from experiments.iteration_model import Bucket, Model, Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Work of a step.
+
+    Attributes:
+        forward, backward: seconds of a micro-batch, per stage.
+        rest: seconds after the gradients are averaged, without messages: gradient norm and optimizer.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    rest: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of a step.
+
+    Attributes:
+        activations: of one micro-batch between two stages, and as many back.
+        sent: per stage, what a rank sends to average its gradients, message by message.
+        embedding: what a rank of the end stages sends to sum the gradients of the tied embedding.
+    """
+
+    activations: float
+    sent: tuple[tuple[float, ...], ...]
+    embedding: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What a message takes: an all-reduce between replicas, and a tensor sent to the next stage."""
+
+    replicas: Link
+    stages: Link
+
+
+def predict(
+    compute: Compute, traffic: Traffic, links: Links, micro_batches: int, overhead: float = 0.0
+) -> float:
+    """Seconds of a step under 1F1B whose gradients are averaged after backward.
+
+    Args:
+        overhead: seconds of the processor that averaging takes, beside its messages.
+
+    Raises:
+        ValueError: compute and traffic differ in their number of stages.
+    """
+    if not len(compute.forward) == len(compute.backward) == len(traffic.sent):
+        raise ValueError(f"{len(traffic.sent)} stages send, but {len(compute.forward)} compute")
+    between = links.stages.seconds(traffic.activations)
+    stages = tuple(
+        Stage(
+            forward=(forward,),
+            backward=(backward,),
+            to_next=between,
+            to_previous=between,
+            buckets=(
+                Bucket(
+                    compress=overhead,
+                    messages=tuple(links.replicas.message(bytes_) for bytes_ in sent if bytes_),
+                ),
+            ),
+        )
+        for forward, backward, sent in zip(compute.forward, compute.backward, traffic.sent, strict=True)
+    )
+    after = compute.rest + (links.replicas.seconds(traffic.embedding) if traffic.embedding else 0.0)
+    return Model(stages=stages, micro_batches=micro_batches, after=after).run().seconds

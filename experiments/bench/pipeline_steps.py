@@ -1,0 +1,256 @@
+"""Predicted against measured steps of two pipeline stages with two replicas each, every rank on a host of the testbed.
+
+Megatron trains; activations and gradients share the limited cable of their host. Calibrated without a limit at one
+number of micro-batches; predicted under limits at others. Of a limited link nothing is used but messages timed by
+themselves.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from edgc.errors import UserError
+from experiments.bench.children import Child, Group
+from experiments.bench.engine_table import spread
+from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
+from experiments.bench.step_model import Link
+from experiments.bench.steps import FREE, PROBE_ROUNDS
+from experiments.bench.testbed import INTERFACE, Testbed
+
+MODULE = "experiments.bench.stages_worker"
+STAGES, REPLICAS = 2, 2
+LAYOUT = f"DP{REPLICAS} x PP{STAGES}"
+VOCABULARY = 256  # of the worker's text
+WARM_UP = 2  # iterations that are not counted
+SECONDS = 600.0
+CALIBRATED = 4  # micro-batches at which the work of a step is measured
+PROBES = {"all_reduce": (1 << 13, 1 << 16, 1 << 18), "send": (1 << 12, 1 << 14, 1 << 16)}  # fp32 entries
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "bf16": {"method": "bf16"},
+    "powersgd_r4": {"method": "powersgd", "rank": 4},
+    "powersgd_r16": {"method": "powersgd", "rank": 16},
+    "powersgd_r32_int8": {"method": "powersgd", "rank": 32, "factor_dtype": "int8"},
+    "int8": {"method": "quantize", "bits": 8},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        rates: limits in Mbit/s.
+        micro_batches: of a replica in a step, to be predicted.
+        rounds: counted iterations of each run.
+    """
+
+    rates: tuple[float, ...] = (20.0, 50.0, 200.0)
+    micro_batches: tuple[int, ...] = (2, 8)
+    rounds: int = 5
+    layers: int = 4
+    hidden: int = 128
+    sequence: int = 64
+    micro_batch: int = 2
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
+        for rate in self.rates:
+            if not 1 <= rate <= 1e4:
+                raise UserError(f"--rates {rate:g} is not valid", fix="use 1 to 10000 Mbit/s")
+        if not self.micro_batches or min(self.micro_batches) < STAGES:
+            given = ",".join(map(str, self.micro_batches))
+            raise UserError(f"--micro-batches {given} is not valid", fix=f"use {STAGES} or more")
+
+    @property
+    def configurations(self) -> list[tuple[float, int, str]]:
+        """Limit, micro-batches and method of every run, those that calibrate first."""
+        free = [(FREE, CALIBRATED, name) for name in METHODS]
+        limited = [
+            (rate, count, name) for rate in self.rates for count in self.micro_batches for name in METHODS
+        ]
+        return [*free, *limited]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``rounds``: a row per configuration and counted iteration; ``probes``: per timed message; ``sent``: per method
+    and stage what a rank sends, message by message."""
+
+    rounds: pd.DataFrame
+    probes: pd.DataFrame
+    sent: dict[str, list[list[float]]]
+
+
+def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
+    """A run, as :class:`experiments.settings.RunConfig` takes it."""
+    iterations = WARM_UP + plan.rounds
+    return {
+        "scale": "bench",
+        "study": "pipeline_steps",
+        "variant": method,
+        "label": method,
+        "seed": 1,
+        "model": {
+            "layers": plan.layers,
+            "hidden": plan.hidden,
+            "heads": 4,
+            "sequence_length": plan.sequence,
+        },
+        "parallel": {"pipeline": STAGES, "data": REPLICAS},
+        "train": {
+            "iterations": iterations,
+            "micro_batch": plan.micro_batch,
+            "global_batch": plan.micro_batch * micro_batches * REPLICAS,
+            "lr": 1e-3,
+            "lr_warmup_fraction": 0.1,
+            "eval_interval": iterations,
+            "eval_batches": 1,
+        },
+        "compression": METHODS[method],
+    }
+
+
+def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
+    """Run everything in a testbed of its own.
+
+    Raises:
+        UserError: if no testbed can be made.
+    """
+    rounds: list[dict[str, Any]] = []
+    probes: list[dict[str, Any]] = []
+    sent: dict[str, list[list[float]]] = {}
+    limit = None
+    with Testbed(STAGES * REPLICAS) as testbed, _ranks_on(testbed) as group:
+        for rate, count, name in plan.configurations:
+            if rate != limit:
+                testbed.limit(rate or None)
+                limit = rate
+                probes += [{"mbit_per_s": rate} | row for row in _probe(group)]
+            request = {"do": "train", "run": settings(plan, name, count), "bandwidths": [None] * STAGES}
+            answers = group.ask(request, SECONDS)
+            at = {"mbit_per_s": rate, "micro_batches": count, "method": name}
+            rounds += [at | row for row in _rounds(answers)]
+            if rate == FREE:
+                sent[name] = [
+                    next(a["iterations"][-1]["messages"] for a in answers if a["stage"] == stage)
+                    for stage in range(STAGES)
+                ]
+            advance(f"{LAYOUT}, {rate:g} Mbit/s, {name}")
+    return Measured(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
+
+
+@contextmanager
+def _ranks_on(testbed: Testbed) -> Iterator[Group]:
+    """A process per host, joined to a process group."""
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    world = STAGES * REPLICAS
+    with tempfile.TemporaryDirectory() as folder:
+        children = [Child(MODULE, environment, testbed.inside(host)) for host in range(world)]
+        with Group(children) as group:
+            for rank, child in enumerate(children):
+                child.send({"do": "start", "store": f"{folder}/store", "rank": rank, "world": world})
+            for child in children:
+                while child.receive() is None:
+                    pass
+            yield group
+
+
+def _probe(group: Group) -> Iterable[dict[str, Any]]:
+    """Messages by themselves: bytes that a rank sends, and seconds of the slowest."""
+    for kind, sizes in PROBES.items():
+        ring = 2 * (REPLICAS - 1) / REPLICAS if kind == "all_reduce" else 1.0
+        for entries in sizes:
+            for index in range(-1, PROBE_ROUNDS):
+                seconds = max(group.ask({"do": kind, "entries": entries, "stages": STAGES}, SECONDS))
+                if index >= 0:
+                    yield {"kind": kind, "bytes": 4 * ring * entries, "seconds": seconds}
+
+
+def _rounds(answers: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """The slowest rank's seconds of every counted iteration, and per stage the median time of a micro-batch."""
+    for index in range(WARM_UP, len(answers[0]["iterations"])):
+        found = [(answer["stage"], answer["iterations"][index]) for answer in answers]
+        row: dict[str, Any] = {"round": index - WARM_UP, "seconds": max(one["seconds"] for _, one in found)}
+        for kind in ("forward", "backward"):
+            for stage in range(STAGES):
+                times = [
+                    end - start
+                    for at, one in found
+                    for name, start, end in one["spans"]
+                    if at == stage and name == f"{kind}-compute"
+                ]
+                row[f"{kind}_{stage}"] = float(pd.Series(times).median())
+        yield row
+
+
+def links_of(probes: pd.DataFrame) -> Links:
+    """The median of each size counts."""
+    fitted = {}
+    for kind, part in probes.groupby("kind"):
+        medians = part.groupby("bytes")["seconds"].median()
+        fitted[kind] = Link.fit([(float(sent), float(seconds)) for sent, seconds in medians.items()])
+    return Links(replicas=fitted["all_reduce"], stages=fitted["send"])
+
+
+def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
+    """Medians of the uncompressed steps in ``rounds``; the rest is what these leave of the step."""
+    own = rounds[rounds["method"] == "none"]
+    forward, backward = (
+        tuple(float(own[f"{kind}_{stage}"].median()) for stage in range(STAGES))
+        for kind in ("forward", "backward")
+    )
+    bare = Compute(forward=forward, backward=backward)
+    rest = float(own["seconds"].median()) - predict(bare, traffic, links, CALIBRATED)
+    return Compute(forward=forward, backward=backward, rest=max(0.0, rest))
+
+
+def table(plan: Plan, found: Measured) -> pd.DataFrame:
+    """One row per limit, number of micro-batches and method, with the columns of :func:`experiments.bench.steps.table`.
+
+    ``used``: ``calibration`` (no limit) or ``validation``.
+    """
+    # fp32 activations; the ring of the two end stages' embeddings has two ranks.
+    activations = 4.0 * plan.sequence * plan.micro_batch * plan.hidden
+    embedding = 4.0 * VOCABULARY * plan.hidden
+    traffic = {
+        name: Traffic(activations=activations, sent=tuple(map(tuple, sent)), embedding=embedding)
+        for name, sent in found.sent.items()
+    }
+    free = found.rounds[found.rounds["mbit_per_s"] == FREE]
+    without = links_of(found.probes[found.probes["mbit_per_s"] == FREE])
+    compute = compute_of(free, traffic["none"], without)
+    extra = {
+        name: max(0.0, float(part["seconds"].median()) - predict(compute, traffic[name], without, CALIBRATED))
+        for name, part in free.groupby("method")
+    }
+    rows = []
+    for (rate, count, name), part in found.rounds.groupby(
+        ["mbit_per_s", "micro_batches", "method"], sort=False
+    ):
+        links = links_of(found.probes[found.probes["mbit_per_s"] == rate])
+        expected = predict(compute, traffic[name], links, int(count), extra[name])
+        rows.append(
+            {"workers": STAGES * REPLICAS, "layout": LAYOUT, "mbit_per_s": rate, "micro_batches": count}
+            | {"method": name, "used": "calibration" if rate == FREE else "validation"}
+            | {"bytes": max(map(sum, traffic[name].sent)), "rounds": len(part)}
+            | spread("seconds", part["seconds"])
+            | {"seconds_predicted": expected, "error": expected / float(part["seconds"].median()) - 1}
+            | {"seconds_compute": predict(compute, _silent(traffic[name]), links, int(count))}
+            | {"seconds_overhead": extra[name]}
+            | {"link_latency": links.replicas.latency, "link_bandwidth": links.replicas.bandwidth}
+        )
+    return pd.DataFrame(rows)
+
+
+def _silent(traffic: Traffic) -> Traffic:
+    """The same step with nothing sent but activations."""
+    return Traffic(activations=traffic.activations, sent=tuple(() for _ in traffic.sent))
