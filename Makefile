@@ -58,6 +58,10 @@ keep: venv ## write STUDY, its figures and its runs to results/reference/SCALE, 
 	@$(PIPELINE) '$(STUDY)' $(ARGS)
 	@$(KEEP) --study '$(STUDY)' --runs
 
+.PHONY: keep-claims
+keep-claims: venv ## judge the claims by what is kept in results/reference/SCALE, and write that beside it
+	@$(PY) -m experiments.claims --scale $(SCALE) --results results/reference --print
+
 .PHONY: save
 save: venv ## keep the runs of STUDY that have ended, before the others have, to be committed
 	@$(PY) -m experiments.archive save --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'

@@ -1,4 +1,5 @@
 """A verdict on every claim of the paper: ``python -m experiments.claims --scale ci --results results [--print]``.
+``--results results/reference`` judges by what is committed.
 
 The claims and the rules behind the verdicts stand in ``results/paper_claims.yaml`` and were written before
 the runs. Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence
@@ -132,7 +133,8 @@ def load_claims(path: Path = CLAIMS) -> list[Claim]:
 
 
 def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
-    """One row of ``claims.csv``. ``root`` is the folder of the scale, e.g. ``results/ci``."""
+    """One row of ``claims.csv``. ``root`` is the folder of the scale, e.g. ``results/ci``, or what is kept of it,
+    ``results/reference/ci``."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
     row |= {"id": claim.id, "claim": claim.claim, "paper_value": claim.paper_value, "unit": claim.unit}
     row |= {"kind": claim.kind, "scale": scale, "n": 0, "verdict": NOT_TESTABLE}
@@ -142,7 +144,8 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
         found: Measured = MEASURES[claim.measure](root)
     except Missing as reason:
         return row | {"note": f"no evidence: {reason}"}
-    evidence = (Path(root.parent.name) / root.name / found.evidence).as_posix()
+    depth = 3 if root.parent.name == "reference" else 2
+    evidence = Path(*root.parts[-depth:], found.evidence).as_posix()
     row |= {"kind": found.kind, "n": len(found.values), "evidence": evidence, "note": found.note}
     if found.kind != claim.kind:
         return row | {"note": f"the claim asks for {claim.kind} evidence, this is {found.kind}"}

@@ -37,6 +37,8 @@ KEPT = (
     "warm_up.csv",
     "grid.csv",
     "sampling_error.csv",
+    "time_to_target.csv",
+    "timings.csv",  # of the machine that trained; never compared
     "summary.json",
 )
 

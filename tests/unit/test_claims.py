@@ -60,6 +60,18 @@ def test_accuracy_follows_the_mean_gap(
     assert row["evidence"] == f"{tmp_path.name}/ci/methods/table.csv"
 
 
+def test_evidence_that_is_kept_is_named_with_its_place(
+    tmp_path: Path, known: dict[str, claims.Claim]
+) -> None:
+    kept = tmp_path / "results" / "reference" / "workstation"
+    rows = [
+        run("edgc_cqm", seed, method="edgc", policy="cqm", gap_nats=0.0, bytes_ratio=0.3) for seed in (1, 2)
+    ]
+    put(kept, "methods/table.csv", rows)
+    row = claims.judge(known["accuracy_preserved"], "workstation", kept)
+    assert row["evidence"] == "results/reference/workstation/methods/table.csv"
+
+
 def test_too_few_values_give_no_verdict(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
     rows = [run("edgc_cqm", method="edgc", policy="cqm", gap_nats=0.0, bytes_ratio=0.3)]
     put(tmp_path, "methods/table.csv", rows)
