@@ -3,7 +3,7 @@
 The model, Megatron's gradient buffers and optimizer, EDGC's engine and its compressor are the ones of a training run,
 built by the same functions. Their tensors have shapes and no memory, their process groups any size and no peers, so
 the last stage of the 12.1 B model is built and taken through a step in seconds. Nothing here is a second formula: bytes
-are counted where tensors are allocated (:class:`Ledger`) and where collectives are called
+are counted where tensors are allocated (:class:`~experiments.meta_device.Ledger`) and where collectives are called
 (:class:`~edgc.compressors.channel.Channel`).
 
 What differs from a GPU: kernels that allocate scratch memory of their own, the allocator's rounding, and the memory
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,17 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from edgc.compressors import warm_start
 from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from experiments import layouts
+from experiments.meta_device import META, Ledger, stand_in_for_cuda
 from experiments.settings import RunConfig
 
 with cpu_shims.without_compiler():
@@ -43,46 +39,7 @@ with cpu_shims.without_compiler():
     from experiments.model import transformer_config
     from experiments.setup import build_chunks, build_optimizer
 
-META = torch.device("meta")
 BY_VALUE = ("topk",)  # its selection of entries is sized by what it finds
-
-
-class Ledger(TorchDispatchMode):
-    """Counts the memory that the meta tensors made inside it would take.
-
-    Wherever a program reads a number out of a meta tensor (whether gradients are finite, a norm) it gets 1.
-
-    Attributes:
-        live: bytes of what is alive, each storage once.
-        peak: the largest ``live`` since it was last set.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].device == META:
-            return {torch.bool: True}.get(args[0].dtype, 1.0)
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.device == META:
-                self._see(value.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key, storage.nbytes())
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
 
 
 @dataclass(frozen=True)
@@ -234,7 +191,7 @@ class VirtualRank:
     @contextlib.contextmanager
     def _place(self) -> Iterator[tuple[list[Any], Ledger]]:
         """This process as the rank: its process groups, its model chunk, and a ledger that is counting."""
-        _stand_in_for_cuda()
+        stand_in_for_cuda()
         run, parallel = self.run, self.run.parallel
         assert run.data.vocab_size is not None
         dist.init_process_group("fake", rank=self.rank, world_size=parallel.world, store=FakeStore())
@@ -329,23 +286,3 @@ def _masters(chunk: Any, optimizer: Any) -> int:
     own = {p.untyped_storage()._cdata for p in chunk.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return _bytes([p for p in held if p.untyped_storage()._cdata not in own])
-
-
-def _stand_in_for_cuda() -> None:
-    """Megatron asks for the current CUDA device wherever it allocates: it gets the meta device."""
-    if not cpu_shims.install(META):
-        raise UserError(
-            "the dry run needs a process that sees no GPU", fix="set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    functional: Any = torch.nn.functional
-    functional.dropout = _dropout
-    warm_start.random_factor = _drawn
-
-
-def _drawn(seed: int, draw: int, name: str, length: int, rank: int) -> Tensor:
-    return torch.empty(length, rank, device=META)
-
-
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As on a GPU, where a mask of one byte an entry is kept; elsewhere it would be of the input's type."""
-    return torch.native_dropout(x, p, training)[0] if training and p > 0 else x
