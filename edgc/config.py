@@ -147,6 +147,8 @@ class EDGCConfig(Settings):
         step_limit: s, largest change of the rank per window. Paper: 8.
         window: w, iterations per decision. Paper: 1000.
         warmup_fraction: share of the iterations without compression, at least. Paper: 0.1.
+        warmup_bits: of an entry during warm-up, 8 or 4 with error feedback, which compression then takes over; None:
+            uncompressed, as in the paper (ours: an uncompressed tenth of the run is most of what EDGC sends).
         warmup_limit_fraction: share after which compression starts even if the entropy is not stable (ours).
         stability_tolerance: entropy counts as stable when two consecutive window means differ by at most this
             many nats (ours; the paper gives no number).
@@ -193,6 +195,7 @@ class EDGCConfig(Settings):
     step_limit: int = 8
     window: int = 1000
     warmup_fraction: float = 0.1
+    warmup_bits: int | None = None
     warmup_limit_fraction: float = 0.5
     stability_tolerance: float = 0.1
     search_start: int = 10
@@ -249,6 +252,9 @@ class EDGCConfig(Settings):
             self.warmup_limit_fraction,
             f"use at least warmup_fraction = {self.warmup_fraction}",
         )
+        require(self.warmup_bits in (None, 8, 4), "warmup_bits", self.warmup_bits, "use 8, 4 or null")
+        if self.warmup_bits is not None:
+            require(self.method == "edgc", "warmup_bits", self.warmup_bits, "it needs method: edgc")
         number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
         one_of("alignment", self.alignment, ("off", "given", "measured"))
         if self.remeasure_above is not None:

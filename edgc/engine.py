@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from edgc.clock import Stopwatch
 from edgc.compressors import Channel, Gradient, PowerSGD, Statistics, build
-from edgc.compressors.base import Steps
+from edgc.compressors.base import Compressor, Steps
 from edgc.compressors.powersgd import saves_bytes
 from edgc.config import EDGCConfig
 from edgc.controller import Controller, Decision, Plan
 from edgc.entropy_meter import EntropyMeter, Measured
+from edgc.hand_over import THROUGH, WarmUp
 from edgc.layer_ranks import LayerRanks
 from edgc.measurements import CurveMean
 from edgc.spectral import error_curve
@@ -95,6 +96,7 @@ class Engine:
         self.stages = len(shapes)
         self.compressor = build(config)
         self.compressor.deferred = deferred
+        self.warm_up = WarmUp.of(config, self.compressor, deferred)
         self.controller = Controller(config, shapes, iterations, overlapped=overlapped)
         self.entropy = EntropyMeter(config)
         self.exchange_group = exchange_group
@@ -125,9 +127,16 @@ class Engine:
         return self.plan.ranks[self.stage]
 
     @property
+    def _compressors(self) -> tuple[Compressor, ...]:
+        return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up.compressor)
+
+    @property
     def waits(self) -> int:
         """How often a reduction of this iteration waits for its collectives, measurements aside."""
-        return self.compressor.waits(self.rank)
+        warm_up = (
+            self.warm_up.compressor.waits(THROUGH) if self.warm_up is not None and self.warm_up.on else 0
+        )
+        return max(warm_up, self.compressor.waits(self.rank))
 
     def reduce(
         self,
@@ -181,9 +190,12 @@ class Engine:
                 self._statistics.bytes += sent
             if not gate.compresses({gradient.name: gradient.tensor.numel() for gradient in gradients}):
                 rank = None
+        compressor = self.compressor
         if rank is not None:
             self._compressed.update(gradient.name for gradient in gradients)
-        statistics = yield from self.compressor.exchange(gradients, channel, rank)
+        elif self.warm_up is not None and self.warm_up.on and channel.world > 1 and compress:
+            compressor, rank = self.warm_up.compressor, THROUGH
+        statistics = yield from compressor.exchange(gradients, channel, rank)
         self._statistics = self._statistics + statistics
         self._look_at_reduced(gradients)
 
@@ -218,7 +230,8 @@ class Engine:
         is returned."""
         factor = scale / self.entropy.scale
         if factor != 1:
-            self.compressor.rescale(factor)
+            for compressor in self._compressors:
+                compressor.rescale(factor)
             self.entropy.scale = scale
         return factor
 
@@ -253,7 +266,8 @@ class Engine:
             skipped: whether the step is given up, the same on every rank of every stage: nothing of the iteration is
                 taken as a measurement, and what was ``deferred`` is dropped.
         """
-        self.compressor.settle(not skipped)
+        for compressor in self._compressors:
+            compressor.settle(not skipped)
         entropy = self.entropy.close()
         if skipped:
             entropy = Measured(math.nan, math.nan, entropy.seconds)
@@ -278,6 +292,8 @@ class Engine:
             self._exchange_and_decide(backward_seconds)
         self.iteration += 1
         before, self.plan = self.plan, self.controller.plan(self.iteration)
+        if self.warm_up is not None:
+            self.warm_up.follow(self.plan)
         if self.plan.ranks != before.ranks:
             self._window.times.clear()
         if self.plan.probe_rank is None:
@@ -319,11 +335,12 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
+        compressor = self.compressor.state_dict()
         return {
             "iteration": self.iteration,
             "scale": self.entropy.scale,
             "controller": self.controller.state_dict(),
-            "compressor": self.compressor.state_dict(),
+            "compressor": compressor if self.warm_up is None else self.warm_up.state_dict(compressor),
             "window": self._window.state_dict(),
             "gate": self._trials.gate.state_dict() if self._trials.gate is not None else None,
             "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
@@ -333,11 +350,14 @@ class Engine:
         """Go on from :meth:`state_dict` of the same rank under the same configuration."""
         self.iteration, self.entropy.scale = int(state["iteration"]), float(state["scale"])
         self.controller.load_state_dict(state["controller"])
-        self.compressor.load_state_dict(state["compressor"])
+        self.plan = self.controller.plan(self.iteration)
+        compressor = state["compressor"]
+        if self.warm_up is not None:
+            compressor = self.warm_up.load_state_dict(compressor, self.plan)
+        self.compressor.load_state_dict(compressor)
         self._window.load_state_dict(state["window"])
         if self._trials.gate is not None:
             self._trials.gate.load_state_dict(state["gate"] or {})
         if self.layer_ranks is not None:
             self.layer_ranks.load_state_dict(state["layer_ranks"])
-        self.plan = self.controller.plan(self.iteration)
         self._start_iteration()

@@ -29,7 +29,7 @@ in only up to that.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Container, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -174,6 +174,13 @@ class PowerSGD(Compressor):
     def rescale(self, factor: float) -> None:
         for error in self.errors.values():
             error.mul_(factor)
+
+    def adopt_errors(self, errors: Mapping[str, Tensor]) -> None:
+        """Copy what another method has kept of gradients that this one has nothing of; it is sent from now on."""
+        if self._state.error_dtype is not None:
+            dtype = self._state.error_dtype
+            self._discard(set(errors))
+            self.errors.update({name: tensor.to(dtype, copy=True) for name, tensor in errors.items()})
 
     def _two_sided(
         self, work: Workspace, dense: Sequence[Tensor], channel: Channel, statistics: Statistics
