@@ -1,4 +1,4 @@
-"""Zero-shot evaluation of exported models with lm-eval, offline, in one process, and the study's table.
+"""Zero-shot evaluation of exported models with lm-eval, offline, and the study's table.
 
 A (model, task) pair is evaluated once: its folder holds lm-eval's own ``results.json`` unchanged, the
 results per sample, and the hash of everything that went in; the pair is evaluated again only when that hash
@@ -14,10 +14,14 @@ import importlib.metadata
 import io
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from experiments.cli import main_guard
 from experiments.evaluation_inputs import Model, Row, TaskFile, digest, read_models, read_tasks
 from experiments.evaluation_statistics import load_equivalence
 from experiments.evaluation_table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings, write_csv
+from experiments.processes import die_with_parent
 from experiments.run_folder import atomic_write, check_writable
 from experiments.standard_data import read_standard
 from experiments.task_catalogue import standard_tasks
@@ -75,35 +80,68 @@ def is_done(folder: Path, wanted: Row) -> bool:
     return bool(found.get("digest") == wanted["digest"]) and (folder / "results.json").is_file()
 
 
-def evaluate(
-    models: Sequence[Model],
-    tasks: Sequence[TaskFile],
-    folders: Sequence[Path],
-    out: Path,
-    *,
-    batch_size: int,
-    device: str = "auto",
-) -> int:
-    """Evaluate what is not done yet; returns the number of evaluations. ``folders`` hold the task files."""
-    pending = {
-        model.name: [
-            task
-            for task in tasks
-            if not is_done(out / model.name / task.name, inputs(model, task, batch_size))
-        ]
-        for model in models
-        if model.info["model"]
-    }
-    if not any(pending.values()):
+@dataclass(frozen=True)
+class Work:
+    """How evaluations are made: ``folders`` hold the task files, results go below ``out``."""
+
+    folders: tuple[Path, ...]
+    out: Path
+    batch_size: int = 1
+    device: str = "auto"
+
+    def pending(self, model: Model, tasks: Sequence[TaskFile]) -> list[TaskFile]:
+        """What is not done yet of a model that was trained to its end."""
+        if not model.info["model"]:
+            return []
+        places = ((task, self.out / model.name / task.name) for task in tasks)
+        return [task for task, place in places if not is_done(place, inputs(model, task, self.batch_size))]
+
+
+def evaluate(models: Sequence[Model], tasks: Sequence[TaskFile], work: Work, processes: int = 1) -> int:
+    """Evaluate what is not done yet, ``processes`` models at a time; returns the number of evaluations."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    pending = [(model, found) for model in models if (found := work.pending(model, tasks))]
+    if not pending:
         return 0
+    work = replace(work, device=chosen_device(work.device))
+    with Progress(console=Console(file=sys.stderr)) as progress, contextlib.ExitStack() as stack:
+        bar = progress.add_task("evaluate", total=sum(len(found) for _, found in pending))
+        if processes > 1 and len(pending) > 1 and work.device == "cpu":
+            # Not forked: lm-eval's libraries have threads.
+            context = multiprocessing.get_context("spawn")
+            threads = max(1, (os.cpu_count() or 1) // processes)
+            pool = ProcessPoolExecutor(min(processes, len(pending)), context, _limit_threads, (threads,))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            jobs = {pool.submit(_all_of, model, found, work): model for model, found in pending}
+            for job in as_completed(jobs):
+                progress.update(bar, advance=job.result(), description=jobs[job].name)
+        else:
+            for model, found in pending:
+                for task in evaluations(model, found, work):
+                    progress.update(bar, advance=1, description=f"{model.name} {task.name}")
+    return sum(len(found) for _, found in pending)
+
+
+def _limit_threads(threads: int) -> None:
     import torch
+
+    die_with_parent(signal.SIGKILL)()
+    torch.set_num_threads(threads)
+
+
+def _all_of(model: Model, tasks: Sequence[TaskFile], work: Work) -> int:
+    return sum(1 for _ in evaluations(model, tasks, work))
+
+
+def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator[TaskFile]:
+    """Evaluate a model on ``tasks``; yields each when its folder is written."""
     import transformers
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable
-    from rich.console import Console
-    from rich.progress import Progress
     from torch.utils import collect_env
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it reports every context that it cuts
@@ -114,46 +152,47 @@ def evaluate(
     )
     encode: dict[str, Any] = {"default": handle_non_serializable, "ensure_ascii": False}
     # The environment that every result names: lm-eval asks pip and others for it, seconds each time.
-    collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
-    manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not hasattr(collect_env.get_pretty_env_info, "cache_info"):
+        collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
+    manager = TaskManager(include_path=[str(folder) for folder in work.folders], include_defaults=False)
+    lm = HFLM(pretrained=str(model.path), device=work.device, dtype=DTYPE, batch_size=work.batch_size)
+    for task in tasks:
+        started = time.perf_counter()
+        with quiet():
+            results = simple_evaluate(
+                model=lm,
+                tasks=[task.name],
+                task_manager=manager,
+                bootstrap_iters=BOOTSTRAP,
+                log_samples=True,
+                **seeds,
+            )
+        samples = results.pop("samples")[task.name]
+        target = work.out / model.name / task.name
+        (target / "inputs.json").unlink(missing_ok=True)
+        atomic_write(target / "results.json", json.dumps(results, indent=1, **encode) + "\n")
+        lines = "".join(json.dumps(row, **encode) + "\n" for row in samples)
+        atomic_write(target / "samples.jsonl", lines)
+        # Not part of the digest: what a GPU node has evaluated is not done again where there is none.
+        record = inputs(model, task, work.batch_size) | {
+            "device": work.device,
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        atomic_write(target / "inputs.json", json.dumps(record, indent=1) + "\n")
+        yield task
+
+
+def chosen_device(device: str) -> str:
+    """``auto`` is a GPU if there is one.
+
+    Raises:
+        UserError: a GPU is asked for and there is none.
+    """
+    import torch
+
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no GPU", fix="use --device auto or cpu")
-    count = 0
-    with Progress(console=Console(file=sys.stderr)) as progress:
-        bar = progress.add_task("evaluate", total=sum(map(len, pending.values())))
-        for model in models:
-            if not pending.get(model.name):
-                continue
-            lm = HFLM(pretrained=str(model.path), device=device, dtype=DTYPE, batch_size=batch_size)
-            for task in pending[model.name]:
-                progress.update(bar, description=f"{model.name} {task.name}")
-                started = time.perf_counter()
-                with quiet():
-                    results = simple_evaluate(
-                        model=lm,
-                        tasks=[task.name],
-                        task_manager=manager,
-                        bootstrap_iters=BOOTSTRAP,
-                        log_samples=True,
-                        **seeds,
-                    )
-                samples = results.pop("samples")[task.name]
-                target = out / model.name / task.name
-                (target / "inputs.json").unlink(missing_ok=True)
-                atomic_write(target / "results.json", json.dumps(results, indent=1, **encode) + "\n")
-                lines = "".join(json.dumps(row, **encode) + "\n" for row in samples)
-                atomic_write(target / "samples.jsonl", lines)
-                # Not part of the digest: what a GPU node has evaluated is not done again where there is none.
-                record = inputs(model, task, batch_size) | {
-                    "device": device,
-                    "seconds": round(time.perf_counter() - started, 3),
-                }
-                atomic_write(target / "inputs.json", json.dumps(record, indent=1) + "\n")
-                progress.advance(bar)
-                count += 1
-    return count
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 @main_guard
@@ -175,11 +214,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any"
     )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="models at a time on a CPU (default: 1)"
+    )
     options = parser.parse_args(arguments)
-    if options.batch_size < 1:
-        raise UserError(
-            f"--batch-size {options.batch_size} is not valid", fix="use a whole number of at least 1"
-        )
+    for key in ("batch_size", "processes"):
+        value = getattr(options, key)
+        if value < 1:
+            fix = "use a whole number of at least 1"
+            raise UserError(f"--{key.replace('_', '-')} {value} is not valid", fix=fix)
     if options.tasks_dir is None and (options.tasks or not options.standard):
         raise UserError("no tasks given", fix="give --tasks-dir, --standard or both")
     os.environ.update(OFFLINE)  # before anything imports the hub's client
@@ -190,9 +233,8 @@ def main(arguments: list[str] | None = None) -> None:
     models = read_models(options.models)
     rule = load_equivalence()
     check_writable(options.out)
-    count = evaluate(
-        models, tasks, folders, options.out, batch_size=options.batch_size, device=options.device
-    )
+    work = Work(tuple(folders), options.out, options.batch_size, options.device)
+    count = evaluate(models, tasks, work, options.processes)
     write_csv(options.out / "timings.csv", ("run", "task", "seconds"), timings(models, tasks, options.out))
     write_csv(options.out / "summary.csv", SUMMARY_COLUMNS, summary(models, tasks, options.out, rule))
     write_csv(options.out / "table.csv", COLUMNS, table(models, tasks, options.out, rule))

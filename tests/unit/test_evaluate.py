@@ -132,7 +132,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Place:
     diverged.mkdir()
     (diverged / "run.json").write_text(json.dumps(run_json(diverged.name, status="diverged", model=False)))
     make.make(corpus(), Tokenizer.from_file(str(tokenizer)), found.tasks, seed=0, fingerprint="f")
-    found.evaluate()
+    # Later evaluations are made in one process, and have to come out the same.
+    found.evaluate("--processes", "2")
     return found
 
 

@@ -94,4 +94,5 @@ rule evaluate:
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:
-        "python -m experiments.evaluate --models {params.models} {params.tasks} --out {params.folder} > {log} 2>&1"
+        "python -m experiments.evaluate --models {params.models} {params.tasks} --out {params.folder} --processes {threads}"
+        " > {log} 2>&1"
