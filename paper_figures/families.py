@@ -44,7 +44,10 @@ FAMILIES: dict[str, Family] = {
         Family("factors_int8", "PowerSGD, int8 factors", "#004D80", "H"),
         Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*"),
         Family("one_sided", "PowerSGD, int4, one-sided", "#5C6B00", "1"),
-        Family("edgc_factors", "EDGC, int4 factors", "#AA3377", "d"),
+        Family("edgc_bf16", "EDGC, bf16 factors", "#F0A070", "d"),
+        Family("edgc_int8", "EDGC, int8 factors", "#AA3377", "d"),
+        Family("edgc_int4", "EDGC, int4 factors", "#EE6677", "v"),
+        Family("given", "ranks given, after a warm-up", "#332288", "8"),
         Family("other", "other", "#888888", ".", ":"),
     )
 }
@@ -103,13 +106,17 @@ def by_name(name: str) -> Family:
 
 
 def look(run: pd.Series) -> Family:
-    """The family of a row of a methods table, by its settings: PowerSGD is told apart by the type of its factors."""
+    """The family of a row of a methods table, by its settings; the type of the factors tells some apart."""
     if run["method"] == "powersgd" and run["one_sided"] in (True, "True"):
         return FAMILIES["one_sided"]
     if run["method"] == "powersgd" and run["factor_dtype"] != "fp32":
         return FAMILIES[f"factors_{run['factor_dtype']}"]
+    if run["method"] == "edgc" and run["policy"] in ("fixed", "schedule"):
+        return FAMILIES["given"]
     if run["method"] == "edgc" and run["factor_dtype"] != "fp32":
-        return FAMILIES["edgc_factors"]
+        return FAMILIES[f"edgc_{run['factor_dtype']}"]
+    if str(run.get("label", "")).startswith("selective"):
+        return FAMILIES["selective"]
     return family(str(run["method"]), str(run["policy"]))
 
 

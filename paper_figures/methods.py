@@ -26,7 +26,10 @@ def draw(results: Path) -> Figure:
     shown = summary[summary["gap_nats_mean"].notna()]
     near = shown[shown["gap_nats_mean"] < NEAR]
     zoomed = shown["gap_nats_mean"].max() > FAR and len(near) > 1
-    fig, axes = style.figure(1, 1 + zoomed, width=style.TEXT if zoomed else style.COLUMN, height=3.3)
+    shape: dict[str, Any] = (
+        {"width": style.TEXT, "width_ratios": [2, 3]} if zoomed else {"width": style.COLUMN}
+    )
+    fig, axes = style.figure(1, 1 + zoomed, height=3.4, **shape)
     low, high = 100 * runs["bytes_ratio"].min(), 100 * runs["bytes_ratio"].max()
     for ax in axes:
         points(ax, shown, runs, ranks_from=NEAR if zoomed and ax is axes[0] else float("-inf"))
@@ -62,6 +65,7 @@ def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, *, ranks_from: f
     ``ranks_from``: no rank at variants that are closer to uncompressed training, in nats.
     """
     named: set[str] = set()
+    ranked = [row for _, row in summary.iterrows() if pd.notna(row["mean_rank_mean"])]
     for _, row in summary.iterrows():
         look = style.look(runs[runs["variant"] == row["variant"]].iloc[0])
         x, y = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
@@ -84,13 +88,20 @@ def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, *, ranks_from: f
         )
         rank = mine["rank"].iloc[0] if len(mine) else float("nan")
         if pd.notna(rank) and y >= ranks_from:
+            others = [other for other in ranked if other is not row and crowds(row, other)]
             place: dict[str, Any] = {
-                "xytext": (6, 0),  # beside the bar, not on it
+                "xytext": (-6 if others else 6, 0),  # beside the bar, not on it
                 "textcoords": "offset points",
-                "ha": "left",
+                "ha": "right" if others else "left",
                 "va": "center",
             }
             style.outline(ax.annotate(f"r={rank:g}", (x, y), fontsize=style.MIN_FONT, **place))
+
+
+def crowds(row: pd.Series, other: pd.Series) -> bool:
+    """Whether ``other`` lies where a text to the right of ``row`` would be."""
+    apart = other["bytes_ratio_mean"] / row["bytes_ratio_mean"]
+    return bool(1 < apart < 1.15 and abs(other["gap_nats_mean"] - row["gap_nats_mean"]) < NEAR / 12)
 
 
 def lost(runs: pd.DataFrame) -> str:
