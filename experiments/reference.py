@@ -80,13 +80,15 @@ def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
 
 
 def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
-    """Copy the tables of one study, whether it is checked or not, with a provenance of its own."""
+    """Copy the tables of one study, whether it is checked or not, with a provenance of its own: of its runs, or of those
+    that it evaluates."""
     _need_results(fresh)
     if not (fresh / study / "table.csv").is_file():
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"study {study} has no table", where=fresh, fix=fix)
     sources = [fresh / study / name for name in KEPT]
-    return _copy(sources, fresh, reference, provenance(fresh, [study]), reference / study)
+    trained = list(matrix.load_study(study).needs or [study])
+    return _copy(sources, fresh, reference, provenance(fresh, trained), reference / study)
 
 
 def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) -> list[Path]:
@@ -94,12 +96,14 @@ def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) ->
 
     What had been saved of it while it was unfinished goes.
     """
-    content = archive.pack(fresh / study, names)
+    content = archive.pack(fresh / study, names) if names else None
     alone = [figure for figure, needed in paper_figures.FIGURES.items() if needed == (study,)]
     figures = [Path("figures") / f"{figure}.png" for figure in alone]
     written = [reference / path for path in figures if (fresh / path).is_file()]
     for target in written:
         atomic_write(target, (fresh / target.relative_to(reference)).read_bytes())
+    if content is None:  # the study trains nothing
+        return written
     atomic_write(reference / study / archive.NAME, content)
     (reference / study / archive.SO_FAR).unlink(missing_ok=True)
     return [*written, reference / study / archive.NAME]
