@@ -80,8 +80,10 @@ def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
 
 
 def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
-    """Copy the tables of one study, whether it is checked or not, with a provenance of its own: of its runs, or of those
-    that it evaluates."""
+    """Copy the tables of one study, whether it is checked or not, with a provenance of its own.
+
+    Of an evaluation it is that of the runs that are evaluated.
+    """
     _need_results(fresh)
     if not (fresh / study / "table.csv").is_file():
         fix = f"make it with: snakemake -c2 {study}"
