@@ -60,12 +60,12 @@ def draw(results: Path) -> Figure:
 
 
 def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, *, ranks_from: float = float("-inf")) -> None:
-    """A marker per variant with its range, a dot per run, and the rank of fixed-rank variants as text.
+    """A marker per variant with its range, a dot per run, and the rank of PowerSGD as text.
 
     ``ranks_from``: no rank at variants that are closer to uncompressed training, in nats.
     """
     named: set[str] = set()
-    ranked = [row for _, row in summary.iterrows() if pd.notna(row["mean_rank_mean"])]
+    everyone = [row for _, row in summary.iterrows()]
     for _, row in summary.iterrows():
         look = style.look(runs[runs["variant"] == row["variant"]].iloc[0])
         x, y = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
@@ -87,8 +87,8 @@ def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, *, ranks_from: f
             100 * mine["bytes_ratio"], mine["gap_nats"], ".", color=look.colour, markersize=2.5, alpha=0.6
         )
         rank = mine["rank"].iloc[0] if len(mine) else float("nan")
-        if pd.notna(rank) and y >= ranks_from:
-            others = [other for other in ranked if other is not row and crowds(row, other)]
+        if mine["method"].eq("powersgd").any() and y >= ranks_from:
+            others = [other for other in everyone if other is not row and crowds(row, other)]
             place: dict[str, Any] = {
                 "xytext": (-6 if others else 6, 0),  # beside the bar, not on it
                 "textcoords": "offset points",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -20,16 +21,16 @@ def draw(results: Path) -> Figure:
     runs = style.read(results, "methods").drop_duplicates("variant").set_index("variant")
     times["percent"] = 100 * times["of_uncompressed"]
     bandwidths = sorted(times["megabits"].unique())
-    # One order for all panels, the quickest over the slowest network on top; what never arrives comes last.
-    slowest = times[times["megabits"] == bandwidths[0]].groupby("variant")["percent"].mean()
-    variants = list(slowest.sort_values(na_position="last").index)
+    # One order for all panels, the quickest over the slowest network on top; what never arrives is named below.
+    slowest = times[times["megabits"] == bandwidths[0]].groupby("variant")["percent"].mean().sort_values()
+    variants = list(slowest.dropna().index)
     fig, axes = style.figure(
         1, len(bandwidths), width=style.TEXT, height=1.2 + 0.19 * len(variants), sharey=True
     )
     for ax, megabits in zip(axes, bandwidths, strict=True):
         panel(ax, times[times["megabits"] == megabits], variants, runs)
         speed = f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
-        ax.set_title(f"modelled: {speed}")
+        ax.set_title(f"modelled:\n{speed}")
         ax.set_xlabel("% of uncompressed")
     # Whether a run arrives does not depend on the network.
     rows = times[times["megabits"] == bandwidths[0]]
@@ -44,17 +45,21 @@ def draw(results: Path) -> Figure:
         bars="bars: min to max",
         scale=results.name,
         extra="Modelled network: measured compute and compression, bytes / bandwidth, no latency, no overlap. Target: "
-        "the uncompressed\nrun's validation loss after 90 % of its iterations.",
+        "the uncompressed\nrun's validation loss after 90 % of its iterations."
+        + never([str(runs.loc[name, "label"]) for name in slowest[slowest.isna()].index]),
     )
     return fig
+
+
+def never(names: list[str]) -> str:
+    """The variants of which no run reaches the target, in words."""
+    return textwrap.fill(f"Never reached by {', '.join(names)}.", 120, initial_indent="\n") if names else ""
 
 
 def label(name: str, runs: pd.DataFrame) -> str:
     """A variant's name, with how many of its runs never reach the target."""
     lost = int(runs["percent"].isna().sum())
-    return (
-        name if not lost else f"{name}\n({'never' if lost == len(runs) else f'{lost} of {len(runs)} never'})"
-    )
+    return name if not lost else f"{name} ({lost} of {len(runs)} never)"
 
 
 def panel(ax: Axes, times: pd.DataFrame, variants: list[str], runs: pd.DataFrame) -> None:
