@@ -30,7 +30,8 @@ VOCABULARY = 256  # of the worker's text
 WARM_UP = 2  # iterations that are not counted
 SECONDS = 600.0
 CALIBRATED = 4  # micro-batches at which the work of a step is measured
-PROBES = {"all_reduce": (1 << 13, 1 << 16, 1 << 18), "send": (1 << 12, 1 << 14, 1 << 16)}  # fp32 entries
+# fp32 entries; several times what a token bucket lets through at once after a pause.
+PROBES = {"all_reduce": (1 << 17, 1 << 18, 1 << 20), "send": (1 << 16, 1 << 17, 1 << 18)}
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
