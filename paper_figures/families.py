@@ -44,10 +44,10 @@ FAMILIES: dict[str, Family] = {
         Family("factors_int8", "PowerSGD, int8 factors", "#004D80", "H"),
         Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*"),
         Family("one_sided", "PowerSGD, int4, one-sided", "#5C6B00", "1"),
-        Family("edgc_bf16", "EDGC, bf16 factors", "#F0A070", "d"),
+        Family("edgc_bf16", "EDGC, bf16 factors", "#F0A070", "4"),
         Family("edgc_int8", "EDGC, int8 factors", "#AA3377", "d"),
-        Family("edgc_int4", "EDGC, int4 factors", "#EE6677", "v"),
-        Family("given", "ranks given, after a warm-up", "#332288", "8"),
+        Family("edgc_int4", "EDGC, int4 factors", "#EE6677", "+"),
+        Family("given", "ranks given, after a warm-up", "#4B0F6B", r"$\clubsuit$"),
         Family("other", "other", "#888888", ".", ":"),
     )
 }
