@@ -202,8 +202,9 @@ def test_engine_benchmark_writes_every_engine_in_every_setting(folder: Path) -> 
     assert (ok[["cpu_ms", "wall_ms"]] > 0).all(axis=None)
     parts = ok[["compress_ms", "communicate_ms", "decompress_ms"]].sum(axis=1)
     assert (parts > 0).all()
-    torch_rows = ok[ok["engine"] == "torch"]
-    assert (torch_rows[["speedup_cpu", "speedup_wall"]] == 1).all(axis=None)
+    # A processor with bf16 products adds rows of torch's hook with them, which are not the reference.
+    reference = ok[(ok["engine"] == "torch") & (ok["products"] == "fp32")]
+    assert (reference[["speedup_cpu", "speedup_wall"]] == 1).all(axis=None)
     assert alone["ratio_to_floor"].gt(0).all()
     quantised = ok["factor_dtype"].isin(["int8", "int4"])
     assert (ok.loc[quantised, "pack_ms"] > 0).all()
@@ -212,7 +213,7 @@ def test_engine_benchmark_writes_every_engine_in_every_setting(folder: Path) -> 
     for key, part in ok[ok["engine"] != "copy"].groupby(["network", "rank"]):
         theirs = part.loc[part["engine"] == "torch", "relative_error"].iloc[0]
         assert (part["relative_error"] < 1.1 * theirs).all(), key
-        same = part.loc[part["factor_dtype"] == "fp32", "relative_error"]
+        same = part.loc[(part["factor_dtype"] == "fp32") & (part["products"] == "fp32"), "relative_error"]
         assert list(same) == pytest.approx([theirs] * len(same), rel=1e-5), key
     assert (ok.loc[ok["engine"] == "copy", "relative_error"] < 1e-6).all()
     # Where the processor has no bf16 products, the rows say so.
