@@ -65,7 +65,7 @@ def unpack(archive: Path, folder: Path) -> list[str]:
     """
     with _opened(archive) as opened:
         files = opened.getmembers()
-        names = list(dict.fromkeys(file.name.partition("/")[0] for file in files))
+        names = _runs(opened)
         there = [name for name in names if (folder / name).exists()]
         if there:
             fix = "remove it, or give another results folder with --results"
@@ -109,7 +109,11 @@ def save(study: str, names: Sequence[str], fresh: Path, reference: Path) -> int:
 def members(archive: Path) -> list[str]:
     """Names of the runs in ``archive``, in order."""
     with _opened(archive) as opened:
-        return list(dict.fromkeys(name.partition("/")[0] for name in opened.getnames()))
+        return _runs(opened)
+
+
+def _runs(opened: tarfile.TarFile) -> list[str]:
+    return list(dict.fromkeys(name.partition("/")[0] for name in opened.getnames()))
 
 
 def replay(reference: Path, studies: Sequence[str], scratch: Path) -> Iterator[tuple[Path, bool]]:

@@ -135,26 +135,32 @@ def _all_of(model: Model, tasks: Sequence[TaskFile], work: Work) -> int:
     return sum(1 for _ in evaluations(model, tasks, work))
 
 
-def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator[TaskFile]:
-    """Evaluate a model on ``tasks``; yields each when its folder is written."""
+@functools.cache
+def task_manager(folders: tuple[Path, ...]) -> Any:
+    """lm-eval's index of the task files in ``folders``, made once a process, with what it says held back."""
     import transformers
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-    from lm_eval.utils import handle_non_serializable
     from torch.utils import collect_env
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it reports every context that it cuts
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # The environment that every result names: lm-eval asks pip and others for it, seconds each time.
+    collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
+    return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+
+
+def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator[TaskFile]:
+    """Evaluate a model on ``tasks``; yields each when its folder is written."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import handle_non_serializable
+
     seeds = dict.fromkeys(
         ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED
     )
     encode: dict[str, Any] = {"default": handle_non_serializable, "ensure_ascii": False}
-    # The environment that every result names: lm-eval asks pip and others for it, seconds each time.
-    if not hasattr(collect_env.get_pretty_env_info, "cache_info"):
-        collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
-    manager = TaskManager(include_path=[str(folder) for folder in work.folders], include_defaults=False)
+    manager = task_manager(work.folders)
     lm = HFLM(pretrained=str(model.path), device=work.device, dtype=DTYPE, batch_size=work.batch_size)
     for task in tasks:
         started = time.perf_counter()

@@ -17,10 +17,11 @@ BANDS = ((0.25, 0.08), (0.10, 0.16))  # relative error, opacity
 
 def draw(results: Path) -> Figure:
     """A panel per layout; every limit's own shade of the method's colour."""
-    tables = [style.read_benchmark(results / "steps.csv", "predicted steps", "bench-steps (root only)")]
-    if (results / "pipeline.csv").is_file():
-        tables.append(pd.read_csv(results / "pipeline.csv"))
-    table = pd.concat(tables, ignore_index=True)
+    paths = [results / "steps.csv", *results.glob("pipeline.csv")]
+    table = pd.concat(
+        [style.read_benchmark(path, "predicted steps", "bench-steps (root only)") for path in paths],
+        ignore_index=True,
+    )
     steps = table[table["used"] == "validation"]
     layouts = list(dict.fromkeys(steps["layout"]))
     fig, axes = style.figure(1, len(layouts), width=style.TEXT, height=3.6, sharey=True, sharex=True)

@@ -19,7 +19,7 @@ from edgc.errors import UserError
 from experiments.bench.children import Child, ChildError, Group
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
-from experiments.bench.testbed import Testbed
+from experiments.bench.testbed import Testbed, check_rates
 
 MODULE = "experiments.bench.network_worker"
 RANKS = 2
@@ -79,11 +79,7 @@ class Plan:
             raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
         if self.threads < 1:
             raise UserError(f"--threads {self.threads} is not valid", fix="use 1 or more")
-        for rate in self.rates:
-            if rate is not None and not 1 <= rate <= 1e4:
-                raise UserError(
-                    f"--rates {rate:g} is not valid", fix="use 1 to 10000 Mbit/s, or 0 for no limit"
-                )
+        check_rates(self.rates, "use 1 to 10000 Mbit/s, or 0 for no limit")
         for key in ("ranks", "quantised"):
             if not getattr(self, key) or min(getattr(self, key)) < 1:
                 raise UserError(f"--{key} needs whole numbers of at least 1", fix=f"e.g. --{key} 4,32")

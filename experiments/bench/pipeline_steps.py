@@ -7,23 +7,21 @@ themselves.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from edgc.errors import UserError
-from experiments.bench.children import Child, Group
+from experiments.bench import stages
+from experiments.bench.children import Group
 from experiments.bench.engine_table import spread
 from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
 from experiments.bench.step_model import Link
 from experiments.bench.steps import FREE, PROBE_ROUNDS
-from experiments.bench.testbed import INTERFACE, Testbed
+from experiments.bench.testbed import Testbed, check_rates
 
-MODULE = "experiments.bench.stages_worker"
 STAGES, REPLICAS = 2, 2
 LAYOUT = f"DP{REPLICAS} x PP{STAGES}"
 VOCABULARY = 256  # of the worker's text
@@ -64,9 +62,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
-        for rate in self.rates:
-            if not 1 <= rate <= 1e4:
-                raise UserError(f"--rates {rate:g} is not valid", fix="use 1 to 10000 Mbit/s")
+        check_rates(self.rates)
         if not self.micro_batches or min(self.micro_batches) < STAGES:
             given = ",".join(map(str, self.micro_batches))
             raise UserError(f"--micro-batches {given} is not valid", fix=f"use {STAGES} or more")
@@ -130,7 +126,8 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
     probes: list[dict[str, Any]] = []
     sent: dict[str, list[list[float]]] = {}
     limit = None
-    with Testbed(STAGES * REPLICAS) as testbed, _ranks_on(testbed) as group:
+    world = STAGES * REPLICAS
+    with Testbed(world) as testbed, stages.ranks(world, testbed) as group:
         for rate, count, name in plan.configurations:
             if rate != limit:
                 testbed.limit(rate or None)
@@ -147,22 +144,6 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
                 ]
             advance(f"{LAYOUT}, {rate:g} Mbit/s, {name}")
     return Measured(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
-
-
-@contextmanager
-def _ranks_on(testbed: Testbed) -> Iterator[Group]:
-    """A process per host, joined to a process group."""
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-    world = STAGES * REPLICAS
-    with tempfile.TemporaryDirectory() as folder:
-        children = [Child(MODULE, environment, testbed.inside(host)) for host in range(world)]
-        with Group(children) as group:
-            for rank, child in enumerate(children):
-                child.send({"do": "start", "store": f"{folder}/store", "rank": rank, "world": world})
-            for child in children:
-                while child.receive() is None:
-                    pass
-            yield group
 
 
 def _probe(group: Group) -> Iterable[dict[str, Any]]:
@@ -238,6 +219,7 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
         ["mbit_per_s", "micro_batches", "method"], sort=False
     ):
         links = links_of(found.probes[found.probes["mbit_per_s"] == rate])
+        silent = replace(traffic[name], sent=((),) * STAGES, embedding=0.0)
         expected = predict(compute, traffic[name], links, int(count), extra[name])
         rows.append(
             {"workers": STAGES * REPLICAS, "layout": LAYOUT, "mbit_per_s": rate, "micro_batches": count}
@@ -245,13 +227,8 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
             | {"bytes": max(map(sum, traffic[name].sent)), "rounds": len(part)}
             | spread("seconds", part["seconds"])
             | {"seconds_predicted": expected, "error": expected / float(part["seconds"].median()) - 1}
-            | {"seconds_compute": predict(compute, _silent(traffic[name]), links, int(count))}
+            | {"seconds_compute": predict(compute, silent, links, int(count))}
             | {"seconds_overhead": extra[name]}
             | {"link_latency": links.replicas.latency, "link_bandwidth": links.replicas.bandwidth}
         )
     return pd.DataFrame(rows)
-
-
-def _silent(traffic: Traffic) -> Traffic:
-    """The same step with nothing sent but activations."""
-    return Traffic(activations=traffic.activations, sent=tuple(() for _ in traffic.sent))

@@ -26,7 +26,7 @@ from edgc.errors import UserError
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.time_to_target import loss_at, reached
 from experiments.bench.children import ROOT, ChildError, last_line
-from experiments.bench.testbed import INTERFACE, Testbed
+from experiments.bench.testbed import INTERFACE, Testbed, check_rates
 from experiments.matrix import load_scale
 from experiments.processes import die_with_parent, stop
 from experiments.run_folder import atomic_write
@@ -63,9 +63,7 @@ class Plan:
     iterations: int | None = None
 
     def __post_init__(self) -> None:
-        for rate in self.rates:
-            if not 1 <= rate <= 1e4:
-                raise UserError(f"--rates {rate:g} is not valid", fix="use 1 to 10000 Mbit/s")
+        check_rates(self.rates)
         known = load_race().variants
         for name in self.methods:
             if name not in known:

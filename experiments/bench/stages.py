@@ -17,6 +17,7 @@ import pandas as pd
 from edgc.errors import UserError
 from experiments.bench import timeline
 from experiments.bench.children import Child, Group
+from experiments.bench.testbed import INTERFACE, Testbed
 
 MODULE = "experiments.bench.stages_worker"
 SECONDS = 1800.0  # for all steps of one variant
@@ -153,10 +154,13 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Found:
 
 
 @contextlib.contextmanager
-def ranks(world: int) -> Iterator[Group]:
-    """One process per rank, joined to a process group."""
+def ranks(world: int, testbed: Testbed | None = None) -> Iterator[Group]:
+    """One process per rank, each on a host of ``testbed`` if there is one, joined to a process group."""
+    environment = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": INTERFACE} if testbed else {})
     with tempfile.TemporaryDirectory() as folder:
-        children = [Child(MODULE, {"OMP_NUM_THREADS": "1"}) for _ in range(world)]
+        children = [
+            Child(MODULE, environment, testbed.inside(rank) if testbed else ()) for rank in range(world)
+        ]
         with Group(children) as group:
             for rank, child in enumerate(children):
                 child.send({"do": "start", "store": f"{folder}/store", "rank": rank, "world": world})

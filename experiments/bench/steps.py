@@ -20,7 +20,7 @@ from experiments.bench.children import Group
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
 from experiments.bench.step_model import Compute, Link, Method, overhead, predict
-from experiments.bench.testbed import Testbed
+from experiments.bench.testbed import Testbed, check_rates
 
 COMPUTE = "compute"
 PROBES = (1 << 18, 1 << 20, 3 << 20)  # fp32 entries of the all-reduces that tell what a link does
@@ -66,9 +66,7 @@ class Plan:
             raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
         if not self.workers or min(self.workers) < 2:
             raise UserError(f"--workers {','.join(map(str, self.workers))} is not valid", fix="use 2 or more")
-        for rate in self.rates:
-            if not 1 <= rate <= 1e4:
-                raise UserError(f"--rates {rate:g} is not valid", fix="use 1 to 10000 Mbit/s")
+        check_rates(self.rates)
 
     @property
     def turns(self) -> int:

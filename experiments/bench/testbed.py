@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from edgc.errors import UserError
@@ -117,6 +117,17 @@ class Testbed:
                     rate = ["rate", f"{megabits * 1e6:.0f}bit", "burst", burst, "latency", "50ms"]
                     _run(*inside, "add", "dev", device, "root", "tbf", *rate)
         self._limited = megabits is not None
+
+
+def check_rates(rates: Iterable[float | None], fix: str = "use 1 to 10000 Mbit/s") -> None:
+    """Whether these limits in Mbit/s can be made; None is no limit.
+
+    Raises:
+        UserError: with ``fix``.
+    """
+    for rate in rates:
+        if rate is not None and not 1 <= rate <= 1e4:
+            raise UserError(f"--rates {rate:g} is not valid", fix=fix)
 
 
 def sent_bytes(interface: str = INTERFACE) -> int:
