@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from edgc.compressors import Channel
 from edgc.config import EDGCConfig
 from edgc.ddp import Handle, register
 from experiments.bench import gpt
 from experiments.bench.children import serve
+from experiments.bench.collectives import Recording, Sent, seconds_of
 from experiments.bench.testbed import INTERFACE, sent_bytes
 
 ONE_BUCKET_MB = 4096  # more than the model has
@@ -33,19 +33,6 @@ TIMEOUT = timedelta(seconds=60)
 def bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's ``bf16_compress_hook``; under that name DDP takes it for NCCL alone."""
     return default_hooks.bf16_compress_hook(group, bucket)
-
-
-class Recording(Channel):
-    """Notes what its rank sends between one wait and the next."""
-
-    def __init__(self, *options: Any) -> None:
-        super().__init__(*options)
-        self.messages: list[int] = []
-
-    def finish(self) -> None:
-        super().finish()
-        if self.bytes > sum(self.messages):
-            self.messages.append(self.bytes - sum(self.messages))
 
 
 class Method:
@@ -94,8 +81,8 @@ class Method:
         handle = self.handle = register(self.model, EDGCConfig(**config), iterations=ITERATIONS)
         return lambda: handle.last.statistics.bytes if handle.last is not None else None
 
-    def messages(self, text: torch.Tensor) -> list[list[int]]:
-        """Bytes that this rank sends in a step of our methods: per bucket, message by message."""
+    def messages(self, text: torch.Tensor) -> list[list[Sent]]:
+        """What this rank sends in a step of our methods: per bucket, collective by collective."""
         assert self.handle is not None
         opened: list[Recording] = []
 
@@ -187,7 +174,7 @@ class Rank:
         answer = {"seconds": seconds, "cpu": cpu, "bytes": method.expected(), "wire": wire, "loss": loss}
         return answer | {"moments": method.moments, "complete": list(method.complete)}
 
-    def messages(self, name: str) -> list[list[int]]:
+    def messages(self, name: str) -> list[list[Sent]]:
         """What a step of one of our methods sends, per bucket."""
         return self.methods[name].messages(gpt.batch(self.size, self.generator))
 
@@ -195,16 +182,12 @@ class Rank:
         """Bytes that a method says this rank has sent in its last step."""
         return self.methods[name].expected()
 
-    def all_reduce(self, entries: int) -> dict[str, float | int]:
-        """Time one all-reduce of so many fp32 numbers."""
-        tensor = torch.ones(entries)
+    def collective(self, kind: str, entries: int) -> dict[str, float | int]:
+        """Time one collective on a buffer of so many fp32 numbers."""
         dist.barrier()
-        sent, started = sent_bytes(), time.perf_counter()
-        dist.all_reduce(tensor)
-        seconds = time.perf_counter() - started
+        sent = sent_bytes()
+        seconds = seconds_of(kind, entries)
         dist.barrier()
-        if not bool((tensor == dist.get_world_size()).all()):
-            raise RuntimeError("the all-reduce gave a wrong sum")
         return {"seconds": seconds, "wire": sent_bytes() - sent}
 
 
@@ -214,7 +197,7 @@ def main() -> None:
     serve(
         {
             name: getattr(rank, name)
-            for name in ("start", "prepare", "step", "messages", "counted", "all_reduce")
+            for name in ("start", "prepare", "step", "messages", "counted", "collective")
         }
     )
 

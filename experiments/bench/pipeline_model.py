@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from experiments.bench.collectives import ALL_REDUCE, Sent
 from experiments.bench.step_model import Link
+from experiments.bench.step_model import Links as Collectives
 from experiments.iteration_model import Bucket, Model, Stage
 
 
@@ -31,20 +33,20 @@ class Traffic:
 
     Attributes:
         activations: of one micro-batch between two stages, and as many back.
-        sent: per stage, what a rank sends to average its gradients, message by message.
-        embedding: what a rank of the end stages sends to sum the gradients of the tied embedding.
+        sent: per stage, what a rank sends to average its gradients, collective by collective.
+        embedding: bytes that a rank of the end stages sends in the all-reduce of the tied embedding's gradients.
     """
 
     activations: float
-    sent: tuple[tuple[float, ...], ...]
+    sent: tuple[tuple[Sent, ...], ...]
     embedding: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What a message takes: an all-reduce between replicas, and a tensor sent to the next stage."""
+    """What a message takes: a collective between replicas, and a tensor sent to the next stage."""
 
-    replicas: Link
+    replicas: Collectives
     stages: Link
 
 
@@ -71,11 +73,13 @@ def predict(
             buckets=(
                 Bucket(
                     compress=overhead,
-                    messages=tuple(links.replicas.message(bytes_) for bytes_ in sent if bytes_),
+                    messages=tuple(links.replicas[kind].message(bytes_) for kind, bytes_ in sent if bytes_),
                 ),
             ),
         )
         for forward, backward, sent in zip(compute.forward, compute.backward, traffic.sent, strict=True)
     )
-    after = compute.rest + (links.replicas.seconds(traffic.embedding) if traffic.embedding else 0.0)
+    after = compute.rest + (
+        links.replicas[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0
+    )
     return Model(stages=stages, micro_batches=micro_batches, after=after).run().seconds

@@ -16,9 +16,10 @@ import pandas as pd
 from edgc.errors import UserError
 from experiments.bench import stages
 from experiments.bench.children import Group
+from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in
 from experiments.bench.engine_table import spread
 from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
-from experiments.bench.step_model import Link
+from experiments.bench.step_model import links_of
 from experiments.bench.steps import FREE, PROBE_ROUNDS
 from experiments.bench.testbed import Testbed, check_rates
 
@@ -28,8 +29,9 @@ VOCABULARY = 256  # of the worker's text
 WARM_UP = 2  # iterations that are not counted
 SECONDS = 600.0
 CALIBRATED = 4  # micro-batches at which the work of a step is measured
+SEND = "send"
 # fp32 entries; several times what a token bucket lets through at once after a pause.
-PROBES = {"all_reduce": (1 << 17, 1 << 18, 1 << 20), "send": (1 << 16, 1 << 17, 1 << 18)}
+PROBES = dict.fromkeys(KINDS, (1 << 17, 1 << 18, 1 << 20)) | {SEND: (1 << 16, 1 << 17, 1 << 18)}
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -80,11 +82,11 @@ class Plan:
 @dataclass(frozen=True)
 class Measured:
     """``rounds``: a row per configuration and counted iteration; ``probes``: per timed message; ``sent``: per method
-    and stage what a rank sends, message by message."""
+    and stage what a rank sends, collective by collective."""
 
     rounds: pd.DataFrame
     probes: pd.DataFrame
-    sent: dict[str, list[list[float]]]
+    sent: dict[str, list[list[Sent]]]
 
 
 def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
     """
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
-    sent: dict[str, list[list[float]]] = {}
+    sent: dict[str, list[list[Sent]]] = {}
     limit = None
     world = STAGES * REPLICAS
     with Testbed(world) as testbed, stages.ranks(world, testbed) as group:
@@ -139,7 +141,12 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
             rounds += [at | row for row in _rounds(answers)]
             if rate == FREE:
                 sent[name] = [
-                    next(a["iterations"][-1]["messages"] for a in answers if a["stage"] == stage)
+                    [
+                        (kind, bytes_)
+                        for kind, bytes_ in next(a for a in answers if a["stage"] == stage)["iterations"][-1][
+                            "messages"
+                        ]
+                    ]
                     for stage in range(STAGES)
                 ]
             advance(f"{LAYOUT}, {rate:g} Mbit/s, {name}")
@@ -149,12 +156,13 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
 def _probe(group: Group) -> Iterable[dict[str, Any]]:
     """Messages by themselves: bytes that a rank sends, and seconds of the slowest."""
     for kind, sizes in PROBES.items():
-        ring = 2 * (REPLICAS - 1) / REPLICAS if kind == "all_reduce" else 1.0
+        request = {"do": SEND} if kind == SEND else {"do": "collective", "kind": kind}
         for entries in sizes:
+            sent = 4 * entries if kind == SEND else sent_in(kind, entries, REPLICAS)
             for index in range(-1, PROBE_ROUNDS):
-                seconds = max(group.ask({"do": kind, "entries": entries, "stages": STAGES}, SECONDS))
+                seconds = max(group.ask({**request, "entries": entries, "stages": STAGES}, SECONDS))
                 if index >= 0:
-                    yield {"kind": kind, "bytes": 4 * ring * entries, "seconds": seconds}
+                    yield {"kind": kind, "bytes": sent, "seconds": seconds}
 
 
 def _rounds(answers: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
@@ -174,13 +182,9 @@ def _rounds(answers: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
         yield row
 
 
-def links_of(probes: pd.DataFrame) -> Links:
-    """The median of each size counts."""
-    fitted = {}
-    for kind, part in probes.groupby("kind"):
-        medians = part.groupby("bytes")["seconds"].median()
-        fitted[kind] = Link.fit([(float(sent), float(seconds)) for sent, seconds in medians.items()])
-    return Links(replicas=fitted["all_reduce"], stages=fitted["send"])
+def _links(probes: pd.DataFrame) -> Links:
+    fitted = links_of(probes)
+    return Links(stages=fitted.pop(SEND), replicas=fitted)
 
 
 def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
@@ -208,7 +212,7 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
         for name, sent in found.sent.items()
     }
     free = found.rounds[found.rounds["mbit_per_s"] == FREE]
-    without = links_of(found.probes[found.probes["mbit_per_s"] == FREE])
+    without = _links(found.probes[found.probes["mbit_per_s"] == FREE])
     compute = compute_of(free, traffic["none"], without)
     extra = {
         name: max(0.0, float(part["seconds"].median()) - predict(compute, traffic[name], without, CALIBRATED))
@@ -218,17 +222,21 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
     for (rate, count, name), part in found.rounds.groupby(
         ["mbit_per_s", "micro_batches", "method"], sort=False
     ):
-        links = links_of(found.probes[found.probes["mbit_per_s"] == rate])
+        links = _links(found.probes[found.probes["mbit_per_s"] == rate])
         silent = replace(traffic[name], sent=((),) * STAGES, embedding=0.0)
         expected = predict(compute, traffic[name], links, int(count), extra[name])
         rows.append(
             {"workers": STAGES * REPLICAS, "layout": LAYOUT, "mbit_per_s": rate, "micro_batches": count}
             | {"method": name, "used": "calibration" if rate == FREE else "validation"}
-            | {"bytes": max(map(sum, traffic[name].sent)), "rounds": len(part)}
+            | {
+                "bytes": max(sum(bytes_ for _, bytes_ in sent) for sent in traffic[name].sent),
+                "rounds": len(part),
+            }
             | spread("seconds", part["seconds"])
             | {"seconds_predicted": expected, "error": expected / float(part["seconds"].median()) - 1}
             | {"seconds_compute": predict(compute, silent, links, int(count))}
             | {"seconds_overhead": extra[name]}
-            | {"link_latency": links.replicas.latency, "link_bandwidth": links.replicas.bandwidth}
+            | {"link_latency": links.replicas[ALL_REDUCE].latency}
+            | {"link_bandwidth": links.replicas[ALL_REDUCE].bandwidth}
         )
     return pd.DataFrame(rows)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Channel
+from experiments.bench.collectives import Recording, Sent
 
 
 class SlowLink:
@@ -22,16 +23,16 @@ class SlowLink:
     Attributes:
         bandwidth: bytes per second that a rank sends; None injects nothing. It may be changed between iterations.
         note: called with the start and the end of every wait, delay included.
-        messages: bytes that a rank sent before each wait, until :meth:`take`.
+        messages: what a rank has sent since :meth:`take`, collective by collective.
     """
 
     def __init__(
         self, bandwidth: float | None, note: Callable[[float, float], None] = lambda start, end: None
     ) -> None:
         self.bandwidth, self.note = bandwidth, note
-        self.messages: list[int] = []
+        self.messages: list[Sent] = []
 
-    def take(self) -> list[int]:
+    def take(self) -> list[Sent]:
         """The messages since the last call."""
         taken, self.messages = self.messages, []
         return taken
@@ -40,20 +41,20 @@ class SlowLink:
         return _SlowChannel(group, shards, self)
 
 
-class _SlowChannel(Channel):
+class _SlowChannel(Recording):
     def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], link: SlowLink) -> None:
         super().__init__(group, shards)
-        self._link, self._delayed = link, 0
+        self._link = link
 
     def finish(self) -> None:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), len(self.messages)
         super().finish()
-        sent, self._delayed = self.bytes - self._delayed, self.bytes
-        if not sent:
+        new = self.messages[before:]
+        if not new:
             return
-        self._link.messages.append(sent)
+        self._link.messages += new
         if self._link.bandwidth is not None:
             started = time.perf_counter()
-            time.sleep(sent / self._link.bandwidth)
+            time.sleep(sum(bytes_ for _, bytes_ in new) / self._link.bandwidth)
             self.waited.add(started, time.perf_counter())
         self._link.note(began, time.perf_counter())

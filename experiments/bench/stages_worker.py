@@ -29,6 +29,7 @@ with cpu_shims.without_compiler():
     from experiments.setup import Session, build
 
 from experiments.bench.children import serve
+from experiments.bench.collectives import seconds_of
 from experiments.bench.slow_link import SlowLink
 from experiments.bench.timeline import LINK, OPTIMIZER, REDUCTION, Recorder
 
@@ -154,19 +155,13 @@ class Rank:
         result = train(RunConfig(**run), bandwidths)
         return {**result, "decisions": [plain(asdict(decision)) for decision in result["decisions"]]}
 
-    def all_reduce(self, entries: int, stages: int) -> float:
-        """Seconds of one all-reduce of so many fp32 numbers among the replicas of every stage at once."""
+    def collective(self, kind: str, entries: int, stages: int) -> float:
+        """Seconds of one collective on so many fp32 numbers among the replicas of every stage at once."""
         data = dist.get_world_size() // stages
         groups = [dist.new_group(range(stage * data, (stage + 1) * data)) for stage in range(stages)]
-        tensor = torch.ones(entries)
-        dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(tensor, group=groups[dist.get_rank() // data])
-        seconds = time.perf_counter() - started
+        seconds = seconds_of(kind, entries, groups[dist.get_rank() // data])
         for group in groups:
             dist.destroy_process_group(group)
-        if not bool((tensor == data).all()):
-            raise RuntimeError("the all-reduce gave a wrong sum")
         return seconds
 
     def send(self, entries: int, stages: int) -> float:
@@ -187,7 +182,7 @@ class Rank:
 def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank = Rank()
-    serve({name: getattr(rank, name) for name in ("start", "train", "all_reduce", "send")})
+    serve({name: getattr(rank, name) for name in ("start", "train", "collective", "send")})
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 It is told what was measured apart from the steps that it is to predict: the step without any communication, with the
 moment at which each bucket is complete; what a method sends for each bucket; the seconds that it adds to a step where
-the network has no limit; and how long an all-reduce takes at the limit.
+the network has no limit; and how long single collectives of each kind take at the limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
+from experiments.bench.collectives import Sent
 from experiments.iteration_model import Bucket, Message, Model, Stage
 
 
@@ -32,7 +34,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """An all-reduce in which a rank sends n bytes takes ``latency`` + n / ``bandwidth`` seconds."""
+    """A collective of one kind in which a rank sends n bytes takes ``latency`` + n / ``bandwidth`` seconds."""
 
     latency: float
     bandwidth: float
@@ -54,24 +56,32 @@ class Link:
         return Message(latency=self.latency, seconds=sent / self.bandwidth)
 
 
+Links = Mapping[str, Link]  # by the kind of the collective
+
+
+def links_of(probes: pd.DataFrame) -> dict[str, Link]:
+    """From timed collectives (columns ``kind``, ``bytes``, ``seconds``); the median of each size counts."""
+    found = {}
+    for kind, part in probes.groupby("kind"):
+        medians = part.groupby("bytes")["seconds"].median()
+        found[str(kind)] = Link.fit([(float(sent), float(seconds)) for sent, seconds in medians.items()])
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """What a way of averaging gradients does in a step.
 
     Attributes:
-        sent: per bucket, in the order in which they are complete: bytes that this rank sends, message by message.
+        sent: per bucket, in the order in which they are complete: what this rank sends, collective by collective.
         overhead: seconds of the processor in a step, beside the compute.
     """
 
-    sent: tuple[tuple[float, ...], ...]
+    sent: tuple[tuple[Sent, ...], ...]
     overhead: float = 0.0
 
-    @property
-    def bytes(self) -> float:
-        return sum(map(sum, self.sent))
 
-
-def predict(compute: Compute, method: Method, link: Link) -> float:
+def predict(compute: Compute, method: Method, links: Links) -> float:
     """Seconds of a step; the overhead is spread over the buckets as they were cut, and delays backward.
 
     Raises:
@@ -84,7 +94,7 @@ def predict(compute: Compute, method: Method, link: Link) -> float:
         Bucket(
             share=complete,
             compress=method.overhead * share / compute.complete[-1],
-            messages=tuple(link.message(sent) for sent in messages if sent),
+            messages=tuple(links[kind].message(bytes_) for kind, bytes_ in messages if bytes_),
         )
         for complete, share, messages in zip(compute.complete, shares, method.sent, strict=True)
     )
@@ -92,6 +102,6 @@ def predict(compute: Compute, method: Method, link: Link) -> float:
     return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
 
 
-def overhead(compute: Compute, sent: tuple[tuple[float, ...], ...], link: Link, seconds: float) -> float:
-    """What a method adds to a step of ``seconds`` over ``link`` beyond its messages; not negative."""
-    return max(0.0, seconds - predict(compute, Method(sent=sent), link))
+def overhead(compute: Compute, sent: tuple[tuple[Sent, ...], ...], links: Links, seconds: float) -> float:
+    """What a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
+    return max(0.0, seconds - predict(compute, Method(sent=sent), links))

@@ -1,12 +1,13 @@
 """Predicted against measured training steps on the testbed: methods x limits x numbers of workers.
 
-Nothing that a limit slows down is used for its prediction but all-reduces timed by themselves. In a round every method
+Nothing that a limit slows down is used for its prediction but collectives timed by themselves. In a round every method
 trains one step, as in :mod:`experiments.bench.network`; the first rounds are without a limit and tell what a method
 costs beside its messages, and the step without communication is timed in every round.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +18,14 @@ import pandas as pd
 from edgc.errors import UserError
 from experiments.bench import network
 from experiments.bench.children import Group
+from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
-from experiments.bench.step_model import Compute, Link, Method, overhead, predict
+from experiments.bench.step_model import Compute, Method, links_of, overhead, predict
 from experiments.bench.testbed import Testbed, check_rates
 
 COMPUTE = "compute"
-PROBES = (1 << 18, 1 << 20, 3 << 20)  # fp32 entries of the all-reduces that tell what a link does
+PROBES = (1 << 18, 1 << 20, 3 << 20)  # fp32 entries of the collectives that tell what a link does
 PROBE_ROUNDS = 3
 FREE = 0.0  # no limit, in the tables
 
@@ -76,12 +78,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """``rounds``: a row per worker count, limit, method and round; ``probes``: per all-reduce; ``sent``: per worker
-    count and method the bytes that rank 0 sends, per bucket and message."""
+    """``rounds``: a row per worker count, limit, method and round; ``probes``: per timed collective; ``sent``: per
+    worker count and method what rank 0 sends, per bucket and collective."""
 
     rounds: pd.DataFrame
     probes: pd.DataFrame
-    sent: dict[int, dict[str, list[list[float]]]]
+    sent: dict[int, dict[str, list[list[Sent]]]]
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
@@ -92,7 +94,7 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
     """
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
-    sent: dict[int, dict[str, list[list[float]]]] = {}
+    sent: dict[int, dict[str, list[list[Sent]]]] = {}
     for workers in plan.workers:
         shape = network.Plan(rounds=plan.rounds, threads=plan.threads, size=plan.size)
         with Testbed(workers) as testbed, network.ranks_on(testbed, shape) as group:
@@ -109,28 +111,31 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
     return Measured(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
 
-def messages(group: Group, workers: int) -> dict[str, list[list[float]]]:
+def messages(group: Group, workers: int) -> dict[str, list[list[Sent]]]:
     """What each method sends, by its own count; of torch's all-reduces by the formula of the ring."""
     ready = group.ask({"do": "step", "name": COMPUTE}, network.STEP_SECONDS)[0]["complete"]
-    ring = 2 * (workers - 1) / workers
-    found: dict[str, list[list[float]]] = {COMPUTE: [[] for _ in ready]}
+    found: dict[str, list[list[Sent]]] = {COMPUTE: [[] for _ in ready]}
     for name, settings in methods().items():
         if settings["hook"] == "edgc":
-            found[name] = group.ask({"do": "messages", "name": name}, network.STEP_SECONDS)[0]
+            answer = group.ask({"do": "messages", "name": name}, network.STEP_SECONDS)[0]
+            found[name] = [[(kind, bytes_) for kind, bytes_ in bucket] for bucket in answer]
         elif name != COMPUTE:
-            width = 2 if settings["hook"] == "bf16" else 4
-            found[name] = [[width * ring * entries] for _, entries in ready]
+            share = 0.5 if settings["hook"] == "bf16" else 1.0
+            found[name] = [
+                [(ALL_REDUCE, share * sent_in(ALL_REDUCE, entries, workers))] for _, entries in ready
+            ]
     return found
 
 
 def probe(group: Group, workers: int) -> Iterable[dict[str, Any]]:
-    """All-reduces by themselves: bytes that a rank sends and seconds of the slowest."""
-    for entries in PROBES:
+    """Collectives by themselves: bytes that a rank sends and seconds of the slowest."""
+    for kind, entries in itertools.product(KINDS, PROBES):
+        request = {"do": "collective", "kind": kind, "entries": entries}
         for index in range(-1, PROBE_ROUNDS):
-            answers = group.ask({"do": "all_reduce", "entries": entries}, network.STEP_SECONDS)
+            answers = group.ask(request, network.STEP_SECONDS)
             if index >= 0:
                 seconds = max(answer["seconds"] for answer in answers)
-                yield {"bytes": 2 * (workers - 1) / workers * 4 * entries, "seconds": seconds}
+                yield {"kind": kind, "bytes": sent_in(kind, entries, workers), "seconds": seconds}
 
 
 def one_round(group: Group, index: int) -> Iterable[dict[str, Any]]:
@@ -156,12 +161,6 @@ def compute_of(rounds: pd.DataFrame) -> Compute:
     return Compute(forward=forward, backward=backward, rest=rest, complete=shares)
 
 
-def link_of(probes: pd.DataFrame) -> Link:
-    """The median of each size counts."""
-    medians = probes.groupby("bytes")["seconds"].median()
-    return Link.fit([(float(sent), float(seconds)) for sent, seconds in medians.items()])
-
-
 def table(found: Measured) -> pd.DataFrame:
     """One row per worker count, limit and method: measured and predicted seconds, and the error of the prediction.
 
@@ -171,28 +170,29 @@ def table(found: Measured) -> pd.DataFrame:
     for workers, of_workers in found.rounds.groupby("workers"):
         probes = found.probes[found.probes["workers"] == workers]
         free = of_workers[of_workers["mbit_per_s"] == FREE]
-        at_first, first_link = compute_of(free), link_of(probes[probes["mbit_per_s"] == FREE])
+        at_first, first_links = compute_of(free), links_of(probes[probes["mbit_per_s"] == FREE])
         for rate, part in of_workers.groupby("mbit_per_s"):
-            compute, link = compute_of(part), link_of(probes[probes["mbit_per_s"] == rate])
+            compute, links = compute_of(part), links_of(probes[probes["mbit_per_s"] == rate])
             for name in methods():
                 seconds = part[part["method"] == name]["seconds"]
                 sent = tuple(tuple(bucket) for bucket in found.sent[int(workers)][name])
                 alone = float(free[free["method"] == name]["seconds"].median())
-                extra = 0.0 if name == COMPUTE else overhead(at_first, sent, first_link, alone)
-                expected = predict(compute, Method(sent=sent, overhead=extra), link)
+                extra = 0.0 if name == COMPUTE else overhead(at_first, sent, first_links, alone)
+                expected = predict(compute, Method(sent=sent, overhead=extra), links)
                 calibration = rate == FREE or name == COMPUTE
                 rows.append(
                     {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
                     | {"method": name}
                     | {"used": "calibration" if calibration else "validation"}
-                    | {"bytes": sum(map(sum, sent)), "rounds": len(seconds)}
+                    | {"bytes": sum(bytes_ for bucket in sent for _, bytes_ in bucket)}
+                    | {"rounds": len(seconds)}
                     | spread("seconds", seconds)
                     | {"seconds_predicted": expected, "error": expected / float(seconds.median()) - 1}
                     | {"seconds_compute": compute.forward + compute.backward + compute.rest}
+                    | {"seconds_overhead": extra}
                     | {
-                        "seconds_overhead": extra,
-                        "link_latency": link.latency,
-                        "link_bandwidth": link.bandwidth,
+                        "link_latency": links[ALL_REDUCE].latency,
+                        "link_bandwidth": links[ALL_REDUCE].bandwidth,
                     }
                 )
     return pd.DataFrame(rows)

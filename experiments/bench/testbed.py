@@ -111,12 +111,24 @@ class Testbed:
                 if self._limited:
                     _run(*inside, "del", "dev", device, "root", check=False)
                 if megabits is not None:
-                    # Several packets of the largest size that the kernel hands over at once: less than that
-                    # distorts the rate. Messages much smaller than the burst travel as if there were no limit.
-                    burst = "256kb" if megabits >= 500 else "64kb"
-                    rate = ["rate", f"{megabits * 1e6:.0f}bit", "burst", burst, "latency", "50ms"]
+                    rate = [
+                        "rate",
+                        f"{megabits * 1e6:.0f}bit",
+                        "burst",
+                        f"{burst(megabits)}",
+                        "latency",
+                        "50ms",
+                    ]
                     _run(*inside, "add", "dev", device, "root", "tbf", *rate)
         self._limited = megabits is not None
+
+
+def burst(megabits: float) -> int:
+    """Bytes that a cable lets through at once after a pause: those of a millisecond, but some packets at least.
+
+    Messages smaller than that travel as if there were no limit; with much less the kernel misses the rate.
+    """
+    return max(8192, int(megabits * 1e6 / 8 * 1e-3))
 
 
 def check_rates(rates: Iterable[float | None], fix: str = "use 1 to 10000 Mbit/s") -> None:

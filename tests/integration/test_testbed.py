@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 
 import pytest
 
 from edgc.errors import UserError
 from experiments.bench import network, testbed
+from experiments.bench.collectives import KINDS, sent_in
 from experiments.bench.gpt import Size
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 MEGABIT = 1e6
-ENTRIES = 500_000
+ENTRIES, FEW = 500_000, 16_000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,25 +29,30 @@ def namespaces() -> set[str]:
     return {line.split()[0] for line in done.stdout.splitlines()}
 
 
-def test_all_reduce_takes_what_the_limit_says_and_nothing_stays() -> None:
+def test_collectives_take_what_the_limit_says_and_nothing_stays() -> None:
     before = namespaces()
     plan = network.Plan(size=Size(layers=1, hidden=8, heads=1, vocabulary=16, sequence=4, batch=1))
     with testbed.Testbed(2) as net:
         assert len(namespaces() - before) == 3
         with network.ranks_on(net, plan) as group:
             seconds = {}
-            for rate in (20.0, 100.0, None):
+            for rate, (kind, entries) in itertools.product(
+                (20.0, 100.0, None), itertools.product(KINDS, (ENTRIES, FEW))
+            ):
                 net.limit(rate)
-                runs = [group.ask({"do": "all_reduce", "entries": ENTRIES}) for _ in range(3)]
-                seconds[rate] = min(max(rank["seconds"] for rank in run) for run in runs)
+                request = {"do": "collective", "kind": kind, "entries": entries}
+                runs = [group.ask(request) for _ in range(3)]
+                seconds[rate, kind, entries] = min(max(rank["seconds"] for rank in run) for run in runs)
                 for rank in (rank for run in runs for rank in run):
-                    # Each rank sends as many bytes as the tensor has, and headers and acknowledgements.
-                    assert 1 < rank["wire"] / (4 * ENTRIES) < 1.2
-            for rate in (20.0, 100.0):
-                expected = 8 * 4 * ENTRIES / (rate * MEGABIT)
-                # The burst passes freely; a busy machine may take longer, but not several times.
-                assert 0.7 * expected < seconds[rate] < 4 * expected
-            assert seconds[None] < seconds[20.0]
+                    # What is counted, and headers and acknowledgements.
+                    assert 1 < rank["wire"] / sent_in(kind, entries, 2) < 1.2
+            for kind in KINDS:
+                for rate in (20.0, 100.0):
+                    expected = 8 * sent_in(kind, ENTRIES, 2) / (rate * MEGABIT)
+                    # Little passes freely; a busy machine may take longer, but not several times.
+                    assert 0.95 * expected < seconds[rate, kind, ENTRIES] < 4 * expected
+                assert seconds[20.0, kind, FEW] > 0.6 * 8 * sent_in(kind, FEW, 2) / (20 * MEGABIT)
+                assert seconds[None, kind, ENTRIES] < seconds[20.0, kind, ENTRIES]
     assert namespaces() == before
 
 

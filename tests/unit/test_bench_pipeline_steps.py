@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from experiments.bench import pipeline_steps, stages, steps, testbed
 from experiments.bench.__main__ import app
+from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
 from experiments.bench.step_model import Link
 from experiments.settings import RunConfig
@@ -24,11 +26,16 @@ COMPUTE = Compute(forward=(1.0, 1.0), backward=(2.0, 2.0), rest=0.25)
 
 
 def links(replicas: Link = FREE_LINK, between: Link = FREE_LINK) -> Links:
-    return Links(replicas=replicas, stages=between)
+    """An exchange takes as long as an all-reduce, and a gathering twice as long."""
+    twice = Link(latency=2 * replicas.latency, bandwidth=replicas.bandwidth / 2)
+    kinds = {ALL_REDUCE: replicas, ALL_TO_ALL: replicas, ALL_GATHER: twice}
+    return Links(replicas=kinds, stages=between)
 
 
 def traffic(*sent: tuple[float, ...], activations: float = 0.0, embedding: float = 0.0) -> Traffic:
-    return Traffic(activations=activations, sent=sent, embedding=embedding)
+    """All-reduces."""
+    reduced = tuple(tuple((ALL_REDUCE, bytes_) for bytes_ in stage) for stage in sent)
+    return Traffic(activations=activations, sent=reduced, embedding=embedding)
 
 
 def test_steps_counted_by_hand() -> None:
@@ -38,6 +45,8 @@ def test_steps_counted_by_hand() -> None:
     # Stage 0 ends last, and its two messages follow: 0.1 + 2 each. Stage 1's are over before.
     sent = traffic((20.0, 20.0), (20.0,))
     assert predict(COMPUTE, sent, links(replicas=slow), 4) == pytest.approx(15 + 4.2 + 0.25)
+    gathered = replace(sent, sent=(((ALL_TO_ALL, 20.0), (ALL_GATHER, 20.0)), ()))
+    assert predict(COMPUTE, gathered, links(replicas=slow), 4) == pytest.approx(15 + 2.1 + 4.2 + 0.25)
     # Compression comes between, the embedding's sum after all.
     sent = traffic((20.0,), (), embedding=5.0)
     assert predict(COMPUTE, sent, links(replicas=slow), 4, 0.5) == pytest.approx(15 + 0.5 + 2.1 + 0.6 + 0.25)
@@ -53,7 +62,9 @@ def test_steps_counted_by_hand() -> None:
 def measured(plan: pipeline_steps.Plan, compute: Compute, factor: float) -> pipeline_steps.Measured:
     """Steps as the model has them, those under a limit ``factor`` times as long; a round that is out of the way."""
     own = {rate: 1e9 if not rate else 1e5 * rate for rate in (0.0, *plan.rates)}
-    sent = {name: [[1e6], [2e6, 1e6]] for name in pipeline_steps.METHODS}
+    sent = {
+        name: [[(ALL_REDUCE, 1e6)], [(ALL_REDUCE, 2e6), (ALL_REDUCE, 1e6)]] for name in pipeline_steps.METHODS
+    }
     activations = 4.0 * plan.sequence * plan.micro_batch * plan.hidden
     embedding = 4.0 * pipeline_steps.VOCABULARY * plan.hidden
     bytes_ = traffic((1e6,), (2e6, 1e6), activations=activations, embedding=embedding)
@@ -139,15 +150,17 @@ def test_real_ranks_note_what_they_send_and_time_messages(tmp_path: Path) -> Non
     plan = pipeline_steps.Plan(rounds=1, layers=2, hidden=32, sequence=16)
     with stages.ranks(4) as group:
         for kind, sizes in pipeline_steps.PROBES.items():
-            request = {"do": kind, "entries": sizes[0], "stages": pipeline_steps.STAGES}
+            request = {"do": "send"} if kind == pipeline_steps.SEND else {"do": "collective", "kind": kind}
+            request |= {"entries": sizes[0], "stages": pipeline_steps.STAGES}
             assert all(seconds > 0 for seconds in group.ask(request))
-        for name in ("none", "powersgd_r4"):
+        for name, kinds in (("none", {ALL_REDUCE}), ("int8", {ALL_REDUCE, ALL_TO_ALL, ALL_GATHER})):
             values = pipeline_steps.settings(plan, name, 2)
             assert RunConfig(**values).micro_batches == 2
             answers = group.ask({"do": "train", "run": values, "bandwidths": [None, None]})
             for answer in answers:
                 for iteration in answer["iterations"]:
-                    assert sum(iteration["messages"]) == iteration["bytes"] > 0
+                    assert sum(sent for _, sent in iteration["messages"]) == iteration["bytes"] > 0
+                    assert {kind for kind, _ in iteration["messages"]} <= kinds
             [row] = pipeline_steps._rounds(answers)
             assert all(
                 0 < row[f"{kind}_{at}"] < row["seconds"] for kind in ("forward", "backward") for at in (0, 1)

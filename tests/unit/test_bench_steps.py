@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -16,11 +17,16 @@ from typer.testing import CliRunner
 from experiments.bench import network_worker, steps, testbed
 from experiments.bench.__main__ import app
 from experiments.bench.children import Child, Group
+from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Sent
 from experiments.bench.step_model import Compute, Link, Method, overhead, predict
 from paper_figures import BENCHMARKS, bench_steps
 
 COMPUTE = Compute(forward=1.0, backward=2.0, rest=0.25, complete=(0.25, 1.0))
-LINK = Link(latency=0.1, bandwidth=10.0)
+LINKS = {
+    ALL_REDUCE: Link(latency=0.1, bandwidth=10.0),
+    ALL_TO_ALL: Link(latency=0.2, bandwidth=20.0),
+    ALL_GATHER: Link(latency=0.0, bandwidth=5.0),
+}
 seconds = st.floats(0.01, 10.0)
 
 
@@ -30,6 +36,11 @@ def computes(draw: st.DrawFn) -> Compute:
     return Compute(
         forward=draw(seconds), backward=draw(seconds), rest=draw(seconds), complete=tuple(complete)
     )
+
+
+def reduced(*buckets: tuple[float, ...]) -> Method:
+    """All-reduces."""
+    return Method(sent=tuple(tuple((ALL_REDUCE, sent) for sent in bucket) for bucket in buckets))
 
 
 @given(st.floats(0, 1), st.floats(1e3, 1e9))
@@ -51,34 +62,37 @@ def test_a_link_never_has_a_negative_latency() -> None:
 
 def test_steps_counted_by_hand() -> None:
     # 10 bytes after a quarter of backward (1.5 s) take 1.1 s, until 2.6; 5 bytes after all of it (3 s) 0.6 s.
-    method = Method(sent=((10.0,), (5.0,)))
-    assert predict(COMPUTE, method, LINK) == pytest.approx(3.6 + 0.25)
+    method = reduced((10.0,), (5.0,))
+    assert predict(COMPUTE, method, LINKS) == pytest.approx(3.6 + 0.25)
     # 40 bytes take until 1.5 + 4.1 = 5.6, and the link is not free before.
-    assert predict(COMPUTE, Method(sent=((40.0,), (5.0,))), LINK) == pytest.approx(6.2 + 0.25)
+    assert predict(COMPUTE, reduced((40.0,), (5.0,)), LINKS) == pytest.approx(6.2 + 0.25)
     # Two messages of a bucket, and 0.4 s of overhead, of which a quarter precedes the first bucket's.
-    method = Method(sent=((2.0, 2.0), (1.0, 1.0)), overhead=0.4)
-    assert predict(COMPUTE, method, LINK) == pytest.approx(3.0 + 0.4 + 0.4 + 0.25)
-    assert predict(COMPUTE, Method(sent=((), ())), LINK) == 3.25
+    method = replace(reduced((2.0, 2.0), (1.0, 1.0)), overhead=0.4)
+    assert predict(COMPUTE, method, LINKS) == pytest.approx(3.0 + 0.4 + 0.4 + 0.25)
+    # An exchange of 0.7 s and a gathering of 0.8 s.
+    method = Method(sent=((), ((ALL_TO_ALL, 10.0), (ALL_GATHER, 4.0))))
+    assert predict(COMPUTE, method, LINKS) == pytest.approx(3.0 + 0.7 + 0.8 + 0.25)
+    assert predict(COMPUTE, Method(sent=((), ())), LINKS) == 3.25
     with pytest.raises(ValueError, match="1 buckets are sent, but 2 become complete"):
-        predict(COMPUTE, Method(sent=((1.0,),)), LINK)
+        predict(COMPUTE, reduced((1.0,)), LINKS)
 
 
 @given(computes(), st.lists(st.floats(0, 1e3), min_size=5, max_size=5), seconds, st.floats(0, 100))
 def test_the_overhead_explains_the_step_that_it_was_taken_from(
     compute: Compute, sent: list[float], latency: float, more: float
 ) -> None:
-    messages = tuple((size,) for size in sent[: len(compute.complete)])
-    link = Link(latency=latency, bandwidth=100.0)
-    alone = predict(compute, Method(sent=messages), link)
-    extra = overhead(compute, messages, link, alone + more)
+    messages = reduced(*((size,) for size in sent[: len(compute.complete)])).sent
+    links = {ALL_REDUCE: Link(latency=latency, bandwidth=100.0)}
+    alone = predict(compute, Method(sent=messages), links)
+    extra = overhead(compute, messages, links, alone + more)
     assert extra >= more - 1e-9 * alone
-    assert alone <= predict(compute, Method(sent=messages, overhead=extra), link) * (1 + 1e-9)
-    assert overhead(compute, messages, link, 0.0) == 0
+    assert alone <= predict(compute, Method(sent=messages, overhead=extra), links) * (1 + 1e-9)
+    assert overhead(compute, messages, links, 0.0) == 0
     # Where nothing is sent, all of it is found again.
-    nothing: tuple[tuple[float, ...], ...] = tuple(() for _ in messages)
+    nothing: tuple[tuple[Sent, ...], ...] = tuple(() for _ in messages)
     step = compute.forward + compute.backward + compute.rest + more
-    found = Method(sent=nothing, overhead=overhead(compute, nothing, link, step))
-    assert predict(compute, found, link) == pytest.approx(step)
+    found = Method(sent=nothing, overhead=overhead(compute, nothing, links, step))
+    assert predict(compute, found, links) == pytest.approx(step)
 
 
 @settings(deadline=None, max_examples=20)
@@ -102,17 +116,25 @@ def test_the_table_compares_with_the_median_of_what_was_measured(compute: Comput
 def _measured(compute: Compute, factor: float) -> steps.Measured:
     """Steps as the model has them, those at the limit ``factor`` times as long; a round that is out of the way."""
     links = {0.0: Link(latency=0.0, bandwidth=1e9), 100.0: Link(latency=0.01, bandwidth=1e6)}
-    sent = {name: [[1e5] for _ in compute.complete] for name in steps.methods()}
+    kinds = dict(zip(steps.methods(), itertools.cycle(LINKS), strict=False))
+    sent: dict[str, list[list[Sent]]] = {
+        name: [[(kinds[name], 1e5)] for _ in compute.complete] for name in steps.methods()
+    }
     sent["compute"] = [[] for _ in compute.complete]
     rounds, probes = [], []
     for rate, link in links.items():
-        for size in (1e5, 1e6):
-            probes.append({"workers": 2, "mbit_per_s": rate, "bytes": size})
-            probes[-1]["seconds"] = link.latency + size / link.bandwidth
+        # Collectives of the three kinds take once, twice and three times as long.
+        of_kind = {
+            kind: Link(latency=times * link.latency, bandwidth=link.bandwidth / times)
+            for times, kind in enumerate(LINKS, 1)
+        }
+        for size, kind in itertools.product((1e5, 1e6), LINKS):
+            seconds = of_kind[kind].seconds(size)
+            probes.append({"workers": 2, "mbit_per_s": rate, "kind": kind, "bytes": size, "seconds": seconds})
         for name in steps.methods():
             own = name == "compute"
             messages = tuple(map(tuple, sent[name]))
-            step = predict(compute, Method(sent=messages), link) * (1 if own or not rate else factor)
+            step = predict(compute, Method(sent=messages), of_kind) * (1 if own or not rate else factor)
             for index, disturbed in enumerate((1.0, 1.0, 5.0)):
                 complete = [compute.forward + share * compute.backward for share in compute.complete]
                 rounds.append(
@@ -137,7 +159,7 @@ def test_the_program_writes_tables_and_the_figure_shows_every_validated_step(
     assert done.stdout.splitlines() == [str(folder)]
     described = json.loads((folder / "steps.json").read_text())
     assert described["summary"]["median_error"] == pytest.approx(1 - 1 / 1.2)
-    assert described["sent"]["2"] == found.sent[2]
+    assert described["sent"]["2"] == json.loads(json.dumps(found.sent[2]))
     assert len(pd.read_csv(folder / "steps_rounds.csv")) == len(found.rounds)
     fig = bench_steps.draw(folder)
     points = sum(len(line.get_xdata()) for ax in fig.axes for line in ax.lines if line.get_gid() == "step")
@@ -178,7 +200,13 @@ def test_messages_of_real_workers_are_what_the_methods_count(tmp_path: Path) -> 
                 counted = group.ask({"do": "counted", "name": name})
                 for rank in range(2):
                     assert first[rank] == second[rank]
-                    assert math.fsum(map(sum, first[rank])) == counted[rank] > 0, name
-                    assert all(sent > 0 for bucket in first[rank] for sent in bucket)
+                    sent = [(kind, bytes_) for bucket in first[rank] for kind, bytes_ in bucket]
+                    assert sum(bytes_ for _, bytes_ in sent) == counted[rank] > 0, name
+                    assert all(bytes_ > 0 for _, bytes_ in sent)
+                    # What is quantised is exchanged, summed by its owner, and gathered.
+                    small = (
+                        options.get("factor_dtype", "fp32") != "fp32" or options.get("method") == "quantize"
+                    )
+                    assert ({ALL_TO_ALL, ALL_GATHER} <= {kind for kind, _ in sent}) == small, name
                 if options.get("method") is None:
                     assert all(len(bucket) >= 2 for bucket in first[0]), "P and Q"
