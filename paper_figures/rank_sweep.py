@@ -30,7 +30,7 @@ def draw(results: Path) -> Figure:
     quality(axes[1], table, "relative_error_median", "relative_error_q1", "relative_error_q3")
     axes[1].set_ylabel("‖M − M̂‖ / ‖M‖ (no unit)")
     axes[1].set_title("compression error")
-    axes[1].set_ylim(bottom=0)
+    axes[1].set_ylim(0, max(1.05, axes[1].get_ylim()[1]))
     loss(axes[2], table)
     for ax in axes:
         ranks = sorted(table["rank"].dropna().unique())

@@ -17,8 +17,11 @@ KINDS = (("cc", "whole run", "#0072B2", "o", "-"), ("cc_after_warmup", "after wa
 
 
 def draw(results: Path) -> Figure:
-    """CC against window length; windowed entropy of stage 0; rank of stage 0."""
-    table = style.read(results, "window_ablation")
+    """CC against window length; windowed entropy of stage 0; rank of stage 0, of all variants."""
+    everything = style.read(results, "window_ablation")
+    # A window's first variant stands for it; of others, such as other step limits, only the ranks are of interest.
+    own = everything.drop_duplicates("window")["variant"]
+    table = everything[everything["variant"].isin(own)]
     paths = style.read(results, "window_ablation", "trajectories.csv")
     fig, axes = style.figure(1, 3, width=style.TEXT, height=3.0)
     correlation(axes[0], table)
@@ -26,7 +29,7 @@ def draw(results: Path) -> Figure:
     colours = dict(zip(lengths, sns.color_palette("viridis", len(lengths) + 1), strict=False))
     first = paths[(paths["stage"] == 0) & (paths["seed"] == paths["seed"].min())]
     for index, length in enumerate(lengths):
-        rows = first[first["length"] == length]
+        rows = first[(first["length"] == length) & first["variant"].isin(own)]
         colour, marker = colours[length], style.MARKERS[index]
         axes[1].plot(
             rows["iteration"], rows["entropy_full"], color=colour, linewidth=1.0, label=f"w = {length}, all"
@@ -48,6 +51,16 @@ def draw(results: Path) -> Figure:
             markersize=3.5,
             drawstyle="steps-pre",
             label=f"w = {length}",
+        )
+    others = first[~first["variant"].isin(own)].groupby("variant", sort=False)
+    for (_, rows), line in zip(others, ("--", ":", "-."), strict=False):
+        axes[2].plot(
+            rows["iteration"],
+            rows["rank"],
+            color=colours[rows["length"].iloc[0]],
+            linestyle=line,
+            drawstyle="steps-pre",
+            label=rows["label"].iloc[0],
         )
     axes[1].set_title("entropy, stage 0")
     axes[1].set_ylabel("window mean entropy (nats)")
