@@ -24,7 +24,7 @@ def draw(results: Path) -> Figure:
     table = table[(table["group"] == "<all>") & (table["estimator"] == ESTIMATOR) & (table["status"] == "ok")]
     labels = dict(zip(trend["variant"], trend["label"], strict=True))
     colours = dict(zip(labels, sns.color_palette("colorblind", len(labels)), strict=True))
-    fig, (curves, ends) = style.figure(1, 2, width=style.TEXT, height=2.0 + 0.2 * len(labels))
+    fig, (curves, ends) = style.figure(1, 2, width=style.TEXT, height=2.2 + 0.26 * len(labels))
     for place, (variant, label) in enumerate(labels.items()):
         line(curves, trend[trend["variant"] == variant], colours[variant], label)
         row = table[table["variant"] == variant]
@@ -48,8 +48,8 @@ def draw(results: Path) -> Figure:
     ends.set_ylabel("condition")
     ends.set_yticks(range(len(labels)), list(labels.values()))
     ends.set_ylim(len(labels) - 0.5, -0.5)
-    ends.legend(loc="best")
-    curves.legend(loc="best")
+    for ax in (curves, ends):
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, columnspacing=0.8)
     style.letter([curves, ends])
     style.annotate(
         fig,
