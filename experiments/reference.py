@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import typer
 import yaml
 
@@ -30,6 +31,8 @@ KEPT = (
     "spread.csv",
     "errors.csv",
     "stiffness.csv",
+    "break_even.csv",
+    "sensitivity.csv",
     "cqm.csv",
     "traffic.csv",
     "excess.csv",
@@ -82,7 +85,7 @@ def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
 def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
     """Copy the tables of one study, whether it is checked or not, with a provenance of its own.
 
-    Of an evaluation it is that of the runs that are evaluated.
+    Of an evaluation it is that of the runs that are evaluated; a simulated one says that it has none.
     """
     _need_results(fresh)
     if not (fresh / study / "table.csv").is_file():
@@ -90,7 +93,14 @@ def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
         raise UserError(f"study {study} has no table", where=fresh, fix=fix)
     sources = [fresh / study / name for name in KEPT]
     trained = list(matrix.load_study(study).needs or [study])
-    return _copy(sources, fresh, reference, provenance(fresh, trained), reference / study)
+    record = {"runs": 0, "kind": "simulated"} if _simulated(fresh / study) else provenance(fresh, trained)
+    return _copy(sources, fresh, reference, record, reference / study)
+
+
+def _simulated(folder: Path) -> bool:
+    """Whether every row of a study says so."""
+    table = pd.read_csv(folder / "table.csv")
+    return "kind" in table and bool((table["kind"] == "simulated").all())
 
 
 def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) -> list[Path]:

@@ -175,6 +175,16 @@ def test_update_keeps_tables_and_provenance_only(results: Path) -> None:
     assert record["runs"] == 30
 
 
+def test_update_of_a_simulated_study_says_that_nothing_was_run(results: Path) -> None:
+    study = results / "ci" / "beyond"
+    study.mkdir()
+    pd.DataFrame({"cluster": ["paper"], "kind": ["simulated"]}).to_csv(study / "table.csv", index=False)
+    reference.main("ci", results, study="beyond", runs=True)
+    kept = results / "reference" / "ci" / "beyond"
+    assert {path.name for path in kept.iterdir()} == {"table.csv", "provenance.yaml"}
+    assert yaml.safe_load((kept / "provenance.yaml").read_text()) == {"runs": 0, "kind": "simulated"}
+
+
 def test_update_of_one_study_leaves_the_others_and_has_its_own_provenance(results: Path) -> None:
     folder = results / "reference" / "ci"
     reference.main("ci", results, study="equal_bytes")
