@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pandas as pd
@@ -53,7 +54,7 @@ def draw(results: Path) -> Figure:
             label=f"w = {length}",
         )
     others = first[~first["variant"].isin(own)].groupby("variant", sort=False)
-    for (_, rows), line in zip(others, ("--", ":", "-."), strict=False):
+    for (_, rows), line in zip(others, itertools.cycle(("--", ":", "-.")), strict=False):
         axes[2].plot(
             rows["iteration"],
             rows["rank"],

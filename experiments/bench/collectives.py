@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from edgc.compressors import Channel
 
 ALL_REDUCE, ALL_TO_ALL, ALL_GATHER = "all_reduce", "all_to_all", "all_gather"
-KINDS = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)
+REDUCE_SCATTER = "reduce_scatter"
+KINDS = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)  # that are timed
 Sent = tuple[str, float]  # the kind of a collective, and the bytes that a rank sends in it
 
 
@@ -32,6 +33,9 @@ class Recording(Channel):
     def mean_(self, tensor: Tensor) -> None:
         self._noting(ALL_REDUCE, lambda: super(Recording, self).mean_(tensor))
 
+    def scatter_means(self, buffers: Sequence[Tensor]) -> None:
+        self._noting(REDUCE_SCATTER, lambda: super(Recording, self).scatter_means(buffers))
+
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         self._noting(ALL_TO_ALL, lambda: super(Recording, self).all_to_all(output, source))
 
@@ -48,6 +52,11 @@ class Recording(Channel):
         super().finish()
         self.messages += self._started.items()
         self._started = {}
+
+
+def total(messages: Iterable[Sent]) -> float:
+    """Bytes of all messages together."""
+    return sum(bytes_ for _, bytes_ in messages)
 
 
 def sent_in(kind: str, entries: int, world: int) -> float:

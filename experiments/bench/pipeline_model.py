@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.bench.collectives import ALL_REDUCE, Sent
-from experiments.bench.step_model import Link
-from experiments.bench.step_model import Links as Collectives
+from experiments.bench.step_model import Collectives, Link
 from experiments.iteration_model import Bucket, Model, Stage
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 from edgc.errors import UserError
 from experiments.bench import stages
 from experiments.bench.children import Group
-from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in
+from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, total
 from experiments.bench.engine_table import spread
 from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
 from experiments.bench.step_model import links_of
@@ -141,12 +141,7 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
             rounds += [at | row for row in _rounds(answers)]
             if rate == FREE:
                 sent[name] = [
-                    [
-                        (kind, bytes_)
-                        for kind, bytes_ in next(a for a in answers if a["stage"] == stage)["iterations"][-1][
-                            "messages"
-                        ]
-                    ]
+                    next(a["iterations"][-1]["messages"] for a in answers if a["stage"] == stage)
                     for stage in range(STAGES)
                 ]
             advance(f"{LAYOUT}, {rate:g} Mbit/s, {name}")
@@ -228,10 +223,7 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
         rows.append(
             {"workers": STAGES * REPLICAS, "layout": LAYOUT, "mbit_per_s": rate, "micro_batches": count}
             | {"method": name, "used": "calibration" if rate == FREE else "validation"}
-            | {
-                "bytes": max(sum(bytes_ for _, bytes_ in sent) for sent in traffic[name].sent),
-                "rounds": len(part),
-            }
+            | {"bytes": max(map(total, traffic[name].sent)), "rounds": len(part)}
             | spread("seconds", part["seconds"])
             | {"seconds_predicted": expected, "error": expected / float(part["seconds"].median()) - 1}
             | {"seconds_compute": predict(compute, silent, links, int(count))}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Channel
-from experiments.bench.collectives import Recording, Sent
+from experiments.bench.collectives import Recording, Sent, total
 
 
 class SlowLink:
@@ -55,6 +55,6 @@ class _SlowChannel(Recording):
         self._link.messages += new
         if self._link.bandwidth is not None:
             started = time.perf_counter()
-            time.sleep(sum(bytes_ for _, bytes_ in new) / self._link.bandwidth)
+            time.sleep(total(new) / self._link.bandwidth)
             self.waited.add(started, time.perf_counter())
         self._link.note(began, time.perf_counter())

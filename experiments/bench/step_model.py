@@ -56,7 +56,7 @@ class Link:
         return Message(latency=self.latency, seconds=sent / self.bandwidth)
 
 
-Links = Mapping[str, Link]  # by the kind of the collective
+Collectives = Mapping[str, Link]  # by kind
 
 
 def links_of(probes: pd.DataFrame) -> dict[str, Link]:
@@ -81,7 +81,7 @@ class Method:
     overhead: float = 0.0
 
 
-def predict(compute: Compute, method: Method, links: Links) -> float:
+def predict(compute: Compute, method: Method, links: Collectives) -> float:
     """Seconds of a step; the overhead is spread over the buckets as they were cut, and delays backward.
 
     Raises:
@@ -102,6 +102,8 @@ def predict(compute: Compute, method: Method, links: Links) -> float:
     return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
 
 
-def overhead(compute: Compute, sent: tuple[tuple[Sent, ...], ...], links: Links, seconds: float) -> float:
+def overhead(
+    compute: Compute, sent: tuple[tuple[Sent, ...], ...], links: Collectives, seconds: float
+) -> float:
     """What a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
     return max(0.0, seconds - predict(compute, Method(sent=sent), links))

@@ -18,7 +18,7 @@ import pandas as pd
 from edgc.errors import UserError
 from experiments.bench import network
 from experiments.bench.children import Group
-from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in
+from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, total
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
 from experiments.bench.step_model import Compute, Method, links_of, overhead, predict
@@ -117,8 +117,7 @@ def messages(group: Group, workers: int) -> dict[str, list[list[Sent]]]:
     found: dict[str, list[list[Sent]]] = {COMPUTE: [[] for _ in ready]}
     for name, settings in methods().items():
         if settings["hook"] == "edgc":
-            answer = group.ask({"do": "messages", "name": name}, network.STEP_SECONDS)[0]
-            found[name] = [[(kind, bytes_) for kind, bytes_ in bucket] for bucket in answer]
+            found[name] = group.ask({"do": "messages", "name": name}, network.STEP_SECONDS)[0]
         elif name != COMPUTE:
             share = 0.5 if settings["hook"] == "bf16" else 1.0
             found[name] = [
@@ -184,8 +183,7 @@ def table(found: Measured) -> pd.DataFrame:
                     {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
                     | {"method": name}
                     | {"used": "calibration" if calibration else "validation"}
-                    | {"bytes": sum(bytes_ for bucket in sent for _, bytes_ in bucket)}
-                    | {"rounds": len(seconds)}
+                    | {"bytes": sum(map(total, sent)), "rounds": len(seconds)}
                     | spread("seconds", seconds)
                     | {"seconds_predicted": expected, "error": expected / float(seconds.median()) - 1}
                     | {"seconds_compute": compute.forward + compute.backward + compute.rest}

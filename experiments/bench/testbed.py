@@ -111,14 +111,7 @@ class Testbed:
                 if self._limited:
                     _run(*inside, "del", "dev", device, "root", check=False)
                 if megabits is not None:
-                    rate = [
-                        "rate",
-                        f"{megabits * 1e6:.0f}bit",
-                        "burst",
-                        f"{burst(megabits)}",
-                        "latency",
-                        "50ms",
-                    ]
+                    rate = f"rate {megabits * 1e6:.0f}bit burst {burst(megabits)} latency 50ms".split()
                     _run(*inside, "add", "dev", device, "root", "tbf", *rate)
         self._limited = megabits is not None
 

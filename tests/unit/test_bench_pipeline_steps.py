@@ -153,7 +153,8 @@ def test_real_ranks_note_what_they_send_and_time_messages(tmp_path: Path) -> Non
             request = {"do": "send"} if kind == pipeline_steps.SEND else {"do": "collective", "kind": kind}
             request |= {"entries": sizes[0], "stages": pipeline_steps.STAGES}
             assert all(seconds > 0 for seconds in group.ask(request))
-        for name, kinds in (("none", {ALL_REDUCE}), ("int8", {ALL_REDUCE, ALL_TO_ALL, ALL_GATHER})):
+        quantised = {ALL_REDUCE, ALL_TO_ALL, ALL_GATHER}
+        for name, kinds in (("none", {ALL_REDUCE}), ("powersgd_r4", {ALL_REDUCE}), ("int8", quantised)):
             values = pipeline_steps.settings(plan, name, 2)
             assert RunConfig(**values).micro_batches == 2
             answers = group.ask({"do": "train", "run": values, "bandwidths": [None, None]})
