@@ -148,8 +148,7 @@ def edgc_gap(root: Path) -> Measured:
     """Gap in nats of EDGC (cqm) to the uncompressed run of the same seed; the paper's factors are fp32."""
     relative = "methods/table.csv"
     frame = _read(root, relative)
-    rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm")]
-    rows = rows[rows["factor_dtype"].fillna("fp32") == "fp32"] if "factor_dtype" in rows else rows
+    rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm") & (frame["factor_dtype"] == "fp32")]
     if rows.empty:
         raise Missing(f"no EDGC (cqm) run in {relative}")
     fine, lost = _finished(rows, relative)

@@ -26,7 +26,8 @@ def put(root: Path, relative: str, rows: list[dict[str, Any]]) -> None:
 
 
 def run(variant: str, seed: int = 1, status: str = "ok", **more: Any) -> dict[str, Any]:
-    return {"variant": variant, "label": variant, "seed": seed, "status": status} | more
+    fixed = {"variant": variant, "label": variant, "seed": seed, "status": status, "factor_dtype": "fp32"}
+    return fixed | more
 
 
 def test_every_claim_of_the_paper_has_a_rule_and_a_measure(known: dict[str, claims.Claim]) -> None:
@@ -48,7 +49,9 @@ def test_accuracy_follows_the_mean_gap(
         run("edgc_cqm", seed, method="edgc", policy="cqm", gap_nats=gap, bytes_ratio=0.3)
         for seed, gap in enumerate(gaps, 1)
     ]
-    # Another policy and a diverged seed must not count, and the diverged one must be named.
+    # Another policy, other factors and a diverged seed must not count, and the diverged one must be named.
+    int8 = {"method": "edgc", "policy": "cqm", "factor_dtype": "int8"}
+    rows.append(run("edgc_cqm_int8", 1, gap_nats=9.0, bytes_ratio=0.1, **int8))
     rows.append(run("edgc_released", 1, method="edgc", policy="released", gap_nats=9.0, bytes_ratio=0.3))
     rows.append(run("edgc_cqm", 3, "diverged", method="edgc", policy="cqm", gap_nats=None, bytes_ratio=0.3))
     put(tmp_path / "ci", "methods/table.csv", rows)
