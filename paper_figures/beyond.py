@@ -62,8 +62,8 @@ def draw(results: Path) -> Figure:
     style.note(
         fig,
         "Model, not measured. Full lines: gradients reduced after backward; dashed: beside it. GPT2-12.1B, TP4 x PP4, "
-        "H100;\na replica keeps its batch. EDGC: mean of a run with 10 % warm-up, mean rank half-way between r_min and "
-        f"r_max (assumed); scale {results.name}",
+        "H100;\na replica keeps its batch. EDGC: mean of a run with 10 % warm-up, mean rank half-way between r_min "
+        f"and\nr_max (assumed); scale {results.name}",
     )
     return fig
 

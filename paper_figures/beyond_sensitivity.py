@@ -48,7 +48,7 @@ def draw(results: Path) -> Figure:
     lines = [", ".join(named[at : at + 4]) for at in range(0, len(named), 4)]
     style.note(
         fig,
-        "Model, not measured. Dotted: as assumed; open marker: low value, full: high. Reductions beside backward, "
+        "Model, not measured. Dotted: as assumed; open marker: low value, full: high. Reductions beside backward,\n"
         f"at the bandwidth in the title; scale {results.name}\n" + ",\n".join(lines),
     )
     return fig
