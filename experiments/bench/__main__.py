@@ -110,7 +110,7 @@ def time_steps(
 def validate_steps(
     workers: Annotated[str, typer.Option(help="numbers of data-parallel workers, with commas")] = "2,4",
     rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas")] = "100,300,1000",
-    repeats: Annotated[int, typer.Option(help="rounds for each limit")] = 3,
+    repeats: Annotated[int, typer.Option(help="rounds for each limit")] = 5,
     results: Results = RESULTS,
 ) -> None:
     """Compare predicted with measured training steps over limited links (root only): steps.csv, steps_rounds.csv,
@@ -138,7 +138,7 @@ def validate_steps(
 def validate_pipeline_steps(
     rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas")] = "20,50,200",
     micro_batches: Annotated[str, typer.Option(help="of a replica in a step, with commas")] = "2,8",
-    repeats: Annotated[int, typer.Option(help="counted iterations of each run")] = 5,
+    repeats: Annotated[int, typer.Option(help="counted iterations of each run")] = 9,
     results: Results = RESULTS,
 ) -> None:
     """Compare predicted with measured steps of two stages with two replicas (root only): pipeline.csv,

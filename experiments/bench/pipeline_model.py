@@ -18,11 +18,14 @@ class Compute:
 
     Attributes:
         forward, backward: seconds of a micro-batch, per stage.
+        beside: seconds that a stage takes for a micro-batch beside these: code between the passes, and waiting for
+            a core where there are fewer than ranks.
         rest: seconds after the gradients are averaged, without messages: gradient norm and optimizer.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    beside: float = 0.0
     rest: float = 0.0
 
 
@@ -65,8 +68,8 @@ def predict(
     between = links.stages.seconds(traffic.activations)
     stages = tuple(
         Stage(
-            forward=(forward,),
-            backward=(backward,),
+            forward=(forward + compute.beside / 2,),
+            backward=(backward + compute.beside / 2,),
             to_next=between,
             to_previous=between,
             buckets=(

@@ -1,7 +1,7 @@
 """Predicted against measured steps of two pipeline stages with two replicas each, every rank on a host of the testbed.
 
-Megatron trains; activations and gradients share the limited cable of their host. Calibrated without a limit at one
-number of micro-batches; predicted under limits at others. Of a limited link nothing is used but messages timed by
+Megatron trains; activations and gradients share the limited cable of their host. Calibrated without a limit at two
+numbers of micro-batches; predicted under limits at others. Of a limited link nothing is used but messages timed by
 themselves.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
+from scipy.optimize import brentq
 
 from edgc.errors import UserError
 from experiments.bench import stages
@@ -28,10 +29,10 @@ LAYOUT = f"DP{REPLICAS} x PP{STAGES}"
 VOCABULARY = 256  # of the worker's text
 WARM_UP = 2  # iterations that are not counted
 SECONDS = 600.0
-CALIBRATED = 4  # micro-batches at which the work of a step is measured
+CALIBRATED = (4, 12)  # micro-batches at which the work of a step is measured
 SEND = "send"
-# fp32 entries; several times what a token bucket lets through at once after a pause.
-PROBES = dict.fromkeys(KINDS, (1 << 17, 1 << 18, 1 << 20)) | {SEND: (1 << 16, 1 << 17, 1 << 18)}
+# fp32 entries, around what the steps send; more than a token bucket lets through at once after a pause.
+PROBES = dict.fromkeys(KINDS, (1 << 15, 1 << 17, 1 << 19)) | {SEND: (1 << 14, 1 << 16, 1 << 18)}
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -55,7 +56,7 @@ class Plan:
 
     rates: tuple[float, ...] = (20.0, 50.0, 200.0)
     micro_batches: tuple[int, ...] = (2, 8)
-    rounds: int = 5
+    rounds: int = 9
     layers: int = 4
     hidden: int = 128
     sequence: int = 64
@@ -72,7 +73,7 @@ class Plan:
     @property
     def configurations(self) -> list[tuple[float, int, str]]:
         """Limit, micro-batches and method of every run, those that calibrate first."""
-        free = [(FREE, CALIBRATED, name) for name in METHODS]
+        free = [(FREE, count, name) for count in CALIBRATED for name in METHODS]
         limited = [
             (rate, count, name) for rate in self.rates for count in self.micro_batches for name in METHODS
         ]
@@ -183,15 +184,41 @@ def _links(probes: pd.DataFrame) -> Links:
 
 
 def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
-    """Medians of the uncompressed steps in ``rounds``; the rest is what these leave of the step."""
-    own = rounds[rounds["method"] == "none"]
+    """Work of the steps in ``rounds``, which have :data:`CALIBRATED` micro-batches.
+
+    Passes and what a micro-batch takes beside them (told by the two numbers of micro-batches) are medians over all
+    methods, which do not differ in them; the rest is what these leave of an uncompressed step.
+    """
     forward, backward = (
-        tuple(float(own[f"{kind}_{stage}"].median()) for stage in range(STAGES))
+        tuple(float(rounds[f"{kind}_{stage}"].median()) for stage in range(STAGES))
         for kind in ("forward", "backward")
     )
-    bare = Compute(forward=forward, backward=backward)
-    rest = float(own["seconds"].median()) - predict(bare, traffic, links, CALIBRATED)
-    return Compute(forward=forward, backward=backward, rest=max(0.0, rest))
+    few, many = CALIBRATED
+    seconds = rounds.groupby(["method", "micro_batches"])["seconds"].median().unstack()
+    added = float((seconds[many] - seconds[few]).median())
+
+    def with_(beside: float) -> Compute:
+        return Compute(forward=forward, backward=backward, beside=beside)
+
+    def missing(beside: float) -> float:
+        """Seconds that more micro-batches added and the model does not have."""
+        return added - sum(
+            sign * predict(with_(beside), traffic, links, count) for sign, count in ((1, many), (-1, few))
+        )
+
+    # Each stage takes it for every micro-batch, so at the upper end it is at least all of the difference.
+    most = max(0.0, added) / (many - few)
+    full = with_(float(brentq(missing, 0.0, most)) if missing(0.0) > 0 else 0.0)
+    uncompressed = seconds.loc["none"]
+    rest = [float(uncompressed[count]) - predict(full, traffic, links, count) for count in CALIBRATED]
+    return replace(full, rest=max(0.0, sum(rest) / len(rest)))
+
+
+def overhead(rounds: pd.DataFrame, compute: Compute, traffic: Traffic, links: Links) -> float:
+    """What a method adds to its steps in ``rounds`` beyond its messages; the mean over :data:`CALIBRATED`."""
+    seconds = rounds.groupby("micro_batches")["seconds"].median()
+    extra = [float(seconds[count]) - predict(compute, traffic, links, count) for count in CALIBRATED]
+    return max(0.0, sum(extra) / len(extra))
 
 
 def table(plan: Plan, found: Measured) -> pd.DataFrame:
@@ -210,7 +237,7 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
     without = _links(found.probes[found.probes["mbit_per_s"] == FREE])
     compute = compute_of(free, traffic["none"], without)
     extra = {
-        name: max(0.0, float(part["seconds"].median()) - predict(compute, traffic[name], without, CALIBRATED))
+        str(name): overhead(part, compute, traffic[str(name)], without)
         for name, part in free.groupby("method")
     }
     rows = []

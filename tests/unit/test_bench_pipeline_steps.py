@@ -41,6 +41,8 @@ def traffic(*sent: tuple[float, ...], activations: float = 0.0, embedding: float
 def test_steps_counted_by_hand() -> None:
     # 1F1B of equal stages: (micro-batches + stages - 1) times forward and backward.
     assert predict(COMPUTE, traffic((), ()), links(), 4) == pytest.approx(5 * 3 + 0.25)
+    beside = replace(COMPUTE, beside=0.5)
+    assert predict(beside, traffic((), ()), links(), 4) == pytest.approx(5 * 3.5 + 0.25)
     slow = Link(latency=0.1, bandwidth=10.0)
     # Stage 0 ends last, and its two messages follow: 0.1 + 2 each. Stage 1's are over before.
     sent = traffic((20.0, 20.0), (20.0,))
@@ -93,12 +95,14 @@ def measured(plan: pipeline_steps.Plan, compute: Compute, factor: float) -> pipe
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.lists(st.floats(0.01, 10.0), min_size=5, max_size=5), st.floats(0.5, 2.0))
+@given(st.lists(st.floats(0.01, 10.0), min_size=6, max_size=6), st.floats(0.5, 2.0))
 def test_the_table_finds_what_the_steps_were_made_of(times: list[float], factor: float) -> None:
     plan = pipeline_steps.Plan(rates=(20.0, 200.0), micro_batches=(2, 3))
-    compute = Compute(forward=(times[0], times[1]), backward=(times[2], times[3]), rest=times[4])
+    compute = Compute(
+        forward=(times[0], times[1]), backward=(times[2], times[3]), beside=times[4], rest=times[5]
+    )
     table = pipeline_steps.table(plan, measured(plan, compute, factor))
-    assert len(table) == len(pipeline_steps.METHODS) * (1 + 2 * 2)
+    assert len(table) == len(pipeline_steps.METHODS) * (2 + 2 * 2)
     assert set(table.loc[table["mbit_per_s"] == 0, "used"]) == {"calibration"}
     limited = table[table["used"] == "validation"]
     assert (limited["mbit_per_s"] > 0).all()
