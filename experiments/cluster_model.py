@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments import cluster_step
+from experiments import cluster_step, rank_trace
 from experiments.cli import main_guard
 from experiments.cluster_cost import KIND, RANK_MULTIPLE, Model, StageCost
 from experiments.cluster_inputs import groups_sharing_a_node, load_cluster
@@ -193,14 +193,17 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
-    """Write table.csv, stages.csv, steps.csv and summary.json (last) of a study's simulated cluster."""
+    """Write table.csv, stages.csv, steps.csv, traces.csv, moves.csv and summary.json (last) of a simulated cluster."""
     model = load_model(study)
     check_writable(out)
     atomic_write(out / "table.csv", _csv(table(model)))
     atomic_write(out / "stages.csv", _csv(stage_table(model)))
     atomic_write(out / "steps.csv", _csv(cluster_step.table(sweep(model))))
+    traces, moves = rank_trace.tables(study, list(sweep(model)))
+    atomic_write(out / "traces.csv", _csv(traces))
+    atomic_write(out / "moves.csv", _csv(moves))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
-    print(f"{out}: table.csv stages.csv steps.csv summary.json ({KIND})")
+    print(f"{out}: table.csv stages.csv steps.csv traces.csv moves.csv summary.json ({KIND})")
 
 
 if __name__ == "__main__":

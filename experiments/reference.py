@@ -25,6 +25,8 @@ KEPT = (
     "limits.csv",
     "stages.csv",
     "steps.csv",
+    "traces.csv",
+    "moves.csv",
     "levels.csv",
     "pareto.csv",
     "experts.csv",

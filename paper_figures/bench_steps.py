@@ -61,7 +61,7 @@ def draw(results: Path) -> Figure:
             title=f"{layout}, {len(own)} steps",
         )
         ax.set_xlabel("measured seconds per step")
-        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50) if low < tick < high]
+        ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if low < tick < high]
         style.plain(ax.xaxis, ticks)
         style.plain(ax.yaxis, ticks)
     axes[0].set_ylabel("predicted seconds per step")

@@ -43,6 +43,20 @@ def _series(table: pd.DataFrame, method: str, column: str) -> tuple[list[float],
     return list(rows["gbits_per_second"]), list(rows[column])
 
 
+def _draw_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
+    """A thin line for each recorded run whose entropy the controller was told."""
+    runs = traces.groupby("entropy", sort=False)
+    for _, rows in runs:
+        rows = rows.sort_values("gbits_per_second")
+        ax.plot(
+            rows["gbits_per_second"],
+            rows[column],
+            color=by_name(EDGC).colour,
+            linewidth=0.6,
+            label=f"EDGC, recorded entropy ({len(runs)} runs)",
+        )
+
+
 def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, ...] = ()) -> None:
     band = [_series(table, name, column) for name in BAND]
     colour = style.family(EDGC).colour
@@ -79,14 +93,17 @@ def draw(results: Path, study: str) -> Figure:
     facts = json.loads((results / study / "summary.json").read_text(encoding="utf-8"))
     claim, degree = facts["paper_reduction_percent"], facts["parallel"]
     time_claim = facts["paper_time_reduction_percent"]
-    steps = style.read(results, study, "steps.csv")
+    steps, traces = (style.read(results, study, name) for name in ("steps.csv", "traces.csv"))
+    traces["seconds"] = traces["seconds_communication"] + traces["seconds_compress"]
 
     fig, (top, alone, bottom, beside) = style.figure(2, 2, width=style.TEXT, height=5.2, sharex=True)
     _draw_panel(top, table, "seconds")
+    _draw_traces(top, traces, "seconds")
     top.set_yscale("log")
     top.set_ylabel("gradient time per step (s)")
     top.set_title(f"SIMULATED: {facts['title']}")
     _draw_panel(bottom, table, "reduction_with_compress_percent", skip=(NONE,))
+    _draw_traces(bottom, traces, "reduction_with_compress_percent")
     bottom.set_ylim(0, 102)
     bottom.set_ylabel("time saved (%)")
     bottom.axhline(
@@ -95,6 +112,7 @@ def draw(results: Path, study: str) -> Figure:
     bottom.set_title("SIMULATED: gradient time saved")
     for ax, overlap in ((alone, False), (beside, True)):
         _draw_panel(ax, steps[steps["overlap"] == overlap], "reduction_time_percent", skip=(NONE,))
+        _draw_traces(ax, traces, f"reduction_time_{'overlap_' if overlap else ''}percent")
         label = f"paper: up to {time_claim:g} % of a step"
         ax.axhline(time_claim, color="#000000", linewidth=0.9, linestyle=(0, (4, 1.5)), label=label)
         ax.set_ylabel("step time saved (%)")
@@ -114,7 +132,8 @@ def draw(results: Path, study: str) -> Figure:
         f"Model, not measured ({split}). (a), (c): communication and compression of the slowest stage. (b), (d): a "
         "step under 1F1B,\na device at the assumed share of its peak, against uncompressed with as much overlap. "
         "EDGC: mean of a run with 10 % warm-up;\nr_max where compression stops paying, r_min = r_max/4, "
-        "mean rank half-way (assumed).",
+        "mean rank half-way (assumed).\nThin: ranks of its controller if entropy moves over the run as in a small one "
+        "that was recorded.",
     )
     return fig
 

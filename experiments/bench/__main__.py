@@ -29,6 +29,7 @@ KEPT = (
 
 app = typer.Typer(add_completion=False, help=__doc__)
 Results = Annotated[Path, typer.Option(help="a folder named after the machine is made in it")]
+Delay = Annotated[float, typer.Option(help="milliseconds later that a packet arrives, where the kernel can")]
 
 
 @app.command("engine")
@@ -80,6 +81,7 @@ def time_steps(
     rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas; 0 is no limit")] = "100,1000,0",
     ranks: Annotated[str, typer.Option(help="ranks of torch's hook and ours, with commas")] = "4,32,128",
     quantised: Annotated[str, typer.Option(help="ranks of ours with int8 and int4 factors")] = "32,128",
+    delay: Delay = 0.0,
     repeats: Annotated[int, typer.Option(help="rounds for each limit")] = 5,
     threads: Annotated[int, typer.Option(help="threads of each rank")] = 1,
     results: Results = RESULTS,
@@ -92,10 +94,11 @@ def time_steps(
         rates=tuple(float(rate) or None for rate in numbers(rates, "--rates")),
         ranks=numbers(ranks, "--ranks"),
         quantised=numbers(quantised, "--quantised"),
+        delay_ms=delay,
         rounds=repeats,
         threads=threads,
     )
-    need_testbed()
+    need_testbed(delay)
     host, folder = place(results)
     with progress(plan.turns) as advance:
         rounds = network.measure(plan, advance)
@@ -110,6 +113,7 @@ def time_steps(
 def validate_steps(
     workers: Annotated[str, typer.Option(help="numbers of data-parallel workers, with commas")] = "2,4",
     rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas")] = "100,300,1000",
+    delay: Delay = 0.0,
     repeats: Annotated[int, typer.Option(help="rounds for each limit")] = 5,
     results: Results = RESULTS,
 ) -> None:
@@ -121,9 +125,10 @@ def validate_steps(
     plan = steps.Plan(
         workers=numbers(workers, "--workers"),
         rates=tuple(map(float, numbers(rates, "--rates"))),
+        delay_ms=delay,
         rounds=repeats,
     )
-    need_testbed()
+    need_testbed(delay)
     host, folder = place(results)
     with progress(plan.turns) as advance:
         found = steps.measure(plan, advance)

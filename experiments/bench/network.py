@@ -19,7 +19,7 @@ from edgc.errors import UserError
 from experiments.bench.children import Child, ChildError, Group
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
-from experiments.bench.testbed import Testbed, check_rates
+from experiments.bench.testbed import Testbed, check_delay, check_rates
 
 MODULE = "experiments.bench.network_worker"
 RANKS = 2
@@ -62,12 +62,14 @@ class Plan:
 
     Attributes:
         rates: limits in Mbit/s; None is no limit.
+        delay_ms: milliseconds that every packet is delayed, at every limit.
         ranks, quantised: see :func:`methods`.
         rounds: per limit, after one that is not counted.
         threads: of each rank.
     """
 
     rates: tuple[float | None, ...] = (100.0, 1000.0, None)
+    delay_ms: float = 0.0
     ranks: tuple[int, ...] = (4, 32, 128)
     quantised: tuple[int, ...] = (32, 128)
     rounds: int = 5
@@ -80,6 +82,7 @@ class Plan:
         if self.threads < 1:
             raise UserError(f"--threads {self.threads} is not valid", fix="use 1 or more")
         check_rates(self.rates, "use 1 to 10000 Mbit/s, or 0 for no limit")
+        check_delay(self.delay_ms)
         for key in ("ranks", "quantised"):
             if not getattr(self, key) or min(getattr(self, key)) < 1:
                 raise UserError(f"--{key} needs whole numbers of at least 1", fix=f"e.g. --{key} 4,32")
@@ -101,7 +104,7 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> pd.DataFrame:
         with ranks_on(testbed, plan) as group:
             chosen, failed = _prepare(group, methods(plan.ranks, plan.quantised))
             for rate in plan.rates:
-                testbed.limit(rate)
+                testbed.limit(rate, plan.delay_ms)
                 rows += [_row(rate, name, status=reason) for name, reason in failed.items()]
                 for index in range(-1, plan.rounds):
                     for name in chosen if index % 2 == 0 else chosen[::-1]:
@@ -154,7 +157,7 @@ def _try(
     try:
         with ranks_on(testbed, plan) as group:
             group.ask({"do": "prepare", "name": name, "settings": settings}, RISKY_SECONDS)
-            testbed.limit(rate)
+            testbed.limit(rate, plan.delay_ms)
             for index in range(min(RISKY_STEPS, plan.rounds)):
                 answers = group.ask({"do": "step", "name": name}, RISKY_SECONDS)
                 rows.append(_row(rate, name, index, answers))

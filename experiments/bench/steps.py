@@ -22,7 +22,7 @@ from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, tota
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
 from experiments.bench.step_model import Compute, Method, links_of, overhead, predict
-from experiments.bench.testbed import Testbed, check_rates
+from experiments.bench.testbed import Testbed, check_delay, check_rates
 
 COMPUTE = "compute"
 PROBES = (1 << 16, 1 << 18, 1 << 20, 3 << 20)  # fp32 entries of the collectives that tell what a link does
@@ -53,12 +53,14 @@ class Plan:
     Attributes:
         workers: numbers of data-parallel workers.
         rates: limits in Mbit/s.
+        delay_ms: milliseconds that every packet is delayed where there is a limit.
         rounds: per number of workers and limit, after one that is not counted.
         threads: of each worker.
     """
 
     workers: tuple[int, ...] = (2, 4)
     rates: tuple[float, ...] = (100.0, 300.0, 1000.0)
+    delay_ms: float = 0.0
     rounds: int = 5
     threads: int = 1
     size: Size = field(default_factory=lambda: Size(sequence=128, batch=2))
@@ -69,6 +71,7 @@ class Plan:
         if not self.workers or min(self.workers) < 2:
             raise UserError(f"--workers {','.join(map(str, self.workers))} is not valid", fix="use 2 or more")
         check_rates(self.rates)
+        check_delay(self.delay_ms)
 
     @property
     def turns(self) -> int:
@@ -102,7 +105,7 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
                 group.ask({"do": "prepare", "name": name, "settings": settings}, network.STEP_SECONDS)
             sent[workers] = messages(group, workers)
             for rate in (FREE, *plan.rates):
-                testbed.limit(rate or None)
+                testbed.limit(rate or None, plan.delay_ms if rate else 0.0)
                 at = {"workers": workers, "mbit_per_s": rate}
                 probes += [at | row for row in probe(group, workers)]
                 for index in range(-1, plan.rounds):

@@ -72,9 +72,9 @@ def place(results: Path, device: str = "cpu") -> tuple[dict[str, Any], Path]:
     return host, folder
 
 
-def need_testbed() -> None:
-    """Where no testbed can be made, say why and end with exit code 0."""
-    reason = testbed.missing()
+def need_testbed(delay_ms: float = 0.0) -> None:
+    """Where no testbed (that delays packets, if they are to be) can be made, say why and end with exit code 0."""
+    reason = testbed.missing(delay=delay_ms > 0)
     if reason is not None:
         screen.print(f"skipped: {reason}", markup=False, soft_wrap=True)
         raise SystemExit(0)

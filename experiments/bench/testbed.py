@@ -1,9 +1,9 @@
 """A network of chosen bandwidth on one machine: a network namespace per host, joined by a bridge.
 
 Every host has one interface, ``eth0``, with an address of 10.77.0.0/24, whose cable ends in a bridge that lies in a
-namespace of its own; a token bucket at both ends of each cable limits both directions. Nothing outside these
-namespaces is changed, and they are gone when the ``with`` block is left. Delay is not emulated: a packet takes what
-the kernel takes. Needs root.
+namespace of its own; a token bucket at both ends of each cable limits both directions, and where the kernel has netem a
+packet can be delayed. Nothing outside these namespaces is changed, and they are gone when the ``with`` block is left.
+Needs root.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from edgc.errors import UserError
 
 INTERFACE = "eth0"
 COMMAND_SECONDS = 20
+DELAYED_PACKETS = 100000  # on their way at once
 CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _COUNT = itertools.count()
 _NAME = re.compile(r"edgc-(\d+)-")
 
 
-def missing() -> str | None:
-    """Why no testbed can be made here, in a few words; None if one can."""
+def missing(*, delay: bool = False) -> str | None:
+    """Why no testbed (with ``delay``: none that delays packets) can be made here, in a few words; None if one can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     for program in ("ip", "tc"):
@@ -38,6 +39,11 @@ def missing() -> str | None:
     try:
         with Testbed(1) as testbed:
             testbed.limit(100)
+            if delay:
+                try:
+                    testbed.limit(100, delay_ms=1)
+                except UserError:
+                    return "this kernel has no netem, so it cannot delay packets"
     except UserError as error:
         return error.message
     return None
@@ -99,21 +105,33 @@ class Testbed:
         for name in [*(self.host(index) for index in range(self.hosts)), self._switch]:
             _run("ip", "netns", "del", name, check=False)
 
-    def limit(self, megabits: float | None) -> None:
+    def limit(self, megabits: float | None, delay_ms: float = 0.0) -> None:
         """Limit every cable, both directions, to so many Mbit/s; None takes the limit away.
 
+        Args:
+            delay_ms: milliseconds later that a packet reaches another host.
+
         Raises:
-            UserError: if the kernel has no token bucket filter.
+            UserError: if the kernel has no token bucket filter, or is to delay and has no netem.
         """
         for index in range(self.hosts):
-            for name, device in ((self.host(index), INTERFACE), (self._switch, f"p{index}")):
-                inside = ["tc", "-n", name, "qdisc"]
-                if self._limited:
-                    _run(*inside, "del", "dev", device, "root", check=False)
-                if megabits is not None:
-                    rate = f"rate {megabits * 1e6:.0f}bit burst {burst(megabits)} latency 50ms".split()
-                    _run(*inside, "add", "dev", device, "root", "tbf", *rate)
-        self._limited = megabits is not None
+            self._shape(self.host(index), INTERFACE, megabits, delay_ms)
+            self._shape(self._switch, f"p{index}", megabits)
+        self._limited = megabits is not None or delay_ms > 0
+
+    def _shape(self, namespace: str, device: str, megabits: float | None, delay_ms: float = 0.0) -> None:
+        """What leaves a device: delayed first, then limited."""
+        inside = ["tc", "-n", namespace, "qdisc"]
+        if self._limited:
+            _run(*inside, "del", "dev", device, "root", check=False)
+        place = "root"
+        if delay_ms:
+            netem = f"handle 1: netem delay {delay_ms:g}ms limit {DELAYED_PACKETS}".split()
+            _run(*inside, "add", "dev", device, "root", *netem)
+            place = "parent 1:1 handle 10:"
+        if megabits is not None:
+            rate = f"tbf rate {megabits * 1e6:.0f}bit burst {burst(megabits)} latency 50ms".split()
+            _run(*inside, "add", "dev", device, *place.split(), *rate)
 
 
 def burst(megabits: float) -> int:
@@ -133,6 +151,16 @@ def check_rates(rates: Iterable[float | None], fix: str = "use 1 to 10000 Mbit/s
     for rate in rates:
         if rate is not None and not 1 <= rate <= 1e4:
             raise UserError(f"--rates {rate:g} is not valid", fix=fix)
+
+
+def check_delay(milliseconds: float) -> None:
+    """Whether packets can be delayed so long.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if not 0 <= milliseconds <= 1000:
+        raise UserError(f"--delay {milliseconds:g} is not valid", fix="use 0 to 1000 milliseconds")
 
 
 def sent_bytes(interface: str = INTERFACE) -> int:

@@ -319,7 +319,7 @@ def test_network_table_has_ratios_within_rounds_and_keeps_failures() -> None:
 
 def test_network_program_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, rounds = _network()
-    monkeypatch.setattr(testbed, "missing", lambda: None)
+    monkeypatch.setattr(testbed, "missing", lambda **_: None)
     monkeypatch.setattr(network, "measure", lambda plan, advance: rounds)
     arguments = ["--rates", "100", "--ranks", "4", "--quantised", "4", "--repeats", str(plan.rounds)]
     done = CliRunner().invoke(app, ["network", *arguments, "--results", str(tmp_path)])

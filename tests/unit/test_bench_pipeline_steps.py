@@ -117,7 +117,7 @@ def test_the_program_writes_tables_and_the_figure_has_a_panel_for_them(
 ) -> None:
     plan = pipeline_steps.Plan(rates=(20.0,), micro_batches=(2,))
     found = measured(plan, COMPUTE, 1.2)
-    monkeypatch.setattr(testbed, "missing", lambda: None)
+    monkeypatch.setattr(testbed, "missing", lambda **_: None)
     monkeypatch.setattr(pipeline_steps, "measure", lambda plan, advance: found)
     arguments = ["pipeline", "--rates", "20", "--micro-batches", "2", "--results", str(tmp_path)]
     done = CliRunner().invoke(app, arguments)

@@ -88,7 +88,7 @@ def test_runs_of_the_file() -> None:
 def test_the_program_and_the_figure(
     raced: tuple[race.Plan, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(testbed, "missing", lambda: None)
+    monkeypatch.setattr(testbed, "missing", lambda **_: None)
     monkeypatch.setattr(race, "measure", lambda plan, folder, advance: None)
     made = race.table
     monkeypatch.setattr(race, "table", lambda plan, folder: made(plan, raced[1]))

@@ -150,7 +150,7 @@ def test_the_program_writes_tables_and_the_figure_shows_every_validated_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = _measured(COMPUTE, 1.2)
-    monkeypatch.setattr(testbed, "missing", lambda: None)
+    monkeypatch.setattr(testbed, "missing", lambda **_: None)
     monkeypatch.setattr(steps, "measure", lambda plan, advance: found)
     arguments = ["steps", "--workers", "2", "--rates", "100", "--repeats", "3", "--results", str(tmp_path)]
     done = CliRunner().invoke(app, arguments)
@@ -173,6 +173,7 @@ def test_the_program_writes_tables_and_the_figure_shows_every_validated_step(
         (["--workers", "1"], "--workers 1 is not valid"),
         (["--rates", "0"], "--rates 0 is not valid"),
         (["--repeats", "0"], "--repeats 0 is not valid"),
+        (["--delay", "-1"], "--delay -1 is not valid"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:

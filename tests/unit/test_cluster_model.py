@@ -213,7 +213,7 @@ def test_files_are_complete_marked_and_repeat(study: str, tmp_path: Path) -> Non
     for name in ("first", "second"):
         cluster_model.main(study=study, out=tmp_path / name)
     names = sorted(path.name for path in (tmp_path / "first").iterdir())
-    assert names == ["stages.csv", "steps.csv", "summary.json", "table.csv"]
+    assert names == ["moves.csv", "stages.csv", "steps.csv", "summary.json", "table.csv", "traces.csv"]
     for name in names:
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     rows = list(csv.DictReader((tmp_path / "first" / "table.csv").open()))

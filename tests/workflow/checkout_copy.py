@@ -52,7 +52,10 @@ PROGRAMS = {
         write(scale() / option("--study") / option("--run"), *names)
     """,
     "experiments/analyse/__main__.py": "write(scale() / option('--study'), 'table.csv')",
-    "experiments/cluster_model.py": "write(option('--out'), 'table.csv', 'stages.csv', 'steps.csv', 'summary.json')",
+    "experiments/cluster_model.py": """
+        tables = "table.csv", "stages.csv", "steps.csv", "traces.csv", "moves.csv"
+        write(option("--out"), *tables, "summary.json")
+    """,
     "experiments/beyond.py": "write(option('--out'), 'table.csv', 'break_even.csv', 'sensitivity.csv')",
     "experiments/tasks/make.py": "write(option('--out'), 'tasks.json')",
     "experiments/export.py": "[write(folder, 'run.json') for folder in options('--out')]",

@@ -4,7 +4,14 @@
 rule cluster_model:
     input:
         study=study_yaml,
-        code=code("experiments", "cluster_*.py", "iteration_model.py", "layouts.py"),
+        code=code(
+            "experiments",
+            "cluster_*.py",
+            "iteration_model.py",
+            "layouts.py",
+            "rank_trace.py",
+            "recorded_entropy.csv",
+        ),
     output:
         table=report(
             "<results>/{study}/table.csv",
@@ -14,6 +21,13 @@ rule cluster_model:
         ),
         stages="<results>/{study}/stages.csv",
         steps="<results>/{study}/steps.csv",
+        traces=report(
+            "<results>/{study}/traces.csv",
+            caption="../report/table.rst",
+            category="Tables",
+            labels={"study": "{study}, EDGC's ranks (simulated)"},
+        ),
+        moves="<results>/{study}/moves.csv",
         summary="<results>/{study}/summary.json",
     log:
         "<logs>/cluster_model/{study}.log",

@@ -1,0 +1,219 @@
+"""The ranks that EDGC would take on a described cluster: training's own controller, fed with recorded entropies.
+
+The controller (:class:`edgc.controller.Controller`) has the settings of the study's EDGC run. It is told the entropy
+that a small run had at the same share of its training (``recorded_entropy.csv``), the seconds of a reduction by
+:mod:`experiments.cluster_cost`, and those of backward by :mod:`experiments.cluster_step`; so it searches r_max, ends
+warm-up, moves stage 0 and aligns the other stages as it would there. Two things are assumed: that the entropy of a
+large model moves over a run as that of a model of a million parameters did, and that the network does not change.
+
+``python -m experiments.rank_trace TREND`` writes ``recorded_entropy.csv`` from the ``trend.csv`` of study
+``entropy_trend``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+
+from edgc.config import EDGCConfig
+from edgc.controller import Controller, Report
+from edgc.policies import Ranks
+from experiments import cluster_step, matrix
+from experiments.cli import main_guard
+from experiments.cluster_cost import KIND, Cost, Model
+from experiments.layouts import StageLayout
+from experiments.run_folder import atomic_write
+
+PATH = Path(__file__).with_name("recorded_entropy.csv")
+GROUP, ENTROPY = "<layers>", "entropy_histogram"  # large models are nearly all layers
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Entropy in nats, measured at shares of a run, ascending in (0, 1]."""
+
+    shares: tuple[float, ...]
+    entropy: tuple[float, ...]
+
+    def mean(self, start: float, end: float) -> float:
+        """Of the line through what was measured, between two shares of a run; before the first as at the first."""
+        inside = [share for share in self.shares if start < share < end]
+        at = [start, *inside, end]
+        return float(np.trapezoid(np.interp(at, self.shares, self.entropy), at) / (end - start))
+
+
+def recorded() -> dict[str, Recorded]:
+    """The entropies of ``recorded_entropy.csv``, by the run that they are of."""
+    table = pd.read_csv(PATH)
+    return {
+        str(name): Recorded(tuple(rows["share"]), tuple(rows["entropy"]))
+        for name, rows in table.groupby("run", sort=False)
+    }
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the controller decided.
+
+    Attributes:
+        spent: ranks of all stages (None: uncompressed) -> iterations.
+        moves: (iteration, phase, ranks) wherever one of the last two changed; the iteration is the first of them.
+        r_min, r_max: at the end; None where nothing is compressed.
+    """
+
+    spent: Mapping[Ranks, int]
+    moves: tuple[tuple[int, str, Ranks], ...]
+    r_min: int | None
+    r_max: int | None
+
+    @property
+    def iterations(self) -> int:
+        return sum(self.spent.values())
+
+    def share(self, stage: int, rank: int | None) -> float:
+        """Of the run, that ``stage`` spent at ``rank``."""
+        return sum(count for ranks, count in self.spent.items() if ranks[stage] == rank) / self.iterations
+
+    def mean_rank(self, stage: int) -> float:
+        """While ``stage`` compressed; nan if it never did."""
+        found = [(rank, count) for ranks, count in self.spent.items() if (rank := ranks[stage]) is not None]
+        total = sum(count for _, count in found)
+        return sum(rank * count for rank, count in found) / total if total else float("nan")
+
+
+def follow(model: Model, entropy: Recorded, config: EDGCConfig, iterations: int) -> Trace:
+    """Take a controller through a run."""
+    controller = Controller(config, [stage.matrices for stage in model.stages], iterations)
+    backward = tuple(
+        cluster_step.forward_seconds(model, stage) * model.cluster.compute.backward_ratio.value
+        for stage in model.stages
+    )
+    spent: Counter[Ranks] = Counter()
+    moves: list[tuple[int, str, Ranks]] = []
+    iteration = 1
+    while iteration <= iterations:
+        plan = controller.plan(iteration)
+        if not moves or moves[-1][1:] != (plan.phase, plan.ranks):
+            moves.append((iteration, plan.phase, plan.ranks))
+        if plan.exchange:
+            probe = None
+            if plan.probe_rank is not None:
+                probe = tuple(probed(model, stage, plan.probe_rank).seconds for stage in model.stages)
+            # The window's samples up to here.
+            start = (iteration - 1) // config.window * config.window
+            value = entropy.mean(start / iterations, iteration / iterations)
+            report = Report((value,) * len(model.stages), probe_seconds=probe, backward_seconds=backward)
+            controller.observe(iteration, report)
+        # Between two window ends nothing is decided once there is nothing to time.
+        settled = plan.phase in ("active", "disabled") and not plan.exchange
+        until = min(iterations, -(-iteration // config.window) * config.window - 1) if settled else iteration
+        until = max(iteration, until)
+        spent[plan.ranks] += until - iteration + 1
+        iteration = until + 1
+    return Trace(spent, tuple(moves), controller.r_min, controller.r_max)
+
+
+def probed(model: Model, stage: StageLayout, rank: int) -> Cost:
+    """What a timed reduction takes: at rank 0 an uncompressed one; otherwise every matrix is factored."""
+    return model.powersgd(stage, rank, always=True) if rank else model.none(stage)
+
+
+def cost_at(model: Model, ranks: Ranks, stage: StageLayout) -> Cost:
+    rank = ranks[stage.stage]
+    return model.none(stage) if rank is None else model.powersgd(stage, rank)
+
+
+def mean_cost(model: Model, trace: Trace, stage: StageLayout) -> Cost:
+    """Of a stage's reduction, over the whole run."""
+    found = Cost(0.0, 0.0)
+    for ranks, count in trace.spent.items():
+        share, cost = count / trace.iterations, cost_at(model, ranks, stage)
+        found = Cost(
+            found.bytes + share * cost.bytes,
+            found.communication + share * cost.communication,
+            found.compress + share * cost.compress,
+        )
+    return found
+
+
+def step_seconds(model: Model, trace: Trace, *, overlap: bool) -> float:
+    """Mean seconds of a step over the whole run."""
+    total = sum(
+        count * cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
+        for ranks, count in trace.spent.items()
+    )
+    return total / trace.iterations
+
+
+def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(a row per bandwidth and recorded entropy, a row per change of ranks) of a study's EDGC run."""
+    run = next(run for run in matrix.runs(study, "paper") if run.edgc.method == "edgc")
+    # The network of the model does not change.
+    config, iterations = replace(run.edgc, remeasure_above=None), run.train.iterations
+    rows: list[dict[str, Any]] = []
+    moves: list[dict[str, Any]] = []
+    for at in models:
+        dense = at.slowest(at.none)
+        base = {overlap: cluster_step.step(at, at.none, overlap=overlap).seconds for overlap in (False, True)}
+        for name, entropy in recorded().items():
+            trace = follow(at, entropy, config, iterations)
+            slowest = at.slowest(partial(mean_cost, at, trace))
+            steps = {overlap: step_seconds(at, trace, overlap=overlap) for overlap in base}
+            about = {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}
+            rows.append(
+                about
+                | {"r_min": _text(trace.r_min), "r_max": _text(trace.r_max)}
+                | {"mean_ranks": "/".join(f"{trace.mean_rank(s.stage):.4g}" for s in at.stages)}
+                | {"share_uncompressed": f"{trace.share(0, None):.6g}"}
+                | {"share_at_r_max": f"{trace.share(0, trace.r_max) if trace.r_max else 0.0:.6g}"}
+                | {"share_at_r_min": f"{trace.share(0, trace.r_min) if trace.r_min else 0.0:.6g}"}
+                | {"bytes": round(slowest.bytes)}
+                | {"seconds_communication": f"{slowest.communication:.9g}"}
+                | {"seconds_compress": f"{slowest.compress:.9g}"}
+                | {"reduction_communication_percent": _saved(slowest.communication, dense.communication)}
+                | {"reduction_with_compress_percent": _saved(slowest.seconds, dense.seconds)}
+                | {"reduction_time_percent": _saved(steps[False], base[False])}
+                | {"reduction_time_overlap_percent": _saved(steps[True], base[True])}
+                | {"kind": KIND}
+            )
+            moves += [
+                about
+                | {"iteration": iteration, "share": f"{(iteration - 1) / iterations:.6g}", "phase": phase}
+                | {"ranks": "/".join("dense" if rank is None else str(rank) for rank in ranks), "kind": KIND}
+                for iteration, phase, ranks in trace.moves
+            ]
+    return rows, moves
+
+
+def _text(rank: int | None) -> str:
+    return "" if rank is None else str(rank)
+
+
+def _saved(cost: float, reference: float) -> str:
+    """Percent."""
+    return f"{100.0 * (1.0 - cost / reference) if reference else 0.0:.4f}"
+
+
+def entropies(trend: pd.DataFrame) -> pd.DataFrame:
+    """Columns ``run``, ``share`` (of the run) and ``entropy`` (nats) of the layers' matrices."""
+    rows = trend[trend["group"] == GROUP]
+    share = rows["iteration"] / rows.groupby("variant")["iteration"].transform("max")
+    return pd.DataFrame({"run": rows["variant"], "share": share.round(6), "entropy": rows[ENTROPY].round(6)})
+
+
+@main_guard
+def main(trend: Annotated[Path, typer.Argument(help="trend.csv of study entropy_trend")]) -> None:
+    """Write recorded_entropy.csv: the entropy of every run of the study, uncompressed GPTs and a BERT."""
+    atomic_write(PATH, entropies(pd.read_csv(trend)).to_csv(index=False, lineterminator="\n"))
+
+
+if __name__ == "__main__":
+    typer.run(main)
