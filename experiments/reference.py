@@ -26,7 +26,6 @@ KEPT = (
     "stages.csv",
     "steps.csv",
     "traces.csv",
-    "moves.csv",
     "levels.csv",
     "pareto.csv",
     "experts.csv",
