@@ -1,8 +1,9 @@
 """Where low-rank compression pays beyond the paper's clusters, and on which assumption that hangs. Simulated.
 
 ``python -m experiments.beyond --study beyond --out results/ci/beyond`` writes ``table.csv`` (step time saved by
-cluster, method, bandwidth and overlap), ``break_even.csv`` (bandwidth up to which a share of the step is saved) and
-``sensitivity.csv`` (what is saved when one assumption is changed).
+cluster, method, bandwidth and overlap), ``break_even.csv`` (bandwidth up to which a share of the step is saved),
+``sensitivity.csv`` (what is saved when one assumption is changed) and ``disturbances.csv`` (where stages or links
+differ).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import pandas as pd
 import typer
 
-from experiments import cluster_step
+from experiments import cluster_step, disturbances
 from experiments.cli import main_guard
 from experiments.cluster_cost import KIND, Model
 from experiments.run_folder import atomic_write, check_writable
@@ -157,13 +158,14 @@ def sensitivity(scenarios: Scenarios) -> pd.DataFrame:
 
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
-    """Write table.csv (last), break_even.csv and sensitivity.csv of a study's scenarios."""
+    """Write table.csv (last), break_even.csv, sensitivity.csv and disturbances.csv of a study's scenarios."""
     scenarios = load_scenarios(study)
     check_writable(out)
-    for name, make in (("sensitivity", sensitivity), ("break_even", break_even), ("table", table)):
+    parts = {"disturbances": disturbances.table, "sensitivity": sensitivity, "break_even": break_even}
+    for name, make in (*parts.items(), ("table", table)):
         text = make(scenarios).to_csv(index=False, lineterminator="\n", float_format="%.6g")
         atomic_write(out / f"{name}.csv", text)
-    print(f"{out}: table.csv break_even.csv sensitivity.csv ({KIND})")
+    print(f"{out}: table.csv break_even.csv sensitivity.csv disturbances.csv ({KIND})")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ The model, and what it leaves out:
   gradients between stages, and the all-reduce of the tied embedding between the first and the last stage.
 * EDGC: r_max is the largest multiple of 4 at which compressed is not slower than uncompressed (arXiv
   2511.10333, as in the authors' code) *under this model*, r_min a quarter of it; the mean rank is
-  assumed, not taken from a run.
+  assumed (ranks of the controller itself: :mod:`experiments.rank_trace`).
 """
 
 from __future__ import annotations
@@ -167,6 +167,10 @@ class Model:
     def active_weights(self, stage: StageLayout) -> float:
         """Entries of the matrices that a token is multiplied with on one GPU of ``stage``."""
         return sum(t.numel for t in stage.tensors if len(t.shape) == 2 and "embedding" not in t.name)
+
+    def speed(self, stage: StageLayout) -> float:
+        """Of this stage's devices, as a share of that of the ``gpu`` section."""
+        return 1.0
 
     def exchange(self, stage: StageLayout) -> float:
         """Seconds in which a micro-batch's forward pass (and again its backward pass) waits for others' tokens."""

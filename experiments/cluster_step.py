@@ -32,7 +32,7 @@ def forward_seconds(model: Model, stage: StageLayout) -> float:
     weights = model.active_weights(stage)
     layers = sum(end - first for first, end in stage.layer_ranges)
     attention = 4 * shape.sequence_length * shape.hidden * layers / shape.tensor
-    speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value
+    speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value * model.speed(stage)
     return tokens * (2 * weights + attention) / speed
 
 

@@ -13,7 +13,7 @@ large model moves over a run as that of a model of a million parameters did, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,12 +67,14 @@ class Trace:
         spent: ranks of all stages (None: uncompressed) -> iterations.
         moves: (iteration, phase, ranks) wherever one of the last two changed; the iteration is the first of them.
         r_min, r_max: at the end; None where nothing is compressed.
+        measurements: how often the times of reductions were measured.
     """
 
     spent: Mapping[Ranks, int]
     moves: tuple[tuple[int, str, Ranks], ...]
     r_min: int | None
     r_max: int | None
+    measurements: int = 1
 
     @property
     def iterations(self) -> int:
@@ -89,14 +91,12 @@ class Trace:
         return sum(rank * count for rank, count in found) / total if total else float("nan")
 
 
-def follow(model: Model, entropy: Recorded, config: EDGCConfig, iterations: int) -> Trace:
-    """Take a controller through a run."""
-    controller = Controller(config, [stage.matrices for stage in model.stages], iterations)
-    backward = tuple(
-        cluster_step.forward_seconds(model, stage) * model.cluster.compute.backward_ratio.value
-        for stage in model.stages
-    )
+def follow(at: Callable[[int], Model], entropy: Recorded, config: EDGCConfig, iterations: int) -> Trace:
+    """Take a controller through a run on the cluster ``at`` each iteration, whose stages stay the same."""
+    stages = at(1).stages
+    controller = Controller(config, [stage.matrices for stage in stages], iterations)
     spent: Counter[Ranks] = Counter()
+    measurements = 0
     moves: list[tuple[int, str, Ranks]] = []
     iteration = 1
     while iteration <= iterations:
@@ -104,21 +104,35 @@ def follow(model: Model, entropy: Recorded, config: EDGCConfig, iterations: int)
         if not moves or moves[-1][1:] != (plan.phase, plan.ranks):
             moves.append((iteration, plan.phase, plan.ranks))
         if plan.exchange:
-            probe = None
-            if plan.probe_rank is not None:
-                probe = tuple(probed(model, stage, plan.probe_rank).seconds for stage in model.stages)
             # The window's samples up to here.
             start = (iteration - 1) // config.window * config.window
             value = entropy.mean(start / iterations, iteration / iterations)
-            report = Report((value,) * len(model.stages), probe_seconds=probe, backward_seconds=backward)
-            controller.observe(iteration, report)
+            decision = controller.observe(iteration, report(at(iteration), controller, iteration, value))
+            measurements += decision is not None and bool(decision.timing)
         # Between two window ends nothing is decided once there is nothing to time.
         settled = plan.phase in ("active", "disabled") and not plan.exchange
         until = min(iterations, -(-iteration // config.window) * config.window - 1) if settled else iteration
         until = max(iteration, until)
         spent[plan.ranks] += until - iteration + 1
         iteration = until + 1
-    return Trace(spent, tuple(moves), controller.r_min, controller.r_max)
+    return Trace(spent, tuple(moves), controller.r_min, controller.r_max, measurements)
+
+
+def report(model: Model, controller: Controller, iteration: int, entropy: float) -> Report:
+    """What training on the cluster would tell the controller."""
+    plan, stages = controller.plan(iteration), model.stages
+    ratio = model.cluster.compute.backward_ratio.value
+    probe = reductions = None
+    if plan.probe_rank is not None:
+        probe = tuple(probed(model, stage, plan.probe_rank).seconds for stage in stages)
+    if controller.watches(iteration):
+        reductions = tuple(probed(model, stage, plan.ranks[stage.stage] or 0).seconds for stage in stages)
+    return Report(
+        (entropy,) * len(stages),
+        probe_seconds=probe,
+        backward_seconds=tuple(ratio * cluster_step.forward_seconds(model, stage) for stage in stages),
+        reduction_seconds=reductions,
+    )
 
 
 def probed(model: Model, stage: StageLayout, rank: int) -> Cost:
@@ -164,7 +178,7 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
         dense = at.slowest(at.none)
         base = {overlap: cluster_step.step(at, at.none, overlap=overlap).seconds for overlap in (False, True)}
         for name, entropy in recorded().items():
-            trace = follow(at, entropy, config, iterations)
+            trace = follow(lambda _, at=at: at, entropy, config, iterations)  # type: ignore[misc]
             slowest = at.slowest(partial(mean_cost, at, trace))
             steps = {overlap: step_seconds(at, trace, overlap=overlap) for overlap in base}
             about = {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}

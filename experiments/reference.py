@@ -34,6 +34,7 @@ KEPT = (
     "stiffness.csv",
     "break_even.csv",
     "sensitivity.csv",
+    "disturbances.csv",
     "cqm.csv",
     "traffic.csv",
     "excess.csv",

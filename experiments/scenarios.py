@@ -63,12 +63,35 @@ class Scenario(Settings):
     sites: Sites | None = None
 
 
+Shares = list[Annotated[float, Field(gt=0.0, le=1.0)]]
+
+
+class Case(Settings):
+    """Per stage, the share of the bandwidth that its reductions have and of the speed that its devices have; from
+    ``start`` to ``end`` of the run, shares of it."""
+
+    label: str
+    links: Shares | None = None
+    devices: Shares | None = None
+    start: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    end: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+
+
+class Disturbances(Settings):
+    """What :mod:`experiments.disturbances` computes; ``entropy`` names a run of ``recorded_entropy.csv``."""
+
+    gbits_per_second: PositiveFloat
+    entropy: str
+    cases: Annotated[dict[str, Case], Field(min_length=1)]
+
+
 class Scenarios(Settings):
     """The ``scenarios:`` section: the study whose model, GPUs and assumptions are used, and what is drawn."""
 
     of: str
     methods: Annotated[list[str], Field(min_length=1)]
     clusters: Annotated[dict[str, Scenario], Field(min_length=1)]
+    disturbances: Disturbances | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +227,25 @@ def load_scenarios(study: str) -> Scenarios:
             )
         if experts and experts.per_token > experts.count:
             raise UserError("experts.per_token is more than count", where=where, fix="use at most count")
+    if found.disturbances is not None:
+        check_cases(found, f"{path}, scenarios.disturbances")
     return found
+
+
+def check_cases(scenarios: Scenarios, where: str) -> None:
+    """Raises UserError where a case does not fit the stages of the model."""
+    assert scenarios.disturbances is not None
+    stages = len(load_model(scenarios.of).stages)
+    for name, case in scenarios.disturbances.cases.items():
+        for key in ("links", "devices"):
+            given = getattr(case, key)
+            if given is not None and len(given) != stages:
+                fix = f"give {stages} numbers, one for each pipeline stage of {scenarios.of}"
+                raise UserError(f"cases.{name}.{key} has {len(given)} numbers", where=where, fix=fix)
+        if case.start >= case.end:
+            raise UserError(
+                f"cases.{name}: start = {case.start:g} is not below end = {case.end:g}", where=where
+            )
 
 
 def model_of(of: str, cluster: Scenario, gbits: float) -> Model:

@@ -25,6 +25,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "gpt2_12p1b_h100": ("gpt2_12p1b_h100",),
     "beyond": ("beyond",),
     "beyond_sensitivity": ("beyond",),
+    "disturbances": ("beyond",),
 }
 
 # figures drawn by a script of another name, which takes the study as its second argument

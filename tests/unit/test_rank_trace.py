@@ -65,7 +65,7 @@ def test_a_mean_of_a_window_is_the_integral(start: float, length: float) -> None
 
 def test_constant_entropy_keeps_the_largest_rank_that_pays() -> None:
     model = toy()
-    trace = follow(model, STILL, CONFIG, ITERATIONS)
+    trace = follow(lambda _: model, STILL, CONFIG, ITERATIONS)
     expected = model.largest_useful_rank()
     assert expected is not None and trace.r_max is not None and trace.r_min is not None
     # The search interpolates between ranks that double; times grow a little faster than a line.
@@ -78,7 +78,7 @@ def test_constant_entropy_keeps_the_largest_rank_that_pays() -> None:
 
 def test_ranks_follow_entropy_and_so_do_bytes_and_seconds() -> None:
     model = toy()
-    traces = [follow(model, line(change), CONFIG, ITERATIONS) for change in (0.0, -0.2, -2.0)]
+    traces = [follow(lambda _: model, line(change), CONFIG, ITERATIONS) for change in (0.0, -0.2, -2.0)]
     ranks = [trace.mean_rank(0) for trace in traces]
     assert ranks[0] > ranks[1] > ranks[2]
     assert traces[2].share(0, traces[2].r_min) > 0.4
@@ -88,13 +88,13 @@ def test_ranks_follow_entropy_and_so_do_bytes_and_seconds() -> None:
     for overlap in (False, True):
         seconds = [rank_trace.step_seconds(model, trace, overlap=overlap) for trace in traces]
         assert seconds[0] > seconds[1] > seconds[2]
-    rising = follow(model, line(2.0), CONFIG, ITERATIONS)
+    rising = follow(lambda _: model, line(2.0), CONFIG, ITERATIONS)
     assert rising.spent == traces[0].spent, "above r_max there is nothing"
 
 
 def test_where_compression_never_pays_nothing_is_compressed() -> None:
     model = toy(gbits=1e7)
-    trace = follow(model, line(-2.0), CONFIG, ITERATIONS)
+    trace = follow(lambda _: model, line(-2.0), CONFIG, ITERATIONS)
     assert trace.spent == {(None, None): ITERATIONS}
     assert math.isnan(trace.mean_rank(0))
     for stage in model.stages:
@@ -107,7 +107,7 @@ def test_where_compression_never_pays_nothing_is_compressed() -> None:
 def test_jumps_between_windows_change_nothing(change: float, windows: int, iterations: int) -> None:
     """Iteration by iteration gives the same."""
     model, config = toy(), replace(CONFIG, window=max(20, iterations // (10 * windows)))
-    trace = follow(model, line(change), config, iterations)
+    trace = follow(lambda _: model, line(change), config, iterations)
     assert trace.iterations == iterations
     starts = [iteration for iteration, _, _ in trace.moves]
     assert starts == sorted(set(starts)) and starts[0] == 1

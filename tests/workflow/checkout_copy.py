@@ -56,7 +56,9 @@ PROGRAMS = {
         tables = "table.csv", "stages.csv", "steps.csv", "traces.csv", "moves.csv"
         write(option("--out"), *tables, "summary.json")
     """,
-    "experiments/beyond.py": "write(option('--out'), 'table.csv', 'break_even.csv', 'sensitivity.csv')",
+    "experiments/beyond.py": """
+        write(option("--out"), "table.csv", "break_even.csv", "sensitivity.csv", "disturbances.csv")
+    """,
     "experiments/tasks/make.py": "write(option('--out'), 'tasks.json')",
     "experiments/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
     "experiments/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",

@@ -50,7 +50,15 @@ rule scenarios:
         # Whose model, GPUs and assumptions they have.
         of=lambda w: f"experiments/studies/{STUDIES[w.study].scenarios['of']}.yaml",
         code=code(
-            "experiments", "beyond.py", "scenarios.py", "cluster_*.py", "iteration_model.py", "layouts.py"
+            "experiments",
+            "beyond.py",
+            "scenarios.py",
+            "disturbances.py",
+            "cluster_*.py",
+            "iteration_model.py",
+            "layouts.py",
+            "rank_trace.py",
+            "recorded_entropy.csv",
         ),
     output:
         table=report(
@@ -66,6 +74,12 @@ rule scenarios:
             labels={"study": "{study}, break-even (simulated)"},
         ),
         sensitivity="<results>/{study}/sensitivity.csv",
+        disturbances=report(
+            "<results>/{study}/disturbances.csv",
+            caption="../report/table.rst",
+            category="Tables",
+            labels={"study": "{study}, uneven clusters (simulated)"},
+        ),
     log:
         "<logs>/scenarios/{study}.log",
     wildcard_constraints:

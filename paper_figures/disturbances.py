@@ -1,0 +1,73 @@
+"""Step time that each method saves where stages or links are not alike, simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+from paper_figures.beyond import label
+from paper_figures.families import by_name
+
+NAME = "disturbances"
+STUDY = "beyond"
+# EDGC's controller as it is, and kept from one of the things that it does: (label, marker).
+CONTROLLERS = {
+    "edgc": ("EDGC, recorded entropy", "D"),
+    "edgc_measured_once": ("EDGC, times measured once", "^"),
+    "edgc_unaligned": ("EDGC, not aligned", "v"),
+}
+
+
+def draw(results: Path) -> Figure:
+    """A row per case, a marker per method; reductions after backward, and beside it."""
+    table = style.read(results, STUDY, "disturbances.csv")
+    assert set(table["kind"]) == {"simulated"}
+    table = table[table["method"] != "none"]
+    cases = list(table["label"].unique())
+    fig, axes = style.figure(1, 2, width=style.TEXT, height=0.3 * len(cases) + 1.9, sharey=True)
+    for ax, overlap in zip(axes, (False, True), strict=True):
+        panel(ax, table[table["overlap"] == overlap], cases)
+        ax.set_title(f"SIMULATED: {'beside' if overlap else 'after'} backward")
+        ax.set_xlabel("step time saved (%)")
+    axes[0].set_yticks(range(len(cases)), cases)
+    axes[0].set_ylim(len(cases) - 0.5, -0.5)
+    axes[0].set_ylabel("disturbance")
+    style.letter(axes)
+    fig.legend(*style.handles(axes[0]), loc="outside upper center", ncols=3)
+    style.note(
+        fig,
+        f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "
+        "where nothing else is said.\nOf the uncompressed step with the same disturbance, mean over the run. EDGC: "
+        f"ranks of its controller\nif entropy moves as in a small run that was recorded; scale {results.name}",
+    )
+    return fig
+
+
+def panel(ax: Axes, table: pd.DataFrame, cases: list[str]) -> None:
+    methods = list(table["method"].unique())
+    for index, method in enumerate(methods):
+        rows = table[table["method"] == method].set_index("label").loc[cases]
+        look = by_name("edgc" if method in CONTROLLERS else method)
+        name, marker = CONTROLLERS.get(method, (None, look.marker))
+        # Methods of nearly the same saving beside each other.
+        shift = 0.5 * (index / (len(methods) - 1) - 0.5)
+        ax.plot(
+            rows["saved_percent"],
+            [place + shift for place in range(len(cases))],
+            linestyle="",
+            marker=marker,
+            color=look.colour,
+            markersize=4.5,
+            markerfacecolor="white" if method in ("int8", *list(CONTROLLERS)[1:]) else look.colour,
+            label=name or label(method),
+        )
+    ax.set_xlim(0, 100)
+    ax.grid(axis="y", visible=False)
+
+
+if __name__ == "__main__":
+    style.main(draw)
