@@ -21,6 +21,7 @@ from experiments.settings import RunConfig
 from experiments.site import Job, Site, load_site, refuse, training_job
 
 ANSWER_SECONDS = 30
+REMEMBERED_SECONDS = 240  # Snakemake asks for states every three minutes, or oftener
 CANCEL_SECONDS = 180  # Slurm gives an ending job time, and an epilog
 UNITS = {"days": 1440, "hours": 60, "minutes": 1}
 PORTS = (
@@ -246,12 +247,23 @@ def profile() -> dict[str, Any]:
         **everywhere,
     }
     training = {"slurm_partition": site.partition, "gres": f"{site.gres}:1" if site.gpus_per_node else None}
-    # sacct answers where there is accounting; without it Snakemake must ask squeue, or it waits for ever.
-    accounting = ask("sacct", "-n", "-X", "-S", "now") is not None
     return {
         "jobs": site.jobs,
         "retries": site.retries,
         "default-resources": {key: value for key, value in default.items() if value is not None},
         "evaluate": {key: value for key, value in training.items() if value is not None},
-        "status": "sacct" if accounting else "squeue",
+        "status": status_command(),
     }
+
+
+def status_command() -> str:
+    """Which command tells Snakemake the states of its jobs: squeue where it shows ended jobs for long enough.
+
+    Else sacct, which answers where there is accounting. But it calls a job ``CANCELLED by <user>``, which Snakemake's
+    executor (2.8.0) takes for a running one: after ``scancel`` it would wait for ever.
+    """
+    answer = ask("scontrol", "show", "config") or ""
+    remembered = re.search(r"^MinJobAge\s*=\s*(\d+)", answer, re.MULTILINE)
+    if remembered and int(remembered.group(1)) >= REMEMBERED_SECONDS:
+        return "squeue"
+    return "squeue" if ask("sacct", "-n", "-X", "-S", "now") is None else "sacct"

@@ -282,3 +282,29 @@ def test_jobs_of_this_folder_alone_are_cancelled(monkeypatch: pytest.MonkeyPatch
     assert slurm.cancel_jobs(tmp_path) == 2
     assert set(queue) == {"12", "13"}
     assert slurm.cancel_jobs(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("remembered", "accounting", "expected"),
+    [
+        (300, True, "squeue"),
+        (300, False, "squeue"),
+        (60, True, "sacct"),
+        (60, False, "squeue"),
+        (None, True, "sacct"),
+        (None, False, "squeue"),
+    ],
+)
+def test_states_of_jobs_come_from_where_cancelled_ones_are_seen(
+    remembered: int | None, accounting: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(program: str, *arguments: str) -> str | None:
+        if program == "sacct":
+            return "" if accounting else None
+        assert (program, *arguments) == ("scontrol", "show", "config")
+        return (
+            None if remembered is None else f"MinJobAge               = {remembered} sec\nMpiDefault = none\n"
+        )
+
+    monkeypatch.setattr(slurm, "ask", ask)
+    assert slurm.status_command() == expected
