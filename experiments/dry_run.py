@@ -66,20 +66,32 @@ def ranks_of_stage(shape: GPTShape, stage: int) -> tuple[int, ...]:
 
 
 def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
-    """One run of each variant, or the one called ``method``.
+    """One run of each variant that a dry run can follow, or the one called ``method``.
 
     Raises:
-        UserError: the study has no runs at this scale, or none called so.
+        UserError: the study has no runs at this scale, none called so, or one that a dry run cannot follow.
     """
     runs = {run.variant: run for run in reversed(matrix.runs(study, scale))}
     where = matrix.study_path(study)
     if not runs:
         raise UserError(f"study {study} has no runs at scale {scale}", where=where, fix="use --scale paper")
     if method is None:
-        return list(reversed(runs.values()))
+        from experiments.virtual_rank import not_followed
+
+        followed = []
+        for run in reversed(runs.values()):
+            if why := not_followed(run):
+                print(f"left out: {run.label} ({why})", file=sys.stderr)
+            else:
+                followed.append(run)
+        return followed
     if method not in runs:
         fix = f"use one of {', '.join(sorted(runs))}"
         raise UserError(f"study {study} has no method {method!r}", where=where, fix=fix)
+    from experiments.virtual_rank import not_followed
+
+    if why := not_followed(runs[method]):
+        raise UserError(why, where=f"{study}, {method}", fix="choose another method")
     return [runs[method]]
 
 

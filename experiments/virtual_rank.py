@@ -42,6 +42,15 @@ with cpu_shims.without_compiler():
 BY_VALUE = ("topk",)  # its selection of entries is sized by what it finds
 
 
+def not_followed(run: RunConfig) -> str | None:
+    """Why a dry run cannot say what a method takes, if it cannot."""
+    if run.edgc.method in BY_VALUE:
+        return f"what {run.edgc.method} takes depends on values, which a dry run has none of"
+    if run.edgc.fused_embedding:
+        return "a fused embedding is sent after the reductions, where a dry run ends"
+    return None
+
+
 @dataclass(frozen=True)
 class Step:
     """What a rank holds and sends, in bytes. Its memory is at its highest in one of three parts of a step.
@@ -106,9 +115,8 @@ class VirtualRank:
             )
         if self.run.model.architecture != "gpt" or self.run.model.experts is not None:
             raise UserError("the dry run knows dense GPTs only", where=where, fix="choose another study")
-        if self.run.edgc.method in BY_VALUE:
-            what = f"what {self.run.edgc.method} takes depends on values, which a dry run has none of"
-            raise UserError(what, where=where, fix="choose another method")
+        if why := not_followed(self.run):
+            raise UserError(why, where=where, fix="choose another method")
         if self.run.data.vocab_size is None:
             raise UserError("data.vocab_size is not set", where=where, fix="set it, e.g. 50257 for GPT-2's")
         if not 0 <= self.rank < parallel.world:

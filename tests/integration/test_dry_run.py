@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from edgc.compressors.blocks import _CHUNK_ON_GPU
+from experiments import dry_run, matrix
 from experiments.layouts import build, study_shape
 from tests.workers import run_workers
 
@@ -163,6 +164,8 @@ def test_the_program_prints_and_writes_the_same(tmp_path: Path) -> None:
         (("--study", "methods"), "no cluster section"),
         (("--study", "gpt2_345m", "--scale", "ci"), "no runs at scale ci"),
         (("--study", "gpt2_345m", "--method", "magic"), "has no method 'magic'"),
+        (("--study", "gpt2_345m", "--method", "topk"), "depends on values"),
+        (("--study", "gpt2_345m", "--method", "optimus_cc"), "a fused embedding is sent after"),
     ],
 )
 def test_mistakes_are_one_line(options: tuple[str, ...], named: str) -> None:
@@ -170,3 +173,15 @@ def test_mistakes_are_one_line(options: tuple[str, ...], named: str) -> None:
     assert done.returncode == 2
     assert named in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_without_a_method_every_one_that_can_be_followed_is_looked_at(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study = "gpt2_12p1b_h100"
+    names = {run.variant for run in matrix.runs(study, "paper")}
+    followed = [run.variant for run in dry_run.chosen(study, "paper", None)]
+    assert names - set(followed) == {"topk", "optimus_cc"}
+    assert followed[0] == "none" and len(followed) == len(set(followed))
+    said = capsys.readouterr().err
+    assert said.count("left out: ") == 2 and "top-k 1 %" in said and "Optimus-CC" in said
