@@ -71,6 +71,26 @@ def test_a_fresh_run_equal_to_the_reference_passes(results: Path, capsys: pytest
     assert written["ok"].all()
 
 
+def test_of_another_text_only_what_does_not_hang_on_it_is_judged(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_reference(results)
+    reference_of = results / "reference" / "ci" / "provenance.yaml"
+    values = yaml.safe_load(reference_of.read_text())
+    reference_of.write_text(yaml.safe_dump(values | {"data_fingerprint": "aa"}))
+    data = results / "ci" / "data" / "stdlib" / "data.yaml"
+    data.parent.mkdir(parents=True)
+    change(results / "ci" / "methods" / "table.csv", "none", "validation_perplexity", 400.0)
+    for fingerprint, code in (("aa", 1), ("bb", 0)):
+        data.write_text(yaml.safe_dump({"fingerprint": fingerprint}))
+        assert compare(results) == code
+        said = capsys.readouterr().out
+        assert ("not judged" in said and "other text" in said) == (fingerprint == "bb")
+    # What holds on any text is still judged.
+    change(results / "ci" / "methods" / "table.csv", "none", "status", "diverged")
+    assert compare(results) == 1
+
+
 @pytest.mark.parametrize(
     ("study", "variant", "column", "value"),
     [
