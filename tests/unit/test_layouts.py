@@ -177,7 +177,10 @@ def test_paper_scale_runs_are_trainable_and_other_scales_have_none(
     scale = matrix.Scale(scale="paper", title="paper", defaults={}, seeds=[1])
     monkeypatch.setattr(matrix, "load_scale", lambda name: scale)
     runs = {run.variant: run for run in matrix.runs(study, "paper")}
-    assert set(runs) == {"none", "powersgd_r16", "powersgd_r32", "powersgd_r64", "edgc_cqm"}
+    expected = {"none", "int8", "int4", "topk", "randomk", "optimus_cc", "edgc_cqm", "edgc_cqm_int8"}
+    expected |= {"powersgd_r16", "powersgd_r32", "powersgd_r64", "powersgd_r64_int8"}
+    # A V100 has no bf16.
+    assert set(runs) == expected | ({"bf16"} if study != "gpt2_2p5b_v100" else set())
     for run in runs.values():
         assert (run.train.iterations, run.train.lr_decay_iterations) == (230_000, 320_000)
         assert (run.train.lr, run.train.min_lr, run.train.clip_grad) == (1.5e-4, 1e-5, 1.0)
