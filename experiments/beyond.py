@@ -20,7 +20,7 @@ import typer
 
 from experiments import cluster_step, disturbances
 from experiments.cli import main_guard
-from experiments.cluster_cost import KIND, Model
+from experiments.cluster_cost import KIND, Model, reduction
 from experiments.run_folder import atomic_write, check_writable
 from experiments.scenarios import Scenarios, load_scenarios, model_of
 
@@ -40,7 +40,7 @@ def points(model: Model, names: Sequence[str], *, overlap: bool) -> dict[str, Po
     """By method."""
     base = cluster_step.step(model, model.none, overlap=overlap).seconds
     seconds = {name: cluster_step.of_method(model, name, overlap=overlap, base=base)[1] for name in names}
-    return {name: Point(value, 100 * (1 - value / base)) for name, value in seconds.items()}
+    return {name: Point(value, reduction(value, base)) for name, value in seconds.items()}
 
 
 def table(scenarios: Scenarios) -> pd.DataFrame:

@@ -21,14 +21,20 @@ The model, and what it leaves out:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 from experiments.cluster_inputs import ClusterConfig
 from experiments.layouts import FP32_BYTES, GPTShape, Payload, StageLayout
 
 KIND = "simulated"  # of every second that follows from this model
 RANK_MULTIPLE = 4  # paper: ranks move in multiples of 4
+
+
+def reduction(cost: float, reference: float) -> float:
+    """Percent saved; 0 where there is nothing to save (one replica)."""
+    return 100.0 * (1.0 - cost / reference) if reference else 0.0
 
 
 def all_reduce_seconds(size: float, world: int, latency: float, bandwidth: float) -> float:
@@ -76,6 +82,10 @@ class Model:
     micro_batches: int
     micro_batch: int
     gbits: float
+
+    def plain(self, **changes: Any) -> Model:
+        """Without what a subclass adds."""
+        return Model(**{field.name: getattr(self, field.name) for field in fields(Model)} | changes)
 
     @property
     def bandwidth(self) -> float:
@@ -235,6 +245,35 @@ class Model:
         rank = self.cluster.methods.quantised_factors_rank.value
         found[f"factors_int8_r{rank}"] = (rank, partial(self.powersgd, rank=rank, factor_bytes=1))
         return found | {"topk": (None, self.topk)}
+
+
+@dataclass(frozen=True)
+class Composed(Model):
+    """Costs that follow from those of plain models, in the same way for every method."""
+
+    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+        """Of ``stage``, given what ``cost`` says of a method on a plain model."""
+        raise NotImplementedError
+
+    def none(self, stage: StageLayout) -> Cost:
+        return self.composed(stage, lambda model, part: model.none(part))
+
+    def bf16(self, stage: StageLayout) -> Cost:
+        return self.composed(stage, lambda model, part: model.bf16(part))
+
+    def quantised(self, stage: StageLayout, bits: int) -> Cost:
+        return self.composed(stage, lambda model, part: model.quantised(part, bits))
+
+    def topk(self, stage: StageLayout) -> Cost:
+        return self.composed(stage, lambda model, part: model.topk(part))
+
+    def powersgd(
+        self, stage: StageLayout, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
+    ) -> Cost:
+        return self.composed(
+            stage,
+            lambda model, part: model.powersgd(part, rank, always=always, factor_bytes=factor_bytes),
+        )
 
 
 def _multiple(rank: float) -> int:

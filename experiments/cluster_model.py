@@ -21,7 +21,7 @@ import typer
 
 from experiments import cluster_step, rank_trace
 from experiments.cli import main_guard
-from experiments.cluster_cost import KIND, RANK_MULTIPLE, Model, StageCost
+from experiments.cluster_cost import KIND, RANK_MULTIPLE, Model, StageCost, reduction
 from experiments.cluster_inputs import groups_sharing_a_node, load_cluster
 from experiments.layouts import FP32_BYTES, allocated_parameters, build, study_run, study_shape
 from experiments.matrix import load_study, study_path
@@ -45,11 +45,6 @@ def sweep(model: Model) -> Iterator[Model]:
     """The model at every bandwidth of the study."""
     for gbits in model.cluster.network.node_gbits_per_second.value:
         yield replace(model, gbits=gbits)
-
-
-def reduction(cost: float, reference: float) -> float:
-    """Percent saved; 0 where there is nothing to save (one replica)."""
-    return 100.0 * (1.0 - cost / reference) if reference else 0.0
 
 
 def table(model: Model) -> list[dict[str, Any]]:

@@ -75,24 +75,18 @@ def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
     where = matrix.study_path(study)
     if not runs:
         raise UserError(f"study {study} has no runs at scale {scale}", where=where, fix="use --scale paper")
-    if method is None:
-        from experiments.virtual_rank import not_followed
-
-        followed = []
-        for run in reversed(runs.values()):
-            if why := not_followed(run):
-                print(f"left out: {run.label} ({why})", file=sys.stderr)
-            else:
-                followed.append(run)
-        return followed
-    if method not in runs:
+    if method is not None and method not in runs:
         fix = f"use one of {', '.join(sorted(runs))}"
         raise UserError(f"study {study} has no method {method!r}", where=where, fix=fix)
     from experiments.virtual_rank import not_followed
 
-    if why := not_followed(runs[method]):
-        raise UserError(why, where=f"{study}, {method}", fix="choose another method")
-    return [runs[method]]
+    wanted = list(reversed(runs.values())) if method is None else [runs[method]]
+    left_out = {run.variant: why for run in wanted if (why := not_followed(run))}
+    if method in left_out:
+        raise UserError(left_out[method], where=f"{study}, {method}", fix="choose another method")
+    for name, why in left_out.items():
+        print(f"left out: {runs[name].label} ({why})", file=sys.stderr)
+    return [run for run in wanted if run.variant not in left_out]
 
 
 def rank_of(run: RunConfig, asked: int) -> int | None:

@@ -28,9 +28,10 @@ from edgc.controller import Controller, Report
 from edgc.policies import Ranks
 from experiments import cluster_step, matrix
 from experiments.cli import main_guard
-from experiments.cluster_cost import KIND, Cost, Model
+from experiments.cluster_cost import KIND, Cost, Model, StageCost, reduction
 from experiments.layouts import StageLayout
 from experiments.run_folder import atomic_write
+from experiments.settings import RunConfig
 
 PATH = Path(__file__).with_name("recorded_entropy.csv")
 GROUP, ENTROPY = "<layers>", "entropy_histogram"  # large models are nearly all layers
@@ -60,62 +61,112 @@ def recorded() -> dict[str, Recorded]:
 
 
 @dataclass(frozen=True)
+class Course:
+    """What a run meets: models of the same stages, each with the iteration up to which it holds."""
+
+    parts: tuple[tuple[int, Model], ...]
+
+    @property
+    def iterations(self) -> int:
+        return self.parts[-1][0]
+
+    @property
+    def stages(self) -> tuple[StageLayout, ...]:
+        return self.parts[0][1].stages
+
+    def part(self, iteration: int) -> int:
+        """Index of the part that holds at an iteration."""
+        return next(index for index, (end, _) in enumerate(self.parts) if iteration <= end)
+
+    def mean_seconds(self, method: Callable[[Model], StageCost], *, overlap: bool) -> float:
+        """Of a step with a method that does not change."""
+        total, before = 0.0, 0
+        for end, model in self.parts:
+            seconds = cluster_step.step(model, method(model), overlap=overlap).seconds
+            total, before = total + (end - before) * seconds, end
+        return total / self.iterations
+
+
+@dataclass(frozen=True)
 class Trace:
-    """What the controller decided.
+    """What the controller decided in the course of a run.
 
     Attributes:
-        spent: ranks of all stages (None: uncompressed) -> iterations.
+        spent: (part of the course, ranks of all stages; None: uncompressed) -> iterations.
         moves: (iteration, phase, ranks) wherever one of the last two changed; the iteration is the first of them.
         r_min, r_max: at the end; None where nothing is compressed.
         measurements: how often the times of reductions were measured.
     """
 
-    spent: Mapping[Ranks, int]
+    course: Course
+    spent: Mapping[tuple[int, Ranks], int]
     moves: tuple[tuple[int, str, Ranks], ...]
     r_min: int | None
     r_max: int | None
     measurements: int = 1
 
-    @property
-    def iterations(self) -> int:
-        return sum(self.spent.values())
-
     def share(self, stage: int, rank: int | None) -> float:
         """Of the run, that ``stage`` spent at ``rank``."""
-        return sum(count for ranks, count in self.spent.items() if ranks[stage] == rank) / self.iterations
+        at_rank = sum(count for (_, ranks), count in self.spent.items() if ranks[stage] == rank)
+        return at_rank / self.course.iterations
 
     def mean_rank(self, stage: int) -> float:
         """While ``stage`` compressed; nan if it never did."""
-        found = [(rank, count) for ranks, count in self.spent.items() if (rank := ranks[stage]) is not None]
+        found = [
+            (rank, count) for (_, ranks), count in self.spent.items() if (rank := ranks[stage]) is not None
+        ]
         total = sum(count for _, count in found)
         return sum(rank * count for rank, count in found) / total if total else float("nan")
 
+    def mean_cost(self, stage: StageLayout) -> Cost:
+        """Of a stage's reduction, over the whole run."""
+        found = Cost(0.0, 0.0)
+        for (part, ranks), count in self.spent.items():
+            share, cost = count / self.course.iterations, cost_at(self.course.parts[part][1], ranks, stage)
+            found = Cost(
+                found.bytes + share * cost.bytes,
+                found.communication + share * cost.communication,
+                found.compress + share * cost.compress,
+            )
+        return found
 
-def follow(at: Callable[[int], Model], entropy: Recorded, config: EDGCConfig, iterations: int) -> Trace:
-    """Take a controller through a run on the cluster ``at`` each iteration, whose stages stay the same."""
-    stages = at(1).stages
-    controller = Controller(config, [stage.matrices for stage in stages], iterations)
-    spent: Counter[Ranks] = Counter()
+    def mean_seconds(self, *, overlap: bool) -> float:
+        """Of a step, over the whole run."""
+        total = 0.0
+        for (part, ranks), count in self.spent.items():
+            model = self.course.parts[part][1]
+            step = cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap)
+            total += count * step.seconds
+        return total / self.course.iterations
+
+
+def follow(course: Course, entropy: Recorded, config: EDGCConfig) -> Trace:
+    """Take a controller through a run."""
+    iterations = course.iterations
+    controller = Controller(config, [stage.matrices for stage in course.stages], iterations)
+    spent: Counter[tuple[int, Ranks]] = Counter()
     measurements = 0
     moves: list[tuple[int, str, Ranks]] = []
     iteration = 1
     while iteration <= iterations:
-        plan = controller.plan(iteration)
+        plan, part = controller.plan(iteration), course.part(iteration)
+        part_end, model = course.parts[part]
         if not moves or moves[-1][1:] != (plan.phase, plan.ranks):
             moves.append((iteration, plan.phase, plan.ranks))
+        until = iteration
         if plan.exchange:
             # The window's samples up to here.
             start = (iteration - 1) // config.window * config.window
             value = entropy.mean(start / iterations, iteration / iterations)
-            decision = controller.observe(iteration, report(at(iteration), controller, iteration, value))
+            decision = controller.observe(iteration, report(model, controller, iteration, value))
             measurements += decision is not None and bool(decision.timing)
-        # Between two window ends nothing is decided once there is nothing to time.
-        settled = plan.phase in ("active", "disabled") and not plan.exchange
-        until = min(iterations, -(-iteration // config.window) * config.window - 1) if settled else iteration
-        until = max(iteration, until)
-        spent[plan.ranks] += until - iteration + 1
+        elif plan.phase in ("active", "disabled"):
+            # There is nothing to time, so nothing is decided before the window ends (or, disabled, not even there).
+            end = -(-iteration // config.window) * config.window
+            until = max(iteration, min(end - 1, part_end))
+        spent[part, plan.ranks] += until - iteration + 1
         iteration = until + 1
-    return Trace(spent, tuple(moves), controller.r_min, controller.r_max, measurements)
+    return Trace(course, spent, tuple(moves), controller.r_min, controller.r_max, measurements)
 
 
 def report(model: Model, controller: Controller, iteration: int, entropy: float) -> Report:
@@ -145,31 +196,14 @@ def cost_at(model: Model, ranks: Ranks, stage: StageLayout) -> Cost:
     return model.none(stage) if rank is None else model.powersgd(stage, rank)
 
 
-def mean_cost(model: Model, trace: Trace, stage: StageLayout) -> Cost:
-    """Of a stage's reduction, over the whole run."""
-    found = Cost(0.0, 0.0)
-    for ranks, count in trace.spent.items():
-        share, cost = count / trace.iterations, cost_at(model, ranks, stage)
-        found = Cost(
-            found.bytes + share * cost.bytes,
-            found.communication + share * cost.communication,
-            found.compress + share * cost.compress,
-        )
-    return found
-
-
-def step_seconds(model: Model, trace: Trace, *, overlap: bool) -> float:
-    """Mean seconds of a step over the whole run."""
-    total = sum(
-        count * cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
-        for ranks, count in trace.spent.items()
-    )
-    return total / trace.iterations
+def edgc_run(study: str) -> RunConfig:
+    """The run with EDGC of a paper-scale study."""
+    return next(run for run in matrix.runs(study, "paper") if run.edgc.method == "edgc")
 
 
 def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(a row per bandwidth and recorded entropy, a row per change of ranks) of a study's EDGC run."""
-    run = next(run for run in matrix.runs(study, "paper") if run.edgc.method == "edgc")
+    run = edgc_run(study)
     # The network of the model does not change.
     config, iterations = replace(run.edgc, remeasure_above=None), run.train.iterations
     rows: list[dict[str, Any]] = []
@@ -178,9 +212,9 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
         dense = at.slowest(at.none)
         base = {overlap: cluster_step.step(at, at.none, overlap=overlap).seconds for overlap in (False, True)}
         for name, entropy in recorded().items():
-            trace = follow(lambda _, at=at: at, entropy, config, iterations)  # type: ignore[misc]
-            slowest = at.slowest(partial(mean_cost, at, trace))
-            steps = {overlap: step_seconds(at, trace, overlap=overlap) for overlap in base}
+            trace = follow(Course(((iterations, at),)), entropy, config)
+            slowest = at.slowest(trace.mean_cost)
+            steps = {overlap: trace.mean_seconds(overlap=overlap) for overlap in base}
             about = {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}
             rows.append(
                 about
@@ -212,8 +246,7 @@ def _text(rank: int | None) -> str:
 
 
 def _saved(cost: float, reference: float) -> str:
-    """Percent."""
-    return f"{100.0 * (1.0 - cost / reference) if reference else 0.0:.4f}"
+    return f"{reduction(cost, reference):.4f}"
 
 
 def entropies(trend: pd.DataFrame) -> pd.DataFrame:

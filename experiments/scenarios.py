@@ -22,7 +22,7 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from edgc.errors import UserError
-from experiments.cluster_cost import Cost, Model, all_gather_seconds, all_reduce_seconds
+from experiments.cluster_cost import Composed, Cost, Model, all_gather_seconds, all_reduce_seconds
 from experiments.cluster_model import load_model
 from experiments.layouts import FP32_BYTES, ParameterTensor, Payload, StageLayout
 from experiments.matrix import load_study, study_path
@@ -131,7 +131,7 @@ class TwoSites(Model):
 
 
 @dataclass(frozen=True)
-class MixtureOfExperts(Model):
+class MixtureOfExperts(Composed):
     """``stages`` hold the experts of one GPU."""
 
     experts: Experts | None = None
@@ -142,39 +142,18 @@ class MixtureOfExperts(Model):
 
     def _parts(self, stage: StageLayout) -> tuple[tuple[Model, StageLayout], tuple[Model, StageLayout]]:
         """What all replicas hold, and what every ``expert_parallel``-th one holds."""
-        fields = (self.cluster, self.sharing, self.micro_batches, self.micro_batch, self.gbits)
         fewer = replace(self.shape, data=self.shape.data // self._chosen().expert_parallel)
         shared = tuple(t for t in stage.tensors if ".experts." not in t.name)
         own = tuple(t for t in stage.tensors if ".experts." in t.name)
         return (
-            (Model(self.shape, self.stages, *fields), replace(stage, tensors=shared)),
-            (Model(fewer, self.stages, *fields), replace(stage, tensors=own)),
+            (self.plain(), replace(stage, tensors=shared)),
+            (self.plain(shape=fewer), replace(stage, tensors=own)),
         )
 
-    def _sum(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
         both = [cost(model, part) for model, part in self._parts(stage)]
         return Cost(
             sum(c.bytes for c in both), sum(c.communication for c in both), sum(c.compress for c in both)
-        )
-
-    def none(self, stage: StageLayout) -> Cost:
-        return self._sum(stage, lambda model, part: model.none(part))
-
-    def bf16(self, stage: StageLayout) -> Cost:
-        return self._sum(stage, lambda model, part: model.bf16(part))
-
-    def quantised(self, stage: StageLayout, bits: int) -> Cost:
-        return self._sum(stage, lambda model, part: model.quantised(part, bits))
-
-    def topk(self, stage: StageLayout) -> Cost:
-        return self._sum(stage, lambda model, part: model.topk(part))
-
-    def powersgd(
-        self, stage: StageLayout, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
-    ) -> Cost:
-        return self._sum(
-            stage,
-            lambda model, part: model.powersgd(part, rank, always=always, factor_bytes=factor_bytes),
         )
 
     def active_weights(self, stage: StageLayout) -> float:

@@ -202,9 +202,8 @@ def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
 
     def missing(beside: float) -> float:
         """Seconds that more micro-batches added and the model does not have."""
-        return added - sum(
-            sign * predict(with_(beside), traffic, links, count) for sign, count in ((1, many), (-1, few))
-        )
+        predicted = [predict(with_(beside), traffic, links, count) for count in CALIBRATED]
+        return added - (predicted[1] - predicted[0])
 
     # Each stage takes it for every micro-batch, so at the upper end it is at least all of the difference.
     most = max(0.0, added) / (many - few)

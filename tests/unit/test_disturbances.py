@@ -14,9 +14,10 @@ from edgc.errors import UserError
 from experiments import cluster_step, disturbances, matrix, scenarios
 from experiments.cluster_cost import Model
 from experiments.cluster_model import load_model
-from experiments.disturbances import Course, Uneven, course
-from experiments.rank_trace import Trace
+from experiments.disturbances import Uneven, course
+from experiments.rank_trace import Course, Trace
 from experiments.scenarios import Case, Disturbances, Scenarios
+from paper_figures import disturbances as figure
 from paper_figures.__main__ import render
 
 OF = "gpt2_12p1b_h100"
@@ -65,30 +66,31 @@ def test_a_stage_by_hand(even: Model) -> None:
 def test_a_disturbance_for_a_while_is_a_mean(even: Model) -> None:
     some = course(even, case(links=[0.1] * 4, start=0.4, end=0.6), ITERATIONS)
     assert [end for end, _ in some.parts] == [400, 600, 1000]
-    assert some.at(400) is even and some.at(401) is some.parts[1][1] and some.at(601) is even
+    assert [some.part(iteration) for iteration in (1, 400, 401, 600, 601, 1000)] == [0, 0, 1, 1, 2, 2]
+    assert some.parts[0][1] is even and some.parts[2][1] is even
     slow = some.parts[1][1]
     means = [cluster_step.step(model, model.none, overlap=False).seconds for model in (even, slow)]
     assert some.mean_seconds(lambda model: model.none, overlap=False) == pytest.approx(
         0.8 * means[0] + 0.2 * means[1]
     )
     # Ranks that change within the disturbance.
-    ranks: tuple[tuple[int | None, ...], ...] = ((None,) * 4, (64,) * 4)
-    moves = ((1, "warmup", ranks[0]), (501, "active", ranks[1]))
-    trace = Trace({ranks[0]: 500, ranks[1]: 500}, moves, 16, 64)
+    dense, compressed = (None,) * 4, (64,) * 4
+    spent = {(0, dense): 400, (1, dense): 100, (1, compressed): 100, (2, compressed): 400}
+    trace = Trace(some, spent, ((1, "warmup", dense), (501, "active", compressed)), 16, 64)
     rank = [
         cluster_step.step(model, partial(model.powersgd, rank=64), overlap=False).seconds
         for model in (even, slow)
     ]
     expected = 0.4 * means[0] + 0.1 * means[1] + 0.1 * rank[1] + 0.4 * rank[0]
-    assert some.mean_seconds_of(trace, overlap=False) == pytest.approx(expected)
+    assert trace.mean_seconds(overlap=False) == pytest.approx(expected)
 
 
 def test_of_a_run_without_moves_every_way_gives_the_same(even: Model) -> None:
     run = Course(((ITERATIONS, even),))
-    trace = Trace({(64,) * 4: ITERATIONS}, ((1, "active", (64,) * 4),), 16, 64)
+    trace = Trace(run, {(0, (64,) * 4): ITERATIONS}, ((1, "active", (64,) * 4),), 16, 64)
     for overlap in (False, True):
         fixed = run.mean_seconds(lambda model: partial(model.powersgd, rank=64), overlap=overlap)
-        assert run.mean_seconds_of(trace, overlap=overlap) == pytest.approx(fixed)
+        assert trace.mean_seconds(overlap=overlap) == pytest.approx(fixed)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,13 @@ def test_the_figure_has_a_marker_for_every_case_and_method(table: pd.DataFrame, 
     (folder / "beyond").mkdir(parents=True)
     table.to_csv(folder / "beyond" / "disturbances.csv", index=False)
     assert render("disturbances", folder, tmp_path / "figures")
+    drawn = table[table["method"] != "none"]
+    fig = figure.draw(folder)
+    assert len(fig.axes) == 2
+    for ax, overlap in zip(fig.axes, (False, True), strict=True):
+        assert "SIMULATED" in ax.get_title(loc="left")
+        shown = sorted(float(x) for line in ax.lines for x in line.get_xdata())
+        assert shown == pytest.approx(sorted(drawn.loc[drawn["overlap"] == overlap, "saved_percent"]))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.config import EDGCConfig
+from edgc.controller import Controller
+from edgc.policies import Ranks
 from experiments import archive, cluster_step, matrix, rank_trace
 from experiments.analyse.entropy_trend import grouped, trajectories
 from experiments.analyse.runs import load_run
@@ -20,7 +23,7 @@ from experiments.cluster_cost import Cost, Model
 from experiments.cluster_inputs import load_cluster
 from experiments.cluster_model import load_model, sweep
 from experiments.layouts import GPTShape, build
-from experiments.rank_trace import Recorded, Trace, follow, recorded
+from experiments.rank_trace import Course, Recorded, Trace, follow, recorded
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "workstation" / "entropy_trend"
 SHAPE = GPTShape(
@@ -35,6 +38,11 @@ def toy(gbits: float = 1.0) -> Model:
     model = Model(SHAPE, build(SHAPE), load_cluster("gpt2_2p5b_v100"), 1, 4, 8, gbits)
     # Launches of kernels would be all that such small matrices take.
     return replace(model, cluster=model.cluster.assuming("gpu", "seconds_per_matrix", 1e-7))
+
+
+def whole(model: Model, iterations: int = ITERATIONS) -> Course:
+    """A run in which nothing changes."""
+    return Course(((iterations, model),))
 
 
 def line(change: float, start: float = 0.1) -> Recorded:
@@ -65,12 +73,12 @@ def test_a_mean_of_a_window_is_the_integral(start: float, length: float) -> None
 
 def test_constant_entropy_keeps_the_largest_rank_that_pays() -> None:
     model = toy()
-    trace = follow(lambda _: model, STILL, CONFIG, ITERATIONS)
+    trace = follow(whole(model), STILL, CONFIG)
     expected = model.largest_useful_rank()
     assert expected is not None and trace.r_max is not None and trace.r_min is not None
     # The search interpolates between ranks that double; times grow a little faster than a line.
     assert 0.8 * expected <= trace.r_max <= expected
-    assert trace.iterations == ITERATIONS
+    assert sum(trace.spent.values()) == ITERATIONS
     assert trace.share(0, None) == pytest.approx(CONFIG.warmup_fraction)
     assert trace.share(0, trace.r_max) == pytest.approx(1 - CONFIG.warmup_fraction)
     assert trace.mean_rank(0) == trace.r_max
@@ -78,57 +86,67 @@ def test_constant_entropy_keeps_the_largest_rank_that_pays() -> None:
 
 def test_ranks_follow_entropy_and_so_do_bytes_and_seconds() -> None:
     model = toy()
-    traces = [follow(lambda _: model, line(change), CONFIG, ITERATIONS) for change in (0.0, -0.2, -2.0)]
+    traces = [follow(whole(model), line(change), CONFIG) for change in (0.0, -0.2, -2.0)]
     ranks = [trace.mean_rank(0) for trace in traces]
     assert ranks[0] > ranks[1] > ranks[2]
     assert traces[2].share(0, traces[2].r_min) > 0.4
     for stage in model.stages:
-        costs = [rank_trace.mean_cost(model, trace, stage) for trace in traces]
+        costs = [trace.mean_cost(stage) for trace in traces]
         assert costs[0].bytes > costs[1].bytes > costs[2].bytes
     for overlap in (False, True):
-        seconds = [rank_trace.step_seconds(model, trace, overlap=overlap) for trace in traces]
+        seconds = [trace.mean_seconds(overlap=overlap) for trace in traces]
         assert seconds[0] > seconds[1] > seconds[2]
-    rising = follow(lambda _: model, line(2.0), CONFIG, ITERATIONS)
+    rising = follow(whole(model), line(2.0), CONFIG)
     assert rising.spent == traces[0].spent, "above r_max there is nothing"
 
 
 def test_where_compression_never_pays_nothing_is_compressed() -> None:
     model = toy(gbits=1e7)
-    trace = follow(lambda _: model, line(-2.0), CONFIG, ITERATIONS)
-    assert trace.spent == {(None, None): ITERATIONS}
+    trace = follow(whole(model), line(-2.0), CONFIG)
+    assert trace.spent == {(0, (None, None)): ITERATIONS}
     assert math.isnan(trace.mean_rank(0))
     for stage in model.stages:
-        found, dense = rank_trace.mean_cost(model, trace, stage), model.none(stage)
+        found, dense = trace.mean_cost(stage), model.none(stage)
         assert found.bytes == pytest.approx(dense.bytes) and found.compress == 0.0
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.floats(-1.0, 1.0), st.integers(3, 12), st.integers(300, 1501))
 def test_jumps_between_windows_change_nothing(change: float, windows: int, iterations: int) -> None:
-    """Iteration by iteration gives the same."""
-    model, config = toy(), replace(CONFIG, window=max(20, iterations // (10 * windows)))
-    trace = follow(lambda _: model, line(change), config, iterations)
-    assert trace.iterations == iterations
-    starts = [iteration for iteration, _, _ in trace.moves]
-    assert starts == sorted(set(starts)) and starts[0] == 1
-    ends = [*starts[1:], iterations + 1]
-    spent: dict[object, int] = {}
-    for (start, _, ranks), end in zip(trace.moves, ends, strict=True):
-        spent[ranks] = spent.get(ranks, 0) + end - start
+    """A controller that is asked in every iteration, over links that are slow for a while, gives the same."""
+    config = replace(CONFIG, window=max(20, iterations // (10 * windows)), remeasure_above=0.2)
+    course = Course(((iterations // 2, toy()), (iterations * 3 // 4, toy(gbits=0.2)), (iterations, toy())))
+    trace = follow(course, line(change), config)
+    controller = Controller(config, [stage.matrices for stage in course.stages], iterations)
+    spent: Counter[tuple[int, Ranks]] = Counter()
+    phases = []
+    for iteration in range(1, iterations + 1):
+        plan, part = controller.plan(iteration), course.part(iteration)
+        spent[part, plan.ranks] += 1
+        phases.append((plan.phase, plan.ranks))
+        if plan.exchange:
+            start = (iteration - 1) // config.window * config.window
+            value = line(change).mean(start / iterations, iteration / iterations)
+            controller.observe(
+                iteration, rank_trace.report(course.parts[part][1], controller, iteration, value)
+            )
     assert spent == trace.spent
+    starts = [index for index, phase in enumerate(phases) if index == 0 or phase != phases[index - 1]]
+    assert trace.moves == tuple((index + 1, *phases[index]) for index in starts)
 
 
 def test_a_trace_at_one_rank_costs_what_the_fixed_rank_costs() -> None:
     model = toy()
-    trace = Trace({(8, 12): 10}, ((1, "active", (8, 12)),), 4, 16)
-    assert same(rank_trace.mean_cost(model, trace, model.stages[1]), model.powersgd(model.stages[1], 12))
+    course = whole(model, 10)
+    trace = Trace(course, {(0, (8, 12)): 10}, ((1, "active", (8, 12)),), 4, 16)
+    assert same(trace.mean_cost(model.stages[1]), model.powersgd(model.stages[1], 12))
     ranks = dict(enumerate((8, 12)))
     step = cluster_step.step(model, lambda s: model.powersgd(s, ranks[s.stage]), overlap=True)
-    assert rank_trace.step_seconds(model, trace, overlap=True) == pytest.approx(step.seconds)
-    half = Trace({(None, None): 5, (8, 12): 5}, (), 4, 16)
+    assert trace.mean_seconds(overlap=True) == pytest.approx(step.seconds)
+    half = Trace(course, {(0, (None, None)): 5, (0, (8, 12)): 5}, (), 4, 16)
     dense = model.none(model.stages[0])
     mixed = model.powersgd(model.stages[0], 8).mix(dense, 0.5)
-    assert same(rank_trace.mean_cost(model, half, model.stages[0]), mixed)
+    assert same(half.mean_cost(model.stages[0]), mixed)
 
 
 def same(one: Cost, other: Cost) -> bool:

@@ -71,21 +71,29 @@ def test_a_fresh_run_equal_to_the_reference_passes(results: Path, capsys: pytest
     assert written["ok"].all()
 
 
-def test_of_another_text_only_what_does_not_hang_on_it_is_judged(
+def test_of_the_text_of_another_python_only_what_does_not_hang_on_it_is_judged(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_reference(results)
     reference_of = results / "reference" / "ci" / "provenance.yaml"
     values = yaml.safe_load(reference_of.read_text())
-    reference_of.write_text(yaml.safe_dump(values | {"data_fingerprint": "aa"}))
+    values |= {"data_fingerprint": "aa", "versions": {"python": "3.11.7"}}
+    reference_of.write_text(yaml.safe_dump(values))
     data = results / "ci" / "data" / "stdlib" / "data.yaml"
     data.parent.mkdir(parents=True)
     change(results / "ci" / "methods" / "table.csv", "none", "validation_perplexity", 400.0)
-    for fingerprint, code in (("aa", 1), ("bb", 0)):
-        data.write_text(yaml.safe_dump({"fingerprint": fingerprint}))
+    # Another text by the same Python is a change of the project's own.
+    for python, fingerprint, code in (
+        ("3.11.7", "aa", 1),
+        ("3.11.7", "bb", 1),
+        ("3.11.2", "aa", 1),
+        (None, "bb", 1),
+        ("3.11.2", "bb", 0),
+    ):
+        data.write_text(yaml.safe_dump({"python": python, "fingerprint": fingerprint}))
         assert compare(results) == code
         said = capsys.readouterr().out
-        assert ("not judged" in said and "other text" in said) == (fingerprint == "bb")
+        assert ("not judged" in said and "other text" in said) == (code == 0)
     # What holds on any text is still judged.
     change(results / "ci" / "methods" / "table.csv", "none", "status", "diverged")
     assert compare(results) == 1
