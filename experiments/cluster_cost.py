@@ -20,6 +20,7 @@ The model, and what it leaves out:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -61,10 +62,16 @@ class Cost:
 
     def mix(self, other: Cost, share: float) -> Cost:
         """Mean over a run that spends ``share`` of its steps at ``other``."""
+        return self.times(1 - share) + other.times(share)
+
+    def times(self, factor: float) -> Cost:
+        return Cost(factor * self.bytes, factor * self.communication, factor * self.compress)
+
+    def __add__(self, other: Cost) -> Cost:
         return Cost(
-            (1 - share) * self.bytes + share * other.bytes,
-            (1 - share) * self.communication + share * other.communication,
-            (1 - share) * self.compress + share * other.compress,
+            self.bytes + other.bytes,
+            self.communication + other.communication,
+            self.compress + other.compress,
         )
 
 
@@ -248,12 +255,12 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Composed(Model):
+class Composed(Model, ABC):
     """Costs that follow from those of plain models, in the same way for every method."""
 
+    @abstractmethod
     def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
         """Of ``stage``, given what ``cost`` says of a method on a plain model."""
-        raise NotImplementedError
 
     def none(self, stage: StageLayout) -> Cost:
         return self.composed(stage, lambda model, part: model.none(part))

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from experiments.cluster_cost import KIND, Cost, Model, StageCost
+from experiments.cluster_cost import KIND, Cost, Model, StageCost, reduction
 from experiments.iteration_model import Bucket, Iteration, Message, Stage
 from experiments.iteration_model import Model as Step
 from experiments.layouts import StageLayout
@@ -102,7 +102,7 @@ def table(models: Iterator[Model]) -> list[dict[str, Any]]:
                         "seconds_step": f"{seconds:.9g}",
                         "seconds_exposed": f"{max(found.exposed):.9g}",
                         "seconds_pipeline": f"{max(found.computed):.9g}",
-                        "reduction_time_percent": f"{100 * (1 - seconds / base.seconds):.4f}",
+                        "reduction_time_percent": f"{reduction(seconds, base.seconds):.4f}",
                         "kind": KIND,
                     }
                 )

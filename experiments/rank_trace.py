@@ -122,12 +122,8 @@ class Trace:
         """Of a stage's reduction, over the whole run."""
         found = Cost(0.0, 0.0)
         for (part, ranks), count in self.spent.items():
-            share, cost = count / self.course.iterations, cost_at(self.course.parts[part][1], ranks, stage)
-            found = Cost(
-                found.bytes + share * cost.bytes,
-                found.communication + share * cost.communication,
-                found.compress + share * cost.compress,
-            )
+            cost = cost_at(self.course.parts[part][1], ranks, stage)
+            found += cost.times(count / self.course.iterations)
         return found
 
     def mean_seconds(self, *, overlap: bool) -> float:

@@ -151,10 +151,8 @@ class MixtureOfExperts(Composed):
         )
 
     def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
-        both = [cost(model, part) for model, part in self._parts(stage)]
-        return Cost(
-            sum(c.bytes for c in both), sum(c.communication for c in both), sum(c.compress for c in both)
-        )
+        shared, own = (cost(model, part) for model, part in self._parts(stage))
+        return shared + own
 
     def active_weights(self, stage: StageLayout) -> float:
         (model, shared), (_, own) = self._parts(stage)

@@ -202,8 +202,8 @@ def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
 
     def missing(beside: float) -> float:
         """Seconds that more micro-batches added and the model does not have."""
-        predicted = [predict(with_(beside), traffic, links, count) for count in CALIBRATED]
-        return added - (predicted[1] - predicted[0])
+        compute = with_(beside)
+        return added - (predict(compute, traffic, links, many) - predict(compute, traffic, links, few))
 
     # Each stage takes it for every micro-batch, so at the upper end it is at least all of the difference.
     most = max(0.0, added) / (many - few)
