@@ -35,6 +35,7 @@ from edgc.compressors.low_rank import within
 from edgc.compressors.norms import square_sums
 from edgc.compressors.orthogonal import Orthonormal
 from edgc.compressors.warm_start import keep, random_factor
+from edgc.device import host_decides
 from edgc.errors import UserError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -195,7 +196,7 @@ class ActivationCompressor:
     # everything goes on, and writes are masked.
 
     def _decides(self, device: torch.device) -> bool:
-        return device.type == "cpu"
+        return host_decides(device)
 
     def _give_up(self, message: Tensor, statistics: Statistics) -> Tensor:
         statistics.skipped += 1

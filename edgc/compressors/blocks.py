@@ -30,6 +30,8 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from edgc.device import host_decides
+
 FACTORS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 _LEVELS = {8: 127, 4: 7, 2: 1, 1: 1}
 _SMALLEST_STEP = 2.0**-117
@@ -231,7 +233,7 @@ class Blocks:
         Begins with the magnitudes of the entries, which it overwrites, and with their maximum in ``scratch.step``.
         """
         inverse, error, least, work = scratch.inverse, scratch.error, scratch.least, scratch.levels
-        on_cpu = least.device.type == "cpu"
+        on_cpu = host_decides(least.device)
         torch.reciprocal(scratch.step, out=inverse).mul_(self.levels).nan_to_num_(0, 0, 0)
         scaled = scratch.magnitude.mul_(inverse[:, None])
         scratch.factor.fill_(1)

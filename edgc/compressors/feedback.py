@@ -33,6 +33,7 @@ from edgc.compressors.none import dense_steps
 from edgc.compressors.norms import square_sums
 from edgc.compressors.powersgd import compressible
 from edgc.compressors.wires import finite
+from edgc.device import host_decides
 from edgc.errors import UserError
 
 
@@ -236,7 +237,7 @@ class Feedback(Compressor):
 def _square_sum(vector: Tensor) -> float | Tensor:
     """The squared norm of a flat fp32 vector; on a GPU a tensor, so that nobody waits for it."""
     total = square_sums(vector.view(1, 1, -1))[0]
-    return float(total) if vector.device.type == "cpu" else total
+    return float(total) if host_decides(vector.device) else total
 
 
 def _give_up(gradients: Sequence[Gradient], statistics: Statistics) -> None:

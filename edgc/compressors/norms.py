@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from edgc.device import host_decides
+
 # Squares of so many entries are added in fp32, their sums in fp64: relative error below 1e-6.
 _SUM = 1 << 19
 # Outside this range squares may have left that of fp32.
@@ -32,7 +34,7 @@ def _careful_sum(vector: Tensor) -> float:
 
 def square_sums(batch: Tensor) -> Tensor:
     """The squared norm of every ``batch[i]``, fp64; each contiguous or the transpose of a contiguous matrix."""
-    if batch.device.type != "cpu":
+    if not host_decides(batch.device):
         return torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float64).square()
     flat = ((x if x.is_contiguous() else x.mT).reshape(-1) for x in batch)
     return torch.tensor([square_sum(x) for x in flat], dtype=torch.float64)

@@ -45,6 +45,7 @@ from edgc.compressors.warm_start import State, keep
 from edgc.compressors.wires import blocks_of, finite
 from edgc.compressors.workspace import RIGHT, Group, Workspace, grouped, signature
 from edgc.config import FACTOR_DTYPES
+from edgc.device import host_decides
 from edgc.errors import UserError
 from edgc.spectral import MatrixSpectrum
 
@@ -258,7 +259,7 @@ class PowerSGD(Compressor):
     # everything goes on, and writes are masked.
 
     def _decides(self, device: torch.device) -> bool:
-        return device.type == "cpu"
+        return host_decides(device)
 
     def _gives_up(self, ok: Tensor) -> bool:
         return self._decides(ok.device) and not ok

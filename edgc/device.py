@@ -1,0 +1,32 @@
+"""Who looks at values on a device: the host on a CPU, nobody on a GPU.
+
+On a CPU the host reads whether a result is finite and decides. On a GPU reading would make the host wait for the device,
+so everything goes on there and writes are masked: the *masked path*. Tests run that path without a GPU, on CPU tensors,
+with :func:`masked_path` or, in processes that they start, with ``EDGC_MASKED_PATH=1`` in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+_masked = os.environ.get("EDGC_MASKED_PATH", "") == "1"
+
+
+def host_decides(device: torch.device) -> bool:
+    """Whether the host may read values that lie on ``device`` within a step."""
+    return device.type == "cpu" and not _masked
+
+
+@contextlib.contextmanager
+def masked_path(on: bool = True) -> Iterator[None]:
+    """Treat the CPU as a GPU inside (for tests): nothing is read, writes are masked."""
+    global _masked
+    before, _masked = _masked, on
+    try:
+        yield
+    finally:
+        _masked = before
