@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from edgc.errors import UserError
@@ -39,6 +39,16 @@ def number(key: str, value: object, low: float, high: float = math.inf, *, open_
         f" and at most {high:g}" if high < math.inf else ""
     )
     require(ok, key, value, f"use a number {bound}")
+
+
+def need(state: object, keys: Iterable[str], where: str) -> None:
+    """Refuse a saved state that is no mapping or lacks one of ``keys``; ``where`` is its place in the whole."""
+    fix = "load what state_dict() returned, of the same version of edgc"
+    if not isinstance(state, Mapping):
+        raise UserError(f"the saved state's {where} is {type(state).__name__}, not a mapping", fix=fix)
+    for key in keys:
+        if key not in state:
+            raise UserError(f"the saved state has no {where}.{key}", fix=fix)
 
 
 class Settings:

@@ -31,7 +31,9 @@ _SWITCHES = (
     "compress_experts",
     "fused_embedding",
 )
-FACTOR_DTYPES = ("fp32", "bf16", "int8", "int4")
+FACTOR_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}
+"""Of an entry of a factor as it is sent, scales included."""
+FACTOR_DTYPES = tuple(FACTOR_BITS)
 PIPELINE_FACTOR_DTYPES = ("fp32", "bf16")
 
 

@@ -26,7 +26,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgc import warm_up
-from edgc.config import EDGCConfig
+from edgc.checks import need
+from edgc.config import FACTOR_BITS, EDGCConfig
 from edgc.cost_gate import GateSchedule, summary
 from edgc.errors import UserError
 from edgc.feasibility import check
@@ -38,6 +39,7 @@ from edgc.spectral import Curve
 from edgc.stage_times import StageTimes
 
 _FORMAT = 4
+_KEYS = ("format", "phase", "ranks", "r_min", "r_max", "previous", "following", "paused", "times", "gate")
 
 __all__ = ["Controller", "Decision", "Plan", "Report"]
 
@@ -51,6 +53,7 @@ class Controller:
         iterations: length of the run.
         overlapped: whether the training step's reductions overlap with backward or with each other, so that their
             times show only what nothing hid.
+        gradient_bits: of an entry of the first stage's gradients, on average.
 
     Attributes:
         phase, ranks, r_min, r_max: as in :class:`~edgc.plans.Decision`, now.
@@ -67,6 +70,7 @@ class Controller:
         iterations: int,
         *,
         overlapped: bool = False,
+        gradient_bits: float = 32,
     ) -> None:
         if not stages:
             raise ValueError("at least one stage is needed")
@@ -94,14 +98,15 @@ class Controller:
         elif not any(stages):
             self.phase, self.reason = "disabled", "no matrix is large enough to compress"
         else:
-            self._prepare([(m, n) for m, n in stages[0]])
+            self._prepare([(m, n) for m, n in stages[0]], gradient_bits)
 
-    def _prepare(self, shapes: list[tuple[int, int]]) -> None:
+    def _prepare(self, shapes: list[tuple[int, int]], gradient_bits: float) -> None:
         """Check the settings of method edgc against the model, and set up its search and its times."""
         config = self.config
         model = check(config, shapes, self.iterations)
         self._following = Following(config, model, self.stages, self.iterations)
-        limit = bytes_limit(shapes, config.rank_multiple)
+        bits = {"factor_bits": FACTOR_BITS[config.factor_dtype], "gradient_bits": gradient_bits}
+        limit = bytes_limit(shapes, config.rank_multiple, **bits)
         if given := config.ranks_given:
             # Stage 0 has these ranks; only the other stages may rise above them.
             self._set_limits(config.r_max or max(limit, *given))
@@ -312,20 +317,27 @@ class Controller:
             "gate": self._gate.state_dict() if self._gate else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the controller that gave ``state`` stood, one of the same settings and stages.
+    def load_state_dict(self, state: Mapping[str, Any], *, changed_settings: bool = False) -> None:
+        """Continue where the controller that gave ``state`` stood, one of the same stages.
+
+        Args:
+            changed_settings: whether the state may be of other settings. This controller's then hold: its limits, its
+                given ranks, its policy; phase, ranks (within the limits), reference and times are the state's.
 
         Raises:
-            UserError: the state is of another format, another number of stages, another policy, or of a run that
-                measures times where this one does not.
+            UserError: the state is of another format, another number of stages, or, without ``changed_settings``, of
+                another policy or of a run that measures times where this one does not.
         """
-        fits = state.get("format") == _FORMAT and len(state["ranks"]) == self.stages
-        fits = fits and self._times.fits(state["times"])
-        if self._following is not None:
-            fits = fits and self._following.fits(state["following"])
-        if not fits:
+        need(state, _KEYS, "engine.controller")
+        fits = state["format"] == _FORMAT and len(state["ranks"]) == self.stages
+        same_times = fits and self._times.fits(state["times"])
+        same_policy = self._following is None or (fits and self._following.fits(state["following"]))
+        if not fits or not (changed_settings or (same_times and same_policy)):
             fix = "resume with the settings and the pipeline the run was started with"
             raise UserError("the saved controller state does not fit this run", fix=fix)
+        if changed_settings:
+            self._go_on_from(state, same_times)
+            return
         self.phase, self.ranks = state["phase"], tuple(state["ranks"])
         self.r_min, self.r_max = state["r_min"], state["r_max"]
         self._previous = state["previous"]
@@ -335,6 +347,33 @@ class Controller:
             self._following.load_state_dict(state["following"])
         if self._gate is not None:
             self._gate.load_state_dict(state["gate"])
+
+    def _go_on_from(self, state: Mapping[str, Any], same_times: bool) -> None:
+        """Take over what a state of other settings says beside this controller's own."""
+        if self.config.method != "edgc" or self.phase == "disabled":
+            return
+        assert self._following is not None
+        self.phase, self._previous = state["phase"], state["previous"]
+        if same_times:
+            self._times.load_state_dict(state["times"])
+        if state["following"] is not None:
+            self._following.load_state_dict(state["following"])
+        if self.phase != "active":
+            return
+        if self.r_max is None:
+            self._set_limits(state["r_max"])
+        if self._following.lacks_reference:
+            fix = "choose the policy that the run was started with"
+            raise UserError(
+                "policy cqm needs an entropy at the end of warm-up, which the state lacks", fix=fix
+            )
+        rank = state["ranks"][0]
+        if rank is not None:
+            multiple = self.config.rank_multiple
+            fixed = self.config.rank if self.config.policy == "fixed" else None
+            self._spread(
+                fixed or self._clamped(rank if self.config.ranks_given else rank // multiple * multiple)
+            )
 
 
 def _words(ranks: Sequence[int | None]) -> str:

@@ -1,8 +1,8 @@
 """Who looks at values on a device: the host on a CPU, nobody on a GPU.
 
-On a CPU the host reads whether a result is finite and decides. On a GPU reading would make the host wait for the device,
-so everything goes on there and writes are masked: the *masked path*. Tests run that path without a GPU, on CPU tensors,
-with :func:`masked_path` or, in processes that they start, with ``EDGC_MASKED_PATH=1`` in the environment.
+On a CPU the host reads whether a result is finite and decides. On a GPU reading would make the host wait for the
+device, so everything goes on there and writes are masked: the *masked path*. Tests run that path without a GPU, on CPU
+tensors, with :func:`masked_path` or, in processes that they start, with ``EDGC_MASKED_PATH=1`` in the environment.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from edgc.checks import need
 from edgc.clock import Stopwatch
 from edgc.compressors import Channel, Gradient, PowerSGD, Statistics, build
 from edgc.compressors.base import Compressor, Steps
@@ -28,6 +29,7 @@ from edgc.entropy_meter import EntropyMeter, Measured
 from edgc.hand_over import THROUGH, WarmUp
 from edgc.layer_ranks import LayerRanks
 from edgc.measurements import CurveMean
+from edgc.saved_state import compare_settings
 from edgc.spectral import error_curve
 from edgc.trials import Trials
 from edgc.window import Window, gather, report
@@ -35,6 +37,7 @@ from edgc.window import Window, gather, report
 RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 Observer = Callable[[int, Sequence[Gradient]], None]
 Shape = tuple[int, int]
+_STATE = ("settings", "iteration", "scale", "controller", "compressor", "window", "gate", "layer_ranks")
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,10 @@ class Engine:
         overlapped: whether reductions overlap with backward or with each other, so that the time they are waited for
             is only what nothing hid. Measurements of times know how to deal with that.
         open_channel: what reductions are sent through, for studies of other networks.
+        gradient_bits: of an entry of the first stage's compressible gradients, on average; equal on all ranks.
 
     Attributes:
+        deferred: see above.
         layer_ranks: ranks of single matrices; None unless they are asked for.
     """
 
@@ -90,14 +95,18 @@ class Engine:
         deferred: bool = False,
         overlapped: bool = False,
         open_channel: Callable[..., Channel] = Channel,
+        gradient_bits: float = 32,
     ) -> None:
         self.config = config
         self.stage = stage
         self.stages = len(shapes)
         self.compressor = build(config)
-        self.compressor.deferred = deferred
+        self.deferred = self.compressor.deferred = deferred
         self.warm_up = WarmUp.of(config, self.compressor, deferred)
-        self.controller = Controller(config, shapes, iterations, overlapped=overlapped)
+        self.controller = Controller(
+            config, shapes, iterations, overlapped=overlapped, gradient_bits=gradient_bits
+        )
+        self._gradient_bits = gradient_bits
         self.entropy = EntropyMeter(config)
         self.exchange_group = exchange_group
         self.observer = observer
@@ -125,6 +134,16 @@ class Engine:
     def rank(self) -> int | None:
         """Rank in use on this stage in this iteration; None is uncompressed."""
         return self.plan.ranks[self.stage]
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the end of this iteration has collectives, so that every rank has to come to it at the same point."""
+        return self.plan.exchange
+
+    @property
+    def given_up(self) -> bool:
+        """Whether a reduction of this iteration has met a gradient that was not finite; on a GPU the host waits."""
+        return bool(self._statistics.skipped)
 
     @property
     def _compressors(self) -> tuple[Compressor, ...]:
@@ -243,7 +262,7 @@ class Engine:
             return
         assert isinstance(self.compressor, PowerSGD)
         matrices = self.compressor.spectra(self._compressed)
-        saves = partial(saves_bytes, factor_dtype=self.config.factor_dtype)
+        saves = partial(saves_bytes, factor_dtype=self.config.factor_dtype, gradient_bits=self._gradient_bits)
         curve = error_curve(list(matrices.values()), grid, saves)
         if curve is not None:
             self._window.curve.add(curve)
@@ -337,6 +356,7 @@ class Engine:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
         compressor = self.compressor.state_dict()
         return {
+            "settings": self.config.to_dict(),
             "iteration": self.iteration,
             "scale": self.entropy.scale,
             "controller": self.controller.state_dict(),
@@ -346,18 +366,31 @@ class Engine:
             "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same rank under the same configuration."""
+    def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
+        """Go on from :meth:`state_dict` of the same rank.
+
+        Args:
+            changed_settings: whether the state may be of other settings, which are then replaced by this engine's: its
+                limits, its ranks, its types. The measurements of the window under way are dropped.
+
+        Raises:
+            UserError: the state lacks a part, is of another method or, without ``changed_settings``, of other settings.
+        """
+        need(state, _STATE, "engine")
+        changed = compare_settings(state["settings"], self.config, allowed=changed_settings)
+        self.controller.load_state_dict(state["controller"], changed_settings=changed)
         self.iteration, self.entropy.scale = int(state["iteration"]), float(state["scale"])
-        self.controller.load_state_dict(state["controller"])
         self.plan = self.controller.plan(self.iteration)
         compressor = state["compressor"]
         if self.warm_up is not None:
             compressor = self.warm_up.load_state_dict(compressor, self.plan)
         self.compressor.load_state_dict(compressor)
-        self._window.load_state_dict(state["window"])
+        if changed:
+            self._window.start()
+        else:
+            self._window.load_state_dict(state["window"])
         if self._trials.gate is not None:
             self._trials.gate.load_state_dict(state["gate"] or {})
-        if self.layer_ranks is not None:
+        if self.layer_ranks is not None and not changed:
             self.layer_ranks.load_state_dict(state["layer_ranks"])
         self._start_iteration()

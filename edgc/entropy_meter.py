@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from edgc.clock import mark, seconds_between
@@ -54,19 +55,21 @@ class EntropyMeter:
         for gradient in gradients:
             if not compressible(gradient.tensor.shape, self.config.min_compression_elements):
                 continue
-            flat, size = gradient.tensor.reshape(-1), gradient.tensor.numel()
+            size = gradient.tensor.numel()
             if self.config.record_full_entropy:
-                self._full.append((self._entropy(flat), size))
+                self._full.append((self._entropy(gradient.tensor.reshape(-1)), size))
             if sampled:
-                started = mark(flat.device)
+                started = mark(gradient.tensor.device)
                 entries = self.sampler.take(gradient.tensor, iteration, gradient.name)
                 self._sampled.append((self._entropy(entries), size))
-                self._seconds += seconds_between(started, mark(flat.device))
+                self._seconds += seconds_between(started, mark(gradient.tensor.device))
 
     def _entropy(self, entries: Tensor) -> float:
-        value = estimate(entries, self.config.entropy.estimator)
-        # The released estimator does not see a scale.
-        return value if self.config.entropy.estimator == "released" else value - math.log(self.scale)
+        if self.scale != 1:
+            # Divided beforehand, not subtracted as a logarithm: a power of two then changes no bit of the estimate.
+            wide = entries.float() if entries.dtype == torch.float16 else entries
+            entries = wide / self.scale
+        return estimate(entries, self.config.entropy.estimator)
 
     def close(self) -> Measured:
         """What this iteration has measured; the next one begins."""

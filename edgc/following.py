@@ -127,10 +127,15 @@ class Following:
         """Whether ``state`` is of a policy that remembers the same."""
         return state is not None and (state["curves"] is None) == (self.curves is None)
 
+    @property
+    def lacks_reference(self) -> bool:
+        """Whether the policy compares with an entropy that was not measured at the end of warm-up."""
+        return self.config.policy == "cqm" and self._reference is None
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same settings."""
+        """Go on from :meth:`state_dict`; of other settings what both remember is taken over."""
         reference = state["reference"]
         self._reference = (int(reference[0]), float(reference[1])) if reference else None
         self._first, self._now = [float(value) for value in state["first"]], state["now"]
-        if self.curves is not None:
+        if self.curves is not None and state["curves"] is not None:
             self.curves.load_state_dict(state["curves"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -28,8 +30,25 @@ def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(like)
     whole = len(ranks) == dist.get_world_size()
     backend = None if whole else dist.get_backend(like)
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=not whole)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=not whole
+    )
     return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout that ``group`` was made with; None, which stands for torch's default, if this torch does not tell.
+
+    There is no public way to ask.
+    """
+    for device in ("cuda", "cpu"):
+        try:
+            timeout = group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def own_groups(mine: Sequence[dist.ProcessGroup]) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -37,14 +56,16 @@ def own_groups(mine: Sequence[dist.ProcessGroup]) -> dict[tuple[int, ...], dist.
 
     To be called on every rank of the world.
     """
-    return groups_of([tuple(dist.get_process_group_ranks(group)) for group in mine])
+    return groups_of({tuple(dist.get_process_group_ranks(group)): timeout_of(group) for group in mine})
 
 
-def groups_of(wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """New groups of ``wanted`` ranks, which may differ from rank to rank; by their ranks.
+def groups_of(
+    wanted: Mapping[tuple[int, ...], timedelta | None],
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """New groups of ``wanted`` ranks, which may differ from rank to rank, each with a timeout; by their ranks.
 
     To be called on every rank of the world: every rank takes part in making every group, in one order.
     """
-    gathered = gather_objects(list(wanted))
-    made = {ranks: dist.new_group(list(ranks)) for ranks in sorted({r for row in gathered for r in row})}
+    everyone = {ranks: timeout for row in gather_objects(dict(wanted)) for ranks, timeout in row.items()}
+    made = {ranks: dist.new_group(list(ranks), timeout=everyone[ranks]) for ranks in sorted(everyone)}
     return {ranks: made[ranks] for ranks in wanted}

@@ -13,12 +13,22 @@ from typing import Any
 from edgc.alignment import LinearTime
 
 
-def bytes_limit(shapes: Sequence[tuple[int, int]], multiple: int) -> int:
-    """Largest multiple at which a stage's factors have fewer entries than its matrices; 0 if none."""
-    dense, limit = sum(m * n for m, n in shapes), 0
-    while limit < max(min(shape) for shape in shapes):
+def bytes_limit(
+    shapes: Sequence[tuple[int, int]], multiple: int, *, factor_bits: float = 32, gradient_bits: float = 32
+) -> int:
+    """Largest multiple at which a stage's factors take fewer bytes than its matrices; 0 if none.
+
+    It is below the stage's largest full rank: there nothing would be left to choose.
+
+    Args:
+        shapes: (rows, columns) of the stage's matrices.
+        factor_bits, gradient_bits: of an entry of a factor, scales included, and of a gradient.
+    """
+    dense, limit = gradient_bits * sum(m * n for m, n in shapes), 0
+    full = max(min(shape) for shape in shapes)
+    while limit + multiple < full:
         rank = limit + multiple
-        if sum(min(rank, m, n) * (m + n) for m, n in shapes) >= dense:
+        if factor_bits * sum(min(rank, m, n) * (m + n) for m, n in shapes) >= dense:
             break
         limit = rank
     return limit

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgc.checks import need
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
 
 State = Mapping[str, Any]
@@ -34,7 +36,7 @@ def state_for(saved: State | Sequence[State], *, world: int, rank: int) -> State
     Warns:
         UserWarning: when error feedback was redistributed; the run goes on, but not bit for bit as it would have.
     """
-    if isinstance(saved, Mapping):
+    if isinstance(saved, Mapping) or not isinstance(saved, Sequence):
         _check(saved)
         if saved["world"] != world:
             what = f"the saved state is of rank {saved['rank']} of {saved['world']}, but there are {world} ranks now"
@@ -98,5 +100,61 @@ def _all_ranks(saved: Sequence[State]) -> list[State]:
 
 
 def _check(state: State) -> None:
-    if not isinstance(state, Mapping) or not {"world", "rank", "engine"} <= state.keys():
-        raise UserError("this is not a saved state of edgc", fix="load what state_dict() returned")
+    fix = "load what state_dict() returned"
+    if not isinstance(state, Mapping):
+        raise UserError(f"this is not a saved state of edgc but {type(state).__name__}", fix=fix)
+    for key in ("world", "rank", "engine"):
+        if key not in state:
+            raise UserError(f"this is not a saved state of edgc: it has no {key}", fix=fix)
+
+
+def refuse_other_parameters(state: State, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse error feedback of parameters that this rank does not reduce.
+
+    Args:
+        state: of one rank, checked by :func:`state_for`.
+        shapes: of this rank's gradients by name, as they are reduced.
+
+    Raises:
+        UserError: naming the first such parameter.
+    """
+    need(state["engine"], ("compressor",), "engine")
+    need(state["engine"]["compressor"], (), "engine.compressor")
+    for name, error in state["engine"]["compressor"].get("errors", {}).items():
+        if tuple(error.shape) != shapes.get(name):
+            now = f"has {shapes[name]} here" if name in shapes else "is no parameter of this rank's"
+            what = f"the saved state has error feedback of {name}, {tuple(error.shape)}, which {now}"
+            raise UserError(what, fix="load the state of this very rank of this very model")
+
+
+def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: bool) -> bool:
+    """Whether a saved state is of other settings than ``config``.
+
+    A setting that the state does not know had its default value.
+
+    Raises:
+        UserError: it is of another method, or of other settings and that is not ``allowed``; with their names.
+    """
+    old = _flat({**EDGCConfig().to_dict(), **saved})
+    now = _flat(config.to_dict())
+    if old["method"] != now["method"]:
+        what = f"the saved state is of method {old['method']}, not {now['method']}"
+        raise UserError(what, fix=f"set method: {old['method']}, or start without the state")
+    other = [key for key in {**old, **now} if _plain(old.get(key)) != _plain(now.get(key))]
+    if other and not allowed:
+        found = ", ".join(f"{key} = {old.get(key)!r}, now {now.get(key)!r}" for key in other)
+        fix = "use the saved settings, or load with changed_settings=True to go on with those of now"
+        raise UserError(f"the saved state is of other settings: {found}", fix=fix)
+    return bool(other)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, which files may not tell apart."""
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from edgc.checks import need
 from edgc.controller import Report
 from edgc.cost_gate import GateVerdict
 from edgc.measurements import CurveMean, Mean, WindowTimes, mean, mean_curve, stage_seconds
@@ -61,6 +62,7 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        need(state, ("means", "curve", "times"), "engine.window")
         self.entropy, self.entropy_full, self.loss = (Mean(float(t), int(c)) for t, c in state["means"])
         totals, count = state["curve"]
         self.curve = CurveMean([float(value) for value in totals], int(count))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Channel, Compressor, Gradient, Statistics
+from edgc.compressors.channel import after_sum, before_sum
 
 
 class Room:
@@ -30,7 +31,8 @@ class Room:
                     total = sources[0]
                     for source in sources[1:]:
                         total = total + source
-                    output.copy_(total / len(sources))
+                    after_sum(total, len(sources))
+                    output.copy_(total)
                 elif kind == "all_to_all":
                     output.copy_(torch.stack([s.chunk(len(sources))[rank] for s in sources]).view_as(output))
                 else:
@@ -47,6 +49,7 @@ class _Channel(Channel):
 
     def mean_(self, tensor: Tensor) -> None:
         if self.world > 1 and tensor.numel():
+            before_sum(tensor, self.world)
             self.started.append(("mean", tensor, tensor))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:

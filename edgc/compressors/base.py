@@ -28,8 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgc.checks import need
 from edgc.clock import Stopwatch, mark
 from edgc.compressors.channel import Channel
+from edgc.errors import UserError
 
 Steps = Generator[None, None, None]
 
@@ -205,8 +207,10 @@ class Compressor(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of :meth:`state_dict`."""
+        need(state, (), "compressor")
         if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, got keys {sorted(state)}")
+            what = f"the saved state's compressor has {', '.join(sorted(state))}"
+            raise UserError(what, fix=f"{type(self).__name__} keeps nothing: load a state of the same method")
 
 
 def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:

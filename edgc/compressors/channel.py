@@ -18,6 +18,9 @@ class Channel:
     Every method hands its tensors over until :meth:`finish` returns. With one rank nothing is sent, and results are
     what the collective would give.
 
+    Means of fp16 are divided before they are added, as DDP does it: the sum of two ranks' 40 000 is beyond fp16, their
+    mean is not (:func:`before_sum`). Wider types have the range of fp32 and are divided afterwards.
+
     Args:
         group: None is the world.
         shards: flat buffers of which this rank needs only its own of ``world`` equal parts, if the gradients of the
@@ -38,13 +41,14 @@ class Channel:
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.bytes = 0
         self.waited = Stopwatch()
-        self._pending: list[tuple[Any, Tensor | None]] = []
+        self._pending: list[tuple[Any, Tensor | None]] = []  # with what is to become a mean once it is summed
         self._device = torch.device("cpu")
 
     def mean_(self, tensor: Tensor) -> None:
         """All-reduce ``tensor``, contiguous and of a floating-point type, in place to its mean over the ranks."""
         if self.world == 1 or tensor.numel() == 0:
             return
+        before_sum(tensor, self.world)
         self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
         self.bytes += all_reduce_bytes(_bytes(tensor), self.world)
 
@@ -54,6 +58,7 @@ class Channel:
             return
         for buffer in buffers:
             own = self.own_part(buffer)
+            before_sum(buffer, self.world)
             work = dist.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
             self._start(work, own, divide=True)
             self.bytes += (self.world - 1) * _bytes(buffer) // self.world
@@ -95,8 +100,31 @@ class Channel:
         for work, mean in pending:
             work.wait()
             if mean is not None:
-                mean.div_(self.world)
+                after_sum(mean, self.world)
         self.waited.add(started, mark(self._device))
+
+
+def before_sum(tensor: Tensor, world: int) -> None:
+    """Make ``tensor`` ready to be summed over ``world`` ranks: fp16 is divided by the next power of two, which rounds
+    nothing but denormal numbers."""
+    if tensor.dtype == torch.float16:
+        tensor.mul_(1 / _power_above(world))
+
+
+def after_sum(tensor: Tensor, world: int) -> None:
+    """Make the mean of the sum over ``world`` ranks of what :func:`before_sum` has left."""
+    if tensor.dtype != torch.float16:
+        tensor.div_(world)
+    elif world != _power_above(world):
+        # Rounding of the sum must not carry a mean near the largest number over it.
+        limit = torch.finfo(torch.float16).max
+        mean = tensor.float().mul_(_power_above(world) / world).clamp_(-limit, limit)
+        tensor.copy_(torch.where(tensor.isfinite(), mean, tensor.float()))
+
+
+def _power_above(world: int) -> int:
+    """The smallest power of two that is at least ``world``."""
+    return 1 << (world - 1).bit_length()
 
 
 def all_reduce_bytes(size: int, world: int) -> int:

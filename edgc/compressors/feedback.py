@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgc.checks import need
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.channel import Channel
 from edgc.compressors.none import dense_steps
@@ -230,7 +231,9 @@ class Feedback(Compressor):
         return {"errors": errors, "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.errors = {name: tensor.clone() for name, tensor in state["errors"].items()}
+        need(state, ("errors", "counts"), "compressor")
+        errors = state["errors"].items() if self.error_feedback else ()
+        self.errors = {name: tensor.clone() for name, tensor in errors}
         self.counts = dict(state["counts"])
 
 

@@ -44,12 +44,11 @@ from edgc.compressors.orthogonal import Orthonormal
 from edgc.compressors.warm_start import State, keep
 from edgc.compressors.wires import blocks_of, finite
 from edgc.compressors.workspace import RIGHT, Group, Workspace, grouped, signature
-from edgc.config import FACTOR_DTYPES
+from edgc.config import FACTOR_BITS, FACTOR_DTYPES
 from edgc.device import host_decides
 from edgc.errors import UserError
 from edgc.spectral import MatrixSpectrum
 
-_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}  # per entry of a factor
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,9 +57,12 @@ def compressible(shape: Sequence[int], min_elements: int) -> bool:
     return len(shape) == 2 and min(shape) > 1 and shape[0] * shape[1] >= min_elements
 
 
-def saves_bytes(shape: Sequence[int], rank: int, factor_dtype: str = "fp32") -> bool:
-    """Whether the two factors of this rank, scales included, are smaller than the matrix in fp32."""
-    return min(rank, *shape) * (shape[0] + shape[1]) * _BITS[factor_dtype] < shape[0] * shape[1] * 32
+def saves_bytes(
+    shape: Sequence[int], rank: int, factor_dtype: str = "fp32", gradient_bits: float = 32
+) -> bool:
+    """Whether the two factors of this rank, scales included, are smaller than the matrix in its own type."""
+    factors = min(rank, *shape) * (shape[0] + shape[1]) * FACTOR_BITS[factor_dtype]
+    return factors < shape[0] * shape[1] * gradient_bits
 
 
 class PowerSGD(Compressor):
@@ -145,8 +147,8 @@ class PowerSGD(Compressor):
             work.dense.start(dense, channel, 0)
             yield
             # Without a state to protect, what is not finite may go where it goes.
-            ok = finite(work.dense.messages) if drained else torch.tensor(True)
-        if self._gives_up(ok) or (drained and not ok):
+            ok = finite(work.dense.messages) if drained or self.deferred else torch.tensor(True)
+        if self._gives_up(ok):
             for gradient in gradients:
                 gradient.tensor.fill_(math.nan)
             statistics.skipped += 1
@@ -156,21 +158,27 @@ class PowerSGD(Compressor):
                 message.masked_fill_(~ok, math.nan)
             statistics.skipped = statistics.skipped + (~ok).int()
         work.dense.unpack()
-        self._forget(drained)
+        self._forget(drained, ok)
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:
         drained = [gradient for gradient in gradients if gradient.name in self.errors]
         self._add_errors(drained)
-        self._forget(drained)
+        self._forget(drained, torch.tensor(True))
         self._discard({gradient.name for gradient in drained})
 
     def _add_errors(self, gradients: Sequence[Gradient]) -> None:
         for gradient in gradients:
-            gradient.tensor.add_(self.errors[gradient.name])
+            # A state may have been loaded on another device.
+            error = self.errors[gradient.name] = self.errors[gradient.name].to(gradient.tensor.device)
+            gradient.tensor.add_(error)
 
-    def _forget(self, gradients: Sequence[Gradient]) -> None:
+    def _forget(self, gradients: Sequence[Gradient], ok: Tensor) -> None:
+        """What was kept of ``gradients`` has been sent, if ``ok``."""
         for gradient in gradients:
-            self._then(partial(self._state.forget, gradient.name))
+            if self.deferred or self._decides(ok.device):
+                self._then(partial(self._state.forget, gradient.name))
+            else:
+                self.errors[gradient.name].masked_fill_(ok, 0)
 
     def rescale(self, factor: float) -> None:
         for error in self.errors.values():
@@ -278,9 +286,7 @@ class PowerSGD(Compressor):
         if work is None or work.signature != signature(gradients, rank):
             names = {gradient.name for gradient in gradients}
             self._discard(names)
-            factored = [
-                g for g in gradients if rank is not None and self._factors(g.tensor.shape, g.rank or rank)
-            ]
+            factored = [g for g in gradients if rank is not None and self._factors(g.tensor, g.rank or rank)]
             batches = not self._decides(gradients[0].tensor.device)
             members = grouped(factored, batches, self._state.side)
             groups = [
@@ -298,10 +304,11 @@ class PowerSGD(Compressor):
         gone = {id(self._workspaces[name]) for name in names & self._workspaces.keys()}
         self._workspaces = {n: w for n, w in self._workspaces.items() if id(w) not in gone}
 
-    def _factors(self, shape: Sequence[int], rank: int) -> bool:
-        if not compressible(shape, self.min_elements):
+    def _factors(self, gradient: Tensor, rank: int) -> bool:
+        if not compressible(gradient.shape, self.min_elements):
             return False
-        return self.always_factor or saves_bytes(shape, rank, self.factor_dtype)
+        bits = 8 * gradient.element_size()
+        return self.always_factor or saves_bytes(gradient.shape, rank, self.factor_dtype, bits)
 
     def spectra(self, names: Container[str] | None = None) -> dict[str, MatrixSpectrum]:
         """Spectra of the matrices that were factored in their last reduction, of all or of ``names``; computed when
@@ -332,5 +339,8 @@ def _adopt(group: Group, side: int, ok: Tensor, decides: bool) -> None:
     x = group.x
     if x.spare is not None:
         x.error, x.spare = x.spare, x.error
-    if keep(group.mean, group.factor(side), ok, decides):
+    replaced = keep(group.mean, group.factor(side), ok, decides)
+    # One-sided, the next step begins with the other factor only if there is one: after a gradient of zeros or one that
+    # is not finite there may be none yet. On a GPU the host waits here, once the reduction is over.
+    if side != group.side and replaced:
         group.side = side

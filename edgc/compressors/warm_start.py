@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgc.checks import need
 from edgc.compressors.base import Gradient
 from edgc.compressors.low_rank import Matrices
 from edgc.compressors.norms import square_sums
@@ -42,22 +43,22 @@ def extend(factor: Tensor, fresh: Tensor) -> Tensor:
     return torch.cat([factor, fresh], dim=1)
 
 
-def keep(mean: Tensor, factor: Tensor, finite: Tensor, decide: bool) -> bool:
+def keep(mean: Tensor, factor: Tensor, finite: Tensor, decide: bool) -> bool | Tensor:
     """``factor`` becomes ``mean``, both [B, ., .], scaled by a power of two to a norm of about one each.
 
     So no scale of the gradients underflows in M Q, and no bit changes. A zero matrix leaves the old factor: from zero
     it could never recover; and so does one that is not finite, if ``decide`` is off and nobody has looked before.
 
     Returns:
-        Whether all of ``factor`` was replaced; without ``decide`` always True.
+        Whether all of ``factor`` was replaced; without ``decide`` a 0-dim tensor that nobody has looked at.
     """
     norms = square_sums(mean)
     if not decide:
         # The exponents of norms that are not finite or zero do not matter.
         scale = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None]
-        good = ((norms > 0) & finite)[:, None, None]
-        torch.where(good, mean * scale, factor, out=factor)
-        return True
+        good = (norms > 0) & finite
+        torch.where(good[:, None, None], mean * scale, factor, out=factor)
+        return good.all()
     for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
         if norm > 0:
             torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
@@ -144,6 +145,9 @@ class State:
             elif missing < 0 and q is not None:
                 q = cut(q, rank)
             assert q is not None
+            if q.shape[0] != length:
+                what = f"the warm start of {name} is {tuple(q.shape)}, but should have {length} rows"
+                raise UserError(what, fix="load the compressor's state of this very model")
             (factor.mT if group.side == RIGHT else factor).copy_(q)
 
     def commit(self, work: Workspace) -> None:
@@ -176,11 +180,18 @@ class State:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Copy everything from :meth:`to_dict`; workspaces made before are no longer of use."""
-        errors = state["errors"].items()
-        self.errors = {
-            name: tensor.to(self.error_dtype or tensor.dtype, copy=True) for name, tensor in errors
-        }
-        self.factors = {name: tensor.clone() for name, tensor in state["factors"].items()}
+        """Copy everything from :meth:`to_dict`; workspaces made before are no longer of use.
+
+        Without error feedback no errors are taken over, and factors only of as many sides as this state has.
+
+        Raises:
+            UserError: the state is of another method.
+        """
+        need(state, ("errors", "factors", "sides", "draws"), "compressor")
+        errors = {} if self.error_dtype is None else state["errors"]
+        self.errors = {name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()}
+        both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
+        factors = state["factors"] if both and self.warm_start else {}
+        self.factors = {name: tensor.clone() for name, tensor in factors.items()}
         self.sides = dict(state["sides"])
         self.draws = dict(state["draws"])

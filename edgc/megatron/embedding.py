@@ -27,7 +27,7 @@ from edgc.compressors import Gradient
 from edgc.compressors.wires import finite
 from edgc.engine import Engine
 from edgc.errors import UserError
-from edgc.groups import gather_objects, groups_of
+from edgc.groups import gather_objects, groups_of, timeout_of
 
 _GROUPS = ["tp", "pp", "embd", "pos_embd", "dp_cp"]  # those that finalize_model_grads asks for
 _WHERE = "fused_embedding"
@@ -113,17 +113,17 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
     _check(config, chunks[0].ddp_config)
     mine = dist.get_process_group_ranks(found[0][1].data_parallel_group) if found else None
     replicas = gather_objects(mine)
-    ranks: list[tuple[int, ...]] = []
+    ranks: tuple[int, ...] = ()
     if mine is not None:
         embedding = parallel_state.get_embedding_group()
         ends = [replicas[rank] or () for rank in dist.get_process_group_ranks(embedding)]
-        ranks = [tuple(sorted({rank for end in ends for rank in end}))]
-    groups = groups_of(ranks)
+        ranks = tuple(sorted({rank for end in ends for rank in end}))
+    groups = groups_of({ranks: timeout_of(found[0][1].data_parallel_group)} if mine is not None else {})
     if mine is None:
         return None
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    parameter, group = found[0][0], groups[ranks[0]]
-    fused = FusedEmbedding(names[parameter], parameter, group, alone, len(ranks[0]) // len(mine))
+    parameter, group = found[0][0], groups[ranks]
+    fused = FusedEmbedding(names[parameter], parameter, group, alone, len(ranks) // len(mine))
     config.finalize_model_grads_func = fused.wrapped(config.finalize_model_grads_func)
     return fused
 

@@ -139,10 +139,10 @@ def overlap() -> list[int]:
 
 def not_finite() -> dict[str, Any]:
     """GradScaler trains on; one gradient of one rank is not finite at one step."""
-    run = Run(Case(unused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    run = Run(Case(unused=True), scaler=scaler)
     assert run.handle is not None
     compressor = run.handle.engine.compressor
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     poison = [1.0]
     run.model.module.second.weight.register_hook(lambda gradient: gradient * poison[0])
     record: dict[str, Any] = {}
@@ -158,6 +158,7 @@ def not_finite() -> dict[str, Any]:
         if bad:
             after = compressor.state_dict()
             for kind in ("errors", "factors"):
+                assert before[kind]
                 for key, tensor in before[kind].items():
                     record[f"{kind} of {key}"] = torch.equal(tensor, after[kind][key])
             gradients = run.model.module.named_parameters()

@@ -113,14 +113,25 @@ def batch(step: int, micro: int = 0, rank: int | None = None) -> tuple[Tensor, T
 class Run:
     """A model with its optimizer and hook, trained step by step."""
 
-    def __init__(self, case: Case, seed: int = 0, group: dist.ProcessGroup | None = None, **ddp: Any) -> None:
+    def __init__(
+        self,
+        case: Case,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        config: EDGCConfig | None = None,
+        **ddp: Any,
+    ) -> None:
         torch.manual_seed(seed)
-        self.case = case
+        self.case, self.scaler = case, scaler
+        config = config or case.config
         self.model = wrapped(Net(TYPES[case.dtype], case.unused), case, **ddp)
         self.handle = (
             None
             if case.plain
-            else edgc.ddp.register(self.model, case.config, iterations=case.steps, process_group=group)
+            else edgc.ddp.register(
+                self.model, config, iterations=case.steps, process_group=group, scaler=scaler
+            )
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.9)
         self.losses: list[float] = []
@@ -140,7 +151,7 @@ class Run:
             x, target = batch(step, micro)
             with nullcontext() if last else self.model.no_sync():
                 loss = (self.model(x, self.uses(step)) - target).square().mean() / passes
-                loss.backward()
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total += float(loss.detach())
         self.losses.append(total)
 
@@ -148,7 +159,11 @@ class Run:
         for step in range(start, stop):
             self.optimizer.zero_grad()
             self.backward(step)
-            self.optimizer.step()
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
             if self.handle is not None and self.handle.last is not None:
                 self.ranks.add(self.handle.last.rank)
         return self

@@ -140,9 +140,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(two: World) -> 
         for name, finite in result["finite"].items():
             assert finite == (name not in bad), name
             for kind in ("errors", "factors"):
-                if f"{kind} of {name}" in result:
-                    untouched = result[f"{kind} of {name}"]
-                    assert untouched == (name in bad), f"{kind} of {name}"
+                # The step never was, also for buckets whose own gradients were finite.
+                assert result.get(f"{kind} of {name}", True), f"{kind} of {name}"
         assert result["losses"][-1] < 0.8 * result["losses"][7], "training did not go on"
     assert equal([result["weights"] for result in results])
 
@@ -194,7 +193,7 @@ def test_error_feedback_is_redistributed_in_another_world(two: World, four: Worl
         ("complex", "parameter 0.weight has type torch.complex64; use real"),
         (
             "ranks differ",
-            "config, iterations or parameters differ between ranks 0 and 1 (in edgc.ddp.register); give",
+            "config, iterations, options or parameters differ between ranks 0 and 1 (in edgc.ddp.register); give",
         ),
         ("inside", "edgc.ddp was called inside an iteration; call it after backward"),
         ("another rank", "but this is rank {rank}; save and load one state per rank"),

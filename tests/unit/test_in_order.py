@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from edgc.bucket_worker import Bucket, BucketWorker
 from edgc.compressors import Gradient
+from edgc.device import masked_path
 from edgc.errors import UserError
 from edgc.in_order import InOrder
 
@@ -114,6 +115,9 @@ class FakeEngine:
     iteration: int = 1
     decision: None = None
     last: Any = None
+    deferred: bool = False
+    given_up: bool = False
+    exchanges: bool = False
 
     def exchange(self, gradients: Sequence[Gradient], group: Any, **how: Any) -> Generator[None, None, None]:
         names = tuple(gradient.name for gradient in gradients)
@@ -128,8 +132,11 @@ class FakeEngine:
             gradient.tensor.mul_(2)
         self.log.append((names, self.waits))
 
-    def end_iteration(self) -> None:
-        self.log.append("end")
+    def rescale(self, scale: float) -> None:
+        self.log.append(scale)
+
+    def end_iteration(self, *, skipped: bool) -> None:
+        self.log.append("skipped" if skipped else "end")
         self.last = SimpleNamespace(iteration=self.iteration, statistics=SimpleNamespace(skipped=1))
         self.iteration += 1
 
@@ -270,3 +277,76 @@ def test_stop_ends_the_thread() -> None:
     worker.stop()
     assert not worker._thread.is_alive() and worker._thread.daemon
     assert all(thread.name != "edgc-buckets" or not thread.is_alive() for thread in threading.enumerate())
+
+
+def test_a_bucket_after_stop_is_an_error_and_no_hang() -> None:
+    worker = new_worker(FakeEngine())
+    worker.stop()
+    with pytest.raises(RuntimeError, match="after the reductions were ended"):
+        backward(worker, [["a"]])[0].future.wait()
+    worker.flush()
+
+
+def test_a_step_is_given_up_as_a_whole_where_the_engine_waits_with_its_state() -> None:
+    engine = FakeEngine(deferred=True, given_up=True)
+    worker = new_worker(engine)
+    backward(worker, [["a"], ["b"]])[-1].future.wait()
+    assert engine.log[-1] == "skipped" and worker.skipped == 1
+    worker.stop()
+
+
+# --------------------------------------------------------------------- without a thread, as on a GPU
+
+
+def test_without_a_thread_the_order_is_that_with_one() -> None:
+    layout = [["a"], ["b", "c"], ["d"]]
+    logs = []
+    for masked in (False, True):
+        engine = FakeEngine()
+        with masked_path(masked):
+            worker = new_worker(engine)
+            assert worker.inline == masked
+            before = threading.active_count()
+            for _ in range(2):
+                for bucket in backward(worker, layout):
+                    assert bool((bucket.future.wait() == 2).all())
+            assert threading.active_count() == before
+        worker.settle()
+        worker.stop()
+        logs.append(engine.log)
+    assert logs[0] == logs[1]
+
+
+def test_without_a_thread_an_iteration_is_closed_when_the_next_one_begins_or_somebody_asks() -> None:
+    engine = FakeEngine()
+    with masked_path():
+        worker = new_worker(engine)
+        backward(worker, [["a"]])
+        assert not worker.busy and "end" not in engine.log
+        backward(worker, [["a"]])
+        assert engine.log.count("end") == 1 and engine.log.index("end") == engine.log.index((("a",), 2)) + 1
+        worker.settle()
+        worker.settle()
+        assert engine.log.count("end") == 2
+        # What all ranks have to do together is done at once.
+        engine.exchanges = True
+        backward(worker, [["a"]])
+        assert engine.log.count("end") == 3
+
+
+def test_the_loss_scale_is_told_before_the_first_bucket_and_after_the_iteration_before() -> None:
+    for masked in (False, True):
+        engine = FakeEngine(waits=0)
+        with masked_path(masked):
+            worker = new_worker(engine)
+            for scale in (8.0, 4.0):
+                tensors = [torch.ones(1), torch.ones(1)]
+                futures = [torch.futures.Future[torch.Tensor]() for _ in tensors]
+                for i, (tensor, future) in enumerate(zip(tensors, futures, strict=True)):
+                    gradients = [Gradient(f"p{i}", tensor)]
+                    worker.put(Bucket(i == 1, gradients, tensor, future, scale=scale))
+                futures[-1].wait()
+        worker.settle()
+        worker.stop()
+        step = [(("p0",), 0), (("p1",), 0), "end"]
+        assert engine.log == [8.0, *step, 4.0, *step]

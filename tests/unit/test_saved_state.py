@@ -129,7 +129,7 @@ def test_the_same_number_of_ranks_takes_its_own_state_without_a_word() -> None:
         (states(4)[:3], 2, "not those of all ranks of one run: 0 of 4, 1 of 4, 2 of 4; give"),
         ([*states(2), states(2)[1]], 2, "0 of 2, 1 of 2, 1 of 2"),
         ([states(2)[0], states(3)[1]], 2, "0 of 2, 1 of 3"),
-        ({"errors": {}}, 2, "this is not a saved state of edgc; load what state_dict"),
+        ({"errors": {}}, 2, "this is not a saved state of edgc: it has no world; load what state_dict"),
         ([3], 2, "this is not a saved state of edgc"),
         (
             [state(0, 2, {"a": torch.ones(2, 3)}), state(1, 2, {"a": torch.ones(3, 2)})],
