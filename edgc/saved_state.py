@@ -63,6 +63,10 @@ def merge(states: Sequence[State]) -> State:
         UserError: the states are not of the same parameters.
     """
     first = states[0]
+    pipelines = [state.get("pipeline") for state in states]
+    if all(isinstance(traffic, Mapping) for traffic in pipelines):
+        errors = _mean([traffic["errors"] for traffic in pipelines if traffic is not None])
+        first = {**first, "pipeline": {**first["pipeline"], "errors": errors}}
     compressors = [state["engine"]["compressor"] for state in states]
     if not any("errors" in compressor for compressor in compressors):
         return first

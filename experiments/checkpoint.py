@@ -116,7 +116,6 @@ class Checkpoints:
             "recorders": {recorder.file: recorder.state_dict() for recorder in session.recorders},
             "random": _random_state(),
             "watch": dict(watch),
-            "pipeline": None if session.pipeline is None else session.pipeline.state_dict(),
         }
         with checkpoint.publish(self.root, iteration, keep=KEEP) as folder:
             _save(self._sharded(is_loading=False), folder)
@@ -150,8 +149,6 @@ class Checkpoints:
         session.scheduler.load_state_dict(own["scheduler"])
         for recorder in session.recorders:
             recorder.load_state_dict(own["recorders"][recorder.file])
-        if session.pipeline is not None:
-            session.pipeline.load_state_dict(own["pipeline"])
         _set_random_state(own["random"])
         run, iteration = session.run, int(own["iteration"])
         if dist.get_rank() == 0:

@@ -121,7 +121,7 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
     recorders = _recorders(run, chunks, attachment, share, leaders, leaders_group)
     attachment.engine.observer = observer_of(recorders)
-    pipeline = attachment.pipeline = _compressed_p2p(run, config)
+    pipeline = attachment.pipeline if run.parallel.pipeline > 1 else None
     expert_traffic = None
     if share is not None:
         expert_traffic = attachment.engine.open_channel = ExpertTraffic()
@@ -192,14 +192,6 @@ def _recorders(
     if run.probe.entry_rates:
         recorders.append(SamplingProbe(*about, reports=reports))
     return recorders
-
-
-def _compressed_p2p(run: RunConfig, config: Any) -> CompressedP2P | None:
-    settings = run.edgc.pipeline
-    if settings.rank is None or run.parallel.pipeline == 1:
-        return None
-    group = parallel_state.get_pipeline_model_parallel_group()
-    return CompressedP2P(pp_group=group, config=config, pipeline=settings, seed=run.edgc.seed)
 
 
 def build_optimizer(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
@@ -16,6 +18,7 @@ from edgc.groups import gather_objects
 from edgc.megatron.attachment import Attachment
 from edgc.megatron.bucket_group import CompressedBucketGroup
 from edgc.megatron.embedding import fuse
+from edgc.megatron.pipeline import CompressedP2P
 
 
 def attach(
@@ -37,6 +40,10 @@ def attach(
     gradient bit for bit; leaving them dense would send the largest matrix of the model whole. With ``fused_embedding``
     they are left dense, and both steps are one (:mod:`edgc.megatron.embedding`).
 
+    Pipeline traffic: with ``config.pipeline.rank`` set, ``attachment.pipeline`` is the communicator that compresses it;
+    the training loop has to hand it to Megatron's schedule (:mod:`edgc.megatron.pipeline`), and the first iteration
+    without it is an error.
+
     Distributed optimizer: what goes dense is reduce-scattered; of what is compressed the factors are all-reduced, and
     each rank reconstructs the rows of its shard.
 
@@ -51,6 +58,9 @@ def attach(
 
     Raises:
         UserError: for chunks that already have an attachment, and for what is not supported.
+
+    Warns:
+        UserWarning: for a setting that is about several pipeline stages where there is one.
     """
     chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
     for chunk in chunks:
@@ -67,25 +77,29 @@ def attach(
     fused = fuse(chunks, names) if config.fused_embedding else None
     elsewhere = fused.parameter if fused is not None else None
     own = [
-        tuple(parameter.shape)
+        (tuple(parameter.shape), 8 * parameter.main_grad.element_size())
         for group in (groups if config.compress_experts else dense)
         for parameter in sorted(group.params, key=names.__getitem__)
         if parameter is not elsewhere
     ]
-    own = [shape for shape in own if compressible(shape, config.min_compression_elements)]
+    own = [(shape, bits) for shape, bits in own if compressible(shape, config.min_compression_elements)]
+    shapes, gradient_bits = _matrices_of_all_stages(stage, own)
     overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
     engine = Engine(
         config,
         stage=stage,
-        shapes=_shapes_of_all_stages(stage, own),
+        shapes=shapes,
         iterations=iterations,
         observer=observer,
         deferred=True,
         overlapped=overlap,
+        gradient_bits=gradient_bits,
     )
     for group in groups:
         group.__class__ = CompressedBucketGroup
-    attachment = Attachment(engine, groups, overlap=overlap, fp16=bool(chunks[0].config.fp16), fused=fused)
+    pipeline = _communicator(chunks[0], config, engine.stages)
+    fp16 = bool(chunks[0].config.fp16)
+    attachment = Attachment(engine, groups, overlap=overlap, fp16=fp16, fused=fused, pipeline=pipeline)
     for group in groups:
         compress = config.compress_experts or group not in expert
         group.edgc_join(attachment, names, compress=compress, elsewhere=elsewhere)
@@ -93,7 +107,7 @@ def attach(
         attachment.guard(optimizer)
     if config.method == "edgc" and config.alignment == "measured":
         for chunk in chunks:
-            chunk.module.register_forward_hook(attachment.time_backward)
+            attachment.hooks.append(chunk.module.register_forward_hook(attachment.time_backward))
     return attachment
 
 
@@ -121,9 +135,30 @@ def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
         )
 
 
-def _shapes_of_all_stages(stage: int, own: list[tuple[int, ...]]) -> list[list[tuple[int, int]]]:
-    """Matrix shapes per stage, the same list on every rank; the first rank of a stage speaks for it."""
-    by_stage: dict[int, list[tuple[int, int]]] = {}
-    for index, shapes in gather_objects((stage, own)):
-        by_stage.setdefault(index, [(m, n) for m, n in shapes])
-    return [by_stage[index] for index in sorted(by_stage)]
+def _communicator(chunk: DistributedDataParallel, config: EDGCConfig, stages: int) -> CompressedP2P | None:
+    """What compresses the traffic between stages; None unless that is asked for."""
+    settings = config.pipeline
+    alone = {"pipeline.rank": settings.rank is not None, "fused_embedding": config.fused_embedding}
+    for key, asked in alone.items() if stages == 1 and dist.get_rank() == 0 else ():
+        if asked:
+            warnings.warn(f"edgc: {key} has no effect: there is one pipeline stage", stacklevel=3)
+    if settings.rank is None:
+        return None
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return CompressedP2P(pp_group=group, config=chunk.config, pipeline=settings, seed=config.seed)
+
+
+def _matrices_of_all_stages(
+    stage: int, own: list[tuple[tuple[int, ...], int]]
+) -> tuple[list[list[tuple[int, int]]], float]:
+    """Matrix shapes per stage and the mean bits of an entry of the first stage's, the same on every rank.
+
+    The first rank of a stage speaks for it.
+    """
+    by_stage: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    for index, matrices in gather_objects((stage, own)):
+        by_stage.setdefault(index, matrices)
+    shapes = [[(shape[0], shape[1]) for shape, _ in by_stage[index]] for index in sorted(by_stage)]
+    entries = sum(m * n for m, n in shapes[0])
+    bits = sum(shape[0] * shape[1] * size for shape, size in by_stage[min(by_stage)])
+    return shapes, bits / entries if entries else 32

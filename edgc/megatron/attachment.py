@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from edgc.bucket_worker import Bucket, BucketWorker
+from edgc.checks import need
 from edgc.clock import Mark, Stopwatch, mark, seconds_between
 from edgc.compressors import Gradient
 from edgc.controller import Decision
@@ -21,6 +22,7 @@ from edgc.groups import own_groups
 from edgc.megatron.bucket_group import CompressedBucketGroup
 from edgc.megatron.embedding import FusedEmbedding
 from edgc.megatron.pipeline import CompressedP2P
+from edgc.saved_state import refuse_other_parameters, state_for
 
 
 class Pending:
@@ -39,11 +41,11 @@ class Pending:
 class Attachment:
     """Made by :func:`edgc.megatron.attach`.
 
-    With ``overlap_grad_reduce`` a thread reduces beside backward, over process groups of its own; without, reductions
-    happen in the caller's thread. An iteration ends with the last bucket group's ``finish_grad_sync``. There all ranks
-    of all stages learn whether any averaged gradient was not finite (one all-reduce of one number). If so, the step is
-    skipped everywhere: gradients become NaN, the guarded optimizer does not step, and error feedback, warm start and
-    the controller's means stay as they were before the iteration.
+    With ``overlap_grad_reduce`` reductions go on beside backward (:mod:`edgc.bucket_worker`; on a CPU in a thread, over
+    process groups of its own); without, they happen in the caller's thread. An iteration ends with the last bucket
+    group's ``finish_grad_sync``. There all ranks of all stages learn whether any averaged gradient was not finite (one
+    all-reduce of one number). If so, the step is skipped everywhere: gradients become NaN, the guarded optimizer does
+    not step, and error feedback, warm start and the controller's means stay as they were before the iteration.
 
     Attributes:
         engine: reduces the gradients; not to be called from outside.
@@ -52,8 +54,9 @@ class Attachment:
         skipped_in_a_row: up to and with the last iteration.
         averaged_at: when the last gradients of the last iteration were averaged here, before any rank waits for those
             of other stages; a mark of :mod:`edgc.clock`.
-        pipeline: what compresses the traffic between pipeline stages, if anything does and there is a loss scale, which
-            its error feedback has to follow too.
+        hooks: on the model, to be removed at the end.
+        pipeline: the communicator that compresses the traffic between pipeline stages, under ``config.pipeline``. Its
+            error feedback follows the loss scale and is part of the state.
     """
 
     def __init__(
@@ -64,24 +67,30 @@ class Attachment:
         overlap: bool,
         fp16: bool,
         fused: FusedEmbedding | None = None,
+        pipeline: CompressedP2P | None = None,
     ) -> None:
         self.engine = engine
         self.groups = list(groups)
         self._fused = fused
         self.skipped = self.skipped_in_a_row = 0
         self.device = groups[0].buckets[0].grad_data.device
-        self.pipeline: CompressedP2P | None = None
+        self.pipeline = pipeline
+        self.hooks: list[Any] = []
         self.averaged_at: Mark | None = None
         self._finished = 0
         self._finite: list[Tensor] = []
         self._exposed = Stopwatch()
         self._backward: list[tuple[Mark, Mark]] = []
         self._worker: BucketWorker | None = None
+        self._own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._needs_scale = fp16  # until an optimizer tells it
+        self._guarded: Any = None  # the optimizer
         if overlap:
-            self._own_groups = own_groups([group.edgc_replicas for group in groups])
             parameters = sum(len(group.params) for group in groups) - (fused is not None)
             self._worker = BucketWorker(engine, None, self.device, parameters, closes=False)
+            if not self._worker.inline:
+                # Collectives of two threads on one group could mix.
+                self._own_groups = own_groups([group.edgc_replicas for group in groups])
             # The thread must not keep the attachment alive, which ends it.
             self._stop = weakref.finalize(self, self._worker.stop)
 
@@ -116,6 +125,7 @@ class Attachment:
             return found or attachment.skipped_in_a_row > 0
 
         optimizer.prepare_grads = prepare_grads
+        self._guarded = optimizer
         self._follow(float(optimizer.get_loss_scale()))
         self._needs_scale = False
 
@@ -154,7 +164,7 @@ class Attachment:
             future.set_result(torch.empty(0))
             return Pending(self._worker, future)
         ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
-        own = self._own_groups[tuple(dist.get_process_group_ranks(group))]
+        own = self._own_groups.get(tuple(dist.get_process_group_ranks(group)), group)
         self._worker.put(
             Bucket(False, gradients, gradients[0].tensor, future, ready, own, compress, tuple(shards))
         )
@@ -177,6 +187,8 @@ class Attachment:
             self._close()
 
     def _close(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.check_used()
         bad = torch.stack([flag.to(self.device) for flag in self._finite]).logical_not().any().float()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         skipped = bool(bad)
@@ -190,14 +202,35 @@ class Attachment:
         self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
         self._finished, self._finite, self._exposed, self._backward = 0, [], Stopwatch(), []
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of this rank's gradients, by name."""
+        return {
+            group.edgc_names[parameter]: tuple(parameter.main_grad.shape)
+            for group in self.groups
+            for parameter in group.params
+        }
+
     def close(self) -> None:
-        """End the thread and its process groups, when training is over; on every rank, between two iterations."""
+        """Give Megatron its own reduction back; on every rank, between two iterations.
+
+        What error feedback still holds is dropped. A second call does nothing.
+        """
+        groups, self.groups = self.groups, []
+        for member in groups:
+            member.edgc_leave()
         if self._worker is not None:
             self._stop()
-            for group in self._own_groups.values():
-                dist.destroy_process_group(group)
+        for group in self._own_groups.values():
+            dist.destroy_process_group(group)
+        self._own_groups = {}
         if self._fused is not None:
             self._fused.close()
+        for hook in self.hooks:
+            hook.remove()
+        if self._guarded is not None:
+            del self._guarded.prepare_grads  # the instance's: that of its class comes back
+        self._fused = self._guarded = self.pipeline = None
+        self.hooks = []
 
     def time_backward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook: time the backward pass of each micro-batch, from the output's gradient to the last node."""
@@ -217,15 +250,51 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs, besides model and optimizer, to go on exactly: save one per rank."""
         return {
-            "world": parallel_state.get_data_parallel_world_size(),
-            "rank": parallel_state.get_data_parallel_rank(),
+            "world": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            "rank": parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            "place": _place(),
             "engine": self.engine.state_dict(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "pipeline": None if self.pipeline is None else self.pipeline.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this rank's :meth:`state_dict`, or from what :func:`edgc.saved_state.state_for` made of all."""
-        self.engine.load_state_dict(state["engine"])
+    def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
+        """Go on from this rank's :meth:`state_dict`, or from what :func:`edgc.saved_state.state_for` made of all.
+
+        Args:
+            changed_settings: go on with the settings of this attachment where the state is of others (but of the same
+                method), instead of refusing it.
+
+        Raises:
+            UserError: the state is another rank's or of another model, lacks something, or is of other settings, which
+                are named.
+        """
+        world = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        state = dict(state_for(state, world=world, rank=rank))
+        need(state, ("place", "skipped", "skipped_in_a_row", "pipeline"), "state")
+        if dict(state["place"]) != _place():
+            here, there = (", ".join(f"{k} {v}" for k, v in p.items()) for p in (_place(), state["place"]))
+            what = f"the saved state is of {there}, but this is {here}"
+            raise UserError(what, fix="save and load one state per rank")
+        refuse_other_parameters(state, self._shapes())
+        if (state["pipeline"] is None) != (self.pipeline is None) and not changed_settings:
+            what = (
+                "the saved state's pipeline is of a run that compressed the traffic between stages otherwise"
+            )
+            raise UserError(what, fix="set pipeline.rank as it was, or load with changed_settings=True")
+        self.engine.load_state_dict(state["engine"], changed_settings=changed_settings)
+        if self.pipeline is not None and state["pipeline"] is not None:
+            self.pipeline.load_state_dict(state["pipeline"])
         self.skipped = int(state["skipped"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
+
+
+def _place() -> dict[str, int]:
+    """Which part of the model this rank holds."""
+    return {
+        "pipeline stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "tensor-parallel rank": parallel_state.get_tensor_model_parallel_rank(),
+        "expert-parallel rank": parallel_state.get_expert_model_parallel_rank(),
+    }

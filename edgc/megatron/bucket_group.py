@@ -36,6 +36,12 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         self._edgc, self.edgc_names, self._edgc_compress = attachment, names, compress
         self._edgc_elsewhere = elsewhere
 
+    def edgc_leave(self) -> None:
+        """Megatron's own reduction from now on."""
+        self.__class__ = _ParamAndGradBucketGroup
+        for name in ("_edgc", "edgc_names", "_edgc_compress", "_edgc_elsewhere"):
+            delattr(self, name)
+
     @property
     def edgc_replicas(self) -> dist.ProcessGroup:
         """The ranks that the gradients are averaged over."""

@@ -75,15 +75,18 @@ def save(folder: str | Path, attachment: Attachment, *, iteration: int) -> None:
     rank_files.write(folder / FOLDER, state, lambda: {**common, "place": asdict(Place.current())})
 
 
-def load(folder: str | Path, attachment: Attachment) -> int:
+def load(folder: str | Path, attachment: Attachment, *, changed_settings: bool = False) -> int:
     """Go on from what :func:`save` left in ``folder``; returns its iteration.
 
     Every rank takes over its own state. If only the number of replicas differs, error feedback is redistributed so that
     the averaged gradient owes what it owed (:mod:`edgc.saved_state`): the run goes on, but not bit for bit.
 
+    Args:
+        changed_settings: see :meth:`~edgc.megatron.attachment.Attachment.load_state_dict`.
+
     Raises:
         DamagedCheckpoint: on every rank, if any file is missing or altered; an older checkpoint may do.
-        UserError: the checkpoint is of another tensor, pipeline or expert layout.
+        UserError: the checkpoint is of another tensor, pipeline or expert layout, or of other settings.
 
     Warns:
         UserWarning: on rank 0, when error feedback was redistributed.
@@ -96,7 +99,7 @@ def load(folder: str | Path, attachment: Attachment) -> int:
     if saved.data != layout.data and rank_files.world()[0] == 0:
         what = f"edgc: a state of {saved.data} replicas goes on with {layout.data}"
         warnings.warn(f"{what}; error feedback is redistributed, its sum is kept", stacklevel=2)
-    attachment.load_state_dict(state)
+    attachment.load_state_dict(state, changed_settings=changed_settings)
     return iteration_of(content)
 
 

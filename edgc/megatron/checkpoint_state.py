@@ -185,8 +185,11 @@ def _with_engine(state: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[st
 
 def _merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The first state with the mean of all error feedback."""
-    merged = saved_state.merge([{"engine": _engine(state)} for state in states])
-    return _with_engine(states[0], merged["engine"])
+    merged = saved_state.merge(
+        [{"engine": _engine(state), "pipeline": state.get("pipeline")} for state in states]
+    )
+    first = {**states[0], "pipeline": merged["pipeline"]} if "pipeline" in states[0] else states[0]
+    return _with_engine(first, merged["engine"])
 
 
 def _in_memory(value: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -46,6 +47,7 @@ class FusedEmbedding:
         self.name, self.parameter = name, parameter
         self._group, self._alone, self._copies = group, alone, copies
         self._finishing = False
+        self.restore: Callable[[], None] = lambda: None
 
     def wrapped(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
         """``finalize`` as Megatron's schedules call it, without its own all-reduce between the copies."""
@@ -87,7 +89,8 @@ class FusedEmbedding:
         return finite([gradient])
 
     def close(self) -> None:
-        """End the process groups, when training is over."""
+        """Megatron adds the copies itself from now on; ends the process groups."""
+        self.restore()
         dist.destroy_process_group(self._group)
         dist.destroy_process_group(self._alone)
 
@@ -124,7 +127,9 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     parameter, group = found[0][0], groups[ranks]
     fused = FusedEmbedding(names[parameter], parameter, group, alone, len(ranks) // len(mine))
-    config.finalize_model_grads_func = fused.wrapped(config.finalize_model_grads_func)
+    finalize = config.finalize_model_grads_func
+    config.finalize_model_grads_func = fused.wrapped(finalize)
+    fused.restore = partial(setattr, config, "finalize_model_grads_func", finalize)
     return fused
 
 

@@ -3,7 +3,7 @@
 Optimus-CC's compressed backpropagation with lazy error propagation (Song et al., ASPLOS 2023), through the public
 ``p2p_communicator`` argument of Megatron's forward-backward functions::
 
-    communicator = CompressedP2P(pp_group=..., config=transformer_config, pipeline=edgc_config.pipeline)
+    communicator = attachment.pipeline  # of edgc.megatron.attach, where edgc_config.pipeline has a rank
     for every training iteration:
         communicator.begin_iteration(micro_batches)
         forward_backward(..., **communicator.schedule_arguments())
@@ -20,8 +20,8 @@ of a stage's cool-down and of its last steady step. (That code leaves interleave
 number of warm-up steps, less those that start from the loss.) What goes uncompressed leaves the error feedback as it
 is, as in that code.
 
-Error feedback is in units of the scaled loss: where there is a loss scaler, ``attachment.pipeline = communicator`` lets
-it follow (:meth:`CompressedP2P.rescale`).
+Error feedback is in units of the scaled loss: the attachment lets it follow (:meth:`CompressedP2P.rescale`), and has it
+in its state.
 
 Why this cannot dead-lock where Megatron would not: a call posts what Megatron's own would post, to the same peers, all
 of it before it waits, so it ends if and only if Megatron's does. Only the sizes of backward messages differ, and both
@@ -98,6 +98,7 @@ class CompressedP2P(P2PCommunicator):
         self._to_send: Iterator[tuple[int, bool]] = iter(())
         self._to_receive: Iterator[tuple[int, bool]] = iter(())
         self._expected = (0, 0)
+        self._begun = False
 
     def schedule_arguments(self) -> dict[str, Any]:
         """What Megatron's forward-backward function is to be called with, besides its usual arguments."""
@@ -114,6 +115,7 @@ class CompressedP2P(P2PCommunicator):
             UserError: the last iteration ran through another number of micro-batches than was said.
         """
         self._check_last()
+        self._begun = True
         to_send = self._plan(self.stage, self.prev_stage, micro_batches)
         to_receive = self._plan(self.next_stage, self.stage, micro_batches)
         self._expected = (len(to_send), len(to_receive))
@@ -125,6 +127,20 @@ class CompressedP2P(P2PCommunicator):
         chunks = self.schedule.sent(sender, micro_batches)
         first = len(chunks) - self.schedule.cooldown(receiver, micro_batches) if self.epilogue_only else 0
         return [(chunk, i >= first) for i, chunk in enumerate(chunks)]
+
+    def check_used(self) -> None:
+        """To be called at the end of every iteration.
+
+        Raises:
+            UserError: the iteration ran without this communicator, so that nothing was compressed.
+        """
+        if self.pp_group.size() > 1 and not self._begun:
+            raise UserError(
+                "pipeline.rank is set, but the schedule ran without attachment.pipeline",
+                where="edgc.megatron",
+                fix="call its begin_iteration(num_microbatches) and pass **attachment.pipeline.schedule_arguments()",
+            )
+        self._begun = False
 
     def _check_last(self) -> None:
         done = (self.traffic.sent, self.traffic.received)

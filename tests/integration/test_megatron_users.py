@@ -1,0 +1,82 @@
+"""Megatron-Core, DP2 x PP2: closing an attachment, traffic between stages, states that do not fit, a GPU's path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration import megatron_user_cases
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_workers(4, megatron_user_cases.all_cases)
+
+
+@pytest.mark.parametrize("how", megatron_user_cases.HOW)
+def test_closing_gives_megatron_its_own_reduction_back(ranks: list[dict[str, Any]], how: str) -> None:
+    for rank in ranks:
+        result = rank["closed"][how]
+        assert result["restored"]
+        assert torch.equal(result[True], result[False])
+
+
+def test_attach_makes_what_compresses_the_traffic_between_stages(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        result = rank["pipeline"]
+        assert result["used"]
+        assert "pipeline.rank is set, but the schedule ran without attachment.pipeline" in result["forgotten"]
+        assert "begin_iteration(num_microbatches)" in result["forgotten"]
+    # Stage 1 sends gradients back; its error feedback is in the attachment's state.
+    assert sum(rank["pipeline"]["sent"] > 0 for rank in ranks) == 2
+    assert sum(rank["pipeline"]["kept"] == ["chunk0"] for rank in ranks) == 2
+    messages = [message for rank in ranks for message in rank["pipeline"]["one stage"]]
+    assert messages == ["edgc: pipeline.rank has no effect: there is one pipeline stage"]
+
+
+@pytest.mark.parametrize(
+    ("case", "answer"),
+    [
+        ("another replica", "but this is rank"),
+        ("another stage", "pipeline stage"),
+        ("none", "not a saved state of edgc but NoneType"),
+        ("no engine", "it has no engine"),
+        ("no window", "has no engine.window"),
+        ("other parameters", "error feedback of x, (2,), which is no parameter of this rank's"),
+        ("other settings", "of other settings: rank = 4, now 2"),
+        ("its own", "nothing"),
+        ("on purpose", "nothing"),
+        ("rank in use", "2"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_in_one_line(
+    ranks: list[dict[str, Any]], case: str, answer: str
+) -> None:
+    for rank in ranks:
+        said = rank["states"][case]
+        assert answer in said and "\n" not in said
+
+
+def test_bytes_are_reckoned_in_the_gradients_own_type(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert all(reckoned == own for reckoned, own in rank["bits"])
+
+
+@pytest.mark.parametrize("method", ["powersgd", "edgc", "int8"])
+@pytest.mark.parametrize("how", ["", ", overlap", ", overlap, distributed optimizer"])
+def test_the_path_of_a_gpu_trains_alike(ranks: list[dict[str, Any]], method: str, how: str) -> None:
+    for on in (False, True):
+        results = [rank["masked"][f"{method}{how}, {on}"] for rank in ranks]
+        for stage in (0, 1):
+            one, other = (result["weights"] for result in results if result["stage"] == stage)
+            assert torch.equal(one, other)
+        assert all(result["skipped"] == 1 and result["kept"] == [True] for result in results)
+    for rank in ranks:
+        cpu, gpu = (rank["masked"][f"{method}{how}, {on}"] for on in (False, True))
+        assert gpu["bytes"] == cpu["bytes"]
+        assert float((gpu["weights"] - cpu["weights"]).norm() / cpu["weights"].norm()) < 1e-2
