@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD
+from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD, Statistics
 from edgc.compressors.powersgd import saves_bytes
 from edgc.compressors.warm_start import random_factor
 from edgc.errors import UserError
-from tests.lockstep import reduce_together
+from tests.lockstep import Room, reduce_together
 from tests.workers import run_workers
 
 SHAPES = [(96, 64), (64, 96), (40, 40), (7, 300), (40, 40), (33,), (3, 5), (1, 50), (2, 3, 4), (0, 4)]
@@ -387,6 +387,98 @@ def test_not_finite_on_a_gpu() -> None:
             assert equal_states(workers[worker].state_dict(), before[worker])
             assert int(statistics[worker].skipped) == 1
             assert float(statistics[worker].input_sq) == 0.0
+
+
+@pytest.mark.parametrize("first", [0.0, math.inf])
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("compressor", [PowerSGD, OnGPU])
+def test_one_sided_after_a_first_gradient_without_a_direction(
+    compressor: type[PowerSGD], deferred: bool, first: float
+) -> None:
+    """Zeros, as of LoRA's A, or a step that a loss scale made infinite: there is no factor yet to go on with."""
+    workers = [compressor(min_elements=64, one_sided=True) for _ in range(2)]
+    owed, sent = torch.zeros(40, 30, dtype=torch.float64), torch.zeros(40, 30, dtype=torch.float64)
+    for step in range(5):
+        gradients = [draw(w, step, shapes=[(40, 30)]) for w in range(2)]
+        if step == 0:
+            for own in gradients:
+                own[0].tensor.fill_(first)
+        counts = step > 0 or first == 0
+        if counts:
+            owed += torch.stack([own[0].tensor.double() for own in gradients]).mean(0)
+        for worker in workers:
+            worker.deferred = deferred
+        # Memory that was freed holds other bits on every worker: none of them may be read.
+        junk = [torch.full((4096,), float(7 * step + i)) for i in range(9)]
+        del junk
+        reduce_together(workers, gradients, 4)
+        for worker in workers:
+            worker.settle(counts)
+        one, other = (own[0].tensor for own in gradients)
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+        assert bool(one.isfinite().all()) == counts
+        if counts:
+            sent += one.double()
+    left = torch.stack([worker.errors["p0"].double() for worker in workers]).mean(0)
+    assert float((owed - sent - left).norm()) < 1e-5 * float(owed.norm())
+    assert float(sent.norm()) > 0.1 * float(owed.norm()), "nothing gets across"
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD, OnGPU])
+def test_a_step_that_is_not_finite_does_not_change_sides(compressor: type[PowerSGD]) -> None:
+    workers = [compressor(min_elements=64, one_sided=True) for _ in range(2)]
+    for step in range(3):
+        reduce_together(workers, [draw(w, step) for w in range(2)], 4)
+    before = workers[0].state_dict()
+    gradients = [draw(w, 3) for w in range(2)]
+    gradients[1][0].tensor[0, 0] = math.nan
+    reduce_together(workers, gradients, 4)
+    assert equal_states(workers[0].state_dict(), before)
+
+
+@pytest.mark.parametrize("rank", [20, 24, 28, 32])
+@pytest.mark.parametrize("factors", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_never_more_bytes_than_the_gradients_own(dtype: torch.dtype, factors: str, rank: int) -> None:
+    """bf16 gradients have half the bytes of fp32 factors' matrices."""
+    dense = 64 * 64 * dtype.itemsize
+    workers = [PowerSGD(min_elements=64, factor_dtype=factors) for _ in range(2)]
+    gradients = [[Gradient("p", torch.randn(64, 64).to(dtype))] for _ in range(2)]
+    sent, statistics = counted(workers, gradients, rank)
+    factored = statistics.compressed
+    bits = {"fp32": 32, "bf16": 16, "int8": 8.25}[factors] * rank * 128
+    assert factored == (bits < 8 * dense)
+    # The mean of int8 factors goes round a second time, in blocks that are filled up.
+    assert sent <= dense * (1.05 if factors == "int8" else 1)
+
+
+def counted(workers: list[PowerSGD], gradients: list[list[Gradient]], rank: int) -> tuple[int, Statistics]:
+    """Bytes of the messages of one worker, as they are handed over, and the reduction's statistics."""
+    sizes: list[int] = []
+    room = Room(len(workers))
+    for channel in room.channels[:1]:
+        for name in ("mean_", "all_to_all"):
+            original = getattr(channel, name)
+
+            def count(*tensors: Tensor, original: Any = original) -> None:
+                sizes.append(tensors[-1].nbytes)
+                original(*tensors)
+
+            setattr(channel, name, count)
+    running = [
+        worker.exchange(own, channel, rank)
+        for worker, own, channel in zip(workers, gradients, room.channels, strict=True)
+    ]
+    results: dict[int, Statistics] = {}
+    while len(results) < len(workers):
+        for i, exchange in enumerate(running):
+            if i not in results:
+                try:
+                    next(exchange)
+                except StopIteration as done:
+                    results[i] = done.value
+        room.meet()
+    return sum(sizes), results[0]
 
 
 # --------------------------------------------------------------------- state

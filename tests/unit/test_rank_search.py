@@ -48,6 +48,21 @@ def test_bytes_limit(shapes: list[tuple[int, int]], multiple: int, expected: int
     assert entries(limit + multiple) >= dense
 
 
+@pytest.mark.parametrize("factor_bits", [32, 16, 8.25, 4.25])
+@pytest.mark.parametrize("gradient_bits", [32, 16])
+def test_bytes_limit_reckons_in_the_types_that_are_sent(factor_bits: float, gradient_bits: int) -> None:
+    shapes = [(64, 64), (64, 256)]
+    bits = {"factor_bits": factor_bits, "gradient_bits": gradient_bits}
+    limit = bytes_limit(shapes, 4, **bits)
+
+    def sent(rank: int) -> float:
+        return factor_bits * sum(rank * (m + n) for m, n in shapes)
+
+    dense = gradient_bits * sum(m * n for m, n in shapes)
+    assert 0 < limit < 64 and sent(limit) < dense
+    assert limit + 4 == 64 or sent(limit + 4) >= dense
+
+
 def test_doubling_ranks_until_slower() -> None:
     search = RankSearch(124, 4, 2, stop_at_crossing=True)
     assert run(search, linear(dense=0.5)) == [0, 0, 4, 4, 8, 8, 16, 16, 32, 32, 64, 64]
