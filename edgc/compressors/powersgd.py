@@ -145,7 +145,7 @@ class PowerSGD(Compressor):
             work.dense.start(dense, channel, 0)
             yield
             # Without a state to protect, what is not finite may go where it goes.
-            ok = finite(work.dense.messages) if drained else torch.tensor(True)
+            ok = finite(work.dense.messages if drained else ())
         if self._gives_up(ok) or (drained and not ok):
             for gradient in gradients:
                 gradient.tensor.fill_(math.nan)
