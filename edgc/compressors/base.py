@@ -30,6 +30,7 @@ from torch import Tensor
 
 from edgc.clock import Stopwatch, mark
 from edgc.compressors.channel import Channel
+from edgc.profiling import parts
 
 Steps = Generator[None, None, None]
 
@@ -149,7 +150,7 @@ class Compressor(ABC):
         sent = channel.bytes
         before, channel.waited = channel.waited, statistics.communicate
         started = mark(device)
-        for _ in steps:
+        for _ in parts(steps, self.waits(rank)):
             statistics.compress.add(started, mark(device))
             yield
             channel.finish()

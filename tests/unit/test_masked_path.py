@@ -159,7 +159,7 @@ def test_a_bad_number_of_one_worker(name: str, where: int, bad: float, deferred:
             else:
                 assert not bool(worker[where].tensor.isfinite().all())
         assert all(int(s.skipped) == drains for s in statistics)
-        assert all(s.relative_error is None and float(s.error_sq) == 0 for s in statistics)
+        assert all(float(s.input_sq) == float(s.error_sq) == 0 for s in statistics)
         assert all_equal(errors(masked), before)
     # From here on as if it had not been, but for what is drawn: each of the steps that were given up had its draw.
     for compressor in (*looking, *masked):
