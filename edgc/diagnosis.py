@@ -44,9 +44,10 @@ def measure(request: Request, device: torch.device) -> dict[str, Any]:
     """Measure with all ranks of the default process group; the same report on every rank, see :func:`assess`."""
     torch.set_num_threads(request.threads)
     points = _all_reduces(request, device)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator("cpu").manual_seed(dist.get_rank())
     # Views of one buffer, as a bucket of DDP: a dense reduction then has nothing to pack.
-    flat = torch.randn(sum(m * n for m, n in request.shapes), generator=generator).to(device)
+    entries = sum(m * n for m, n in request.shapes)
+    flat = torch.randn(entries, generator=generator, dtype=torch.float32, device="cpu").to(device)
     parts = torch.split(flat, [m * n for m, n in request.shapes])
     gradients = [
         Gradient(f"w{i}", part.view(shape))
@@ -78,7 +79,7 @@ def _all_reduces(request: Request, device: torch.device) -> list[tuple[float, fl
     """(bytes that a rank sends, median seconds of the slowest rank) of all-reduces of growing size."""
     world, points = dist.get_world_size(), []
     for size in _SIZES:
-        tensor, times = torch.zeros(size // 4, device=device), []
+        tensor, times = torch.zeros(size // 4, dtype=torch.float32, device=device), []
         for _ in range(request.repeats + 1):
             dist.barrier()
             started = mark(device)

@@ -223,7 +223,7 @@ def _vasicek(values: Tensor) -> float:
     if not bool(ordered[-1] > ordered[0]):
         return math.nan
     m = max(1, min(round(math.sqrt(n)), n // 2 - 1))
-    position = torch.arange(n, device=ordered.device)
+    position = torch.arange(n, dtype=torch.int64, device=ordered.device)
     spacing = ordered[(position + m).clamp_(max=n - 1)] - ordered[(position - m).clamp_(min=0)]
     tied = spacing <= 0
     logs = spacing.log() + math.log(n / (2 * m))
@@ -233,8 +233,8 @@ def _vasicek(values: Tensor) -> float:
         padded = torch.cat([2 * distinct[:1] - distinct[1:2], distinct, 2 * distinct[-1:] - distinct[-2:-1]])
         cell = 0.5 * (padded[2:] - padded[:-2])
         logs[tied] = (cell * n / counts).log()[inverse[tied]]
-    psi = torch.digamma(torch.arange(m, 2 * m, dtype=torch.float64)).sum()
-    ends = torch.digamma(torch.tensor([2.0 * m, n + 1.0], dtype=torch.float64)).tolist()
+    psi = torch.digamma(torch.arange(m, 2 * m, dtype=torch.float64, device="cpu")).sum()
+    ends = torch.digamma(torch.tensor([2.0 * m, n + 1.0], dtype=torch.float64, device="cpu")).tolist()
     bias = math.log(2 * m / n) - (1 - 2 * m / n) * ends[0] + ends[1] - 2 / n * float(psi)
     return float(logs.mean()) + bias
 

@@ -83,7 +83,7 @@ def _mean(errors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             shapes = sorted({tuple(tensor.shape) for tensor in tensors})
             what = f"the saved error feedback of {name} has shapes {shapes}"
             raise UserError(what, fix="load states that were saved together")
-        total = torch.zeros(tensors[0].shape, dtype=torch.float64)
+        total = torch.zeros(tensors[0].shape, dtype=torch.float64, device="cpu")
         for tensor in tensors:
             total += tensor.cpu()
         means[name] = (total / len(errors)).to(tensors[0].dtype).to(tensors[0].device)

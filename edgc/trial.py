@@ -42,7 +42,7 @@ def timed(compressor: Compressor, gradients: Sequence[Gradient], channel: Channe
     are counted by ``channel``, not in the statistics.
     """
     copied = copies(gradients)
-    channel.mean_(torch.zeros(1, device=copied[0].tensor.device))
+    channel.mean_(torch.zeros(1, dtype=torch.float32, device=copied[0].tensor.device))
     channel.finish()
     return (yield from waiting(compressor.exchange(copied, channel, rank), channel))
 

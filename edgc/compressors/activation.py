@@ -124,7 +124,7 @@ class ActivationCompressor:
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
         self._orthonormal = Orthonormal()
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout | None:
         """How a gradient of this shape, last dimension by all others, and type is sent; None is as it is."""
@@ -219,7 +219,7 @@ class ActivationCompressor:
         if self.error_feedback:
             error = self.errors.get(name)
             if error is None:
-                error = torch.zeros(shape, device=device)
+                error = torch.zeros(shape, dtype=torch.float32, device=device)
         rank = (layout.rank, layout.columns)
         for what, tensor, expected in (("error feedback", error, shape), ("factor", factor, rank)):
             if tensor is not None and tensor.shape != expected:
@@ -231,7 +231,7 @@ class ActivationCompressor:
         """Memory for M that all streams share."""
         size = layout.rows * layout.columns
         if self._scratch.numel() < size or self._scratch.device != device:
-            self._scratch = torch.empty(size, device=device)
+            self._scratch = torch.empty(size, dtype=torch.float32, device=device)
         return self._scratch[:size].view(layout.rows, layout.columns)
 
     def rescale(self, factor: float) -> None:

@@ -32,6 +32,7 @@ from edgc.checks import need
 from edgc.clock import Stopwatch, mark
 from edgc.compressors.channel import Channel
 from edgc.errors import UserError
+from edgc.profiling import parts
 
 Steps = Generator[None, None, None]
 
@@ -151,7 +152,7 @@ class Compressor(ABC):
         sent = channel.bytes
         before, channel.waited = channel.waited, statistics.communicate
         started = mark(device)
-        for _ in steps:
+        for _ in parts(steps, self.waits(rank)):
             statistics.compress.add(started, mark(device))
             yield
             channel.finish()

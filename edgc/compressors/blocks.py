@@ -25,11 +25,11 @@ group g, as balanced digits of a signed byte (for 1 bit: as bits).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
+from edgc.compressors.scratch import Scratch
 from edgc.device import host_decides
 
 FACTORS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -39,63 +39,8 @@ _SMALLEST_STEP = 2.0**-117
 _CHUNK_PER_THREAD, _CHUNK_ON_GPU = 1 << 18, 1 << 22
 
 
-@dataclass
-class _Scratch:
-    """Buffers for the blocks in work; the first axis counts blocks, or groups of them where it says so."""
-
-    padded: Tensor
-    magnitude: Tensor
-    levels: Tensor
-    folded: Tensor  # groups
-    rest: Tensor  # groups
-    digit: Tensor  # groups
-    spoiled: Tensor  # groups
-    step: Tensor
-    inverse: Tensor
-    error: Tensor
-    least: Tensor
-    factor: Tensor
-    broken: Tensor
-    better: Tensor
-    ones: Tensor  # entries of a block
-    blocks: int = field(init=False)
-    cuts: dict[int, _Scratch] = field(init=False, default_factory=dict)  # made so far, by their blocks
-
-    def __post_init__(self) -> None:
-        self.blocks = len(self.step)
-
-    @classmethod
-    def new(cls, groups: int, per_byte: int, size: int, device: torch.device) -> _Scratch:
-        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        blocks = groups * per_byte
-        return cls(
-            **{name: buffer(blocks, size) for name in ("padded", "magnitude", "levels")},
-            folded=buffer(groups, size),
-            **{name: buffer(groups, size, dtype=torch.int8) for name in ("rest", "digit")},
-            **{name: buffer(blocks) for name in ("step", "inverse", "error", "least", "factor", "broken")},
-            better=buffer(blocks, dtype=torch.bool),
-            spoiled=buffer(groups),
-            ones=buffer(size).fill_(1),
-        )
-
-    def cut(self, blocks: int) -> _Scratch:
-        """The part of it for at most so many blocks, whole groups of them."""
-        if blocks >= self.blocks:
-            return self
-        if blocks not in self.cuts:
-            groups = blocks * len(self.folded) // self.blocks
-            lengths = dict.fromkeys(("folded", "rest", "digit", "spoiled"), groups) | {"ones": len(self.ones)}
-            names = [f.name for f in fields(self) if f.init]
-            self.cuts[blocks] = _Scratch(
-                **{name: getattr(self, name)[: lengths.get(name, blocks)] for name in names}
-            )
-        return self.cuts[blocks]
-
-
 class Blocks:
-    """Quantiser of flat fp32 vectors. It owns scratch of fixed size, so one thread at a time may use it.
+    """Quantiser of flat fp32 vectors. Its scratch, of fixed size, is one for all quantisers that a thread uses.
 
     Args:
         bits: 8, 4, 2 or 1.
@@ -116,7 +61,7 @@ class Blocks:
         # The largest bfloat16 (8 significant bits) whose product with the highest level is finite.
         mantissa, exponent = math.frexp(torch.finfo(torch.float32).max / self.levels)
         self._largest_step = math.ldexp(math.floor(mantissa * 256), exponent - 8)
-        self._buffers: dict[torch.device, _Scratch] = {}
+        self._used: dict[torch.device, Scratch] = {}  # so that it lives as long as somebody may want it again
 
     def bytes(self, elements: int) -> int:
         """Length of the message of so many entries; they are padded to whole groups of 8/bits blocks."""
@@ -205,7 +150,7 @@ class Blocks:
         cut = 2 * self.per_byte * groups
         return message[:cut].view(torch.bfloat16), message[cut:].view(torch.int8).view(groups, self.size)
 
-    def _choose_steps(self, blocks: Tensor, scratch: _Scratch) -> None:
+    def _choose_steps(self, blocks: Tensor, scratch: Scratch) -> None:
         """The step of every block, not yet rounded to what is sent."""
         magnitude, step = torch.abs(blocks, out=scratch.magnitude), scratch.step
         if self.bits == 1:
@@ -227,7 +172,7 @@ class Blocks:
         torch.threshold_(step, _SMALLEST_STEP, 0)
         step.clamp_(max=self._largest_step).view(-1, self.per_byte).add_(scratch.spoiled[:, None])
 
-    def _best_factors(self, scratch: _Scratch) -> None:
+    def _best_factors(self, scratch: Scratch) -> None:
         """``scratch.factor`` becomes the f of every block with the least squared error.
 
         Begins with the magnitudes of the entries, which it overwrites, and with their maximum in ``scratch.step``.
@@ -260,7 +205,7 @@ class Blocks:
                 scratch.factor.masked_fill_(torch.lt(error, least, out=scratch.better), f)
                 torch.minimum(error, least, out=least)
 
-    def _choose_levels(self, blocks: Tensor, scratch: _Scratch, generator: torch.Generator | None) -> None:
+    def _choose_levels(self, blocks: Tensor, scratch: Scratch, generator: torch.Generator | None) -> None:
         """The levels as floats; under a step of zero or NaN they do not matter."""
         levels = scratch.levels
         if self.bits == 1:
@@ -273,7 +218,7 @@ class Blocks:
             torch.mul(blocks, inverse[:, None], out=levels).round_()
         levels.clamp_(-self.levels, self.levels)
 
-    def _fold(self, codes: Tensor, scratch: _Scratch) -> None:
+    def _fold(self, codes: Tensor, scratch: Scratch) -> None:
         """Levels to bytes: sums of the levels of 8/bits blocks, each times a power of two, are whole and fit."""
         if self.bits == 8:
             codes.copy_(scratch.levels)
@@ -288,7 +233,7 @@ class Blocks:
             folded.add_(digits[:, place], alpha=2.0 ** (place * self.bits - (self.bits == 1)))
         codes.copy_(folded)
 
-    def _unfold(self, codes: Tensor, scratch: _Scratch) -> None:
+    def _unfold(self, codes: Tensor, scratch: Scratch) -> None:
         """Bytes to levels, the inverse of :meth:`_fold`."""
         levels = scratch.levels
         if self.bits == 8:
@@ -311,10 +256,8 @@ class Blocks:
             rest.copy_(digit)
         digits[:, -1].copy_(rest)
 
-    def _scratch(self, device: torch.device) -> _Scratch:
-        scratch = self._buffers.get(device)
-        if scratch is None:
-            chunk = _CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _CHUNK_ON_GPU
-            groups = max(1, chunk // self.group)
-            scratch = self._buffers[device] = _Scratch.new(groups, self.per_byte, self.size, device)
+    def _scratch(self, device: torch.device) -> Scratch:
+        chunk = _CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _CHUNK_ON_GPU
+        scratch = Scratch.shared(max(1, chunk // self.group), self.per_byte, self.size, device)
+        self._used[device] = scratch
         return scratch

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.clock import Stopwatch, mark
+from edgc.profiling import named
 
 
 class Channel:
@@ -44,6 +45,7 @@ class Channel:
         self._pending: list[tuple[Any, Tensor | None]] = []  # with what is to become a mean once it is summed
         self._device = torch.device("cpu")
 
+    @named("edgc::all_reduce")
     def mean_(self, tensor: Tensor) -> None:
         """All-reduce ``tensor``, contiguous and of a floating-point type, in place to its mean over the ranks."""
         if self.world == 1 or tensor.numel() == 0:
@@ -52,6 +54,7 @@ class Channel:
         self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
         self.bytes += all_reduce_bytes(_bytes(tensor), self.world)
 
+    @named("edgc::reduce_scatter")
     def scatter_means(self, buffers: Sequence[Tensor]) -> None:
         """Reduce-scatter flat buffers: this rank's part of each becomes its mean, the other parts are undefined."""
         if self.world == 1:
@@ -67,6 +70,7 @@ class Channel:
         """This rank's part of a flat buffer that is cut into ``world`` equal parts."""
         return buffer.view(self.world, -1)[self.rank]
 
+    @named("edgc::all_to_all")
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Part j of ``source``, cut along its first axis into ``world`` equal parts, becomes rank j's part of mine."""
         if self.world == 1:
@@ -75,6 +79,7 @@ class Channel:
         self._start(dist.all_to_all_single(output, source, group=self.group, async_op=True), source)
         self.bytes += (self.world - 1) * _bytes(source) // self.world
 
+    @named("edgc::all_gather")
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """``output`` becomes the ``source`` of every rank, in rank order, one after another along the first axis."""
         if self.world == 1:
@@ -87,6 +92,7 @@ class Channel:
         self._pending.append((work, tensor if divide else None))
         self._device = tensor.device
 
+    @named("edgc::wait")
     def finish(self) -> None:
         """Wait for everything that was started; on a GPU the current stream waits, not the caller.
 

@@ -11,6 +11,11 @@ so that mean_w(G_w + E_w) after equals mean_w(G_w + E_w) before. The second term
 it keeps the rounding of the result from being lost. What goes dense takes its E along in the gradient's own type; E is
 empty then. If anything in the result is not finite, every worker sees so: the gradients of the call become NaN and the
 state stays as it was.
+
+On a GPU nobody looks whether the result is finite (:mod:`edgc.device`): everything is written under a mask. What stays
+as it was is E, and an E that has been sent stays, too, as zeros. Not so the count of a parameter's reductions, a number
+of the host's that random draws depend on: there it counts those that were given up, which then have had a draw of their
+own. It is the same on every rank, and saved, so that a resumed run draws what the first one would have drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -30,6 +35,7 @@ from torch import Tensor
 from edgc.checks import need
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.channel import Channel
+from edgc.compressors.low_rank import within
 from edgc.compressors.none import dense_steps
 from edgc.compressors.norms import square_sums
 from edgc.compressors.powersgd import compressible
@@ -127,20 +133,46 @@ class Feedback(Compressor):
         if not lossy:
             yield
             next(messages, None)
-            if drained and not finite(gradient.tensor for gradient in dense):
-                _give_up(gradients, statistics)
-                return
-            self._forget(drained)
+            if drained or self.deferred:
+                # Without a state to protect, what is not finite may go where it goes.
+                self._settle_dense(gradients, dense, drained, finite(_tensors(dense)), statistics)
             return
         flat = self._load(lossy, channel.world, statistics)
         arrived, write = yield from self._average(flat, channel)
         next(messages, None)
-        # The same bits on every worker, and so the same decision; a GPU is waited for.
-        if not (arrived and finite(gradient.tensor for gradient in dense)):
-            _give_up(gradients, statistics)
-            return
-        self._forget(drained)
-        self._finish(lossy, flat, write, statistics)
+        # The same bits on every worker, and so the same decision.
+        ok = arrived & finite(_tensors(dense))
+        if self._settle_dense(gradients, dense, drained, ok, statistics):
+            self._finish(lossy, flat, write, ok, statistics)
+
+    def _settle_dense(
+        self,
+        gradients: Sequence[Gradient],
+        dense: Sequence[Gradient],
+        drained: Sequence[Gradient],
+        ok: Tensor,
+        statistics: Statistics,
+    ) -> bool:
+        """Forget what was sent along with ``dense``, or give up ``gradients``; whether to go on with the others."""
+        if host_decides(ok.device):
+            if not ok:
+                for gradient in gradients:
+                    gradient.tensor.fill_(math.nan)
+                statistics.gradient_sq = statistics.input_sq = 0.0
+                statistics.skipped += 1
+                return False
+            self._forget(drained)
+            return True
+        for gradient in dense:
+            gradient.tensor.masked_fill_(~ok, math.nan)
+        for gradient in drained:
+            self._then(partial(self._sent, gradient.name, ok))
+        statistics.gradient_sq, statistics.input_sq = (
+            torch.where(ok, norm, 0.0) if isinstance(norm, Tensor) else norm
+            for norm in (statistics.gradient_sq, statistics.input_sq)
+        )
+        statistics.skipped = statistics.skipped + (~ok).int()
+        return True
 
     def _load(self, gradients: Sequence[Gradient], world: int, statistics: Statistics) -> Flat:
         """M = G + E, leaving E alone."""
@@ -166,8 +198,14 @@ class Feedback(Compressor):
         gradients: Sequence[Gradient],
         flat: Flat,
         write: Callable[[Tensor], None],
+        ok: Tensor,
         statistics: Statistics,
     ) -> None:
+        decides = host_decides(ok.device)
+        if not decides and self.error_feedback:
+            # Before the result takes the place of the errors of last time.
+            for gradient, kept in zip(gradients, flat.parts(flat.work), strict=True):
+                self._keep_old(gradient, kept.view(gradient.tensor.shape), ok)
         into = flat.spare
         if self.deferred:
             # The errors of last time must stay until the new ones are settled.
@@ -175,17 +213,32 @@ class Feedback(Compressor):
                 flat.buffers["result"] = torch.empty_like(flat.work)
             into = flat.buffers["result"]
         write(into)
-        for gradient, kept, result in zip(gradients, flat.parts(flat.work), flat.parts(into), strict=True):
-            tensor, shape = gradient.tensor, gradient.tensor.shape
+        for gradient, part, result in zip(gradients, flat.parts(flat.work), flat.parts(into), strict=True):
+            tensor, kept, mean = (
+                gradient.tensor,
+                part.view(gradient.tensor.shape),
+                result.view(gradient.tensor.shape),
+            )
             if tensor.dtype == torch.float32:
-                tensor.copy_(result.view(shape))
+                tensor.copy_(mean)
             else:
-                limit = torch.finfo(tensor.dtype).max
-                tensor.copy_(result.view(shape).clamp(-limit, limit))
-                kept.view(shape).add_(result.view(shape).sub_(tensor))
-            statistics.error_sq += _square_sum(kept)
-            self._then(partial(self._adopt, gradient.name, kept.view(shape)))
+                tensor.copy_(within(mean.clone(), tensor.dtype))
+                mean.sub_(tensor)
+                kept.add_(mean if decides else mean.masked_fill_(~ok, 0))
+            error_sq = _square_sum(part)
+            if not decides:
+                tensor.masked_fill_(~ok, math.nan)
+                error_sq = torch.where(ok, error_sq, 0.0)
+            statistics.error_sq += error_sq
+            self._then(partial(self._adopt, gradient.name, kept))
         self._then(flat.swap)
+
+    def _keep_old(self, gradient: Gradient, kept: Tensor, ok: Tensor) -> None:
+        """``kept`` becomes the error of last time where the result is not finite."""
+        if gradient.name in self.errors:
+            torch.where(ok, kept, self._error(gradient), out=kept)
+        else:
+            kept.masked_fill_(~ok, 0)
 
     def _adopt(self, name: str, kept: Tensor) -> None:
         if self.error_feedback:
@@ -216,6 +269,10 @@ class Feedback(Compressor):
         for gradient in gradients:
             self._then(partial(self.errors.__delitem__, gradient.name))
 
+    def _sent(self, name: str, ok: Tensor) -> None:
+        """:meth:`_forget` where nobody looks whether the result was finite."""
+        self.errors[name] = self.errors[name].to(ok.device).masked_fill_(ok, 0)
+
     def rescale(self, factor: float) -> None:
         for error in self.errors.values():
             error.mul_(factor)
@@ -224,7 +281,7 @@ class Feedback(Compressor):
         """Random numbers of this method, step, name and ``parts``; the same wherever those are."""
         text = "/".join(map(str, (type(self).__name__, self.seed, self.counts.get(name, 0), name, *parts)))
         digest = hashlib.sha256(text.encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def state_dict(self) -> dict[str, Any]:
         errors = {name: tensor.clone() for name, tensor in self.errors.items()}
@@ -243,8 +300,5 @@ def _square_sum(vector: Tensor) -> float | Tensor:
     return float(total) if host_decides(vector.device) else total
 
 
-def _give_up(gradients: Sequence[Gradient], statistics: Statistics) -> None:
-    for gradient in gradients:
-        gradient.tensor.fill_(math.nan)
-    statistics.gradient_sq = statistics.input_sq = 0.0
-    statistics.skipped += 1
+def _tensors(gradients: Iterable[Gradient]) -> Iterable[Tensor]:
+    return (gradient.tensor for gradient in gradients)

@@ -48,9 +48,9 @@ class Matrices:
         self.spare: Tensor | None = None
         self.gradients: Sequence[Tensor] = ()
         self.needed: Sequence[tuple[int, int]] = ()
-        self.m = torch.empty(0)
+        self.m = torch.empty(0, dtype=torch.float32, device="cpu")
         self.in_place = False
-        self.gradient_sq = self.input_sq = torch.empty(0)
+        self.gradient_sq = self.input_sq = torch.empty(0, dtype=torch.float64, device="cpu")
         self._memory: Tensor | None = None
 
     @property
@@ -119,7 +119,7 @@ class RowBlocks:
     """The passes on a CPU, block by block."""
 
     def __init__(self) -> None:
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
         gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
@@ -135,7 +135,7 @@ class RowBlocks:
             input_sq[i] += norm
             if right is not None and left is not None:
                 torch.mm(block, right[i].mT, out=left[i, rows])
-        x.gradient_sq, x.input_sq = (torch.tensor(n, dtype=torch.float64) for n in (gradient_sq, input_sq))
+        x.gradient_sq, x.input_sq = _on_host(gradient_sq), _on_host(input_sq)
 
     def right_factor(self, x: Matrices, left: Tensor, out: Tensor) -> None:
         for matrix, basis, factor in zip(x.m, left, out, strict=True):
@@ -165,15 +165,19 @@ class RowBlocks:
                 if not x.in_place:
                     gradient.copy_(block)
         known = zip(error_sq.tolist(), cancelled, measured, strict=True)
-        return torch.tensor([exact if small else error for error, small, exact in known], dtype=torch.float64)
+        return _on_host([exact if small else error for error, small, exact in known])
 
     def _fp32(self, block: Tensor) -> Tensor:
         return block if block.dtype == torch.float32 else self._room(block).copy_(block)
 
     def _room(self, block: Tensor) -> Tensor:
         if self._scratch.numel() < block.numel():
-            self._scratch = torch.empty(max(_BLOCK, block.numel()))
+            self._scratch = torch.empty(max(_BLOCK, block.numel()), dtype=torch.float32, device="cpu")
         return self._scratch[: block.numel()].view(block.shape)
+
+
+def _on_host(norms: Sequence[float]) -> Tensor:
+    return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
 def _blocks(x: Matrices) -> Iterator[tuple[int, slice]]:

@@ -37,4 +37,4 @@ def square_sums(batch: Tensor) -> Tensor:
     if not host_decides(batch.device):
         return torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float64).square()
     flat = ((x if x.is_contiguous() else x.mT).reshape(-1) for x in batch)
-    return torch.tensor([square_sum(x) for x in flat], dtype=torch.float64)
+    return torch.tensor([square_sum(x) for x in flat], dtype=torch.float64, device="cpu")

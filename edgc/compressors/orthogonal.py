@@ -32,7 +32,7 @@ class Orthonormal:
 
     def __init__(self) -> None:
         self._small: dict[int, _Small] = {}
-        self._spare = torch.empty(0)
+        self._spare = torch.empty(0, dtype=torch.float32, device="cpu")
         self._random: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
@@ -59,7 +59,7 @@ class Orthonormal:
             if not small.factor(out) <= _ONE_PASS:
                 return False
             if self._spare.numel() < x.numel():
-                self._spare = torch.empty(x.numel())
+                self._spare = torch.empty(x.numel(), dtype=torch.float32, device="cpu")
             out.copy_(torch.mm(out, small.transform, out=self._spare[: x.numel()].view(x.shape)))
         return True
 
@@ -81,7 +81,8 @@ class Orthonormal:
         rows, columns = x.shape[-2:]
         key = (rows, columns, x.device)
         if key not in self._random:
-            draw = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            generator = torch.Generator("cpu").manual_seed(0)
+            draw = torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu")
             self._random[key] = (draw / draw.norm(dim=0)).to(x.device)
         return self._random[key]
 
@@ -90,14 +91,14 @@ class _Small:
     """The r x r matrices of Cholesky-QR. LAPACK takes its matrices by columns, hence the transposes."""
 
     def __init__(self, rank: int) -> None:
-        self.gram = torch.empty(rank, rank)
-        self.scaled, self.lower, self.inverse = (
-            torch.empty(rank, rank, dtype=torch.float64).t() for _ in range(3)
-        )
-        self.eye = torch.eye(rank, dtype=torch.float64)
-        self.scale = torch.empty(rank, dtype=torch.float64)
-        self.info = torch.empty((), dtype=torch.int32)
-        self.transform = torch.empty(rank, rank)
+        def buffer(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+
+        self.gram, self.transform = (buffer(rank, rank, dtype=torch.float32) for _ in range(2))
+        self.scaled, self.lower, self.inverse = (buffer(rank, rank).t() for _ in range(3))
+        self.eye = torch.eye(rank, dtype=torch.float64, device="cpu")
+        self.scale = buffer(rank)
+        self.info = buffer(dtype=torch.int32)
 
     def factor(self, x: Tensor) -> float:
         """``transform`` becomes the T for which ``x @ T`` is orthonormal.

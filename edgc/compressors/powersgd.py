@@ -147,7 +147,7 @@ class PowerSGD(Compressor):
             work.dense.start(dense, channel, 0)
             yield
             # Without a state to protect, what is not finite may go where it goes.
-            ok = finite(work.dense.messages) if drained or self.deferred else torch.tensor(True)
+            ok = finite(work.dense.messages if drained or self.deferred else ())
         if self._gives_up(ok):
             for gradient in gradients:
                 gradient.tensor.fill_(math.nan)
@@ -163,7 +163,7 @@ class PowerSGD(Compressor):
     def _drain(self, gradients: Sequence[Gradient]) -> None:
         drained = [gradient for gradient in gradients if gradient.name in self.errors]
         self._add_errors(drained)
-        self._forget(drained, torch.tensor(True))
+        self._forget(drained, finite(()))
         self._discard({gradient.name for gradient in drained})
 
     def _add_errors(self, gradients: Sequence[Gradient]) -> None:

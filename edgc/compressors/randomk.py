@@ -41,7 +41,11 @@ class RandomK(Feedback):
             draw(shape.numel(), chosen(shape.numel(), self.density), self._generator(name)).add_(offset)
             for name, shape, offset in zip(flat.names, flat.shapes, flat.offsets, strict=True)
         ]
-        places = torch.cat(drawn).to(flat.work.device)
+        places = torch.cat(drawn)
+        if flat.work.device.type == "cuda":
+            # From pinned memory, or the host would wait until the GPU comes to it.
+            places = places.pin_memory()
+        places = places.to(flat.work.device, non_blocking=True)
         values = flat.work[places]
         # An entry that is not finite and was not drawn must be heard of too: 0, or NaN if there is one.
         low, high = torch.aminmax(flat.work)
@@ -58,13 +62,22 @@ class RandomK(Feedback):
 
 
 def draw(entries: int, k: int, generator: torch.Generator) -> Tensor:
-    """k different whole numbers below ``entries``, ascending, every set of k equally likely."""
+    """k different whole numbers below ``entries``, ascending, every set of k equally likely; on the CPU.
+
+    Args:
+        generator: of the CPU, so that the draw is the same wherever the gradients are.
+    """
     if k == entries:
-        return torch.arange(entries)
+        return torch.arange(entries, dtype=torch.int64, device="cpu")
     if 2 * k > entries:
-        return torch.randperm(entries, generator=generator)[:k].sort().values
-    found = torch.empty(0, dtype=torch.int64)
+        return _permutation(entries, generator)[:k].sort().values
+    found = torch.empty(0, dtype=torch.int64, device="cpu")
     while len(found) < k:
-        more = torch.randint(entries, (k + k // 2 + 8,), generator=generator)
+        size = (k + k // 2 + 8,)
+        more = torch.randint(entries, size, generator=generator, dtype=torch.int64, device="cpu")
         found = torch.unique(torch.cat([found, more]))
-    return found[torch.randperm(len(found), generator=generator)[:k]].sort().values
+    return found[_permutation(len(found), generator)[:k]].sort().values
+
+
+def _permutation(entries: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(entries, generator=generator, dtype=torch.int64, device="cpu")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from edgc.compressors.channel import Channel
 from edgc.compressors.feedback import Feedback, Flat, Result
+from edgc.device import host_decides
 
 # One entry in this many is looked at to guess a bound below the k-th largest; prime, to meet every column.
 _SAMPLING = 61
@@ -36,10 +37,10 @@ class TopK(Feedback):
         counts = [chosen(shape.numel(), self.density) for shape in flat.shapes]
         total, device = sum(counts), flat.work.device
         if "sent" not in flat.buffers:
-            offsets = torch.tensor(flat.offsets, device=device)
-            flat.buffers["offsets"] = offsets.repeat_interleave(
-                torch.tensor(counts, device=device), output_size=sum(counts)
+            offsets, repeats = (
+                torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (flat.offsets, counts)
             )
+            flat.buffers["offsets"] = offsets.repeat_interleave(repeats, output_size=total)
             flat.buffers["sent"] = torch.empty((1, 2, total), dtype=torch.int32, device=device)
             flat.buffers["received"] = torch.empty(
                 (channel.world, 2, total), dtype=torch.int32, device=device
@@ -74,21 +75,36 @@ def largest(vector: Tensor, k: int) -> Tensor:
     """Indices, ascending, of the k entries of largest magnitude; of equals the first. NaN is larger than anything.
 
     Args:
-        vector: flat, fp32, contiguous, of at least k entries.
+        vector: flat, fp32, contiguous, of at least k and fewer than 2**31 entries.
     """
     # Without its sign bit the bit pattern of a float is a whole number in the same order.
     keys = vector.view(torch.int32).bitwise_and(0x7FFFFFFF)
     if k == len(keys):
-        return torch.arange(k, device=vector.device)
+        return torch.arange(k, dtype=torch.int64, device=vector.device)
+    if not host_decides(vector.device):
+        return _largest_keys(keys, k)
     # A bound guessed from a sample nearly always leaves at least k and not many more to choose from.
     sample = keys[::_SAMPLING]
     likely = k / _SAMPLING + 4 * math.sqrt(k / _SAMPLING) + 4
     bound = sample.topk(min(len(sample), math.ceil(likely))).values.amin()
     places = (keys >= bound).nonzero().view(-1)
     if len(places) < k:
-        places = torch.arange(len(keys), device=vector.device)
+        places = torch.arange(len(keys), dtype=torch.int64, device=vector.device)
     elif len(places) < len(keys):
         keys = keys[places]
     last = keys.topk(k, sorted=False).values.amin()
     above = places[keys > last]
     return torch.cat([above, places[keys == last][: k - len(above)]]).sort().values
+
+
+def _largest_keys(keys: Tensor, k: int) -> Tensor:
+    """:func:`largest` without a number of candidates that the host would have to wait for.
+
+    All keys are made different, each with its place in its low 32 bits, so that which k are the largest is not left to
+    how a device breaks ties. While it works it takes 16 bytes an entry.
+    """
+    places = torch.arange(len(keys), dtype=torch.int64, device=keys.device)
+    unique = keys.to(torch.int64).bitwise_left_shift_(32).sub_(places)
+    del places
+    chosen_keys = unique.topk(k, sorted=False).values
+    return chosen_keys.neg_().bitwise_and_(0xFFFFFFFF).sort().values

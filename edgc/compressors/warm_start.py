@@ -21,8 +21,10 @@ from edgc.errors import UserError
 def random_factor(seed: int, draw: int, name: str, length: int, rank: int) -> Tensor:
     """Orthonormal columns, length x rank, that depend on the arguments alone: the same on every worker."""
     digest = hashlib.sha256(f"{seed}/{draw}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.linalg.qr(torch.randn(length, rank, generator=generator, dtype=torch.float32)).Q
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.linalg.qr(
+        torch.randn(length, rank, generator=generator, dtype=torch.float32, device="cpu")
+    ).Q
 
 
 def cut(factor: Tensor, rank: int) -> Tensor:
@@ -126,8 +128,8 @@ class State:
                         mine.copy_(old)
         x = Matrices([gradient.name for gradient in members], (rows, columns), rank, error)
         x.spare = torch.empty_like(error) if deferred and error is not None else None
-        left = torch.empty(count, rows, rank, device=device) if self.one_sided else None
-        right = torch.empty(count, rank, columns, device=device)
+        left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
+        right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
         group = Group(x, (left, right), self.side(members[0].name))
         self.begin(group)
         return group

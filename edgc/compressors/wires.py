@@ -138,4 +138,4 @@ def finite(tensors: Iterable[Tensor]) -> Tensor:
     flags = [
         low.isfinite() & high.isfinite() for low, high in map(torch.aminmax, filter(Tensor.numel, tensors))
     ]
-    return torch.stack(flags).all() if flags else torch.tensor(True)
+    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device="cpu")

@@ -161,7 +161,7 @@ class Attachment:
         on_gpu = self.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device] if on_gpu else None)
         if not gradients:  # of a group that holds nothing but a tied embedding
-            future.set_result(torch.empty(0))
+            future.set_result(torch.empty(0, dtype=torch.float32, device=self.device))
             return Pending(self._worker, future)
         ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
         own = self._own_groups.get(tuple(dist.get_process_group_ranks(group)), group)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from edgc.compressors import Channel, Gradient, build
+from edgc.compressors.blocks import Blocks
 from edgc.config import EDGCConfig
+from tests.lockstep import reduce_together
 
 SHAPES = [(768, 256), (256, 256), (1024, 256), (256, 1024)]
 RANK = 8
@@ -83,3 +85,41 @@ def test_gradients_that_are_not_fp32_are_copied() -> None:
     found = measured(torch.bfloat16, True)
     stated = formula(deferred=True, error_bytes=4, gradient_copy=True)
     assert stated <= found <= 1.01 * stated + 4096
+
+
+def quantised(buckets: int, **options: str | int) -> int:
+    """Bytes of two workers that reduce so many small buckets, each a call of its own, with a quantiser."""
+    before = storages()
+    compressors = [build(EDGCConfig(min_compression_elements=16, **options)) for _ in range(2)]
+    for bucket in range(buckets):
+        mine = [[Gradient(f"w{bucket}", torch.ones(64, 48))] for _ in compressors]
+        reduce_together(compressors, mine, RANK)
+    del mine
+    return sum(size for place, size in storages().items() if place not in before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "powersgd", "rank": RANK, "factor_dtype": "int4"},
+        {"method": "powersgd", "rank": RANK, "factor_dtype": "int8", "one_sided": True},
+        {"method": "quantize", "bits": 4},
+    ],
+)
+def test_buckets_share_what_quantising_takes(options: dict[str, str | int]) -> None:
+    quantiser, before = Blocks(4), storages()
+    quantiser.pack(torch.ones(64), torch.empty(quantiser.bytes(64), dtype=torch.uint8))
+    scratch = sum(size for place, size in storages().items() if place not in before)
+    assert scratch > 1 << 20
+    del quantiser
+    one, many = quantised(1, **options), quantised(9, **options)
+    # Per bucket and worker what it keeps: error feedback, factors and messages, a few times its matrix.
+    assert one < many < one + 8 * 2 * 6 * (4 * 64 * 48)
+    assert many < 1.5 * scratch
+
+
+def test_what_quantising_takes_goes_with_its_last_user() -> None:
+    gc.collect()
+    before = sum(storages().values())
+    assert quantised(2, method="quantize", bits=4) > 1 << 20
+    assert sum(storages().values()) == before

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,6 +203,55 @@ def test_a_longer_message_is_filled_with_zeros(bits: int, monkeypatch: pytest.Mo
     quantiser.unpack(message, out)
     assert torch.equal(out[:700], through(x, Blocks(bits)))
     assert (out[768:] == 0).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shared", [True, False], ids=["one quantiser", "two quantisers"])
+def test_two_threads_at_the_same_place(bits: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stops in the middle of every chunk until the other one is there, too."""
+    monkeypatch.setattr(blocks_module, "_CHUNK_PER_THREAD", 1024)
+    vectors = [normal(4000, seed) * 10**seed for seed in range(2)]
+    expected = [through(x, Blocks(bits)) for x in vectors]
+    quantisers = [Blocks(bits)] * 2 if shared else [Blocks(bits), Blocks(bits)]
+    barrier = threading.Barrier(2, timeout=60)
+
+    def waiting(step: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            step(*arguments)
+            barrier.wait()
+
+        return call
+
+    for name in ("_choose_steps", "_choose_levels", "_fold", "_unfold"):
+        monkeypatch.setattr(Blocks, name, waiting(getattr(Blocks, name)))
+    found: list[torch.Tensor | None] = [None, None]
+
+    def work(me: int) -> None:
+        for _ in range(2):
+            found[me] = through(vectors[me], quantisers[me])
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for out, right in zip(found, expected, strict=True):
+        assert out is not None and torch.equal(out, right)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_means_that_take_turns(bits: int) -> None:
+    """Two vectors under way at once, advanced in turn: neither leaves anything in the scratch over a wait."""
+    alone, together = [], []
+    for into, turns in ((alone, False), (together, True)):
+        vectors = [normal(size, size) for size in (700, 5000)]
+        runs = [quantised_mean(x, TwoOfAKind(), Blocks(bits), torch.empty_like(x)) for x in vectors]
+        while runs:
+            for run in list(runs) if turns else runs[:1]:
+                if next(run, "end") == "end":
+                    runs.remove(run)
+        into += vectors
+    assert all(map(torch.equal, alone, together))
 
 
 def test_weights_and_sums() -> None:

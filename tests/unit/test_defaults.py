@@ -1,0 +1,279 @@
+"""Results do not depend on torch's defaults: a type and a device are named wherever a tensor is made."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from edgc import EDGCConfig
+from edgc.compressors import Gradient, Statistics, build
+from edgc.compressors.activation import ActivationCompressor
+from edgc.config import ESTIMATORS, FACTOR_DTYPES, METHODS, EntropyConfig
+from edgc.device import masked_path
+from edgc.engine import Engine
+from edgc.entropy import estimate, moments, near_zero_share
+from edgc.sampling import Sampler
+from edgc.saved_state import merge
+from tests.lockstep import reduce_together
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULTS: dict[str, tuple[torch.dtype, str]] = {
+    "float64": (torch.float64, "cpu"),
+    "bfloat16": (torch.bfloat16, "cpu"),
+    "meta": (torch.float32, "meta"),
+}
+
+
+@contextlib.contextmanager
+def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+every_default = pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
+BOTH_PATHS = pytest.mark.parametrize("masked", [False, True], ids=["host looks", "masked"])
+
+
+def configurations() -> dict[str, dict[str, Any]]:
+    """Every method, with every value of what changes how it computes."""
+    found: dict[str, dict[str, Any]] = {}
+    for method in METHODS:
+        if method == "edgc":  # the same compressor as powersgd
+            continue
+        found[method] = {"method": method}
+    for factors in FACTOR_DTYPES:
+        for one_sided in (False, True):
+            label = f"powersgd {factors}{' one-sided' if one_sided else ''}"
+            found[label] = {"method": "powersgd", "factor_dtype": factors, "one_sided": one_sided}
+    found["powersgd errors in bf16"] = {"method": "powersgd", "error_dtype": "bf16"}
+    found["powersgd without warm start"] = {"method": "powersgd", "warm_start": False}
+    for bits in (8, 4, 2):
+        for rounding in ("nearest", "stochastic"):
+            found[f"quantize {bits} {rounding}"] = {"method": "quantize", "bits": bits, "rounding": rounding}
+    for method in ("topk", "randomk"):
+        for density in (0.02, 0.7, 1.0):
+            found[f"{method} {density}"] = {"method": method, "density": density}
+    for label, options in found.items():
+        if label.startswith("powersgd"):
+            options["rank"] = 4
+    return found
+
+
+CONFIGURATIONS = configurations()
+SHAPES = [(40, 24), (24,), (), (0,), (33, 70), (3, 4), (40, 24)]
+
+
+def drawn(step: int, worker: int, dtype: torch.dtype) -> list[Gradient]:
+    generator = torch.Generator("cpu").manual_seed(100 * step + worker)
+    return [
+        Gradient(
+            f"p{i}", torch.randn(s, generator=generator, dtype=torch.float32, device="cpu").to(dtype=dtype)
+        )
+        for i, s in enumerate(SHAPES)
+    ]
+
+
+def plain(thing: Any) -> Any:
+    """Tensors as what they are made of, so that == compares types, devices and bits."""
+    if isinstance(thing, Tensor):
+        return str(thing.dtype), str(thing.device), thing.shape, thing.double().cpu().numpy().tobytes()
+    if isinstance(thing, dict):
+        return {key: plain(value) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return [plain(item) for item in thing]
+    return repr(thing) if isinstance(thing, float) and math.isnan(thing) else thing
+
+
+def reductions(options: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Six reductions of three workers, with ranks that change, one of them exact; what is sent, kept and said."""
+    workers = [build(EDGCConfig(**options, min_compression_elements=16, seed=3)) for _ in range(3)]
+    seen: list[Any] = []
+    for step, rank in enumerate((4, 4, 8, None, 6, 2)):
+        gradients = [drawn(step, worker, dtype) for worker in range(3)]
+        statistics = reduce_together(workers, gradients, rank)
+        seen.append([[gradient.tensor for gradient in mine] for mine in gradients])
+        seen += [[float(getattr(s, f"{k}_sq")) for k in ("gradient", "input", "error")] for s in statistics]
+        if step == 4:  # on from what was saved
+            states = [worker.state_dict() for worker in workers]
+            for worker, state in zip(workers, states, strict=True):
+                worker.load_state_dict(state)
+    return plain([seen, [worker.state_dict() for worker in workers]])
+
+
+@cache
+def usual(name: str, dtype: torch.dtype, masked: bool) -> Any:
+    """:func:`reductions` under the usual defaults."""
+    with masked_path(masked):
+        return reductions(CONFIGURATIONS[name], dtype)
+
+
+@every_default
+@BOTH_PATHS
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_method(name: str, masked: bool, default: tuple[torch.dtype, str]) -> None:
+    expected = usual(name, torch.float32, masked)
+    with masked_path(masked), defaults(*default):
+        assert reductions(CONFIGURATIONS[name], torch.float32) == expected
+
+
+@every_default
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("name", ["powersgd int4", "topk", "quantize", "sign"])
+def test_other_gradients(name: str, dtype: torch.dtype, default: tuple[torch.dtype, str]) -> None:
+    expected = usual(name, dtype, False)
+    with defaults(*default):
+        assert reductions(CONFIGURATIONS[name], dtype) == expected
+
+
+def activations(factor_dtype: str) -> Any:
+    compressor, seen = ActivationCompressor(rank=4, factor_dtype=factor_dtype), []
+    for step in range(3):
+        gradient = drawn(step, 0, torch.float32)[4].tensor
+        layout = compressor.layout(gradient.shape, gradient.dtype)
+        assert layout is not None
+        statistics, received = Statistics(), torch.empty_like(gradient)
+        message = compressor.compress("a", gradient, layout, statistics)
+        compressor.decompress(message, layout, received, statistics)
+        seen += [message, received, float(statistics.error_sq)]
+    return plain([seen, compressor.state_dict()])
+
+
+@every_default
+@BOTH_PATHS
+@pytest.mark.parametrize("factor_dtype", ["fp32", "bf16"])
+def test_activation_gradients(factor_dtype: str, masked: bool, default: tuple[torch.dtype, str]) -> None:
+    with masked_path(masked):
+        expected = activations(factor_dtype)
+        with defaults(*default):
+            assert activations(factor_dtype) == expected
+
+
+def measured() -> Any:
+    """Entropies, moments and the entries that are sampled, of each rule."""
+    gradients = [gradient.tensor for gradient in drawn(0, 0, torch.float32)]
+    tied = (4 * gradients[4]).round()
+    seen: list[Any] = [
+        [estimate(x, estimator) for x in (gradients[4], tied, gradients[0].half())]
+        for estimator in ESTIMATORS
+    ]
+    seen += [vars(moments(tied)), near_zero_share(tied, 0.1)]
+    for sampling in ("diagonal", "strided", "random"):
+        for rate in (0.25, 0.3):
+            sampler = Sampler(EntropyConfig(sampling=sampling, entry_rate=rate))
+            seen.append([sampler.take(gradients[4], iteration, "w") for iteration in (1, 2)])
+    return plain(seen)
+
+
+@every_default
+def test_entropies_and_samples(default: tuple[torch.dtype, str]) -> None:
+    expected = measured()
+    with defaults(*default):
+        assert measured() == expected
+
+
+def engine_run() -> Any:
+    """EDGC from warm-up in 4 bits to its own ranks, on one worker; then two saved states made into one."""
+    config = EDGCConfig(
+        method="edgc",
+        policy="cqm",
+        r_max=8,
+        window=4,
+        warmup_fraction=0.1,
+        warmup_bits=4,
+        min_compression_elements=64,
+        entropy=EntropyConfig(iteration_rate=1.0, entry_rate=0.25),
+    )
+    engine = Engine(config, stage=0, shapes=[[(40, 24), (33, 70), (40, 24)]], iterations=40)
+    seen: list[Any] = []
+    for step in range(20):
+        gradients = drawn(step, 0, torch.float32)
+        engine.reduce(gradients, None)
+        engine.end_iteration()
+        seen.append([gradient.tensor for gradient in gradients])
+        assert engine.last is not None
+        seen += [engine.plan.phase, engine.plan.ranks, engine.last.entropy]
+    assert {"warmup", "active"} <= {item for item in seen if isinstance(item, str)}, "nothing was handed over"
+    state = engine.state_dict()
+    states = [{"world": 2, "rank": rank, "engine": state} for rank in range(2)]
+    return plain([seen, state["compressor"], merge(states)["engine"]["compressor"]["errors"]])
+
+
+@every_default
+def test_a_whole_run(default: tuple[torch.dtype, str]) -> None:
+    expected = engine_run()
+    with defaults(*default):
+        assert engine_run() == expected
+
+
+# ------------------------------------------------------------------ in the source
+
+FACTORIES = {
+    *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "scalar_tensor", "asarray"),
+    *("arange", "range", "linspace", "logspace", "eye", "complex", "from_file", "sparse_coo_tensor"),
+    *("rand", "randn", "randint", "randperm", "normal", "poisson", "bernoulli"),
+    *("tril_indices", "triu_indices", "vander", "bartlett_window", "blackman_window", "hamming_window"),
+    *("hann_window", "kaiser_window"),
+}
+LEGACY = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "BoolTensor"}
+
+
+def unnamed(source: str) -> list[str]:
+    """Calls that make a tensor, or a generator, with torch's defaults, and imports that would hide them."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            hidden = {alias.name for alias in node.names} & (FACTORIES | {"Generator"})
+            found += [f"line {node.lineno}: from torch import {name}" for name in hidden]
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        function, given = node.func, {keyword.arg for keyword in node.keywords}
+        if not (isinstance(function.value, ast.Name) and function.value.id == "torch"):
+            continue
+        missing: set[str] = set()
+        if function.attr in FACTORIES:
+            missing = {"dtype", "device"} - {name for name in given if name is not None}
+        elif function.attr in LEGACY:
+            missing = {"dtype", "device"}
+        elif function.attr == "Generator" and not node.args and "device" not in given:
+            missing = {"device"}
+        if missing:
+            found.append(f"line {node.lineno}: torch.{function.attr} without {' and '.join(sorted(missing))}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("torch.empty(0)", 1),
+        ("torch.empty(0, dtype=torch.float32)", 1),
+        ("torch.arange(3, dtype=torch.int64, device=x.device)", 0),
+        ("torch.Generator()", 1),
+        ("torch.Generator('cpu')", 0),
+        ("torch.Tensor([1.0])", 1),
+        ("from torch import zeros", 1),
+        ("torch.empty_like(x), x.new_empty(3), torch.cat([x])", 0),
+    ],
+)
+def test_what_is_looked_for(source: str, count: int) -> None:
+    assert len(unnamed(source)) == count
+
+
+def test_every_tensor_of_the_library_names_its_type_and_device() -> None:
+    files = sorted((ROOT / "edgc").rglob("*.py"))
+    assert len(files) > 40
+    found = {path.relative_to(ROOT).as_posix(): unnamed(path.read_text(encoding="utf-8")) for path in files}
+    assert not {path: calls for path, calls in found.items() if calls}

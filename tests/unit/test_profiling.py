@@ -1,0 +1,137 @@
+"""The parts of a reduction in a profiler's trace, on two gloo ranks."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import profiler as autograd_profiler
+from torch.profiler import ProfilerActivity, profile
+
+from edgc import EDGCConfig
+from edgc.compressors import Channel, Gradient, build
+from edgc.profiling import named, parts, span
+from tests.workers import run_workers
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "bf16": {"method": "bf16"},
+    "powersgd": {"method": "powersgd", "rank": 4},
+    "int4 factors": {"method": "powersgd", "rank": 4, "factor_dtype": "int4"},
+    "topk": {"method": "topk", "density": 0.1},
+    "quantize": {"method": "quantize"},
+}
+# Collectives of a matrix alone: how often each kind is started.
+COLLECTIVES: dict[str, dict[str, int]] = {
+    "none": {"all_reduce": 1},
+    "bf16": {"all_reduce": 1},
+    "powersgd": {"all_reduce": 2},
+    "int4 factors": {"all_to_all": 2, "all_gather": 2},
+    "topk": {"all_gather": 1},
+    "quantize": {"all_to_all": 1, "all_gather": 1},
+}
+Event = tuple[str, float, float]
+
+
+def trace(name: str, *, scattered: bool = False) -> list[Event]:
+    """Name, start and end of our ranges in the second reduction of a matrix, in the order of their starts."""
+    compressor = build(EDGCConfig(**METHODS[name], min_compression_elements=64))
+    for profiled in (False, True):
+        flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(1))
+        gradients = [Gradient("a", flat.view(64, 48))]
+        channel = Channel(None, [flat] if scattered else [])
+        rank = None if scattered else 4
+        if not profiled:
+            compressor.reduce(gradients, channel, rank)
+            continue
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            compressor.reduce(gradients, channel, rank)
+    found = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.name.startswith("edgc::")
+    ]
+    return sorted(found, key=lambda event: event[1:])
+
+
+def traces() -> dict[str, list[Event]]:
+    return {name: trace(name) for name in METHODS} | {"scattered": trace("topk", scattered=True)}
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, list[Event]]]:
+    return run_workers(2, traces)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_part_of_a_reduction_has_a_name(name: str, seen: list[dict[str, list[Event]]]) -> None:
+    waits = build(EDGCConfig(**METHODS[name])).waits(4)
+    for rank in seen:
+        counts = collections.Counter(event for event, _, _ in rank[name])
+        expected = {f"edgc::{kind}": count for kind, count in COLLECTIVES[name].items()}
+        assert counts == {"edgc::compress": waits, "edgc::wait": waits, "edgc::decompress": 1, **expected}
+        # Collectives are started within a part, waits lie between parts.
+        outer = [
+            event for event in rank[name] if event[0].rpartition(":")[2] in ("compress", "wait", "decompress")
+        ]
+        assert [event for event, _, _ in outer] == ["edgc::compress", "edgc::wait"] * waits + [
+            "edgc::decompress"
+        ]
+        assert all(end <= start for (_, _, end), (_, start, _) in pairwise(outer))
+        for event, start, end in rank[name]:
+            if event in expected:
+                assert any(o == "edgc::compress" and s <= start and end <= e for o, s, e in outer)
+
+
+def test_a_scattered_mean(seen: list[dict[str, list[Event]]]) -> None:
+    for rank in seen:
+        events = [event for event, _, _ in rank["scattered"]]
+        assert events == ["edgc::compress", "edgc::reduce_scatter", "edgc::wait", "edgc::decompress"]
+
+
+def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autograd_profiler, "record_function", lambda name: pytest.fail(f"recorded {name}"))
+    build(EDGCConfig(method="powersgd", rank=4)).reduce(
+        [Gradient("a", torch.randn(64, 48))], Channel(None), 4
+    )
+    assert named("x")(lambda value: value + 1)(1) == 2
+
+
+def test_ranges_of_several_threads() -> None:
+    barrier = threading.Barrier(2, timeout=60)
+
+    @named("edgc::test")
+    def together() -> None:
+        barrier.wait()
+
+    def work() -> None:
+        for _ in range(4):
+            together()
+
+    # The options by their names of today; what is documented in edgc.profiling has to work.
+    everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=everything) as profiler:
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sum(event.name == "edgc::test" for event in profiler.events()) == 8
+
+
+def test_errors_and_ends_come_through() -> None:
+    def failing() -> Any:
+        yield
+        raise RuntimeError("lost a peer")
+
+    steps = parts(failing(), 1)
+    next(steps)
+    with pytest.raises(RuntimeError, match="lost a peer"):
+        next(steps)
+    assert list(parts(iter([None, None]), 2)) == [None, None]
+    with pytest.raises(KeyError), span("edgc::test"):
+        raise KeyError
