@@ -48,6 +48,7 @@ class Network:
 
 
 def measured(**overrides: Any) -> EDGCConfig:
+    """Those of the settings that the policy and the alignment can use."""
     values: dict[str, Any] = {
         "method": "edgc",
         "policy": "fixed",
@@ -60,7 +61,7 @@ def measured(**overrides: Any) -> EDGCConfig:
         "warmup_fraction": 0.001,
         **overrides,
     }
-    return EDGCConfig(**values)
+    return EDGCConfig.from_record(values)
 
 
 class Run:
