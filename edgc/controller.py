@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgc import warm_up
+from edgc.checks import integer
 from edgc.config import EDGCConfig
 from edgc.cost_gate import GateSchedule, summary
 from edgc.errors import UserError
@@ -57,7 +58,8 @@ class Controller:
         reason: of the last decision; why nothing will be compressed if that is known from the start.
 
     Raises:
-        UserError: settings that cannot work with this model or this length of run.
+        UserError: settings that cannot work with this model or this length of run, or a length that is no whole number
+            of at least 1.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class Controller:
     ) -> None:
         if not stages:
             raise ValueError("at least one stage is needed")
-        self.config, self.iterations, self.stages = config, iterations, len(stages)
+        self.config, self.stages = config, len(stages)
+        self.iterations = integer("iterations", iterations, 1)
         self.phase: Phase = "warmup"
         self.reason = ""
         self.r_min: int | None = None
@@ -153,6 +156,7 @@ class Controller:
         has measured, else None.
 
         Raises:
+            UserError: policy ``loss`` was not told any loss; on every rank, as the reports are the same.
             ValueError: no exchange was due, or the report does not fit the plan.
         """
         plan = self.plan(iteration)
@@ -177,6 +181,8 @@ class Controller:
                 reasons.append(why)
             entropy = report.entropy[0] if math.isfinite(report.entropy[0]) else None
             loss = report.loss if math.isfinite(report.loss) else None
+            if self._following is not None:
+                self._following.require_loss(iteration, report.loss)
             curves = report.error_curve if self.rank_grid == grid else None  # another r_max: another grid
             reasons.append(self._end_of_window(iteration, entropy, loss, curves))
         if not reasons:

@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc.bucket_worker import Bucket, BucketWorker, Log
+from edgc.checks import integer
 from edgc.compressors import Gradient
 from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
@@ -35,6 +36,7 @@ from edgc.engine import Engine, Iteration, Observer
 from edgc.errors import UserError
 from edgc.groups import gather_objects, own_group
 from edgc.saved_state import State, state_for
+from edgc.usable import refuse_stages
 
 __all__ = ["Handle", "register"]
 
@@ -217,11 +219,14 @@ def register(
         log: called after each iteration, see :attr:`Handle.log`.
 
     Raises:
-        UserError: for a model or settings that this cannot work with, on every rank.
+        UserError: for a model or settings that this cannot work with, on every rank; also for settings of pipeline
+            stages, of which there is one here.
     """
     parameters = _parameters(model)
     shapes = [_matrix_shape(parameter) for parameter in parameters.values()]
     _same_on_all_ranks(model, (config, iterations, [*zip(parameters, shapes, strict=True)]))
+    integer("iterations", iterations, 1)
+    refuse_stages(config, "edgc.ddp.register")
     stage = [(s[0], s[1]) for s in shapes if compressible(s, config.min_compression_elements)]
     group = process_group or own_group(model.process_group)
     engine = Engine(

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from edgc.checks import integer
 from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.engine import Engine, Observer
@@ -53,6 +54,7 @@ def attach(
         UserError: for chunks that already have an attachment, and for what is not supported.
     """
     chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
+    integer("iterations", iterations, 1)
     for chunk in chunks:
         _check(chunk, config)
     dense = [group for chunk in chunks for group in chunk.bucket_groups]
