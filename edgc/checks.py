@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -25,10 +26,14 @@ def one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
     require(value in allowed, key, value, f"use one of {', '.join(allowed)}")
 
 
-def integer(key: str, value: object, low: int) -> None:
-    """Refuse anything but a whole number of at least ``low``."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    require(ok, key, value, f"use a whole number of at least {low}")
+def integer(key: str, value: object, low: int) -> int:
+    """``value`` as a plain int; refuse anything but a whole number, of whatever type, of at least ``low``."""
+    try:
+        whole = low - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        whole = low - 1
+    require(whole >= low, key, value, f"use a whole number of at least {low}")
+    return whole
 
 
 def number(key: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
@@ -74,6 +79,18 @@ class Settings:
             if error.where is not None:
                 raise
             raise UserError(prefix + error.message, where=where, fix=error.fix) from None
+
+    def _whole(self, key: str, low: int) -> None:
+        """Check a whole number and keep it as a plain int: one of NumPy's would not go into JSON or YAML."""
+        object.__setattr__(self, key, integer(key, getattr(self, key), low))
+
+    def _section(self, key: str, section: type[Settings]) -> None:
+        """Check a nested section; a mapping is made into one."""
+        value = getattr(self, key)
+        if isinstance(value, Mapping):
+            value = section.from_dict(value, prefix=f"{key}.")
+        require(isinstance(value, section), key, value, "give a mapping of its settings, or leave it out")
+        object.__setattr__(self, key, value)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain nested dictionaries, defaults included."""

@@ -1,4 +1,4 @@
-"""Settings of the library: one place for every default, each with its source.
+"""Settings of the library: one place for every default, each with its source, and where it differs from the paper's.
 
 All settings are frozen, keyword-only dataclasses that validate themselves on construction and raise
 :class:`edgc.errors.UserError` naming the key, the value and the fix. ``from_dict`` also refuses unknown keys.
@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from edgc import presets
 from edgc.checks import Settings, integer, number, one_of, require
+from edgc.usable import refuse_unusable, usable
 
 ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
 SAMPLINGS = ("diagonal", "strided", "random")
@@ -44,10 +45,10 @@ def _schedule(rows: Any) -> tuple[tuple[float, int], ...]:
         ok = isinstance(row, Sequence) and not isinstance(row, str) and len(row) == 2
         require(ok, "schedule", rows, fix)
         number("schedule", row[0], 0, 1)
-        integer("schedule", row[1], 1)
-    shares = [row[0] for row in rows]
+    ranks = [integer("schedule", row[1], 1) for row in rows]
+    shares = [float(row[0]) for row in rows]
     require(all(a < b for a, b in pairwise(shares)), "schedule", rows, fix)
-    return tuple((float(share), int(rank)) for share, rank in rows)
+    return tuple(zip(shares, ranks, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class EntropyConfig(Settings):
         number("entry_rate (beta)", self.entry_rate, 0, 1, open_low=True)
         one_of("sampling", self.sampling, SAMPLINGS)
         one_of("source", self.source, ("local", "reduced"))
-        integer("seed", self.seed, 0)
+        self._whole("seed", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +125,33 @@ class PipelineConfig(Settings):
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            integer("rank", self.rank, 1)
+            self._whole("rank", 1)
         for key in ("epilogue_only", "error_feedback"):
             require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
         one_of("factor_dtype", self.factor_dtype, PIPELINE_FACTOR_DTYPES)
+        for key, default in (("epilogue_only", False), ("error_feedback", True), ("factor_dtype", "fp32")):
+            unused = self.rank is None and getattr(self, key) != default
+            require(not unused, key, getattr(self, key), "leave it out, or give the rank beside it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EDGCConfig(Settings):
     """Everything that decides how gradients are reduced.
+
+    A setting that differs from its default and that the method cannot use is refused (:mod:`edgc.usable`).
+
+    Defaults that are not the paper's (``EDGCConfig.from_dict({"preset": "paper"})`` is the paper to the letter):
+
+    ===================  ========  ========  ==========================================================================
+    key                  default   paper     why
+    ===================  ========  ========  ==========================================================================
+    method               none      edgc      nothing is compressed unless it is asked for
+    alignment            off       measured  one stage needs none, and with given or no times a run repeats bit for bit
+    remeasure_above      0.2       None      the paper times once and leaves a network that changes open
+    entropy.sampling     diagonal  random    the same share of every row and column, at less noise and cost
+    ===================  ========  ========  ==========================================================================
+
+    What the paper gives no value for ("ours" below) is the same under both.
 
     Attributes:
         method: ``none``, ``bf16``, ``powersgd`` (one rank, from the first step), ``topk``, ``randomk``, ``quantize``
@@ -147,7 +166,7 @@ class EDGCConfig(Settings):
         r_min: lower rank; None means r_max/4 (paper: between r_max/4 and r_max/6).
         rank_multiple: ranks are multiples of this. Paper: 4.
         step_limit: s, largest change of the rank per window. Paper: 8.
-        window: w, iterations per decision. Paper: 1000.
+        window: w, iterations per decision, and of what is judged window by window under any method. Paper: 1000.
         warmup_fraction: share of the iterations without compression, at least. Paper: 0.1.
         warmup_bits: of an entry during warm-up, 8 or 4 with error feedback, which compression then takes over; None:
             uncompressed, as in the paper (ours: an uncompressed tenth of the run is most of what EDGC sends).
@@ -241,10 +260,16 @@ class EDGCConfig(Settings):
             ("gate_interval", 1),
             ("seed", 0),
         ):
-            integer(key, getattr(self, key), low)
+            self._whole(key, low)
         for key in ("rank", "r_max", "r_min"):
             if getattr(self, key) is not None:
-                integer(key, getattr(self, key), 1)
+                self._whole(key, 1)
+        for key, section in (
+            ("timing", TimingConfig),
+            ("entropy", EntropyConfig),
+            ("pipeline", PipelineConfig),
+        ):
+            self._section(key, section)
         object.__setattr__(self, "schedule", _schedule(self.schedule))
         number("warmup_fraction", self.warmup_fraction, 0, 1)
         number("warmup_limit_fraction", self.warmup_limit_fraction, 0, 1)
@@ -254,9 +279,9 @@ class EDGCConfig(Settings):
             self.warmup_limit_fraction,
             f"use at least warmup_fraction = {self.warmup_fraction}",
         )
-        require(self.warmup_bits in (None, 8, 4), "warmup_bits", self.warmup_bits, "use 8, 4 or null")
         if self.warmup_bits is not None:
-            require(self.method == "edgc", "warmup_bits", self.warmup_bits, "it needs method: edgc")
+            self._whole("warmup_bits", 1)
+            require(self.warmup_bits in (8, 4), "warmup_bits", self.warmup_bits, "use 8, 4 or null")
         number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
         one_of("alignment", self.alignment, ("off", "given", "measured"))
         if self.remeasure_above is not None:
@@ -264,11 +289,13 @@ class EDGCConfig(Settings):
         one_of("factor_dtype", self.factor_dtype, FACTOR_DTYPES)
         one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
+        self._whole("bits", 1)
         require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
         for key in ("target_error", "smoothing", "density", "compressed_stages"):
             number(key, getattr(self, key), 0, 1, open_low=True)
         for key in _SWITCHES:
             require(isinstance(getattr(self, key), bool), key, getattr(self, key), "use true or false")
+        refuse_unusable(self)
         if self.method == "edgc" and self.policy == "schedule":
             require(bool(self.schedule), "schedule", self.schedule, "give [[share of the run, rank], ...]")
         if self.r_max is not None and self.r_min is not None:
@@ -282,12 +309,6 @@ class EDGCConfig(Settings):
                 )
         if self.method == "powersgd" or (self.method == "edgc" and self.policy == "fixed"):
             require(self.rank is not None, "rank", self.rank, "give the rank of the fixed-rank method")
-        if self.method == "edgc":
-            fix = "leave it out: under method edgc alignment sets the ranks of the stages"
-            require(self.compressed_stages == 1, "compressed_stages", self.compressed_stages, fix)
-        if self.per_layer:
-            spectral = self.method == "edgc" and self.policy == "spectral"
-            require(spectral, "per_layer", self.per_layer, "it needs policy: spectral of method: edgc")
         if self.alignment == "given":
             value = self.timing.seconds_per_rank
             require(value > 0, "timing.seconds_per_rank", value, "alignment: given needs a time above 0")
@@ -298,6 +319,14 @@ class EDGCConfig(Settings):
         return super().from_dict(
             presets.resolved(values, where=where, prefix=prefix), where=where, prefix=prefix
         )
+
+    @classmethod
+    def from_record(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
+        """From the settings that a run was recorded with: those that its method could not use are left out.
+
+        Earlier versions let such settings pass, without an effect.
+        """
+        return cls.from_dict(usable(values, cls().to_dict()), where=where, prefix=prefix)
 
     @property
     def ranks_given(self) -> tuple[int, ...]:

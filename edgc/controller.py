@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgc import warm_up
-from edgc.checks import need
+from edgc.checks import integer, need
 from edgc.config import FACTOR_BITS, EDGCConfig
 from edgc.cost_gate import GateSchedule, summary
 from edgc.errors import UserError
@@ -60,7 +60,8 @@ class Controller:
         reason: of the last decision; why nothing will be compressed if that is known from the start.
 
     Raises:
-        UserError: settings that cannot work with this model or this length of run.
+        UserError: settings that cannot work with this model or this length of run, or a length that is no whole number
+            of at least 1.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class Controller:
     ) -> None:
         if not stages:
             raise ValueError("at least one stage is needed")
-        self.config, self.iterations, self.stages = config, iterations, len(stages)
+        self.config, self.stages = config, len(stages)
+        self.iterations = integer("iterations", iterations, 1)
         self.phase: Phase = "warmup"
         self.reason = ""
         self.r_min: int | None = None
@@ -158,6 +160,7 @@ class Controller:
         has measured, else None.
 
         Raises:
+            UserError: policy ``loss`` was not told any loss; on every rank, as the reports are the same.
             ValueError: no exchange was due, or the report does not fit the plan.
         """
         plan = self.plan(iteration)
@@ -182,6 +185,8 @@ class Controller:
                 reasons.append(why)
             entropy = report.entropy[0] if math.isfinite(report.entropy[0]) else None
             loss = report.loss if math.isfinite(report.loss) else None
+            if self._following is not None:
+                self._following.require_loss(iteration, report.loss)
             curves = report.error_curve if self.rank_grid == grid else None  # another r_max: another grid
             reasons.append(self._end_of_window(iteration, entropy, loss, curves))
         if not reasons:

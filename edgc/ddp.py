@@ -32,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc.bucket_worker import Bucket, BucketWorker, Log
-from edgc.checks import need
+from edgc.checks import integer, need
 from edgc.compressors import Gradient
 from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
@@ -41,6 +41,7 @@ from edgc.engine import Engine, Iteration, Observer
 from edgc.errors import UserError
 from edgc.groups import gather_objects, own_group
 from edgc.saved_state import State, refuse_other_parameters, state_for
+from edgc.usable import refuse_stages
 
 __all__ = ["Handle", "register"]
 
@@ -277,12 +278,15 @@ def register(
         log: called after each iteration, see :attr:`Handle.log`.
 
     Raises:
-        UserError: for a model or settings that this cannot work with, on every rank.
+        UserError: for a model or settings that this cannot work with, on every rank; also for settings of pipeline
+            stages, of which there is one here.
     """
     parameters = _parameters(model)
     shapes = [_matrix_shape(parameter) for parameter in parameters.values()]
     described = [*zip(parameters, shapes, strict=True)]
     _same_on_all_ranks(model, (config, iterations, scaler is not None, whole_steps, described))
+    integer("iterations", iterations, 1)
+    refuse_stages(config, "edgc.ddp.register")
     compressed = [
         (shape, parameter.element_size())
         for shape, parameter in zip(shapes, parameters.values(), strict=True)

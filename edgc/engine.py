@@ -240,9 +240,10 @@ class Engine:
     def add_loss(self, loss: float) -> None:
         """Take in the training loss of the iteration that has ended, on at least one rank; for policy ``loss``.
 
-        Those of iterations that end a window come after its decision and count in the next window.
+        Those of iterations that end a window come after its decision and count in the next window. Where no rank is
+        told any in the first window, its end raises a ``UserError`` on every rank.
         """
-        self._window.loss.add(loss)
+        self._window.add_loss(loss)
 
     def rescale(self, scale: float) -> float:
         """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows by the factor that

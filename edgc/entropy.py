@@ -6,7 +6,9 @@ Estimators (all in nats, computed in float64 whatever the input's type):
     Differential entropy, plug-in over bins: ``-sum p log(p / width)`` plus the Miller-Madow term
     ``(K - 1) / 2n`` for K occupied bins. Equal bins of Freedman and Diaconis' width around the median;
     beyond 8 robust standard deviations they widen geometrically, so that a few far outliers neither coarsen
-    the centre nor cost memory (ours).
+    the centre nor cost memory (ours). Entries of bf16 and fp16 lie on a grid not much finer than the bins, which
+    would move the entropy by up to 0.013 nats with their scale: each is first spread evenly, without chance, over
+    what is rounded to it.
 ``gaussian``
     ``log sigma + log(2 pi e) / 2``: exact for normal entries, an upper bound otherwise.
 ``vasicek``
@@ -40,6 +42,8 @@ _CORE = 8.0
 _GROWTH = 0.05
 """Relative width of the bins beyond the core, at least."""
 _RELEASED_BINS = 1000
+_GRIDS = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}
+"""Significant binary digits of the types whose grid is not much finer than a bin, and log2 of their least spacing."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,11 @@ def _histogram(values: Tensor) -> float:
     ratio = math.log1p(growth)
     core = torch.zeros(bins, dtype=torch.int64, device=values.device)
     tails: dict[float, int] = {}
+    grid, position = _GRIDS.get(values.dtype), 0
     for chunk in _chunks(values):
+        if grid is not None:
+            chunk = _spread(chunk, position, *grid)
+            position += chunk.numel()
         z = (chunk - centre).div_(scale)
         if float(z.abs().max()) >= edge:
             outside = z.abs() >= edge
@@ -213,6 +221,18 @@ def _histogram(values: Tensor) -> float:
         total += count * math.log(count / (n * ring_width))
     occupied_bins = occupied.numel() + len(tails)
     return math.log(scale) - total / n + (occupied_bins - 1) / (2 * n)
+
+
+def _spread(chunk: Tensor, position: int, digits: int, smallest: int) -> Tensor:
+    """``chunk`` (float64) of entries rounded to ``digits`` binary digits, spread over what each was rounded from.
+
+    Evenly, and without a random state: the n-th entry of the tensor (``position`` is the first one's n) moves by the
+    fraction of n times the golden ratio, less one half, of the distance to its neighbour.
+    """
+    spacing = (torch.frexp(chunk).exponent - digits).clamp_(min=smallest)
+    turns = torch.arange(position, position + chunk.numel(), device=chunk.device, dtype=torch.float64)
+    offset = turns.mul_(0.5 * (math.sqrt(5) - 1)).frac_().sub_(0.5)
+    return offset.mul_(spacing.double().exp2_()).add_(chunk)
 
 
 def _vasicek(values: Tensor) -> float:

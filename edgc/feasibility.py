@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from edgc.config import EDGCConfig
@@ -13,8 +14,8 @@ def check(config: EDGCConfig, shapes: Sequence[tuple[int, int]], iterations: int
     """The model of the first stage's errors, from the (rows, columns) of its compressible matrices.
 
     Raises:
-        UserError: no matrix, no complete window, a rank that could never move, or limits that the model is too
-            small for.
+        UserError: no matrix, no complete window, windows without an entropy where the policy (at least its warm-up)
+            needs one, a rank that could never move, or limits that the model is too small for.
     """
     given = config.ranks_given
     if not shapes:
@@ -24,6 +25,13 @@ def check(config: EDGCConfig, shapes: Sequence[tuple[int, int]], iterations: int
     if config.window >= iterations:
         what = f"window = {config.window} leaves nothing to compress in {iterations} iterations"
         raise UserError(what, fix="choose a shorter window or method: none")
+    rate = config.entropy.iteration_rate
+    if not given and round(config.window * rate, 9) < 1:
+        what = (
+            f"window = {config.window} is shorter than 1 / entropy.iteration_rate = {1 / rate:.4g} iterations"
+        )
+        fix = f"some windows would have no entropy; use a window of at least {math.ceil(round(1 / rate, 9))}"
+        raise UserError(what, fix=f"{fix}, or a higher rate")
     if not given and config.step_limit < config.rank_multiple:
         what = f"step_limit = {config.step_limit} is below rank_multiple: no rank could ever move"
         raise UserError(what, fix=f"use a step_limit of at least {config.rank_multiple}")

@@ -6,11 +6,13 @@ by its own spectra. Plain arithmetic, as the controller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from edgc import policies
 from edgc.config import EDGCConfig
+from edgc.errors import UserError
 from edgc.policies import Ranks
 from edgc.rank_model import StageModel
 from edgc.spectral import Curve, SmoothedCurves
@@ -56,6 +58,20 @@ class Following:
         """Begin anew with them: they have a point for every rank up to r_max, which has changed."""
         if self.config.policy == "spectral":
             self.curves = SmoothedCurves(self.stages, self.config.smoothing)
+
+    def require_loss(self, iteration: int, loss: float) -> None:
+        """Under policy ``loss``, see that one was told by the end of the first window in which there could be one.
+
+        Args:
+            iteration: ends the window. That of iteration 1 ends before its loss can be told.
+            loss: as in :class:`edgc.plans.Report`.
+
+        Raises:
+            UserError: none was.
+        """
+        if self.config.policy == "loss" and iteration > 1 and not self._first and math.isnan(loss):
+            what = f"policy loss was not told a training loss in the first {iteration} iterations"
+            raise UserError(what, fix="call add_loss(loss) after every backward, on at least one rank")
 
     def take(self, entropy: float | None, loss: float | None) -> None:
         """Take in a window's mean of stage 0's entropy and of the training loss (None: not measured)."""

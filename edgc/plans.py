@@ -67,7 +67,8 @@ class Report:
         gate: what the cost gate has measured, all stages.
         reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
             communicate + decompress), nan where that is not known; None where it was not asked for.
-        loss: mean of the training losses of this window that some rank was told; nan if none.
+        loss: mean of the finite training losses of this window that some rank was told; nan if none was told, infinite
+            if none that was told is finite.
     """
 
     entropy: tuple[float, ...]

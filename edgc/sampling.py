@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -23,12 +24,21 @@ class Sampler:
 
     def __init__(self, config: EntropyConfig) -> None:
         self.config = config
-        self._period = max(1, round(1 / config.iteration_rate))
+        # As a fraction, or rounding would shift an iteration now and then: 0.1 is 1/10.
+        exact = Fraction(config.iteration_rate)
+        self._rate = exact.limit_denominator(10**9) or exact
+
+    def _measured(self, iteration: int) -> int:
+        """How many of the iterations up to this one are measured."""
+        return iteration * self._rate.numerator // self._rate.denominator
 
     def measures(self, iteration: int) -> bool:
-        """Whether this iteration (1-based) is measured: every round(1/alpha)-th, or at random under ``random``."""
+        """Whether this iteration (1-based) is measured: at random under ``random``, else as evenly as the rate allows.
+
+        Of the first i iterations floor(alpha i) are measured: every k-th one where alpha is 1/k.
+        """
         if self.config.sampling != "random":
-            return iteration % self._period == 0
+            return self._measured(iteration) > self._measured(iteration - 1)
         return _hash(self.config.seed, "iteration", iteration) < self.config.iteration_rate * 2.0**64
 
     def take(self, x: Tensor, iteration: int, key: str) -> Tensor:
@@ -52,7 +62,7 @@ class Sampler:
             return values
         stride = round(1 / rate)
         if rule != "random" and abs(stride * rate - 1) < 1e-9 and stride <= values.numel():
-            phase = (_hash(seed, key, 0) + iteration // self._period) % stride
+            phase = (_hash(seed, key, 0) + self._measured(iteration)) % stride
             if rule == "strided" or x.dim() < 2:
                 return values[phase::stride]
             if stride <= MAX_COPIES:

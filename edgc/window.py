@@ -36,8 +36,13 @@ class Window:
 
     def start(self) -> None:
         self.entropy, self.entropy_full, self.loss = Mean(), Mean(), Mean()
+        self._told = False  # a loss, be it finite or not
         self.curve = CurveMean()
         self.times.clear()
+
+    def add_loss(self, loss: float) -> None:
+        self.loss.add(loss)
+        self._told = True
 
     def row(
         self, stage: int, grid: Sequence[int], watches: bool, probe: float, backward: float, replicas: float
@@ -51,7 +56,8 @@ class Window:
             replicas: number of this rank's group of replicas; nan if it has no other replica.
         """
         curve = self.curve.value or (math.nan,) * len(grid)
-        means = [self.entropy.value, self.entropy_full.value, probe, backward, replicas, self.loss.value]
+        loss = math.inf if self._told and not self.loss.count else self.loss.value
+        means = [self.entropy.value, self.entropy_full.value, probe, backward, replicas, loss]
         return [float(stage), *means, *curve, *(self.times.values if watches else [])]
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,11 +65,13 @@ class Window:
             "means": [[item.total, item.count] for item in (self.entropy, self.entropy_full, self.loss)],
             "curve": [list(self.curve.totals), self.curve.count],
             "times": self.times.values,
+            "told": self._told,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         need(state, ("means", "curve", "times"), "engine.window")
         self.entropy, self.entropy_full, self.loss = (Mean(float(t), int(c)) for t, c in state["means"])
+        self._told = bool(state.get("told", self.loss.count))
         totals, count = state["curve"]
         self.curve = CurveMean([float(value) for value in totals], int(count))
         self.times.values = state["times"]
@@ -93,9 +101,14 @@ def report(
         error_curve=curves if grid else None,
         gate=gate,
         reduction_seconds=times if watches else None,
-        loss=mean(row[6] for row in rows),
+        loss=_loss([row[6] for row in rows]),
     )
     return made, full
+
+
+def _loss(losses: Sequence[float]) -> float:
+    """The report's loss of the ranks': infinite, nan or a mean, see :class:`edgc.plans.Report`."""
+    return math.inf if math.inf in losses and not any(map(math.isfinite, losses)) else mean(losses)
 
 
 def gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:

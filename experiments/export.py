@@ -21,7 +21,7 @@ from experiments.cli import main_guard
 from experiments.gpt2 import largest_difference, to_gpt2
 from experiments.prepared import load_info
 from experiments.run_folder import STATUSES, check_writable
-from experiments.settings import ParallelConfig, RunConfig, load_yaml, resolve
+from experiments.settings import ParallelConfig, RunConfig, load_yaml, recorded
 
 TOLERANCE = 1e-4  # largest absolute difference of a logit, fp32
 MARKER = "run.json"  # in every exported folder, also of runs that left no model
@@ -67,7 +67,7 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
 
 def read_config(path: Path) -> RunConfig:
     """The settings in a ``run.yaml``, without the provenance."""
-    return resolve({key: value for key, value in load_yaml(path).items() if key != "provenance"}, path)
+    return recorded(load_yaml(path), path)
 
 
 def read_tokenizer(data: Path, config: RunConfig, recorded: str | None) -> tuple[Any, int]:

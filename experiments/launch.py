@@ -42,7 +42,7 @@ from experiments.nodes import (
 from experiments.ranks import check_devices, start_ranks, warm_up
 from experiments.run_folder import RunFolder, check_writable, no_space
 from experiments.same_run import refuse_other, settings_of
-from experiments.settings import RunConfig, load_yaml, resolve
+from experiments.settings import RunConfig, load_yaml, recorded, resolve
 
 
 def read_data(run: RunConfig, results: Path) -> tuple[Path, dict[str, Any]]:
@@ -183,8 +183,7 @@ def launch(
 def read_run(path: Path) -> RunConfig:
     """A run from one complete file, such as the ``run.yaml`` of a run folder."""
     values = load_yaml(path)
-    values.pop("provenance", None)
-    return resolve(values, path)
+    return recorded(values, path) if "provenance" in values else resolve(values, path)
 
 
 @main_guard

@@ -5,7 +5,8 @@ A study file::
     study: rank_sweep
     title: ...
     question: what the study answers
-    base: {...}                      # laid over the scale's defaults
+    base: {...}                      # laid over the scale's defaults; of its compression settings a variant takes
+                                     # those that its method can use
     variants: {name: {label: ..., ...}}
     seeds: [1]
     figures: [rank_sweep]
@@ -23,7 +24,7 @@ from pydantic import Field
 
 from edgc.errors import UserError
 from experiments.cli import main_guard
-from experiments.settings import RunConfig, Settings, deep_merge, load_yaml, resolve, validate
+from experiments.settings import RunConfig, Settings, deep_merge, lay, load_yaml, resolve, validate
 from experiments.task_catalogue import Evaluation
 
 ROOT = Path(__file__).parent
@@ -121,7 +122,7 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     found = []
     for variant, overrides in variants.items():
         for seed in layer.seeds or definition.seeds or at.seeds:
-            values = deep_merge(base, overrides)
+            values = lay(base, overrides, study_path(study))
             values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
             values.setdefault("label", variant)
             found.append(resolve(values, study_path(study)))

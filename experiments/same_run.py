@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from edgc.usable import usable
 from experiments.settings import RunConfig
 
 # Free to differ: they change nothing that the run computes.
@@ -26,7 +28,7 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: P
     Raises:
         UserError: naming the first setting that differs, with both values.
     """
-    before, after = _flat(saved), _flat(now)
+    before, after = _flat(_effective(saved)), _flat(_effective(now))
     missing = object()
     keys = [key for key in {**before, **after} if key not in FREE]
     other = [key for key in keys if before.get(key, missing) != after.get(key, missing)]
@@ -36,6 +38,13 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: P
         what = f"{key} = {after.get(key)!r}, but the run's checkpoint has {before.get(key)!r}{more}"
         fix = "restore the setting, or start anew with `python -m experiments.launch ... --fresh`"
         raise UserError(what, where=checkpoint / "run.yaml", fix=fix)
+
+
+def _effective(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``settings`` without those of compression that its method cannot use: earlier versions recorded them."""
+    if not isinstance(compression := settings.get("compression"), Mapping):
+        return settings
+    return {**settings, "compression": usable(compression, EDGCConfig().to_dict())}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

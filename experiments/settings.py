@@ -1,8 +1,9 @@
 """The settings of one training run, validated before anything is started.
 
 A run is resolved from three layers, later ones winning: the scale's ``defaults``, the study's ``base`` and the
-study's variant (each also as overridden for that scale). Unknown keys and bad values become one-line errors that
-name the key, the file and the fix.
+study's variant (each also as overridden for that scale). Of the compression settings in the first two, a run takes those
+that its method can use (:func:`lay`). Unknown keys and bad values become one-line errors that name the key, the file and
+the fix.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pydantic import (
 from edgc import presets
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from edgc.usable import usable
 
 Rate = Field(ge=0.0, le=1.0)
 
@@ -260,6 +262,21 @@ def deep_merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
+def lay(base: Mapping[str, Any], overrides: Mapping[str, Any], where: object = None) -> dict[str, Any]:
+    """The settings of a variant, ``overrides``, laid over those that all variants of a study have in common.
+
+    Of the common compression settings those are left out that the variant's method cannot use; what the variant itself
+    says stays, and is refused if its method cannot use it.
+    """
+    common, own = base.get("compression"), overrides.get("compression", {})
+    if not (isinstance(common, Mapping) and isinstance(own, Mapping)):
+        return deep_merge(base, overrides)
+    common, own = (presets.resolved(v, where=where, prefix="compression.") for v in (common, own))
+    fit = usable(deep_merge(common, own), EDGCConfig().to_dict())
+    common = {key: value for key, value in common.items() if key in fit}
+    return deep_merge({**base, "compression": common}, {**overrides, "compression": own})
+
+
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; missing, unreadable or malformed files are user errors."""
     try:
@@ -316,3 +333,14 @@ def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
     run: RunConfig = validate(RunConfig, values, where)
     EDGCConfig.from_dict(run.compression, where=where, prefix="compression.")
     return run
+
+
+def recorded(values: Mapping[str, Any], where: object) -> RunConfig:
+    """The run that ``values``, a ``run.yaml``, is the record of; its ``provenance`` is left out.
+
+    Earlier versions recorded compression settings that the method could not use; they had no effect and are left out.
+    """
+    values = {key: value for key, value in values.items() if key != "provenance"}
+    if isinstance(compression := values.get("compression"), Mapping):
+        values["compression"] = usable(compression, EDGCConfig().to_dict())
+    return resolve(values, where)

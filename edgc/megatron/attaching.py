@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from edgc.checks import integer
 from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.engine import Engine, Observer
@@ -63,6 +64,7 @@ def attach(
         UserWarning: for a setting that is about several pipeline stages where there is one.
     """
     chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
+    integer("iterations", iterations, 1)
     for chunk in chunks:
         _check(chunk, config)
     dense = [group for chunk in chunks for group in chunk.bucket_groups]

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
 
 
@@ -40,6 +41,11 @@ class Run:
     @property
     def compression(self) -> dict[str, Any]:
         return dict(self.config.get("compression") or {})
+
+    @property
+    def edgc(self) -> EDGCConfig:
+        """The compression settings, defaults filled in."""
+        return EDGCConfig.from_record(self.compression, where=self.path / "run.yaml", prefix="compression.")
 
     @property
     def method(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,8 @@ def controller_of(runs: list[Run]) -> EDGCConfig | None:
     for run in runs:
         r_max = decision_columns(run)["r_max"]
         if is_full(run) and math.isfinite(r_max):
-            own = EDGCConfig.from_dict(run.compression)
-            return replace(own, r_max=int(r_max), alignment="off", cost_gate=False, remeasure_above=None)
+            changes = {"r_max": int(r_max), "alignment": "off", "cost_gate": False, "remeasure_above": None}
+            return EDGCConfig.from_record(run.edgc.to_dict() | changes)
     return None
 
 

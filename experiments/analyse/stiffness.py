@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc.config import EDGCConfig
 from edgc.rank_model import StageModel, error, next_rank
 from edgc.sampling import Sampler
 from experiments.analyse.runs import Run
@@ -85,7 +84,7 @@ def noise(run: Run) -> list[tuple[float, float]]:
     windows after warm-up. Second differences of the means are free of a linear trend; for independent noise their
     mean square is six times its variance. Stages with too few windows are left out.
     """
-    settings = EDGCConfig.from_dict(run.compression)
+    settings = run.edgc
     window, sampler, frame = settings.window, Sampler(settings.entropy), run.stages
     measured = frame["iteration"].astype(int).map(sampler.measures).astype(bool)
     frame = frame[measured & frame["entropy_full"].notna()]

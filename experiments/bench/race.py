@@ -30,7 +30,7 @@ from experiments.bench.testbed import INTERFACE, Testbed, check_rates
 from experiments.matrix import load_scale
 from experiments.processes import die_with_parent, stop
 from experiments.run_folder import atomic_write
-from experiments.settings import RunConfig, Settings, deep_merge, load_yaml, resolve, validate
+from experiments.settings import RunConfig, Settings, deep_merge, lay, load_yaml, resolve, validate
 
 PATH = Path(__file__).with_suffix(".yaml")
 PORT = 29400
@@ -81,7 +81,7 @@ class Plan:
         found = []
         for seed in self.seeds:
             for variant in chosen:
-                values = deep_merge(base, race.variants[variant])
+                values = lay(base, race.variants[variant], PATH)
                 values |= {"study": "race", "scale": race.scale, "variant": variant, "seed": seed}
                 found.append(resolve(values, PATH))
         return found

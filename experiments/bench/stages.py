@@ -78,11 +78,11 @@ def settings(plan: Plan, variant: str) -> dict[str, Any]:
             "window": WINDOW,
             "warmup_fraction": 0.0,
             "stability_tolerance": 10.0,
-            "search_start": 2,
-            "alignment": "measured" if variant == "dac" else "off",
             "remeasure_above": None,  # the injected links do not change
             "entropy": {"iteration_rate": 0.25},
         }
+        if variant == "dac":
+            compression |= {"alignment": "measured", "search_start": 2}
         # DAC first times half a dozen ranks twice; without it warm-up is over after two windows.
         warm_up = (5 if variant == "dac" else 2) * WINDOW
     iterations = warm_up + plan.steps

@@ -21,7 +21,7 @@ import edgc.ddp
 from edgc import EDGCConfig
 from edgc.errors import UserError
 from tests.integration import gpt_reference
-from tests.integration.ddp_runs import METHODS, TYPES, Case, Run, batch, copied, recorded, same
+from tests.integration.ddp_runs import EDGC, METHODS, TYPES, Case, Run, batch, copied, recorded, same
 
 RESUMED = ("powersgd", "int8 factors", "edgc", "quantize")
 TIMED = ("search", "gate")  # what these do depends on times that they measure: no two runs are the same
@@ -286,6 +286,15 @@ def refusals() -> dict[str, str]:
     def wrap(*layers: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(nn.Sequential(*layers))
 
+    def register(length: Any = 9, **options: Any) -> edgc.ddp.Handle:
+        return edgc.ddp.register(wrap(nn.Linear(32, 32)), EDGCConfig.from_dict(options), iterations=length)
+
+    def without_losses() -> None:
+        model = wrap(nn.Linear(32, 32))
+        edgc.ddp.register(model, EDGCConfig.from_dict({**EDGC, "policy": "loss"}), iterations=9)
+        for _ in range(3):
+            model(torch.ones(4, 32)).sum().backward()
+
     config, mine = EDGCConfig(), EDGCConfig(seed=dist.get_rank())
     run = Run(Case(unused=True)).train(0, 1)
     handle = run.handle
@@ -309,6 +318,14 @@ def refusals() -> dict[str, str]:
             lambda: edgc.ddp.register(wrap(nn.Linear(4, 4, dtype=torch.cfloat)), config, iterations=9)
         ),
         "ranks differ": said(lambda: edgc.ddp.register(wrap(nn.Linear(4, 4)), mine, iterations=9)),
+        "pipeline": said(lambda: register(pipeline={"rank": 8})),
+        "embedding": said(lambda: register(fused_embedding=True)),
+        "some stages": said(lambda: register(method="powersgd", rank=4, compressed_stages=0.5)),
+        "alignment": said(lambda: register(preset="paper", window=20)),
+        "experts": said(lambda: register(method="powersgd", rank=4, compress_experts=False)),
+        "no iterations": said(lambda: register(0)),
+        "half an iteration": said(lambda: register(1e3)),
+        "no losses": said(without_losses),
         "inside": inside[0],
         "another rank": said(lambda: handle.load_state_dict({**state, "rank": 1 - state["rank"]})),
         "another world": said(lambda: handle.load_state_dict({**state, "world": 4})),

@@ -69,7 +69,7 @@ def run_cell(world: int, name: str) -> dict[str, Any]:
     parallel, how, model, options = (CELLS if world == 4 else PAIRS)[name]
 
     def run(method: str, **compression: Any) -> Any:
-        given = {"method": method, **compression, **options}
+        given = {"method": method, **compression, **(options if method != "none" else {})}
         return configuration(method, given, parallel=parallel, train=how, model=model)
 
     return {

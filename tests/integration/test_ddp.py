@@ -195,6 +195,26 @@ def test_error_feedback_is_redistributed_in_another_world(two: World, four: Worl
             "ranks differ",
             "config, iterations, options or parameters differ between ranks 0 and 1 (in edgc.ddp.register); give",
         ),
+        (
+            "pipeline",
+            "pipeline.rank = 8 cannot be used (in edgc.ddp.register); a plain data-parallel job has one stage;",
+        ),
+        (
+            "embedding",
+            "fused_embedding = True cannot be used (in edgc.ddp.register); a plain data-parallel job has one",
+        ),
+        (
+            "some stages",
+            "compressed_stages = 0.5 cannot be used (in edgc.ddp.register); a plain data-parallel job has",
+        ),
+        ("alignment", "a plain data-parallel job has one stage; set alignment: off"),
+        ("experts", "a plain data-parallel job has no expert parallelism; set compress_experts: true"),
+        ("no iterations", "iterations = 0 is not valid; use a whole number of at least 1"),
+        ("half an iteration", "iterations = 1000.0 is not valid; use a whole number of at least 1"),
+        (
+            "no losses",
+            "policy loss was not told a training loss in the first 2 iterations; call add_loss(loss) after",
+        ),
         ("inside", "edgc.ddp was called inside an iteration; call it after backward"),
         ("another rank", "but this is rank {rank}; save and load one state per rank"),
         (

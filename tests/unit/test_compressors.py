@@ -668,7 +668,7 @@ def test_errors_of_another_model_are_refused(rank: int | None) -> None:
 def test_every_method_of_the_settings_is_built() -> None:
     common: dict[str, Any] = dict(min_compression_elements=77, seed=5)
     built = {
-        method: build(EDGCConfig(method=method, rank=4, **common))
+        method: build(EDGCConfig(method=method, rank=4 if method == "powersgd" else None, **common))
         for method in ("none", "bf16", "powersgd", "topk", "randomk", "quantize", "sign", "edgc")
     }
     kinds = [NoCompression, BF16, PowerSGD, TopK, RandomK, Quantize, Sign, PowerSGD]

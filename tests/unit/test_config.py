@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from edgc.config import EDGCConfig, EntropyConfig, PipelineConfig, TimingConfig
+from edgc.config import METHODS, POLICIES, EDGCConfig, EntropyConfig, PipelineConfig, TimingConfig
 from edgc.errors import UserError
+from edgc.usable import USES, usable
+
+SCHEDULE: dict[str, Any] = {"method": "edgc", "policy": "schedule", "schedule": [[0, 8]]}
+GIVEN = {"alignment": "given", "timing": {"seconds_per_rank": 0.1}}
 
 
-def test_defaults_are_the_papers() -> None:
-    config = EDGCConfig()
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def test_the_preset_is_the_paper_to_the_letter() -> None:
+    config = EDGCConfig.from_dict({"preset": "paper"})
+    assert (config.method, config.policy, config.alignment) == ("edgc", "cqm", "measured")
     assert (config.window, config.step_limit, config.rank_multiple) == (1000, 8, 4)
-    assert config.warmup_fraction == 0.1
-    assert (config.entropy.iteration_rate, config.entropy.entry_rate) == (0.1, 0.25)
-    assert config.method == "none"
+    assert (config.warmup_fraction, config.warmup_bits, config.remeasure_above) == (0.1, None, None)
+    assert (config.r_max, config.r_min, config.lower_rank(64)) == (None, None, 16)
+    entropy = config.entropy
+    assert (entropy.iteration_rate, entropy.entry_rate, entropy.sampling) == (0.1, 0.25, "random")
+    assert config.error_feedback and config.warm_start and not config.one_sided
+    assert (config.factor_dtype, config.error_dtype) == ("fp32", "fp32")
+
+
+def test_where_the_defaults_differ_from_the_paper_is_documented() -> None:
+    text = inspect.getdoc(EDGCConfig) or ""
+    _, head, rows, *_ = re.split(r"^[= ]+$", text, flags=re.MULTILINE)
+    assert head.split() == ["key", "default", "paper", "why"]
+    documented = {
+        (key, default, paper) for key, default, paper, *_ in map(str.split, rows.strip().splitlines())
+    }
+    ours, papers = (flat(EDGCConfig.from_dict(v).to_dict()) for v in ({}, {"preset": "paper"}))
+    assert documented == {(key, str(v), str(papers[key])) for key, v in ours.items() if v != papers[key]}
+    assert len(documented) == 4
 
 
 def test_round_trip_through_plain_dictionaries() -> None:
@@ -88,7 +120,7 @@ def test_settings_are_frozen_and_keyword_only() -> None:
         ({"error_feedback": "no"}, "error_feedback = 'no'", "true or false"),
         ({"method": "powersgd"}, "rank = None", "give the rank"),
         ({"method": "edgc", "policy": "fixed"}, "rank = None", "give the rank"),
-        ({"alignment": "given"}, "timing.seconds_per_rank = 0.0", "above 0"),
+        ({"method": "edgc", "alignment": "given"}, "timing.seconds_per_rank = 0.0", "above 0"),
         ({"remeasure_above": 0}, "remeasure_above = 0", "above 0"),
         ({"remeasure_above": True}, "remeasure_above = True", "use a number"),
         ({"pipeline": {"rank": 0}}, "pipeline.rank = 0 is not valid", "whole number of at least 1"),
@@ -119,10 +151,139 @@ def test_errors_without_a_file_name_none() -> None:
     assert caught.value.where is None
 
 
+@pytest.mark.parametrize(
+    ("values", "message", "fix"),
+    [
+        ({"rank": 8}, "rank = 8 is not used with method: none", "set method: powersgd, or method: edgc with"),
+        ({"method": "topk", "rank": 8}, "rank = 8 is not used with method: topk", "leave it out, or set"),
+        (
+            {"method": "edgc", "rank": 8},
+            "rank = 8 is not used with method: edgc, policy: cqm",
+            "policy: fixed",
+        ),
+        (
+            {**SCHEDULE, "rank": 8},
+            "rank = 8 is not used with method: edgc, policy: schedule",
+            "policy: fixed",
+        ),
+        ({"method": "powersgd", "rank": 8, "bits": 4}, "bits = 4 is not used", "set method: quantize"),
+        ({"method": "topk", "factor_dtype": "int8"}, "factor_dtype = 'int8'", "powersgd or edgc"),
+        ({"method": "topk", "one_sided": True}, "one_sided = True", "powersgd or edgc"),
+        ({"method": "sign", "error_dtype": "bf16"}, "error_dtype = 'bf16'", "powersgd or edgc"),
+        ({"method": "quantize", "warm_start": False}, "warm_start = False", "powersgd or edgc"),
+        ({"method": "bf16", "error_feedback": False}, "error_feedback = False", "keeps what it did not send"),
+        ({"method": "quantize", "density": 0.5}, "density = 0.5", "topk or randomk"),
+        ({"method": "topk", "rounding": "stochastic"}, "rounding = 'stochastic'", "set method: quantize"),
+        ({"method": "edgc", "target_error": 0.5}, "target_error = 0.5 is not used", "policy: spectral"),
+        ({"method": "edgc", "monotone": True}, "monotone = True is not used", "policy: spectral"),
+        ({"method": "edgc", "per_layer": True}, "per_layer = True is not used", "policy: spectral"),
+        ({"method": "powersgd", "rank": 8, "per_layer": True}, "per_layer = True", "policy: spectral"),
+        ({"method": "edgc", "schedule": [[0, 8]]}, "schedule = ((0.0, 8),) is not used", "policy: schedule"),
+        ({**SCHEDULE, "r_min": 4}, "r_min = 4 is not used", "cqm, released, loss or spectral"),
+        ({**SCHEDULE, "step_limit": 4}, "step_limit = 4 is not used", "cqm, released, loss or spectral"),
+        ({"method": "powersgd", "rank": 8, "r_max": 16}, "r_max = 16 is not used", "set method: edgc"),
+        ({"method": "topk", "policy": "loss"}, "policy = 'loss' is not used", "set method: edgc"),
+        ({"method": "topk", "warmup_bits": 8}, "warmup_bits = 8 is not used", "set method: edgc"),
+        ({"alignment": "given"}, "alignment = 'given' is not used", "set method: edgc"),
+        (
+            {"method": "edgc", "timing": {"seconds_fixed": 1}},
+            "timing.seconds_fixed = 1 is",
+            "alignment: given",
+        ),
+        ({"method": "edgc", "r_max": 16, "search_repeats": 5}, "search_repeats = 5", "without r_max"),
+        ({**SCHEDULE, "search_start": 5}, "search_start = 5", "alignment: measured"),
+        ({"method": "topk", "gate_interval": 5}, "gate_interval = 5", "cost_gate: true"),
+        ({"cost_gate": True}, "cost_gate = True is not used with method: none", "a method that compresses"),
+        ({"compress_experts": False}, "compress_experts = False is not used", "a method that compresses"),
+        ({"compressed_stages": 0.5}, "compressed_stages = 0.5 is not used", "another method"),
+        (
+            {"entropy": {"entry_rate": 0.5}},
+            "entropy.entry_rate = 0.5 is not used",
+            "record_full_entropy: true",
+        ),
+        ({"pipeline": {"epilogue_only": True}}, "pipeline.epilogue_only = True", "give the rank beside it"),
+    ],
+)
+def test_what_the_method_cannot_use_is_refused(values: dict[str, Any], message: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        EDGCConfig.from_dict(values, where="study.yaml")
+    line = str(caught.value)
+    assert message in line and "(in study.yaml); " in line and fix in line and "\n" not in line
+    kept = EDGCConfig.from_record(values | {"pipeline": {}}).to_dict()
+    assert EDGCConfig.from_dict(kept).to_dict() == kept
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_default_may_be_spelled_out(method: str, policy: str) -> None:
+    """And every key is used somewhere: what one method refuses, another takes."""
+    plain = EDGCConfig().to_dict() | {"method": method}
+    if method == "edgc":
+        plain |= {"policy": policy} | ({"schedule": [[0, 8]]} if policy == "schedule" else {})
+    if method == "powersgd" or (method == "edgc" and policy == "fixed"):
+        plain["rank"] = 4
+    config = EDGCConfig.from_dict(plain)
+    assert EDGCConfig.from_dict(config.to_dict()) == config
+
+
+def test_settings_of_other_traffic_and_of_records_go_with_every_method() -> None:
+    for method in METHODS:
+        given: dict[str, Any] = {
+            "method": method,
+            "rank": 4 if method == "powersgd" else None,
+            "window": 20,
+            "record_full_entropy": True,
+            "entropy": {"iteration_rate": 0.5},
+            "min_compression_elements": 64,
+            "fused_embedding": True,
+            "pipeline": {"rank": 8},
+            "seed": 3,
+        }
+        assert flat(EDGCConfig.from_dict(given).to_dict()).items() >= flat(given).items()
+        if method != "none":
+            del given["record_full_entropy"]
+            assert EDGCConfig.from_dict(
+                {**given, "cost_gate": True, "gate_interval": 9, "compress_experts": False}
+            )
+
+
+def test_every_key_of_the_table_is_a_setting() -> None:
+    keys = [key for use in USES for key in use.keys]
+    assert len(keys) == len(set(keys)) and set(keys) < EDGCConfig().to_dict().keys()
+    assert usable({"method": "topk", "rank": 4, "density": 0.5, "metod": 1}, EDGCConfig().to_dict()) == {
+        "method": "topk",
+        "density": 0.5,
+        "metod": 1,  # unknown: for others to refuse
+    }
+
+
+def test_sections_may_be_dictionaries_and_not_null() -> None:
+    config = EDGCConfig(method="edgc", entropy={"iteration_rate": 0.5}, pipeline={"rank": 4}, **GIVEN)  # type: ignore[arg-type]
+    assert config.entropy == EntropyConfig(iteration_rate=0.5)
+    assert config.timing.seconds_per_rank == 0.1 and config.pipeline == PipelineConfig(rank=4)
+    assert EDGCConfig.from_dict(config.to_dict()) == config
+    for key in ("entropy", "timing", "pipeline"):
+        for value in (None, 5):
+            with pytest.raises(UserError, match=f"^{key} = {value} is not valid; give a mapping"):
+                EDGCConfig(**{key: value})
+    with pytest.raises(UserError, match=r"^unknown key entropy\.alpha; known keys"):
+        EDGCConfig(entropy={"alpha": 0.1})  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_other_types_become_plain_ones() -> None:
+    config = EDGCConfig(method="powersgd", rank=np.int64(8), window=np.int32(20), seed=torch.tensor(3))  # type: ignore[arg-type]
+    assert config == EDGCConfig(method="powersgd", rank=8, window=20, seed=3)
+    assert {type(config.rank), type(config.window), type(config.seed)} == {int}
+    assert json.loads(json.dumps(config.to_dict())) == {**config.to_dict(), "schedule": []}
+    for bad in (np.float64(8), np.array([8]), True, "8", 8.0):
+        with pytest.raises(UserError, match=r"^rank = .* is not valid; use a whole number of at least 1"):
+            EDGCConfig(method="powersgd", rank=bad)  # type: ignore[arg-type]
+
+
 def test_a_fixed_rank_need_not_be_a_multiple() -> None:
     assert EDGCConfig(method="powersgd", rank=6).rank == 6
     assert EDGCConfig(method="edgc", policy="fixed", rank=6).rank == 6
-    assert EDGCConfig.from_dict({"schedule": [[0, 8]]}).schedule == ((0.0, 8),)
+    assert EDGCConfig.from_dict(SCHEDULE).schedule == ((0.0, 8),)
     assert EDGCConfig(method="edgc", rank_multiple=1, r_max=30).r_max == 30
 
 
@@ -140,7 +301,7 @@ def test_a_fixed_rank_need_not_be_a_multiple() -> None:
     ],
 )
 def test_lower_rank(overrides: dict[str, Any], r_max: int, expected: int) -> None:
-    assert EDGCConfig(**overrides).lower_rank(r_max) == expected
+    assert EDGCConfig(method="edgc", **overrides).lower_rank(r_max) == expected
 
 
 def test_import_needs_no_torch() -> None:

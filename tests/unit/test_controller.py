@@ -25,8 +25,9 @@ Curves = Callable[[int, Sequence[int]], Any]
 
 
 def config(**overrides: Any) -> EDGCConfig:
+    """Those of the settings that the policy can use."""
     values: dict[str, Any] = {"method": "edgc", "window": 10, "r_max": 64, **overrides}
-    return EDGCConfig(**values)
+    return EDGCConfig.from_record(values)
 
 
 def drive(
@@ -64,7 +65,7 @@ def drive(
             gate=tuple(GateVerdict(s, "w", 1.0, 2.0, True) for s in range(controller.stages))
             if plan.gate
             else (),
-            loss=3 * entropy,
+            loss=3 * entropy if math.isfinite(entropy) else math.inf,  # told, not finite
         )
         decision = controller.observe(iteration, report)
         if decision is not None:
@@ -306,9 +307,9 @@ def test_a_curve_of_another_grid_is_refused() -> None:
 
 @pytest.mark.parametrize("method", ["bf16", "topk", "randomk", "quantize", "sign", "powersgd"])
 def test_other_methods_compress_from_the_first_iteration(method: str) -> None:
-    controller = Controller(EDGCConfig(method=method, rank=6), [[], []], 30)
-    assert controller.plan(1) == Plan("active", (6, 6), None, False)
-    assert Controller(EDGCConfig(method="quantize"), [[]], 30).plan(1).ranks == (1,)
+    rank = 6 if method == "powersgd" else None
+    controller = Controller(EDGCConfig(method=method, rank=rank), [[], []], 30)
+    assert controller.plan(1) == Plan("active", (rank or 1,) * 2, None, False)
 
 
 def test_the_cost_gate_measures_on_its_schedule() -> None:
@@ -333,7 +334,9 @@ def test_the_cost_gate_measures_again_when_the_rank_has_changed() -> None:
 
 
 def test_without_compression_there_is_nothing_to_gate() -> None:
-    plans, decisions = drive(Controller(EDGCConfig(method="none", cost_gate=True), [SHAPES], 30), [1.0])
+    controller = Controller(config(r_max=None, cost_gate=True), [[(8, 8)]], 100)
+    assert controller.phase == "disabled"
+    plans, decisions = drive(controller, [1.0])
     assert not any(plan.gate or plan.exchange for plan in plans)
     assert decisions == []
 
@@ -357,7 +360,9 @@ def test_a_probe_that_was_given_up_is_timed_again() -> None:
 
 @pytest.mark.parametrize("method", ["none", "powersgd"])
 def test_methods_without_a_controller(method: str) -> None:
-    controller = Controller(EDGCConfig(method=method, rank=6), [SHAPES] * 2, 30)
+    controller = Controller(
+        EDGCConfig(method=method, rank=6 if method == "powersgd" else None), [SHAPES] * 2, 30
+    )
     expected = (None, None) if method == "none" else (6, 6)
     for iteration in (1, 10, 30, 1000):
         phase = "disabled" if method == "none" else "active"
@@ -508,6 +513,17 @@ def test_fixed_policy_lets_other_stages_rise() -> None:
 @pytest.mark.parametrize(
     ("overrides", "shapes", "message"),
     [
+        (
+            {"window": 9},
+            SHAPES,
+            "window = 9 is shorter than 1 / entropy.iteration_rate = 10 iterations; some windows would have no "
+            "entropy; use a window of at least 10, or a higher rate",
+        ),
+        (
+            {"policy": "spectral", "window": 2, "entropy": EntropyConfig(iteration_rate=0.3)},
+            SHAPES,
+            "use a window of at least 4",
+        ),
         ({"window": 100}, SHAPES, "window = 100 leaves nothing to compress in 100 iterations"),
         ({"step_limit": 2}, SHAPES, "step_limit = 2"),
         ({"r_max": 256}, SHAPES, "r_max = 256 is not below"),
@@ -566,8 +582,7 @@ def runs(draw: st.DrawFn) -> tuple[EDGCConfig, int, int, list[float], Probe, Cur
     policy = draw(st.sampled_from(POLICIES))
     warmup = draw(st.floats(0, 0.5))
     window = draw(st.integers(1, 12))
-    settings_ = EDGCConfig(
-        method="edgc",
+    settings_ = config(
         policy=policy,
         rank=draw(st.integers(1, r_max or 30)),
         schedule=sorted(
@@ -590,7 +605,7 @@ def runs(draw: st.DrawFn) -> tuple[EDGCConfig, int, int, list[float], Probe, Cur
             seconds_fixed=draw(st.floats(0, 1)),
             seconds_uncompressed=draw(st.floats(0, 5)),
         ),
-        entropy=EntropyConfig(),
+        entropy=EntropyConfig(iteration_rate=1.0),
         target_error=draw(st.floats(0.01, 1)),
         smoothing=draw(st.floats(0.01, 1)),
         monotone=draw(st.booleans()),
@@ -688,6 +703,55 @@ def test_a_resumed_run_decides_as_one_that_never_stopped(
     assert json.dumps(resumed.state_dict()) == saved
     after = drive(resumed, entropies, probe=probe, curves=curves, start=cut + 1)
     assert repr((before[0] + after[0], before[1] + after[1])) == repr(whole)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "schedule"])
+def test_ranks_that_are_given_need_no_entropy_in_every_window(policy: str) -> None:
+    given: dict[str, Any] = {"rank": 8} if policy == "fixed" else {"schedule": [[0, 8]]}
+    controller = Controller(config(policy=policy, window=4, **given), [SHAPES], 100)
+    _, decisions = drive(controller, [NAN])
+    assert controller.ranks == (8,)
+    assert next(d.iteration for d in decisions if d.phase == "active") == 52, (
+        "the first end after half the run"
+    )
+
+
+def test_windows_of_exactly_one_sample_are_allowed() -> None:
+    for window, rate in ((10, 0.1), (3, 1 / 3), (7, 1 / 7), (2, 0.5)):
+        Controller(config(window=window, entropy=EntropyConfig(iteration_rate=rate)), [SHAPES], 100)
+
+
+@pytest.mark.parametrize("iterations", [0, -5, 1e3, "100", None, True, math.nan])
+@pytest.mark.parametrize("method", ["none", "sign", "edgc"])
+def test_a_length_that_is_no_whole_number_is_refused(method: str, iterations: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        Controller(EDGCConfig(method=method), [SHAPES], iterations)
+    said = f"iterations = {iterations!r} is not valid; use a whole number of at least 1"
+    assert str(caught.value) == said
+
+
+def test_a_policy_that_is_told_no_loss_says_so_at_the_first_window() -> None:
+    controller = Controller(config(policy="loss"), [SHAPES] * 2, 100)
+    with pytest.raises(UserError) as caught:
+        controller.observe(10, Report((1.0, 1.0)))
+    said = str(caught.value)
+    assert said.startswith(
+        "policy loss was not told a training loss in the first 10 iterations; call add_loss(loss)"
+    )
+    # Once it was told any, a window without one leaves the ranks as they are.
+    controller = Controller(config(policy="loss"), [SHAPES] * 2, 100)
+    for window, loss in enumerate((math.inf, 3.0, 2.5, NAN)):
+        decision = controller.observe(10 * (window + 1), Report((1.0, 1.0), loss=loss))
+    assert decision is not None and "no loss was measured in this window" in decision.reason
+    # The loss of iteration 1 comes after a window that it ends.
+    controller = Controller(
+        config(policy="loss", window=1, entropy=EntropyConfig(iteration_rate=1.0)), [SHAPES], 100
+    )
+    controller.observe(1, Report((1.0,)))
+    with pytest.raises(UserError, match="in the first 2 iterations"):
+        controller.observe(2, Report((1.0,)))
+    for policy in ("cqm", "released", "spectral"):
+        Controller(config(policy=policy), [SHAPES], 100).observe(10, Report((1.0,)))
 
 
 def test_the_controller_needs_no_torch() -> None:

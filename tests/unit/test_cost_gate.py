@@ -22,7 +22,7 @@ from edgc import trial
 from edgc.clock import Stopwatch
 from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD, Statistics
 from edgc.compressors.base import flat_view
-from edgc.config import EDGCConfig
+from edgc.config import EDGCConfig, EntropyConfig
 from edgc.cost_gate import CostGate, GateSchedule, GateVerdict, GroupTimes, label, summary, verdicts
 from edgc.engine import Engine
 from tests.workers import run_workers
@@ -345,7 +345,8 @@ def recorded() -> dict[str, Any]:
 
 def searched() -> list[Any]:
     """The search for r_max with several buckets in flight and sleeping ranks."""
-    config = EDGCConfig(method="edgc", window=8, search_start=1, min_compression_elements=64)
+    entropy = EntropyConfig(iteration_rate=0.125)
+    config = EDGCConfig(method="edgc", window=8, search_start=1, entropy=entropy, min_compression_elements=64)
     engine, decisions = engine_of(config), []
     jitter = random.Random(dist.get_rank())
     for iteration in range(1, 20):

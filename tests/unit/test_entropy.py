@@ -258,3 +258,25 @@ def test_combine_weights_by_size_and_ignores_nan() -> None:
     assert combine([1.0, math.nan, 3.0], [100, 10**9, 100]) == pytest.approx(2.0)
     assert math.isnan(combine([math.nan], [5]))
     assert math.isnan(combine([], []))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [(torch.bfloat16, (1.0, 1e-6, 1e-38)), (torch.float16, (1.0, 1e-3, 3e-6))]
+)
+def test_the_grid_of_a_small_type_moves_no_histogram(dtype: torch.dtype, scales: tuple[float, ...]) -> None:
+    """Values on a grid fall into bins unevenly, by how the grid lies to the edges; also where spacings are least."""
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(5))
+    for scale in scales:
+        for share in (1.0, 1.2, 1.5, 1.8):
+            factor = scale * share
+            rounded = estimate((x.double() * factor).to(dtype), "histogram")
+            assert rounded - math.log(factor) == pytest.approx(estimate(x, "histogram"), abs=2e-3)
+
+
+def test_spreading_repeats_and_leaves_wider_types_alone() -> None:
+    x = torch.randn(300_000, generator=torch.Generator().manual_seed(6))  # more than one piece
+    assert estimate(x, "histogram") == estimate(x.double(), "histogram")
+    half = x.bfloat16()
+    assert estimate(half, "histogram") == estimate(half.clone(), "histogram")
+    assert estimate(half, "histogram") != estimate(half.float(), "histogram")
+    assert estimate(-half, "histogram") == pytest.approx(estimate(half, "histogram"), abs=1e-3)

@@ -11,6 +11,7 @@ import torch
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig, EntropyConfig
 from edgc.engine import Engine
+from edgc.errors import UserError
 from edgc.policies import by_change
 
 WINDOW, WINDOWS = 4, 12
@@ -35,13 +36,17 @@ def loss_of(iteration: int) -> float:
     return 8.0 - 0.2 * min(iteration, 24) + (0.3 if iteration > 36 else 0.0)
 
 
+def one_iteration(engine: Engine, iteration: int) -> None:
+    generator = torch.Generator().manual_seed(iteration)
+    engine.reduce([Gradient("w", torch.randn(64, 96, generator=generator))], None)
+    engine.end_iteration()
+
+
 def run(engine: Engine, first: int, last: int) -> list[str]:
     """Iterations ``first..last``; the reasons of the decisions."""
     reasons = []
     for iteration in range(first, last + 1):
-        generator = torch.Generator().manual_seed(iteration)
-        engine.reduce([Gradient("w", torch.randn(64, 96, generator=generator))], None)
-        engine.end_iteration()
+        one_iteration(engine, iteration)
         if engine.decision is not None:
             reasons.append(engine.decision.reason)
         engine.add_loss(loss_of(iteration))
@@ -69,11 +74,12 @@ def test_ranks_follow_the_losses_told_before_each_window_end() -> None:
     assert engine.last is not None
 
 
-def test_a_loss_that_nobody_tells_leaves_the_rank() -> None:
+def test_a_window_without_a_loss_leaves_the_rank() -> None:
     engine = new()
-    for _ in range(3 * WINDOW):
-        engine.reduce([Gradient("w", torch.randn(64, 96))], None)
-        engine.end_iteration()
+    for iteration in range(1, 3 * WINDOW + 1):
+        one_iteration(engine, iteration)
+        if iteration == 1:
+            engine.add_loss(3.0)
     assert engine.decision is not None
     assert "no loss was measured in this window; ranks unchanged" in engine.decision.reason
     assert engine.rank == 16
@@ -90,3 +96,26 @@ def test_resumed_run_follows_the_same_losses(cut: int) -> None:
     resumed.load_state_dict({**state, "controller": json.loads(json.dumps(state["controller"]))})
     reasons += run(resumed, cut + 1, WINDOW * WINDOWS)
     assert reasons == expected
+
+
+def test_a_run_that_is_told_no_loss_stops_at_the_end_of_the_first_window() -> None:
+    engine = new()
+    with pytest.raises(
+        UserError, match=r"was not told a training loss in the first 4 iterations; call add_loss"
+    ):
+        for iteration in range(1, WINDOW + 1):
+            one_iteration(engine, iteration)
+    assert engine.iteration == WINDOW
+
+
+def test_losses_that_are_not_finite_are_told_too_also_after_a_resume() -> None:
+    engine = new()
+    for iteration in (1, 2):
+        one_iteration(engine, iteration)
+        engine.add_loss(math.nan)
+    resumed = new()
+    resumed.load_state_dict(engine.state_dict())
+    for one in (engine, resumed):
+        for iteration in (3, 4):
+            one_iteration(one, iteration)
+        assert one.decision is not None

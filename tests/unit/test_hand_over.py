@@ -197,8 +197,12 @@ def test_resume_skip_merge_and_scale(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup_bits": 2}, {"warmup_bits": 4, "method": "powersgd"}, {"warmup_bits": 8, "method": "none"}],
+    [
+        {"warmup_bits": 2},
+        {"warmup_bits": 4, "method": "powersgd", "rank": 4},
+        {"warmup_bits": 8, "method": "none"},
+    ],
 )
 def test_other_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="warmup_bits"):
-        EDGCConfig(**{"method": "edgc", "rank": 4, **options})
+        EDGCConfig(**{"method": "edgc", **options})

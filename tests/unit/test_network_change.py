@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.change_detector import PATIENCE, ChangeDetector
-from edgc.config import POLICIES, EDGCConfig
+from edgc.config import POLICIES, EDGCConfig, EntropyConfig
 from edgc.controller import Controller, Decision, Plan, Report
 from edgc.errors import UserError
 from edgc.plans import StageTiming
@@ -48,6 +48,7 @@ class Network:
 
 
 def measured(**overrides: Any) -> EDGCConfig:
+    """Those of the settings that the policy and the alignment can use."""
     values: dict[str, Any] = {
         "method": "edgc",
         "policy": "fixed",
@@ -58,9 +59,10 @@ def measured(**overrides: Any) -> EDGCConfig:
         "search_start": 1,
         "search_repeats": 1,
         "warmup_fraction": 0.001,
+        "entropy": EntropyConfig(iteration_rate=1.0),
         **overrides,
     }
-    return EDGCConfig(**values)
+    return EDGCConfig.from_record(values)
 
 
 class Run:
@@ -446,7 +448,7 @@ def anything(controller: Controller, iteration: int, seed: int) -> Report:
         None if generator.random() < 0.1 else tuple(perhaps() for _ in stages),
         error_curve=(curve,) * controller.stages if grid else None,
         reduction_seconds=tuple(perhaps() for _ in stages) if controller.watches(iteration) else None,
-        loss=generator.choice([NAN, generator.uniform(2, 9)]),
+        loss=generator.choice([math.inf, generator.uniform(2, 9)]),
     )
 
 

@@ -22,7 +22,35 @@ def sampler(sampling: str = "diagonal", alpha: float = 0.1, beta: float = 0.25, 
 def test_iterations_are_evenly_spaced() -> None:
     assert [i for i in range(1, 41) if sampler(alpha=0.1).measures(i)] == [10, 20, 30, 40]
     assert all(sampler(alpha=1.0).measures(i) for i in range(1, 10))
-    assert [i for i in range(1, 10) if sampler(alpha=0.3).measures(i)] == [3, 6, 9]
+    assert [i for i in range(1, 11) if sampler(alpha=0.3).measures(i)] == [4, 7, 10]
+    assert [i for i in range(1, 11) if sampler(alpha=0.6).measures(i)] == [2, 4, 5, 7, 9, 10]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 10, 49, 1000])
+def test_every_kth_iteration_and_every_entry_in_turn_at_rates_of_one_in_k(k: int) -> None:
+    gds, x = sampler("strided", alpha=1 / k), torch.arange(64.0)
+    iterations = [*range(1, 3 * k + 2), *range(230_000 - k, 230_001)]
+    assert [i for i in iterations if gds.measures(i)] == [i for i in iterations if i % k == 0]
+    first = int(gds.take(x, 0, "w")[0])
+    for i in iterations:
+        assert int(gds.take(x, i, "w")[0]) == (first + i // k) % 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(alpha=st.floats(1e-3, 1.0), start=st.integers(0, 10**7), window=st.integers(1, 3000))
+def test_any_rate_is_kept_in_any_stretch_of_iterations(alpha: float, start: int, window: int) -> None:
+    gds = sampler(alpha=alpha)
+    count = sum(gds.measures(i) for i in range(start + 1, start + window + 1))
+    assert abs(count - alpha * window) < 1 + 1e-6
+    assert count > 0 or alpha * window < 1
+
+
+@pytest.mark.parametrize("alpha", [0.6, 0.67, 0.9, 0.35])
+def test_the_phase_moves_by_one_at_each_measured_iteration(alpha: float) -> None:
+    gds, x = sampler("strided", alpha=alpha), torch.arange(64.0)
+    phases = [int(gds.take(x, i, "w")[0]) for i in range(1, 101) if gds.measures(i)]
+    assert len(phases) == math.floor(100 * alpha + 1e-9)
+    assert all((b - a) % 4 == 1 for a, b in pairwise(phases))
 
 
 def test_random_iterations_follow_rate_and_seed() -> None:
