@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -214,6 +214,10 @@ class Feedback(Compressor):
     def _forget(self, gradients: Sequence[Gradient]) -> None:
         for gradient in gradients:
             self._then(partial(self.errors.__delitem__, gradient.name))
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        return self.errors
 
     def rescale(self, factor: float) -> None:
         for error in self.errors.values():

@@ -316,7 +316,7 @@ def survives(make: Callable[[], Compressor], label: str) -> Iterator[Record]:
                 gradients[where].tensor[(0,) * gradients[where].tensor.dim()] = bad
             statistics = compressor.reduce(gradients, channel, rank)
             hit = not bool(torch.isfinite(gradients[where].tensor).all())
-            kept_state = same_state(before, compressor.state_dict()) and statistics.relative_error is None
+            kept_state = same_state(before, compressor.state_dict()) and statistics.worker_error is None
             text = f"{label}, {bad} in {where}, rank {rank}"
             yield Record(text, skipped=statistics.skipped, extra={"hit": hit, "state": kept_state})
     for one in (compressor, twin):
@@ -400,7 +400,7 @@ def lengths() -> list[Record]:
     for name, make in METHODS.items():
         gradient = Spec(shape, 1.0, torch.float32, "contiguous").tensor(me)
         statistics = make().reduce([Gradient("p", gradient)], Channel(None), 8)
-        records.append(Record(name, bytes=statistics.bytes, extra={"error": statistics.relative_error}))
+        records.append(Record(name, bytes=statistics.bytes, extra={"error": statistics.worker_error}))
     return records
 
 
