@@ -12,6 +12,10 @@ What it is relative to is ||mean_w(M_w)||^2 = ||R||^2 + 2 <R, mean_w(E_w)> + ||m
 the same on every replica. The first two are exact: the inner product is linear in E_w and averaged along. For PowerSGD
 R is a projection: its norm is that of the averaged factor, and the inner product 0, up to the rounding of factors.
 
+At a window's end the replicas average one message of some 4 kB, through a channel of the engine, so that its bytes
+count. Parameters that are reduced over another group than most (experts) are left out, as are steps that were skipped;
+without error feedback nothing is known.
+
 Everything is in the gradients' unit without their loss scale. Nothing here makes the host wait for a GPU, except
 :meth:`MeanError.close` and the singular values that come from outside.
 """
@@ -64,8 +68,6 @@ class _Sums:
 
 class MeanError:
     """One rank's sketches of the current window.
-
-    Parameters that are reduced over another group than most (experts) are left out.
 
     Args:
         seed: of the signs; must agree on all replicas.

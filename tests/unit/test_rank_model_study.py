@@ -41,10 +41,10 @@ def probe_of(compressor: Any, **more: Any) -> SpectraProbe:
 class Together(SpectraProbe):
     """One of two probes in one process: averages with what the other has."""
 
-    other: SpectraProbe
+    other: SpectraProbe | None = None
 
     def _mean(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        return (own + self.other._pending[name]) / 2
+        return own if self.other is None else (own + self.other._pending[name]) / 2
 
 
 def two_steps() -> SpectraProbe:
@@ -53,7 +53,6 @@ def two_steps() -> SpectraProbe:
     config, settings = ProbeConfig(every=2, spectra=True), EDGCConfig.from_dict(GAUSSIAN)
     probes = [Together(config, settings, 1, worker, reports=w == 0) for w, worker in enumerate(workers)]
     probes[0].other = probes[1]
-    probes[1].other = probes[1]
     for step in (1, 2):
         gradients = [[Gradient(NAME, drawn(w, step)), Gradient(BIAS, torch.ones(2000))] for w in range(2)]
         for probe, own in zip(probes, gradients, strict=True):
