@@ -65,9 +65,9 @@ class BucketWorker:
         device: of the gradients.
         parameters: number of gradients in an iteration.
         closes: whether the engine's iteration is closed here after the last bucket; if not, the caller does when it
-            has all futures. On a GPU the host would have to wait to know whether all gradients were finite; an
-            iteration that ends without an exchange is therefore closed when the next one begins or when somebody
-            asks for it (:meth:`settle`).
+            has all futures. On a GPU the host would have to wait to know whether all gradients were finite; most
+            iterations (:attr:`edgc.engine.Engine.closes_at_once`) are therefore closed when the next one begins or
+            when somebody asks for it (:meth:`settle`).
 
     Attributes:
         inline: whether the caller's thread does the work, as on a GPU.
@@ -225,7 +225,7 @@ class BucketWorker:
                 self._start([gradients[name] for name in names], None)
         self._finished(self._pipeline.drain())
         self._unsettled = self.closes
-        if not self.inline or self.engine.exchanges:
+        if not self.inline or self.engine.closes_at_once:
             self.settle()
         # Everything about this iteration is settled before backward can return.
         self.layout, self._current, self._replays = self._current, [], max(0, self._replays - 1)

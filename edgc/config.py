@@ -158,7 +158,7 @@ class EDGCConfig(Settings):
             (elementwise), ``sign`` or ``edgc`` (PowerSGD under the controller).
         policy: of the controller: ``cqm`` (paper), ``released`` (the authors' public code), ``loss`` (the same rule on
             the training loss, as in HYGON's code; it must be told: ``add_loss``), ``fixed``, ``schedule`` or
-            ``spectral`` (ours: the rank whose predicted relative error of M meets ``target_error``).
+            ``spectral`` (ours: the rank whose predicted relative error of the mean meets ``target_error``).
         rank: of ``powersgd`` and of policy ``fixed``.
         schedule: of policy ``schedule``: (share of the run, rank) in ascending order of the share: from there on that
             rank, from the next window on (ours). Warm-up comes first, as under every policy.
@@ -179,7 +179,7 @@ class EDGCConfig(Settings):
             while training goes on when reductions took another time than predicted over a window, by more than
             this share; None: never (ours; the paper leaves congestion open).
         record_full_entropy: also measure all entries at every iteration, for studies of the sampler.
-        target_error: of ``spectral``: share of the norm of M = G + E that may be kept back (ours).
+        target_error: of ``spectral``: share of its norm that the mean over workers of M = G + E may lack (ours).
         smoothing: of ``spectral``: weight of the newest window in the running mean of the error curve (ours).
         monotone: of ``spectral``: the rank may fall and never rise again (ours; a gentle decrease measured better
             than an increase at equal bytes).

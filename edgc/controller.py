@@ -207,6 +207,7 @@ class Controller:
             reduction_seconds=() if measured is None else tuple(measured),
             predicted_seconds=() if measured is None else predicted,
             target=self._target,
+            mean_error=report.mean_error if window_end else (),
         )
 
     def _observe_probe(self, report: Report) -> list[str]:

@@ -28,7 +28,8 @@ from edgc.controller import Controller, Decision, Plan
 from edgc.entropy_meter import EntropyMeter, Measured
 from edgc.hand_over import THROUGH, WarmUp
 from edgc.layer_ranks import LayerRanks
-from edgc.measurements import CurveMean
+from edgc.mean_error import Measured as MeanMeasured
+from edgc.mean_error import relative
 from edgc.saved_state import compare_settings
 from edgc.spectral import error_curve
 from edgc.trials import Trials
@@ -49,6 +50,8 @@ class Iteration:
         entropy, entropy_full: in nats; nan if not measured.
         exposed: time in which the step waited for averaged gradients; None if nobody measured it.
         skipped: whether the whole step was given up because of a gradient that was not finite.
+        mean_error_sq, mean_input_sq: at window ends, what :class:`edgc.mean_error.Measured` says of the window; nan
+            elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
     """
 
     iteration: int
@@ -59,6 +62,13 @@ class Iteration:
     statistics: Statistics
     exposed: Stopwatch | None = None
     skipped: bool = False
+    mean_error_sq: float = math.nan
+    mean_input_sq: float = math.nan
+
+    @property
+    def mean_error(self) -> float:
+        """What the mean lacked, relative to it, over the window that ends here; nan where that is not known."""
+        return relative(self.mean_error_sq, self.mean_input_sq)
 
 
 class Engine:
@@ -121,7 +131,7 @@ class Engine:
         self._trials = Trials(
             lambda: build(config), stage, config.cost_gate, lambda *options: self.open_channel(*options)
         )
-        self._window = Window(config.window)
+        self._window = Window(config.window, config.seed)
         self._replicas = math.nan  # number of this rank's group of replicas, if it has one with others in it
         self._start_iteration()
 
@@ -129,6 +139,7 @@ class Engine:
         self._statistics = Statistics()
         self._compressed: set[str] = set()  # names handed over to be compressed
         self._trials.start_iteration()
+        self._window.mean.start_iteration()
 
     @property
     def rank(self) -> int | None:
@@ -136,9 +147,14 @@ class Engine:
         return self.plan.ranks[self.stage]
 
     @property
-    def exchanges(self) -> bool:
-        """Whether the end of this iteration has collectives, so that every rank has to come to it at the same point."""
-        return self.plan.exchange
+    def closes_at_once(self) -> bool:
+        """Whether this iteration must be closed before the next thing happens, even if the host waits for a GPU.
+
+        Where it ends with collectives, every rank has to come to them at the same point; and where the result of an
+        entrywise method is measured, gradients must still be there.
+        """
+        entrywise = self.config.method not in (*RANKED, "none", "bf16") and self._samples
+        return entrywise or self.plan.exchange or self.iteration % self.config.window == 0
 
     @property
     def given_up(self) -> bool:
@@ -216,6 +232,8 @@ class Engine:
             compressor, rank = self.warm_up.compressor, THROUGH
         statistics = yield from compressor.exchange(gradients, channel, rank)
         self._statistics = self._statistics + statistics
+        if rank is not None and self._samples:
+            self._window.mean.reduced(gradients, channel, compressor)
         self._look_at_reduced(gradients)
 
     def _look_at_local(self, gradients: Sequence[Gradient]) -> None:
@@ -255,20 +273,34 @@ class Engine:
             self.entropy.scale = scale
         return factor
 
-    def _measure_spectra(self, skipped: bool) -> None:
-        """The error curve of what this rank has compressed, at iterations that GDS samples and at window ends."""
-        grid = self.controller.rank_grid
-        sampled = self.entropy.samples(self.iteration) or self.iteration % self.config.window == 0
-        if not (grid and sampled and self._compressed) or self._statistics.skipped or skipped:
-            return
-        assert isinstance(self.compressor, PowerSGD)
-        matrices = self.compressor.spectra(self._compressed)
+    @property
+    def _samples(self) -> bool:
+        """Whether this iteration's errors are measured: where GDS samples and at window ends."""
+        return self.entropy.samples(self.iteration) or self.iteration % self.config.window == 0
+
+    def _measure_errors(self, skipped: bool) -> MeanMeasured:
+        """Sketch what this rank has kept, and at a window's end say what the replicas' mean lacks. Collective then."""
+        mean, spectra, grid = self._window.mean, {}, self.controller.rank_grid
+        if self._samples and not skipped:
+            if grid and self._compressed and not self._statistics.skipped:
+                assert isinstance(self.compressor, PowerSGD)
+                spectra = self.compressor.spectra(self._compressed)
+            mean.measure(self.iteration, self.entropy.scale, self._statistics.skipped, spectra)
+        if self.iteration % self.config.window:
+            return MeanMeasured()
+        message = mean.message()
+        if message is not None:
+            channel = self.open_channel(mean.group)
+            channel.mean_(message)
+            channel.finish()
+            self._statistics.bytes += channel.bytes
+        measured = mean.close(message)
+        self._window.errors = measured.error_sq, measured.input_sq
         saves = partial(saves_bytes, factor_dtype=self.config.factor_dtype, gradient_bits=self._gradient_bits)
-        curve = error_curve(list(matrices.values()), grid, saves)
-        if curve is not None:
-            self._window.curve.add(curve)
+        self._window.curve = error_curve(list(measured.spectra.values()), grid, saves)
         if self.layer_ranks is not None:
-            self.layer_ranks.add(matrices, grid)
+            self.layer_ranks.take(measured.spectra, grid)
+        return measured
 
     def end_iteration(
         self,
@@ -296,6 +328,7 @@ class Engine:
         # Trials disturb the step that they are part of.
         if not (skipped or self.plan.probe_rank is not None or self.plan.gate):
             self._window.times.add(self.iteration, self._statistics)
+        measured = self._measure_errors(skipped)
         self.last = Iteration(
             iteration=self.iteration,
             rank=self.rank if self.config.method in RANKED and self._has_compressed() else None,
@@ -305,8 +338,9 @@ class Engine:
             statistics=self._statistics,
             exposed=exposed,
             skipped=skipped,
+            mean_error_sq=measured.error_sq,
+            mean_input_sq=measured.input_sq,
         )
-        self._measure_spectra(skipped)
         self.decision = None
         if self.plan.exchange:
             self._exchange_and_decide(backward_seconds)
@@ -350,8 +384,6 @@ class Engine:
             self.layer_ranks.decide(self.stage, common, grid, self.exchange_group)
         if window_ends:
             self._window.start()
-        elif changed:
-            self._window.curve = CurveMean()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
@@ -388,6 +420,7 @@ class Engine:
         self.compressor.load_state_dict(compressor)
         if changed:
             self._window.start()
+            self._window.mean.load_state_dict(None)
         else:
             self._window.load_state_dict(state["window"])
         if self._trials.gate is not None:

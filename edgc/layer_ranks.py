@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from edgc.compressors import Gradient
 from edgc.groups import gather_objects
-from edgc.measurements import CurveMean, mean_curve
+from edgc.measurements import mean_curve
 from edgc.spectral import Curve, MatrixSpectrum
 
 
@@ -56,30 +56,25 @@ def allocate(
 
 
 class LayerRanks:
-    """Error curves of one rank's matrices in the current window, and the ranks decided at the end of the last one."""
+    """Ranks decided at the end of the last window, by the error curves of the mean of every matrix in it."""
 
     def __init__(self) -> None:
-        self.ranks: dict[str, int] = {}
-        self.start()
-
-    def start(self) -> None:
-        """A window begins."""
-        self._curves: dict[str, CurveMean] = {}
-        self._sides: dict[str, int] = {}
+        self.forget()
 
     def forget(self) -> None:
         """All matrices have the common rank again."""
-        self.start()
-        self.ranks = {}
+        self.ranks: dict[str, int] = {}
+        self._curves: dict[str, Curve] = {}
+        self._sides: dict[str, int] = {}
 
-    def add(self, matrices: Mapping[str, MatrixSpectrum], ranks: Sequence[int]) -> None:
-        """Take in the spectra of one iteration; every iteration counts the same, whatever the gradients' scale."""
+    def take(self, matrices: Mapping[str, MatrixSpectrum], ranks: Sequence[int]) -> None:
+        """Take in the spectra of a window, before :meth:`decide`."""
         known = {name: matrix for name, matrix in matrices.items() if matrix.known}
         total = sum(matrix.input_sq for matrix in known.values())
-        for name, matrix in known.items():
-            curve = [error / total for error in matrix.errors_sq(ranks)]
-            self._curves.setdefault(name, CurveMean()).add(curve)
-            self._sides[name] = sum(matrix.shape)
+        self._curves = {
+            name: tuple(error / total for error in matrix.errors_sq(ranks)) for name, matrix in known.items()
+        }
+        self._sides = {name: sum(matrix.shape) for name, matrix in known.items()}
 
     def decide(
         self, stage: int, common: int | None, ranks: Sequence[int], group: dist.ProcessGroup | None
@@ -89,29 +84,27 @@ class LayerRanks:
 
         Collective over ``group``; on all ranks of a stage with the same outcome.
         """
-        mine = {name: (curve.value, self._sides[name]) for name, curve in self._curves.items()}
+        mine = {name: (curve, self._sides[name]) for name, curve in self._curves.items()}
         found: dict[str, list[Curve]] = {}
         sides: dict[str, int] = {}
         for place, measured in gather_objects((stage, mine), group):
             for name, (curve, size) in measured.items():
-                if place == stage and curve is not None:
+                if place == stage:
                     found.setdefault(name, []).append(curve)
                     sides[name] = size
-        curves = {name: curve for name in sorted(found) if (curve := mean_curve(found[name])) is not None}
+        curves = {name: mean for name in sorted(found) if (mean := mean_curve(found[name])) is not None}
         if common is None or not ranks or common < ranks[0]:
             self.ranks = {}
         elif curves:
             self.ranks = allocate(curves, sides, ranks, common)
-        self.start()
+        self._curves, self._sides = {}, {}
 
     def given(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
         """``gradients`` with their ranks; those without one have the common rank."""
         return [replace(item, rank=self.ranks.get(item.name)) for item in gradients]
 
     def state_dict(self) -> dict[str, Any]:
-        curves = {name: [list(curve.totals), curve.count] for name, curve in self._curves.items()}
-        return {"ranks": dict(self.ranks), "curves": curves, "sides": dict(self._sides)}
+        return {"ranks": dict(self.ranks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.ranks, self._sides = dict(state["ranks"]), dict(state["sides"])
-        self._curves = {name: CurveMean(list(t), int(c)) for name, (t, c) in state["curves"].items()}
+        self.ranks = dict(state["ranks"])

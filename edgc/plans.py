@@ -61,14 +61,16 @@ class Report:
         probe_seconds: per stage, seconds of the reduction asked for by ``probe_rank``; None without a probe.
         backward_seconds: per stage, backward time of one micro-batch, nan where none was timed; None as a whole
             where nothing was.
-        error_curve: per stage, predicted squared relative error of M at every rank of
-            :attr:`Controller.rank_grid`, mean over this window's samples and the stage's ranks; None for a stage
-            without spectra, and as a whole where no policy asks for them.
+        error_curve: at a window's end, per stage, predicted squared relative error of the mean of M at every rank of
+            :attr:`Controller.rank_grid`, of this window's samples together, mean over the stage's ranks; None for a
+            stage without spectra, and as a whole where no policy asks for them.
         gate: what the cost gate has measured, all stages.
         reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
             communicate + decompress), nan where that is not known; None where it was not asked for.
         loss: mean of the finite training losses of this window that some rank was told; nan if none was told, infinite
             if none that was told is finite.
+        mean_error: at a window's end, per stage, what the replicas' mean lacked relative to it, all shards of the stage
+            together; nan where nothing was compressed with error feedback.
     """
 
     entropy: tuple[float, ...]
@@ -78,6 +80,7 @@ class Report:
     gate: tuple[GateVerdict, ...] = ()
     reduction_seconds: tuple[float, ...] | None = None
     loss: float = math.nan
+    mean_error: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Decision:
     ``timing`` the times of all stages where a measurement of them ended here. ``reduction_seconds`` is the report's
     where there is one, ``predicted_seconds`` what the last measurement says of the ranks that were in use. ``target``
     is the rank that the policy asked for on stage 0, before rounding and limits; None where it asks for none.
+    ``mean_error`` is the report's at a window's end.
     """
 
     iteration: int
@@ -103,3 +107,4 @@ class Decision:
     reduction_seconds: tuple[float, ...] = ()
     predicted_seconds: tuple[float, ...] = ()
     target: float | None = None
+    mean_error: tuple[float, ...] = ()

@@ -68,8 +68,8 @@ def scheduled(schedule: Sequence[tuple[float, int]], iteration: int, iterations:
 def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> Target:
     """Ours: the smallest of ``ranks`` (ascending) whose predicted relative error is at most ``target_error``.
 
-    ``curve`` holds the squared relative error at each of them (:func:`edgc.spectral.error_curve`). The largest rank
-    where none is enough.
+    ``curve`` holds the squared relative error of the mean over workers at each of them
+    (:func:`edgc.spectral.error_curve`). The largest rank where none is enough.
     """
     for rank, error_sq in zip(ranks, curve, strict=True):
         if error_sq <= target_error**2:

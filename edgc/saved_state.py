@@ -71,7 +71,11 @@ def merge(states: Sequence[State]) -> State:
     if not any("errors" in compressor for compressor in compressors):
         return first
     compressor = {**compressors[0], "errors": _mean([c.get("errors", {}) for c in compressors])}
-    return {**first, "engine": {**first["engine"], "compressor": compressor}}
+    engine = {**first["engine"], "compressor": compressor}
+    if "window" in engine:
+        # One replica's sketches of what it kept say nothing of the mean; they begin anew.
+        engine["window"] = {**engine["window"], "mean": None}
+    return {**first, "engine": engine}
 
 
 def _mean(errors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,9 +1,10 @@
 """The error at another rank, predicted from singular values that PowerSGD has for nothing.
 
 With orthonormal P^ and Q = M^T P^ the eigenvalues of Q^T Q are the squared singular values s_1^2 >= ... >= s_r^2 of the
-approximation, and what it leaves out is known exactly: R = ||M||^2 - sum s_i^2. Dropping directions adds their s_i^2 to
-the error. Of the N = min(m, n) - r directions that are not in the approximation only the sum R is known; their squared
-singular values are taken as a geometric tail a q^k, k = 1..N, with
+approximation, and what it leaves out is R = ||M||^2 - sum s_i^2. M is here the mean over workers; where error feedback
+is on, its R is estimated (:mod:`edgc.mean_error`). Dropping directions adds their s_i^2 to the error. Of the
+N = min(m, n) - r directions that are not in the approximation only the sum R is known; their squared singular values
+are taken as a geometric tail a q^k, k = 1..N, with
 
 * a from the last values: the least-squares line through log s_i^2 of the smaller half, read at i = r;
 * q from the energy: a (q + ... + q^N) = R, at most 1 (where R asks for more, the tail is flat at R / N).
@@ -30,7 +31,7 @@ Curve = tuple[float, ...]
 
 @dataclass(frozen=True)
 class MatrixSpectrum:
-    """What one compressed reduction says about the matrix M = G + E of one worker.
+    """What compressed reductions say about a matrix M: M = G + E of a worker, or its mean over workers.
 
     Attributes:
         shape: rows and columns.

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from edgc.checks import need
 from edgc.controller import Report
 from edgc.cost_gate import GateVerdict
-from edgc.measurements import CurveMean, Mean, WindowTimes, mean, mean_curve, stage_seconds
+from edgc.mean_error import MeanError, relative
+from edgc.measurements import Mean, WindowTimes, mean, mean_curve, stage_seconds
+from edgc.spectral import Curve
 
-_COLUMNS = 7  # of a row, before the error curve
+_COLUMNS = 9  # of a row, before the error curve
 
 
 class Window:
@@ -22,22 +24,27 @@ class Window:
 
     Args:
         window: length in iterations.
+        seed: of :class:`edgc.mean_error.MeanError`.
 
     Attributes:
         entropy, entropy_full: in nats, sampled and of all entries.
         loss: of training, in nats per token.
-        curve: predicted squared relative error by rank.
+        mean: what the replicas' mean lacks.
+        errors: at the window's end, squared norms of what it lacks and of what it is of; nan if unknown.
+        curve: at the window's end, predicted squared relative error of the mean by rank; None if unknown.
         times: of reductions, in seconds.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, seed: int) -> None:
         self.times = WindowTimes(window)
+        self.mean = MeanError(seed)
         self.start()
 
     def start(self) -> None:
         self.entropy, self.entropy_full, self.loss = Mean(), Mean(), Mean()
         self._told = False  # a loss, be it finite or not
-        self.curve = CurveMean()
+        self.errors = math.nan, math.nan
+        self.curve: Curve | None = None
         self.times.clear()
 
     def add_loss(self, loss: float) -> None:
@@ -55,25 +62,24 @@ class Window:
             probe, backward: seconds of a timed reduction and of a micro-batch's backward pass; nan if there was none.
             replicas: number of this rank's group of replicas; nan if it has no other replica.
         """
-        curve = self.curve.value or (math.nan,) * len(grid)
+        curve = self.curve or (math.nan,) * len(grid)
         loss = math.inf if self._told and not self.loss.count else self.loss.value
         means = [self.entropy.value, self.entropy_full.value, probe, backward, replicas, loss]
-        return [float(stage), *means, *curve, *(self.times.values if watches else [])]
+        return [float(stage), *means, *self.errors, *curve, *(self.times.values if watches else [])]
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "means": [[item.total, item.count] for item in (self.entropy, self.entropy_full, self.loss)],
-            "curve": [list(self.curve.totals), self.curve.count],
+            "mean": self.mean.state_dict(),
             "times": self.times.values,
             "told": self._told,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        need(state, ("means", "curve", "times"), "engine.window")
+        need(state, ("means", "mean", "times"), "engine.window")
         self.entropy, self.entropy_full, self.loss = (Mean(float(t), int(c)) for t, c in state["means"])
         self._told = bool(state.get("told", self.loss.count))
-        totals, count = state["curve"]
-        self.curve = CurveMean([float(value) for value in totals], int(count))
+        self.mean.load_state_dict(state["mean"])
         self.times.values = state["times"]
 
 
@@ -93,6 +99,7 @@ def report(
     )
     end = _COLUMNS + len(grid)
     curves = tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
+    errors, inputs = (tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (7, 8))
     times = tuple(stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage)
     made = Report(
         entropy=entropy,
@@ -102,6 +109,8 @@ def report(
         gate=gate,
         reduction_seconds=times if watches else None,
         loss=_loss([row[6] for row in rows]),
+        # Every shard of a stage has as many replicas, so that these are the sums over shards up to one factor.
+        mean_error=tuple(map(relative, errors, inputs)),
     )
     return made, full
 

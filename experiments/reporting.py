@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from edgc.compressors.activation import Traffic
 from edgc.engine import Iteration
+from edgc.mean_error import relative
 from edgc.plans import Plan
 from edgc.signatures import Observation
 from edgc.telemetry import plain
@@ -28,7 +29,7 @@ class RankStep:
 
     Those of the pipeline are of the gradients that this rank sent to the stage before it, where they are compressed:
     bytes, the bytes they would have been, and the seconds of compressing what it sent and decompressing what came.
-    ``expert_bytes`` are part of ``bytes``.
+    ``expert_bytes`` are part of ``bytes``. The squares of the mean and its error are of the window that ends here.
     """
 
     stage: float
@@ -39,8 +40,10 @@ class RankStep:
     rank: float
     entropy: float
     entropy_full: float
-    relative_error: float
+    worker_error: float
     error_feedback_ratio: float
+    mean_error_sq: float
+    mean_input_sq: float
     seconds_compress: float
     seconds_communicate: float
     seconds_decompress: float
@@ -71,7 +74,7 @@ class RankStep:
             pipeline = {
                 "pipeline_bytes": float(p.bytes),
                 "pipeline_bytes_dense": float(traffic.dense_bytes),
-                "pipeline_relative_error": _number(p.relative_error),
+                "pipeline_relative_error": _number(p.worker_error),
                 "seconds_pipeline": p.seconds_compress + p.seconds_decompress,
             }
         return cls(
@@ -83,8 +86,10 @@ class RankStep:
             rank=_number(done.rank),
             entropy=done.entropy,
             entropy_full=done.entropy_full,
-            relative_error=_number(s.relative_error),
+            worker_error=_number(s.worker_error),
             error_feedback_ratio=_number(s.error_feedback_ratio),
+            mean_error_sq=done.mean_error_sq,
+            mean_input_sq=done.mean_input_sq,
             seconds_compress=s.seconds_compress,
             seconds_communicate=s.seconds_communicate,
             seconds_decompress=s.seconds_decompress,
@@ -153,8 +158,12 @@ def gather_step(mine: RankStep, device: torch.device) -> Step:
         of_stage = [rank for rank in ranks if rank.stage == stage]
         mean = {
             key: _mean(getattr(rank, key) for rank in of_stage)
-            for key in ("entropy", "entropy_full", "relative_error", "error_feedback_ratio")
+            for key in ("entropy", "entropy_full", "worker_error", "error_feedback_ratio")
         }
+        # Every shard of a stage has as many replicas: means over ranks are sums over shards up to one factor.
+        mean["mean_error"] = relative(
+            *(_mean(getattr(r, f"mean_{k}_sq") for r in of_stage) for k in ("error", "input"))
+        )
         rank = _mean(item.rank for item in of_stage)
         stages.append(
             {

@@ -24,7 +24,7 @@ SCALARS = {
     "train/grad_norm": "grad_norm",
     "communication/bytes": "bytes",
 }
-STAGE_SCALARS = ("rank", "entropy", "relative_error")
+STAGE_SCALARS = ("rank", "entropy", "worker_error", "mean_error")
 
 
 def perplexity(loss: float) -> float:
@@ -89,7 +89,7 @@ class RunLog:
         if event == "step":
             scalars = {tag: fields[key] for tag, key in SCALARS.items()}
             for stage in fields["stages"]:
-                scalars |= {f"stage{stage['stage']}/{key}": stage[key] for key in STAGE_SCALARS}
+                scalars |= {f"stage{stage['stage']}/{key}": stage.get(key) for key in STAGE_SCALARS}
         elif event == "eval":
             scalars = {"validation/loss": fields["loss"]}
         for tag, value in scalars.items():

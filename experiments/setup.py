@@ -188,7 +188,10 @@ def _recorders(
         GradientProbe(*about, reports=reports, experts=share, tokens=tokens, leaders=leaders, group=group)
     ]
     if run.probe.spectra:
-        recorders.append(SpectraProbe(*about, engine.compressor, reports=reports, experts=share))
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        recorders.append(
+            SpectraProbe(*about, engine.compressor, reports=reports, experts=share, group=replicas)
+        )
     if run.probe.entry_rates:
         recorders.append(SamplingProbe(*about, reports=reports))
     return recorders

@@ -1,7 +1,8 @@
 """What the rank-model study records: singular values of gradients, beside what PowerSGD knows of them for nothing.
 
-A matrix is described twice: as the local gradient G, and as M = G + E, which is what PowerSGD factors. G and E are
-taken before the reduction; PowerSGD's own numbers for M (its singular values and the error that it made) after it.
+A matrix is described twice: as the local gradient G of one replica, and as the mean of M = G + E over the replicas,
+which is what PowerSGD approximates. G and E are taken before the reduction; PowerSGD's own numbers (its singular values
+and the error that it made) after it. The mean of M is all-reduced for the study alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient, PowerSGD
@@ -23,23 +25,23 @@ if TYPE_CHECKING:
     from experiments.expert_share import ExpertShare
 
 GRADIENT = "gradient"
-COMPRESSED = "compressed"
+MEAN = "mean"  # runs from before it was measured have "compressed" in its place: M of one replica
 
 
 class SpectraProbe:
     """Collects rows for ``spectra.parquet`` at the iterations at which gradients are probed.
 
     A row is of one iteration, stage, parameter and ``of``, which is ``gradient`` (G) or, where PowerSGD factored the
-    matrix, ``compressed`` (M = G + E of this worker):
+    matrix, ``mean`` (of M = G + E over the replicas; experts, which have other replicas, have no such row):
 
     * ``rows``, ``columns``; ``norm`` (Frobenius) and ``sigma`` (rms of the centred entries that are not exactly zero,
       as all entropies leave zeros out) in the gradient's unit; ``zero_fraction``; ``entropy`` of all entries with the
       run's estimator (nats);
     * ``ranks``: the multiples of ``rank_multiple`` up to the smaller side; ``errors``: the relative error
       ||X - X_r|| / ||X|| of the best approximation of each of these ranks, from singular values in float64;
-    * for M alone ``rank``, the one in use; ``powersgd_error``, the relative error that PowerSGD made with it in the
-      form of this worker, P^ Q_w^T; ``singular_sq`` and ``input_sq``, the squared singular values of that form and
-      ||M||^2, both as PowerSGD has them; ``best_sq``, as many of the largest squared singular values of M itself.
+    * for the mean of M alone ``rank``, the one in use; ``powersgd_error``, the relative error that PowerSGD made with
+      it; ``singular_sq``, the squared singular values of its approximation, as PowerSGD has them, and ``input_sq``, the
+      squared norm of the mean of M; ``best_sq``, as many of the largest squared singular values of the mean itself.
 
     A matrix that is zero or not finite has no row, and an iteration that was skipped has none.
 
@@ -50,6 +52,7 @@ class SpectraProbe:
         compressor: of this rank's engine.
         reports: whether this rank's replica is the one described.
         experts: which of the model's experts this rank holds; None without expert parallelism.
+        group: the replicas, all of which have such a probe; None where there are no others.
     """
 
     file = "spectra.parquet"
@@ -64,37 +67,55 @@ class SpectraProbe:
         *,
         reports: bool,
         experts: ExpertShare | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
+        self.group = group
         self.compressor = compressor if isinstance(compressor, PowerSGD) else None
         self.experts = experts
         self.rows: list[dict[str, Any]] = []
         self._found: list[dict[str, Any]] = []
-        self._pending: dict[str, dict[str, Any]] = {}
+        self._pending: dict[str, Tensor] = {}  # M of this replica
+        self._iteration = 0
 
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""
-        if not (self.reports and self.config.due(iteration)):
+        if not self.config.due(iteration):
             return
+        self._iteration = iteration
         for gradient in gradients:
             if not compressible(gradient.tensor.shape, self.edgc.min_compression_elements):
                 continue
-            name = gradient.name
+            name, local = gradient.name, gradient.tensor.detach().float()
+            if self.compressor is not None and not self._is_expert(name):
+                kept = self.compressor.errors.get(name)
+                self._pending[name] = local.clone() if kept is None else local + kept
+            if not self.reports:
+                continue
             if self.experts is not None:
                 if not self.experts.describes(name):
                     continue
                 name = self.experts.in_model(name)
-            about = {"iteration": iteration, "stage": self.stage, "parameter": name}
-            local = gradient.tensor.detach().float()
             row = self._describe(local)
             if row is not None:
-                self._found.append(about | {"of": GRADIENT} | row | {"best_sq": None})
-            if self.compressor is not None:
-                kept = self.compressor.errors.get(gradient.name)
-                if kept is not None:
-                    row = self._describe(local + kept)
-                if row is not None:
-                    self._pending[gradient.name] = about | {"of": COMPRESSED} | row
+                self._found.append(self._about(iteration, name, GRADIENT) | row | {"best_sq": None})
+
+    def _is_expert(self, name: str) -> bool:
+        if self.experts is None:
+            return False
+        from experiments.expert_share import place_of  # imports Megatron
+
+        return place_of(name) is not None
+
+    def _about(self, iteration: int, name: str, of: str) -> dict[str, Any]:
+        return {"iteration": iteration, "stage": self.stage, "parameter": name, "of": of}
+
+    def _mean(self, name: str, own: Tensor) -> Tensor:
+        """``own``, M of this replica, averaged over the replicas."""
+        if self.group is not None:
+            dist.all_reduce(own, group=self.group)
+            own /= dist.get_world_size(self.group)
+        return own
 
     def _describe(self, x: Tensor) -> dict[str, Any] | None:
         norm = float(x.double().norm())
@@ -122,7 +143,10 @@ class SpectraProbe:
         }
 
     def end_iteration(self, iteration: int, skipped: bool) -> None:
-        """Take in what PowerSGD knows now; to be called after the reductions of an iteration, before the next one."""
+        """Take in what PowerSGD knows now; to be called after the reductions of an iteration, before the next one.
+
+        Collective over the replicas.
+        """
         found, pending = self._found, self._pending
         self._found, self._pending = [], {}
         if skipped:
@@ -130,14 +154,22 @@ class SpectraProbe:
         self.rows += found
         if self.compressor is None or not pending:
             return
+        means = {name: self._mean(name, pending[name]) for name in sorted(pending)}
+        if not self.reports:
+            return
         for name, known in self.compressor.spectra(pending).items():
-            left = max(0.0, known.input_sq - math.fsum(known.singular_sq))
-            row, rank = pending[name], len(known.singular_sq)
+            row = self._describe(means[name])
+            if row is None:
+                continue
+            singular_sq, rank = list(known.singular_sq), len(known.singular_sq)
+            input_sq = row["norm"] ** 2
+            if self.experts is not None:
+                name = self.experts.in_model(name)
             self.rows.append(
-                row
-                | {"rank": rank, "powersgd_error": math.sqrt(left / known.input_sq)}
-                | {"singular_sq": list(known.singular_sq), "input_sq": known.input_sq}
-                | {"best_sq": row["best_sq"][:rank]}
+                self._about(self._iteration, name, MEAN)
+                | row
+                | {"rank": rank, "powersgd_error": math.sqrt(max(0.0, 1 - math.fsum(singular_sq) / input_sq))}
+                | {"singular_sq": singular_sq, "input_sq": input_sq, "best_sq": row["best_sq"][:rank]}
             )
 
     def state_dict(self) -> dict[str, Any]:

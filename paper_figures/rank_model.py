@@ -22,8 +22,10 @@ PREDICTORS = {
 }
 # matrix and its actual error: label, line
 ACTUAL = {
-    ("compressed", "powersgd"): ("M, PowerSGD's error", "-"),
-    ("compressed", "best"): ("M, best of rank r", "--"),
+    ("mean", "powersgd"): ("mean of M, PowerSGD's error", "-"),
+    ("mean", "best"): ("mean of M, best of rank r", "--"),
+    ("compressed", "powersgd"): ("a worker's M, PowerSGD's error", "-"),
+    ("compressed", "best"): ("a worker's M, best of rank r", "--"),
     ("gradient", "best"): ("G, best of rank r", ":"),
 }
 SIZES = (("#CC79A7", "-"), ("#000000", "--"), ("#888888", "-."))
@@ -42,10 +44,13 @@ def draw(results: Path) -> Figure:
     by_rank(axes[1], mine)
     cqm(axes[2], curves, stiffness)
     style.letter(axes)
-    lines = [Line2D([], [], color="#444444", linestyle=line) for _, line in ACTUAL.values()]
+    # Runs have either the mean over the workers or, older ones, the first worker's own.
+    kinds = {(of, actual) for of, actual in zip(table["of"], table["actual"], strict=True)}
+    drawn_kinds = [look for kind, look in ACTUAL.items() if kind in kinds]
+    lines = [Line2D([], [], color="#444444", linestyle=line) for _, line in drawn_kinds]
     for ax, (drawn, labels) in zip(
         axes,
-        (style.handles(axes[0]), (lines, [label for label, _ in ACTUAL.values()]), style.handles(axes[2])),
+        (style.handles(axes[0]), (lines, [label for label, _ in drawn_kinds]), style.handles(axes[2])),
         strict=True,
     ):
         ax.legend(drawn, labels, loc="upper center", bbox_to_anchor=(0.5, -0.25))

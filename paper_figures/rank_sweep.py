@@ -27,10 +27,7 @@ def draw(results: Path) -> Figure:
     fit = style.read(results, "rank_sweep", "fit.csv")
     fig, axes = style.figure(1, 3, width=style.TEXT, height=2.75)
     seconds(axes[0], timings, fit)
-    quality(axes[1], table, "relative_error_median", "relative_error_q1", "relative_error_q3")
-    axes[1].set_ylabel("‖M − M̂‖ / ‖M‖ (no unit)")
-    axes[1].set_title("compression error")
-    axes[1].set_ylim(0, max(1.05, axes[1].get_ylim()[1]))
+    errors(axes[1], table)
     loss(axes[2], table)
     for ax in axes:
         ranks = sorted(table["rank"].dropna().unique())
@@ -46,7 +43,7 @@ def draw(results: Path) -> Figure:
         bars="(c) bars: min to max",
         scale=results.name,
         extra="(a) slowest stage, median over steps, bars: quartiles; line: fit T(r) = a·r + c.\n"
-        "(b) median over steps of the second half, bars: quartiles."
+        "(b) of the second half, medians over windows (mean) and steps (worker), bars: quartiles."
         + (f" Without result: {missing}." if missing else ""),
     )
     return fig
@@ -90,12 +87,32 @@ def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, columnspacing=0.8)
 
 
-def quality(ax: Axes, table: pd.DataFrame, middle: str, low: str, high: str) -> None:
+def errors(ax: Axes, table: pd.DataFrame) -> None:
+    """What the mean lacks, and lighter what a worker keeps of its own M, relative to either."""
     look = style.FAMILIES["powersgd"]
     rows = table[(table["status"] == "ok") & table["rank"].notna()].groupby("rank")
-    median = rows[middle].median()
-    error = np.maximum(0, [median - rows[low].min(), rows[high].max() - median])
-    ax.errorbar(median.index, median, yerr=error, color=look.colour, marker=look.marker)
+    for kind, label, line, opacity in (
+        ("mean_error", "mean, ‖M̄ − M̂‖ / ‖M̄‖", "-", 1.0),
+        ("worker_error", "worker, ‖E‖ / ‖M‖", "--", 0.5),
+    ):
+        middle = rows[f"{kind}_median"].median().dropna()
+        if middle.empty:
+            continue  # of runs from before it was measured
+        low, high = rows[f"{kind}_q1"].min()[middle.index], rows[f"{kind}_q3"].max()[middle.index]
+        ax.errorbar(
+            middle.index,
+            middle,
+            yerr=np.maximum(0, [middle - low, high - middle]),
+            color=look.colour,
+            marker=look.marker,
+            linestyle=line,
+            alpha=opacity,
+            label=label,
+        )
+    ax.set_ylabel("relative error (no unit)")
+    ax.set_title("compression error")
+    ax.set_ylim(0, max(1.05, ax.get_ylim()[1]))
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
 
 
 def loss(ax: Axes, table: pd.DataFrame) -> None:

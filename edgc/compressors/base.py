@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -91,8 +91,10 @@ class Statistics:
         return float(self.input_sq) > 0
 
     @property
-    def relative_error(self) -> float | None:
-        """The root of error_sq / input_sq, the share of M that was kept back; None if nothing was compressed."""
+    def worker_error(self) -> float | None:
+        """The root of error_sq / input_sq, the share of its own M that this replica kept back; None if nothing was
+        compressed. How far workers differ counts in it, which the error of their mean does not have
+        (:mod:`edgc.mean_error`)."""
         return math.sqrt(float(self.error_sq) / float(self.input_sq)) if self.compressed else None
 
     @property
@@ -182,6 +184,16 @@ class Compressor(ABC):
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:  # noqa: B027  (most keep nothing)
         """Add what error feedback holds of ``gradients`` to them, and forget it (see ``deferred``)."""
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        """Error feedback by parameter name, in the gradients' shapes; to be read only. Empty where there is none."""
+        return {}
+
+    def sent_sq(self, name: str) -> Tensor | None:
+        """The squared norm (fp64) of the result of this gradient's last reduction, where that is known for nothing and
+        the mean of what is kept is orthogonal to it; else None."""
+        return None
 
     def rescale(self, factor: float) -> None:  # noqa: B027
         """Gradients come multiplied by ``factor`` from now on, as when a loss scale changes: state follows."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -272,6 +272,10 @@ class Feedback(Compressor):
     def _sent(self, name: str, ok: Tensor) -> None:
         """:meth:`_forget` where nobody looks whether the result was finite."""
         self.errors[name] = self.errors[name].to(ok.device).masked_fill_(ok, 0)
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        return self.errors
 
     def rescale(self, factor: float) -> None:
         for error in self.errors.values():

@@ -13,6 +13,8 @@ _SUM = 1 << 19
 _SMALLEST, _LARGEST = 1e-24, 1e36
 # Entries that are converted to fp64 at a time.
 _FEW = 4096
+# The same, in products of two tensors.
+_MANY = 1 << 20
 
 
 def square_sum(vector: Tensor) -> float:
@@ -38,3 +40,12 @@ def square_sums(batch: Tensor) -> Tensor:
         return torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float64).square()
     flat = ((x if x.is_contiguous() else x.mT).reshape(-1) for x in batch)
     return torch.tensor([square_sum(x) for x in flat], dtype=torch.float64, device="cpu")
+
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """The squared norm of ``x`` and its inner product with ``y``, of the same shape; fp64, on the device of ``y``."""
+    total = torch.zeros(2, dtype=torch.float64, device=y.device)
+    parts = zip(x.reshape(-1).split(_MANY), y.reshape(-1).split(_MANY), strict=True)
+    for a, b in ((u.double(), v.double()) for u, v in parts):
+        total += torch.stack([a @ a, a @ b])
+    return total

@@ -17,8 +17,8 @@ stands for what of it got across (:mod:`edgc.compressors.wires`), so E_w keeps t
 One-sided, a step sends only one factor and the other is the orthonormalised one of the step before: Q^ known and
 P_w = M_w Q^ sent, E_w = M_w - P_w Q^^T; then P^ known and Q_w = M_w^T P^ sent; and so on in turn.
 
-The statistics ||E_w||^2 = ||M_w||^2 - ||Q_w||^2 and the singular values of P^ Q_w^T, which are those of Q_w, cost no
-pass over a matrix.
+The statistics ||E_w||^2 = ||M_w||^2 - ||Q_w||^2 and the singular values of M^, which are those of Q, cost no pass over
+a matrix.
 
 E and Q change after the last message, and only if everything in the call's messages was finite: otherwise the call's
 gradients all become NaN, on every worker, and the state is as it was. Under reduced precision of fp32 products
@@ -123,6 +123,17 @@ class PowerSGD(Compressor):
     def factors(self) -> dict[str, Tensor]:
         """Q by name, n x r (one-sided: or P, m x r), with a norm of about one."""
         return self._state.factors
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        return self.errors
+
+    def sent_sq(self, name: str) -> Tensor | None:
+        """||M^||^2, that of the averaged factor; up to the rounding of factors M^ is a projection."""
+        if name not in self._last:
+            return None
+        group, i = self._last[name]
+        return square_sums(group.mean[i : i + 1])[0]
 
     def waits(self, rank: int | None) -> int:
         if rank is None:
@@ -311,8 +322,12 @@ class PowerSGD(Compressor):
         return self.always_factor or saves_bytes(gradient.shape, rank, self.factor_dtype, bits)
 
     def spectra(self, names: Container[str] | None = None) -> dict[str, MatrixSpectrum]:
-        """Spectra of the matrices that were factored in their last reduction, of all or of ``names``; computed when
-        asked for.
+        """Spectra of the mean of the matrices that were factored in their last reduction, of all or of ``names``;
+        computed when asked for.
+
+        The singular values are those of M^, from the averaged factor, the same on all workers. ``input_sq`` adds to
+        their squares what this worker's own approximation leaves of its M_w: with error feedback it is for the caller
+        to put what is missing of the mean in its place (:mod:`edgc.mean_error`), which is less.
 
         What they are computed from is overwritten by the next reduction of the same gradients. In alphabetical order:
         sums over them are to repeat after a resume, whichever matrix was seen first.
@@ -320,10 +335,11 @@ class PowerSGD(Compressor):
         found = {}
         for name, (group, i) in sorted(self._last.items(), key=lambda item: item[0]):
             if names is None or name in names:
-                own = group.own[i].double()
-                gram = own.mT @ own if own.shape[1] == group.x.rank else own @ own.mT
+                mean = group.mean[i].double()
+                gram = mean.mT @ mean if mean.shape[1] == group.x.rank else mean @ mean.mT
                 values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).tolist()
-                found[name] = MatrixSpectrum(group.x.shape, values, float(group.x.input_sq[i]))
+                left = float(group.x.input_sq[i] - square_sums(group.own[i : i + 1])[0])
+                found[name] = MatrixSpectrum(group.x.shape, values, math.fsum(values) + max(0.0, left))
         return found
 
     def state_dict(self) -> dict[str, Any]:

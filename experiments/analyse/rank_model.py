@@ -1,7 +1,8 @@
 """Predicted against actual error of low-rank approximations over training, and how stiff CQM's rank is.
 
 What is predicted is the absolute Frobenius error of one matrix X at rank r and iteration t, for X = G, the local
-gradient, and X = M = G + E, what the compressor factors. Predictors:
+gradient, and X = M, the mean over the replicas of gradient plus error feedback, which the compressor approximates
+(``mean``; in runs from before that was recorded M is one replica's own, ``compressed``). Predictors:
 
 * ``iid``: sigma_t g(r), as if the entries of X were independent;
 * ``anchored``: actual(r0, t0) exp(H_t - H_t0) g(r) / g(r0), CQM's statement: t0 is the first probed iteration after
@@ -104,7 +105,7 @@ def predictions(run: Run, reference: float, left: Mapping[tuple[int, Any], Left]
         kind = group_of(str(parameter))
         about = {"kind": kind if kind in LAYER_GROUPS else OTHER, "of": of}
         entropies = {"anchored": frame.set_index("iteration")["entropy"]}
-        if of == "compressed":
+        if of != "gradient":
             entropies["anchored_gradient"] = of_gradient.loc[(stage, parameter)]
         rows += [about | row for row in _of_matrix(frame, entropies, start, reference, others)]
     return pd.DataFrame(rows, columns=list(COLUMNS))

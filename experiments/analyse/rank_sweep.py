@@ -38,11 +38,12 @@ def rank(run: Run) -> float:
 
 
 def errors(run: Run) -> dict[str, float]:
-    """Relative compression error and error-feedback size in the second half of training: medians over steps, stages."""
+    """Relative errors and error-feedback size in the second half of training: medians over steps (of the mean's error
+    over windows) and stages."""
     stages = run.stages
     late = stages[stages["iteration"] > stages["iteration"].max() / 2]
     found: dict[str, float] = {}
-    for key in ("relative_error", "error_feedback_ratio"):
+    for key in ("worker_error", "mean_error", "error_feedback_ratio"):
         found |= {f"{key}_{name}": value for name, value in quartiles(late[key]).items()}
     return found
 

@@ -114,14 +114,16 @@ class Run:
 
     @cached_property
     def stages(self) -> pd.DataFrame:
-        """One row per step and pipeline stage; ``rank`` is nan where the stage was sent uncompressed."""
+        """One row per step and pipeline stage; ``rank`` is nan where the stage was sent uncompressed, ``mean_error``
+        except at window ends."""
         columns = [
             "stage",
             "rank",
             "entropy",
             "entropy_full",
             "bytes",
-            "relative_error",
+            "worker_error",
+            "mean_error",
             "error_feedback_ratio",
             "expert_bytes",
             "pipeline_bytes",
@@ -133,6 +135,8 @@ class Run:
         for event in self.events.get("step", []):
             for stage in event.get("stages") or []:
                 values = {key: as_float(stage.get(key)) for key in columns}
+                # What runs before that name said was the worker's.
+                values["worker_error"] = as_float(stage.get("worker_error", stage.get("relative_error")))
                 rows.append({"iteration": as_float(event.get("iteration")), **values})
         return pd.DataFrame(rows, columns=["iteration", *columns])
 

@@ -113,7 +113,7 @@ class Recorder:
                     )
                 },
                 "traffic_bytes": traffic.statistics.bytes,
-                "relative_error": traffic.statistics.relative_error,
+                "relative_error": traffic.statistics.worker_error,
                 "seconds": (traffic.statistics.seconds_compress, traffic.statistics.seconds_decompress),
                 "asynchronous": len(self.seen),
                 "tensor": parallel_state.get_tensor_model_parallel_rank(),

@@ -256,7 +256,20 @@ def test_rank_sweep_recovers_the_planted_line(root: Path) -> None:
     assert total["rank_where_slower"] == pytest.approx((0.060 - 0.002) / 1.7e-3)
     table = pd.read_csv(root / "rank_sweep" / "table.csv").set_index("variant")
     assert table.loc["r4", "gap_nats"] == pytest.approx(0.1)
-    assert table.loc["r16", "relative_error_median"] == pytest.approx(0.9 / 4)
+    assert table.loc["r16", "worker_error_median"] == pytest.approx(0.9 / 4)
+    assert table.loc["r16", "mean_error_median"] == pytest.approx(0.6 / 4)
+
+
+def test_errors_of_runs_from_before_the_mean_was_measured_are_the_workers(tmp_path: Path) -> None:
+    run = tmp_path / "old"
+    run.mkdir()
+    stage = {"stage": 0, "rank": 4, "relative_error": 0.9, "error_feedback_ratio": 2.0}
+    lines = [{"event": "step", "iteration": t, "stages": [stage]} for t in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "run.yaml").write_text("{}")
+    found = rank_sweep.errors(runs.load_run(run))
+    assert found["worker_error_median"] == 0.9
+    assert math.isnan(found["mean_error_median"])
 
 
 def test_r_max_is_where_compressing_stops_to_be_quicker(root: Path) -> None:

@@ -326,7 +326,7 @@ def survives(make: Callable[[], Compressor], label: str) -> Iterator[Record]:
             statistics = compressor.reduce(gradients, channel, rank)
             hit = not bool(torch.isfinite(gradients[where].tensor).all())
             same = same_state(lasting(before), lasting(compressor.state_dict()))
-            kept_state = same and statistics.relative_error is None
+            kept_state = same and statistics.worker_error is None
             text = f"{label}, {bad} in {where}, rank {rank}"
             yield Record(text, skipped=int(statistics.skipped), extra={"hit": hit, "state": kept_state})
     if draws := {key: value for key, value in compressor.state_dict().items() if key == "counts"}:
@@ -412,7 +412,7 @@ def lengths() -> list[Record]:
     for name, make in METHODS.items():
         gradient = Spec(shape, 1.0, torch.float32, "contiguous").tensor(me)
         statistics = make().reduce([Gradient("p", gradient)], Channel(None), 8)
-        records.append(Record(name, bytes=statistics.bytes, extra={"error": statistics.relative_error}))
+        records.append(Record(name, bytes=statistics.bytes, extra={"error": statistics.worker_error}))
     return records
 
 

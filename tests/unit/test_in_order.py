@@ -117,7 +117,7 @@ class FakeEngine:
     last: Any = None
     deferred: bool = False
     given_up: bool = False
-    exchanges: bool = False
+    closes_at_once: bool = False
 
     def exchange(self, gradients: Sequence[Gradient], group: Any, **how: Any) -> Generator[None, None, None]:
         names = tuple(gradient.name for gradient in gradients)
@@ -329,7 +329,7 @@ def test_without_a_thread_an_iteration_is_closed_when_the_next_one_begins_or_som
         worker.settle()
         assert engine.log.count("end") == 2
         # What all ranks have to do together is done at once.
-        engine.exchanges = True
+        engine.closes_at_once = True
         backward(worker, [["a"]])
         assert engine.log.count("end") == 3
 

@@ -136,6 +136,8 @@ def test_ranks_move_to_the_matrix_that_needs_them_within_the_bytes(workers: list
     assert last["ranks"]["flat"] > last["common"] > last["ranks"]["steep"]
     factors = sum(last["ranks"][name] * sum(SHAPES[name]) for name in SHAPES)
     assert factors <= last["common"] * sum(map(sum, SHAPES.values()))
+    last, before = workers[0]["whole"][-2], workers[0]["whole"][-3]  # no window ends here
+    factors = sum(before["ranks"][name] * sum(SHAPES[name]) for name in SHAPES)
     assert last["bytes"] == 4 * factors, "two workers send each factor once, in fp32"
 
 

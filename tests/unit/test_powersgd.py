@@ -85,7 +85,7 @@ def conservation(options: dict[str, Any], ranks: list[int | None], scale: float)
                 "input": inputs,
                 "output": total(g.tensor for g in gradients),
                 "kept": kept(compressor, gradients),
-                "relative_error": statistics.relative_error,
+                "worker_error": statistics.worker_error,
             }
         )
     return records
@@ -573,7 +573,7 @@ def test_options_are_checked(option: str, value: str) -> None:
 def alone(compressor: PowerSGD, matrix: Tensor, rank: int | None) -> float:
     """One step on a single worker; returns the relative error of M."""
     statistics = compressor.reduce([Gradient("w", matrix.clone())], Channel(None), rank)
-    return statistics.relative_error or 0.0
+    return statistics.worker_error or 0.0
 
 
 def spectrum(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -637,25 +637,27 @@ def test_statistics_and_spectra(key: str, way: type[PowerSGD]) -> None:
     workers = [way(min_elements=64, **OPTIONS[key]) for _ in range(2)]
     for step in range(4):
         gradients = [draw(w, step, shapes=shapes) for w in range(2)]
-        came_in = [
-            [g.tensor + w.errors.get(g.name, 0) for g in own]
-            for w, own in zip(workers, gradients, strict=True)
-        ]
         statistics = reduce_together(workers, gradients, 5)
-        for worker, inputs, measured in zip(workers, came_in, statistics, strict=True):
+        for worker, own, measured in zip(workers, gradients, statistics, strict=True):
             error_sq = sum(float(e.double().square().sum()) for e in worker.errors.values())
             assert float(measured.error_sq) == pytest.approx(error_sq, rel=1e-2 if "errors" in key else 1e-4)
             found = worker.spectra()
             assert list(found) == ["p0", "p1", "p2"]
             assert list(worker.spectra({"p1", "other"})) == ["p1"]
             for i, name in enumerate(("p0", "p1", "p2")):
-                m, item = inputs[i], found[name]
+                item = found[name]
                 assert item.shape == shapes[i]
-                assert item.input_sq == pytest.approx(float(m.double().square().sum()), rel=1e-5)
-                sent = (m - worker.errors[name]).double()
-                values = torch.linalg.svdvals(sent).square()[:5]
+                mean = own[i].tensor.double()  # what all workers have now
+                values = torch.linalg.svdvals(mean).square()[:5]
                 singular_sq = torch.tensor(item.singular_sq, dtype=torch.float64)
-                assert torch.allclose(singular_sq, values, rtol=0.03 if "errors" in key else 1e-3)
+                assert torch.allclose(singular_sq, values, rtol=1e-3)
+                assert item.singular_sq == workers[0].spectra()[name].singular_sq, "the same bits"
+                sent_sq = worker.sent_sq(name)
+                assert sent_sq is not None
+                assert float(sent_sq) == pytest.approx(float(mean.square().sum()), rel=1e-5)
+                left = item.input_sq - sum(item.singular_sq)
+                kept_sq = float(worker.errors[name].double().square().sum())
+                assert left == pytest.approx(kept_sq, rel=0.05), "what this worker's own approximation leaves"
     reduce_together(workers, [draw(w, 5, shapes=shapes) for w in range(2)], None)
     assert workers[0].spectra() == {}, "nothing was compressed last"
 

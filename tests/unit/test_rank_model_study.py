@@ -38,16 +38,30 @@ def probe_of(compressor: Any, **more: Any) -> SpectraProbe:
     return SpectraProbe(config, EDGCConfig.from_dict(GAUSSIAN | more), 1, compressor, reports=True)
 
 
+class Together(SpectraProbe):
+    """One of two probes in one process: averages with what the other has."""
+
+    other: SpectraProbe | None = None
+
+    def _mean(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        return own if self.other is None else (own + self.other._pending[name]) / 2
+
+
 def two_steps() -> SpectraProbe:
     """The probe of worker 0 of two, after two reductions of a matrix and a vector."""
     workers = [PowerSGD(min_elements=1000, always_factor=True) for _ in range(2)]
-    probe = probe_of(workers[0])
+    config, settings = ProbeConfig(every=2, spectra=True), EDGCConfig.from_dict(GAUSSIAN)
+    probes = [Together(config, settings, 1, worker, reports=w == 0) for w, worker in enumerate(workers)]
+    probes[0].other = probes[1]
     for step in (1, 2):
         gradients = [[Gradient(NAME, drawn(w, step)), Gradient(BIAS, torch.ones(2000))] for w in range(2)]
-        probe.observe(step, gradients[0])
+        for probe, own in zip(probes, gradients, strict=True):
+            probe.observe(step, own)
         reduce_together(workers, gradients, RANK)
-        probe.end_iteration(step, skipped=False)
-    return probe
+        for probe in probes:
+            probe.end_iteration(step, skipped=False)
+    assert probes[1].rows == [], "one replica describes"
+    return probes[0]
 
 
 def errors_of(x: np.ndarray, ranks: list[int]) -> list[float]:
@@ -66,17 +80,18 @@ def test_rows_agree_with_powersgd_and_singular_values_by_hand() -> None:
     factor = ((m[0] + m[1]) / 2).T @ basis
     second = [drawn(0, 2).double().numpy() + error, drawn(1, 2).double().numpy() + other]
     basis = np.linalg.qr((second[0] + second[1]) / 2 @ factor)[0]
-    found = basis.T @ second[0]
-    left = second[0] - basis @ found
+    mean = (second[0] + second[1]) / 2
+    found = basis.T @ mean
+    left = mean - basis @ found
 
     rows = {(row["iteration"], row["of"]): row for row in probe.rows}
-    assert list(rows) == [(t, of) for t in (1, 2) for of in ("gradient", "compressed")]
+    assert list(rows) == [(t, of) for t in (1, 2) for of in ("gradient", "mean")]
     ranks = [4, 8, 12, 16, 20, 24, 28]
     for (t, of), x in {
         (1, "gradient"): m[0],
-        (1, "compressed"): m[0],
+        (1, "mean"): (m[0] + m[1]) / 2,
         (2, "gradient"): drawn(0, 2).double().numpy(),
-        (2, "compressed"): second[0],
+        (2, "mean"): mean,
     }.items():
         row = rows[t, of]
         assert (row["parameter"], row["stage"], row["rows"], row["columns"]) == (NAME, 1, *SHAPE)
@@ -88,13 +103,14 @@ def test_rows_agree_with_powersgd_and_singular_values_by_hand() -> None:
         assert row["ranks"] == ranks
         assert row["errors"] == pytest.approx(errors_of(x, ranks), abs=1e-5)
         assert (row["rank"] is None) == (of == "gradient")
-    row = rows[2, "compressed"]
+    row = rows[2, "mean"]
+    assert row["input_sq"] == pytest.approx(row["norm"] ** 2)
     s = np.linalg.svd(found, compute_uv=False)
     assert row["rank"] == RANK
-    assert row["powersgd_error"] == pytest.approx(np.linalg.norm(left) / np.linalg.norm(second[0]), rel=1e-4)
+    assert row["powersgd_error"] == pytest.approx(np.linalg.norm(left) / np.linalg.norm(mean), rel=1e-4)
     assert row["powersgd_error"] > row["errors"][ranks.index(RANK)]
     assert row["singular_sq"] == pytest.approx(s**2, rel=1e-3)
-    assert row["best_sq"] == pytest.approx(np.linalg.svd(second[0], compute_uv=False)[:RANK] ** 2, rel=1e-4)
+    assert row["best_sq"] == pytest.approx(np.linalg.svd(mean, compute_uv=False)[:RANK] ** 2, rel=1e-4)
 
 
 def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
@@ -111,7 +127,7 @@ def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
     step(3, drawn(0, 3))
     step(4, torch.zeros(SHAPE))  # M is E, which is not zero
     step(6, torch.full(SHAPE, math.nan))
-    assert [(row["iteration"], row["of"]) for row in probe.rows] == [(4, "compressed")]
+    assert [(row["iteration"], row["of"]) for row in probe.rows] == [(4, "mean")]
     resumed = probe_of(compressor)
     resumed.load_state_dict(probe.state_dict())
     assert resumed.rows == probe.rows
@@ -171,13 +187,13 @@ def test_a_power_law_is_off_by_its_known_factor(folder: Path) -> None:
             for shape in synthetic.RANK_MODEL_SHAPES.values()
         ]
         expected = np.median(np.log(np.array(noise) / power))
-        for of in ("gradient", "compressed"):
+        for of in ("gradient", "mean"):
             row = rows_of(folder, variant="r8", of=of, actual="best", predictor="iid", rank=rank).iloc[0]
             assert row["log_median"] == pytest.approx(expected, abs=0.02)
     # The error at the rank in use scales with the entropy, whatever the spectrum.
-    row = rows_of(folder, variant="r8", of="compressed", actual="best", predictor="anchored", rank=8).iloc[0]
+    row = rows_of(folder, variant="r8", of="mean", actual="best", predictor="anchored", rank=8).iloc[0]
     assert row["abs_log_p90"] < 1e-3
-    row = rows_of(folder, variant="r8", of="compressed", actual="best", predictor="spectral", rank=16).iloc[0]
+    row = rows_of(folder, variant="r8", of="mean", actual="best", predictor="spectral", rank=16).iloc[0]
     assert row["abs_log_p90"] < 0.2
 
 
@@ -192,9 +208,7 @@ def test_powersgd_that_has_converged_is_as_good_as_the_best_at_its_own_and_at_an
         ("spectral", 16),
     ):
         best, own = (
-            rows_of(folder, variant="r8", of="compressed", actual=kind, predictor=predictor, rank=rank).iloc[
-                0
-            ]
+            rows_of(folder, variant="r8", of="mean", actual=kind, predictor=predictor, rank=rank).iloc[0]
             for kind in ("best", "powersgd")
         )
         assert own["log_median"] == pytest.approx(best["log_median"], abs=2e-3)
@@ -217,9 +231,7 @@ def test_errors_over_training_pool_kinds_and_ranks(folder: Path) -> None:
     errors = pd.read_csv(folder / "errors.csv")
     assert sorted(errors["window"].unique()) == [20 * k for k in range(1, 11)]
     assert set(errors["kind"]) == {"fc1", "projection", "<layers>"}
-    rows = errors[
-        (errors["variant"] == "r8") & (errors["of"] == "compressed") & (errors["predictor"] == "iid")
-    ]
+    rows = errors[(errors["variant"] == "r8") & (errors["of"] == "mean") & (errors["predictor"] == "iid")]
     rows = rows[(rows["actual"] == "best") & (rows["kind"] == "<layers>") & (rows["window"] == 200)]
     rows = rows.set_index(["ranks", "rank"])
     squares = np.arange(1, 97, dtype=float) ** -2.0

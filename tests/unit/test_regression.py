@@ -108,7 +108,7 @@ def test_of_the_text_of_another_python_only_what_does_not_hang_on_it_is_judged(
         ("methods", "none", "status", "diverged"),
         ("methods", "edgc_cqm", "decisions_outside_limits", 1),
         ("entropy_trend", "gpt", "slope_first_per_100", 0.3),
-        ("rank_sweep", "r16", "relative_error_median", 0.5),
+        ("rank_sweep", "r16", "worker_error_median", 0.5),
         ("window_ablation", "w20", "cc", 0.3),
         ("sampling_ablation", "a0.1_b0.25", "sample_rmse_nats", 0.5),
         ("sampling_ablation", "a1_b1", "rmse_nats", 0.01),

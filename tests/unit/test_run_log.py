@@ -38,7 +38,7 @@ def _run() -> RunConfig:
 def _step(index: int, loss: float, norm: float, skipped: bool) -> Step:
     stages = [
         {"stage": stage, "rank": None if index == 0 else 4 + index + stage, "pipeline_bytes": None}
-        | dict.fromkeys(("entropy", "relative_error"), math.nan)
+        | dict.fromkeys(("entropy", "worker_error", "mean_error"), math.nan)
         | {f"seconds_{part}": 0.1 * (index + stage + place) for place, part in enumerate(SECONDS)}
         for stage in range(2)
     ]
