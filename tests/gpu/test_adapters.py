@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.gpu.adapters import DDP, MEGATRON_RUNS, MEGATRON_STEPS, POISONED, RESUMED, STEPS
-from tests.integration.launching import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 LIMIT = 480.0
 Ranks = list[dict[str, Any]]
