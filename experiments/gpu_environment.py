@@ -35,8 +35,7 @@ NEEDED = {
     "PyYAML": "6",
     "rich": "13",
     "typer": "0.9",
-    "matplotlib": "3",
-    "seaborn": "0.13",
+    "scipy": "1.10",
     "pytest": "9",
 }
 Run = Callable[[list[str], Mapping[str, str]], None]

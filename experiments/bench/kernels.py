@@ -66,6 +66,6 @@ def of_events(events: Iterable[Any], on_gpu: bool) -> list[Kernel]:
     """
     if on_gpu:
         own = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        return [Kernel(e.key, e.count, e.self_device_time_total * 1e-6) for e in own]
+        return [Kernel(e.key, e.count, e.self_device_time_total / 1e6) for e in own]
     own = [e for e in events if e.device_type == DeviceType.CPU and not e.is_user_annotation]
-    return [Kernel(e.key, e.count, e.self_cpu_time_total * 1e-6) for e in own]
+    return [Kernel(e.key, e.count, e.self_cpu_time_total / 1e6) for e in own]

@@ -158,16 +158,16 @@ def test_to_a_python_of_the_users_only_what_is_missing_is_added(
         "torch": "2.13.0",
         "pytest": "8.4.1",
     }
-    del there["seaborn"]
+    del there["rich"]
     monkeypatch.setattr(gpu_environment, "_installed", lambda python: there)
     installer, over = Installer(), tmp_path / ".venv-gpu"
     python = gpu_environment.prepare(tmp_path / ".venv", over, "make", sys.executable, installer)
     assert python == str(over / "bin" / "python")
     assert "--system-site-packages" in installer.commands[0]
-    assert installer.commands[1][-2:] == ["seaborn", "pytest"]  # missing, and too old
+    assert installer.commands[1][-2:] == ["rich", "pytest"]  # missing, and too old
     constraints = (over / "constraints.txt").read_text().splitlines()
     assert constraints[-1] == "torch==2.13.0+cu130"
-    assert f"seaborn=={gpu_environment.pins()['seaborn']}" in constraints
+    assert f"rich=={gpu_environment.pins()['rich']}" in constraints
     assert f"pytest=={gpu_environment.pins()['pytest']}" in constraints
     assert not any(line.startswith(("numpy==", "pandas==")) for line in constraints), (
         "what is there is to stay"
