@@ -129,6 +129,18 @@ bench-stages: venv ## see when pipeline stages finish with and without DAC, over
 bench-keep: venv ## copy the results of the benchmarks to results/reference/bench, to be committed
 	@$(BENCH) keep --results '$(RESULTS)/bench' $(ARGS)
 
+# The Python that runs it needs nothing but itself: it makes .venv, and .venv-gpu where torch in .venv sees no GPU.
+.PHONY: gpu
+gpu: ## test, time and profile on an NVIDIA GPU, 25 minutes (PYTHON: one with a torch for it; ARGS); docs/gpu.md
+	@for python in $(if $(PYTHON),'$(PYTHON)') python3.11 python3 none; do \
+	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && break; \
+	done; \
+	if [ "$$python" = none ]; then \
+	  echo "error: no Python 3.11 found (tried python3.11 and python3); install it or give PYTHON=" >&2; exit 2; \
+	fi; \
+	"$$python" -m experiments.gpu_kit --make '$(MAKE)' --venv '$(VENV)' --results '$(RESULTS)' \
+	  $(if $(PYTHON),--python '$(PYTHON)') $(ARGS)
+
 # The tests of a file stay together, for they share what takes long to make; tests/conftest.py says which start first.
 .PHONY: test
 test: venv ## run all tests, CORES files at a time (ARGS: options of pytest; -n0 runs one after another)

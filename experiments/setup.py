@@ -85,7 +85,7 @@ def initialise(run: RunConfig) -> torch.device:
         run.parallel.pipeline,
         run.parallel.virtual_pipeline,
         expert_model_parallel_size=run.parallel.expert,
-        create_gloo_process_groups=not on_gpu,
+        create_gloo_process_groups=dist.get_backend() == "gloo",
     )
     random.seed(run.seed)
     torch.manual_seed(run.seed)

@@ -20,6 +20,7 @@ from edgc.config import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench import machine
 from experiments.bench.children import Child, Group
+from experiments.bench.gradients import Shape, entries, layer_shapes
 
 MODULE = "experiments.bench.engine_worker"
 FLOOR = ("products", "orthogonalisation")
@@ -36,6 +37,15 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     },
 }
 ALONE, GLOO = "none", "gloo"
+# GPT-2 small with its embeddings; one of the four pipeline stages of the paper's 2.5B model that has none.
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {"layers": 12, "hidden": 768, "embeddings": (50257, 1024)},
+    "gpt2-2.5b-stage": {"layers": 13, "hidden": 1920},
+}
+# Of all engines together, for each entry of the gradients: two sets and the buffer of them, what they are compared
+# with, error feedback and a workspace of five engines.
+BYTES_PER_ENTRY = 72
+PROFILED = 3  # steps
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,14 @@ class Plan:
     """What is measured.
 
     Attributes:
-        layers, hidden: of the gradients, see :func:`experiments.bench.gradients.layer_shapes`.
+        layers, hidden, embeddings: of the gradients, see :func:`experiments.bench.gradients.layer_shapes`.
         ranks, threads: each with each.
         repeats: rounds.
         dtypes: of the gradients.
         allocators: names in ``ALLOCATORS``; the first times all engines and the floor.
         gloo: also time two ranks with gloo, at the smallest number of threads.
+        kernels: also profile each engine.
+        model: name in ``MODELS`` of what the gradients are of, or "".
     """
 
     layers: int = 3
@@ -60,6 +72,9 @@ class Plan:
     dtypes: tuple[str, ...] = ("fp32",)
     allocators: tuple[str, ...] = tuple(ALLOCATORS)
     gloo: bool = True
+    embeddings: tuple[int, ...] = ()
+    kernels: bool = False
+    model: str = ""
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "repeats"):
@@ -80,6 +95,10 @@ class Plan:
     def clock(self, threads: int) -> str:
         """The time that engines are held against the floor by: waiting threads count as busy in processor time."""
         return "cpu" if self.device == "cpu" and threads == 1 else "wall"
+
+    @property
+    def shapes(self) -> list[Shape]:
+        return layer_shapes(self.layers, self.hidden, self.embeddings)
 
     @property
     def rounds(self) -> int:
@@ -113,11 +132,29 @@ class Measured:
         facts: relative error and bytes of one step, or why there is no timing.
         rounds: seconds of each part, one entry a round; of two ranks the slower one's.
         floor: of a setting (a key whose variant is empty): seconds of each part, one entry a round.
+        kernels: name, calls and seconds of each kernel of one step, the longest first.
     """
 
     facts: dict[Key, dict[str, Any] | str] = field(default_factory=dict)
     rounds: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
     floor: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
+    kernels: dict[Key, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+def layers_that_fit(model: str, free: int) -> int:
+    """How many layers of a model all engines together can hold in ``free`` bytes, at most all and at least one.
+
+    Raises:
+        UserError: if not even one fits.
+    """
+    sizes = MODELS[model]
+    embeddings = entries(layer_shapes(0, sizes["hidden"], sizes.get("embeddings", ())))
+    layer = entries(layer_shapes(1, sizes["hidden"]))
+    fit = int(0.9 * free / BYTES_PER_ENTRY - embeddings) // layer
+    if fit < 1:
+        need = (embeddings + layer) * BYTES_PER_ENTRY / 0.9 / 2**30
+        raise UserError(f"--model {model} does not fit", fix=f"it needs {need:.1f} GiB of free memory")
+    return min(fit, int(sizes["layers"]))
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
@@ -168,9 +205,7 @@ def _gloo_ranks(plan: Plan, dtype: str) -> Iterator[dict[str, Group]]:
 
 
 def _load(plan: Plan, dtype: str, group: Group) -> None:
-    group.ask(
-        {"do": "load", "layers": plan.layers, "hidden": plan.hidden, "dtype": dtype, "device": plan.device}
-    )
+    group.ask({"do": "load", "shapes": plan.shapes, "dtype": dtype, "device": plan.device})
 
 
 def _section(
@@ -214,3 +249,6 @@ def _section(
             }
             found.floor.setdefault(base, []).append(parts)
         advance(f"rank {base.rank}, {base.threads} threads" + (", gloo" if base.network == GLOO else ""))
+    if plan.kernels and base.network == ALONE:
+        for group, key in keys:
+            [found.kernels[key]] = group.ask({"do": "kernels", "name": key.variant, "steps": PROFILED})

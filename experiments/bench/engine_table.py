@@ -10,7 +10,6 @@ import pandas as pd
 
 from experiments.bench import floor
 from experiments.bench.engine import ALONE, Key, Measured, Plan
-from experiments.bench.gradients import layer_shapes
 
 PARTS = ("cpu", "wall", "compress", "communicate", "decompress", "pack")
 BYTES = {"fp32": 4, "bf16": 2}
@@ -43,6 +42,16 @@ def rounds_table(found: Measured) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def kernels_table(found: Measured) -> pd.DataFrame:
+    """A row per kernel of each engine: how often it ran in one step, and for how long in all."""
+    rows = [
+        {**_setting(key), "kernel": of["name"], "calls": of["calls"], "ms": 1e3 * of["seconds"]}
+        for key, kernels in found.kernels.items()
+        for of in kernels
+    ]
+    return pd.DataFrame(rows)
+
+
 def table(plan: Plan, found: Measured) -> pd.DataFrame:
     """A row per engine and setting.
 
@@ -51,6 +60,8 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
     ``speedup_*`` is the time of torch's hook over this engine's, round by round, in the same process;
     ``speedup_over_<allocator>_*`` that of torch's hook in the process with that allocator. ``ratio_to_floor`` is of
     processor time on one thread, of wall time on several and on a GPU; :mod:`experiments.bench.floor` explains it.
+    ``kernel_ms`` is the time of all kernels (on a CPU: operations) of one step and ``kernel_calls`` their number, where
+    they were profiled.
     """
     rows = []
     for key, fact in found.facts.items():
@@ -65,6 +76,9 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
         row |= _ratios(plan, found, key, mine)
         if key.network == ALONE:
             row |= _floor(plan, found, key, mine)
+        if key in found.kernels:
+            row["kernel_ms"] = 1e3 * sum(kernel["seconds"] for kernel in found.kernels[key])
+            row["kernel_calls"] = sum(kernel["calls"] for kernel in found.kernels[key])
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -92,7 +106,7 @@ def _ratios(plan: Plan, found: Measured, key: Key, mine: pd.DataFrame) -> dict[s
 def _floor(plan: Plan, found: Measured, key: Key, mine: pd.DataFrame) -> dict[str, float]:
     """The floor of each round from what was measured in that round, and the engine's ratio to it."""
     clock = plan.clock(key.threads)
-    need = floor.work(layer_shapes(plan.layers, plan.hidden), key.rank, BYTES[key.gradient_dtype])
+    need = floor.work(plan.shapes, key.rank, BYTES[key.gradient_dtype])
     copies = pd.DataFrame(found.rounds[replace(key, allocator=plan.allocators[0], variant="copy")])[clock]
     parts = pd.DataFrame(found.floor[replace(key, allocator="", variant="")])
     bandwidth, rate = need.copied / copies, need.operations / parts["products"]

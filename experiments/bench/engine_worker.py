@@ -7,7 +7,8 @@ it times them with gloo.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from edgc.clock import Stopwatch
 from experiments.bench import floor
 from experiments.bench.children import serve
 from experiments.bench.clock import timed
-from experiments.bench.gradients import layer_shapes, make
+from experiments.bench.gradients import Shape, make
+from experiments.bench.kernels import kernels
 from experiments.bench.packing import watch_packing
 from experiments.bench.variants import Copy, Ours, Parts, TorchHook, Variant
 
@@ -46,10 +48,10 @@ class Bench:
         self.floors: dict[str, Callable[[], None]] = {}
         self.turn = 0
 
-    def load(self, layers: int, hidden: int, dtype: str, device: str) -> dict[str, Any]:
+    def load(self, shapes: Sequence[Shape], dtype: str, device: str) -> dict[str, Any]:
         """Make the gradients."""
         self.device = torch.device(device)
-        self.shapes = layer_shapes(layers, hidden)
+        self.shapes: list[Shape] = [(rows, columns) for rows, columns in shapes]
         self.gradients = make(self.shapes, GRADIENTS, seed=self.seed, dtype=DTYPES[dtype], device=self.device)
         self.buffer = torch.empty_like(self.gradients[0])
         return {"entries": self.buffer.numel()}
@@ -145,10 +147,15 @@ class Bench:
             "pack": self.packing.seconds - packed,
         }
 
+    def kernels(self, name: str, steps: int) -> list[dict[str, Any]]:
+        """Kernels of one step of a variant, the longest first."""
+        found = kernels(lambda: self._step(name), self.device, steps=steps, before=self._load_gradient)
+        return [asdict(kernel) for kernel in found]
+
 
 def main() -> None:
     bench = Bench()
-    handlers = {name: getattr(bench, name) for name in ("load", "prepare", "prepare_floor", "run")}
+    handlers = {name: getattr(bench, name) for name in ("load", "prepare", "prepare_floor", "run", "kernels")}
     serve(handlers)
 
 

@@ -13,10 +13,13 @@ Shape = tuple[int, int]
 DIRECTIONS = 96  # of the part of a gradient that is not noise
 
 
-def layer_shapes(layers: int, hidden: int) -> list[Shape]:
-    """Matrices of ``layers`` transformer layers as torch stores them: qkv, attention output and the two of the MLP."""
+def layer_shapes(layers: int, hidden: int, embeddings: Sequence[int] = ()) -> list[Shape]:
+    """Matrices of ``layers`` transformer layers as torch stores them: qkv, attention output and the two of the MLP.
+
+    ``embeddings``: rows of each embedding; they come last, as their gradients do.
+    """
     layer = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)]
-    return layer * layers
+    return layer * layers + [(rows, hidden) for rows in embeddings]
 
 
 def entries(shapes: Sequence[Shape]) -> int:

@@ -43,6 +43,11 @@ def describe(device: str) -> dict[str, Any]:
     }
 
 
+def free_memory() -> int:
+    """Bytes that programs can still take from this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
 def label(table: pd.DataFrame, host: Mapping[str, Any]) -> pd.DataFrame:
     """The table with what its numbers depend on in columns of their own, so that it can be read alone."""
     caches = " ".join(f"{name} {size} KiB" for name, size in host["caches_kib"].items())

@@ -168,11 +168,12 @@ def _detach(session: Session) -> None:
 def _iteration(session: Session, run: RunConfig, iteration: int, replica: int) -> float:
     length, size = run.model.sequence_length, run.train.micro_batch
     generator = torch.Generator().manual_seed(100 * (iteration % 4) + replica)
+    device = next(session.chunks[0].parameters()).device
     tokens = [
-        torch.randint(0, VOCABULARY, (size, length + 1), generator=generator)
+        torch.randint(0, VOCABULARY, (size, length + 1), generator=generator).to(device)
         for _ in range(run.micro_batches)
     ]
-    positions = torch.arange(length).repeat(size, 1)
+    positions = torch.arange(length, device=device).repeat(size, 1)
 
     def forward(batches: Any, model: Any) -> Any:
         batch = next(batches)

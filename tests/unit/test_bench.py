@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from edgc.config import FACTOR_DTYPES
+from edgc.errors import UserError
 from experiments.bench import engine, engine_table, floor, gpt, network, testbed
 from experiments.bench.__main__ import app
 from experiments.bench.children import Child, ChildError, Group
@@ -174,7 +175,8 @@ def test_ratios_are_taken_within_rounds() -> None:
 # ---- the programs
 
 TINY = ["--layers", "1", "--hidden", "64", "--ranks", "4,8", "--threads", "1", "--repeats", "2"]
-TINY += ["--allocators", "default,thp", "--device", "cpu"]
+ENGINE = ("engine.csv", "engine_rounds.csv", "engine_kernels.csv", "engine.json")
+TINY += ["--allocators", "default,thp", "--device", "cpu", "--kernels"]
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +224,14 @@ def test_engine_benchmark_writes_every_engine_in_every_setting(folder: Path) -> 
     assert (others["status"] == "ok").all() or others["status"].str.startswith("not available: ").all()
     rounds = pd.read_csv(folder / "engine_rounds.csv")
     assert len(rounds) == 2 * len(ok)
+    # Every engine that ran alone was profiled, and its kernels add up.
+    kernels = pd.read_csv(folder / "engine_kernels.csv", keep_default_na=False)
+    assert set(kernels["engine"]) == {"copy", "torch", "edgc"}
+    assert (kernels[["calls", "ms"]] >= 0).all(axis=None)
+    profiled = ok[ok["network"] == "none"]
+    assert (profiled["kernel_ms"] > 0).all() and ok.loc[ok["network"] == "gloo", "kernel_ms"].isna().all()
+    assert kernels["ms"].sum() == pytest.approx(profiled["kernel_ms"].sum(), rel=1e-3)
+    assert kernels["kernel"].str.contains("mm").any(), "no matrix product was seen"
     described = json.loads((folder / "engine.json").read_text())
     assert described["settings"]["hidden"] == 64
     assert described["machine"]["slug"] == folder.name
@@ -260,8 +270,19 @@ def test_results_are_kept_on_request_only(folder: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["keep", "--results", str(folder.parent), "--reference", str(reference)])
     assert done.exit_code == 0, done.output
     kept = {str(path.relative_to(reference)) for path in reference.rglob("*") if path.is_file()}
-    assert kept == {f"{folder.name}/{name}" for name in ("engine.csv", "engine_rounds.csv", "engine.json")}
+    assert kept == {f"{folder.name}/{name}" for name in ENGINE}
     assert CliRunner().invoke(app, ["keep", "--results", str(tmp_path / "none")]).exit_code == 2
+
+
+def test_layers_of_a_model_are_as_many_as_fit() -> None:
+    layer = 12 * 1920 * 1920 * engine.BYTES_PER_ENTRY
+    assert engine.layers_that_fit("gpt2-2.5b-stage", 20 * layer) == 13
+    assert engine.layers_that_fit("gpt2-2.5b-stage", int(3.4 * layer)) == 3
+    with pytest.raises(UserError, match=r"--model gpt2-2\.5b-stage does not fit; it needs 3\.3 GiB"):
+        engine.layers_that_fit("gpt2-2.5b-stage", layer // 2)
+    plan = engine.Plan(**engine.MODELS["gpt2-124m"])
+    biases_and_norms = 12 * (9 + 4) * 768 + 2 * 768
+    assert sum(m * n for m, n in plan.shapes) + biases_and_norms == 124_439_808  # GPT-2 as published
 
 
 @pytest.mark.parametrize(
@@ -274,6 +295,11 @@ def test_results_are_kept_on_request_only(folder: Path, tmp_path: Path) -> None:
         (["engine", "--device", "tpu"], "--device 'tpu' is not known"),
         (["engine", "--allocators", "huge"], "--allocators 'huge' is not known"),
         (["engine", "--dtypes", "fp16"], "--dtypes 'fp16' is not known"),
+        (["engine", "--model", "gpt3"], "--model 'gpt3' is not known"),
+        (["step", "--variants", "ddp,gzip"], "--variants 'gzip' is not known"),
+        (["step", "--heads", "7"], "--hidden 768 is not valid"),
+        (["step", "--layers", "0"], "--layers 0 is not valid"),
+        (["step", "--steps", "0"], "--steps 0 is not valid"),
         (["network", "--rates", "fast"], "--rates 'fast' is not valid"),
         (["network", "--rates", "20000"], "--rates 20000 is not valid"),
         (["network", "--threads", "0"], "--threads 0 is not valid"),

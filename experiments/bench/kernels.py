@@ -1,0 +1,71 @@
+"""Time on the device by kernel, from torch's profiler; on a CPU, where there are none, by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel (or copy, or operation of a CPU) in one step: how often it ran, and for how many seconds in all."""
+
+    name: str
+    calls: float
+    seconds: float
+
+
+def kernels(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    steps: int = 3,
+    before: Callable[[], object] = lambda: None,
+    trace: Path | None = None,
+) -> list[Kernel]:
+    """Kernels of one step of ``call``, means over ``steps``, the longest first.
+
+    Times under a profiler are those of the device's own clock; the host is slower than without, so wall times are
+    to be taken in other steps. On a CPU only operations of the calling thread and of backward's are seen.
+
+    Args:
+        before: called before each step; not counted.
+        trace: where the last step's trace is written, for Perfetto or chrome://tracing; ``.gz`` packs it.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    sums: dict[str, tuple[float, float]] = {}
+    for step in range(steps):
+        before()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        with profile(activities=activities) as profiler:
+            call()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+        for kernel in of_events(profiler.key_averages(), on_gpu):
+            calls, seconds = sums.get(kernel.name, (0.0, 0.0))
+            sums[kernel.name] = calls + kernel.calls, seconds + kernel.seconds
+        if trace is not None and step == steps - 1:
+            profiler.export_chrome_trace(str(trace))
+    found = [Kernel(name, calls / steps, seconds / steps) for name, (calls, seconds) in sums.items()]
+    return sorted(found, key=lambda kernel: kernel.seconds, reverse=True)
+
+
+def of_events(events: Iterable[Any], on_gpu: bool) -> list[Kernel]:
+    """What ran on the device, from the profiler's averages.
+
+    On a GPU each kernel is an event of its own, and its time is told once more with the operation that launched it;
+    only the first is counted, and no ranges that a user has named.
+    """
+    if on_gpu:
+        own = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        return [Kernel(e.key, e.count, e.self_device_time_total / 1e6) for e in own]
+    own = [e for e in events if e.device_type == DeviceType.CPU and not e.is_user_annotation]
+    return [Kernel(e.key, e.count, e.self_cpu_time_total / 1e6) for e in own]

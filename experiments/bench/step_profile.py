@@ -1,0 +1,197 @@
+"""Where the time of a training step goes on one device, with and without a hook that compresses its gradients.
+
+A GPT trains under DDP in a world of one rank. What our hook would exchange with a second replica is answered on the
+device by :class:`experiments.bench.variants.Mirror`, as a replica with the same gradients would: all work of
+compressing and decompressing is done, nothing is sent, and communication takes no time. What a network adds is not
+measured here. torch's hook runs as it is, its all-reduces in the world of one.
+
+Every variant has a process of its own, one after another, so that memory is its own; plain DDP comes first and again
+last, which shows how far the machine has drifted in between.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from edgc.config import FACTOR_DTYPES
+from edgc.errors import UserError
+from experiments.bench.children import Child, ChildError, Group
+from experiments.bench.engine_table import spread
+from experiments.bench.gpt import Size
+from experiments.bench.machine import slug
+
+MODULE = "experiments.bench.step_profile_worker"
+DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
+# Settings of EDGCConfig; each low-rank one is given the plan's rank.
+OURS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "bf16": {"method": "bf16"},
+    **{f"powersgd {of}": {"method": "powersgd", "factor_dtype": of} for of in FACTOR_DTYPES},
+    "powersgd int8 one-sided": {"method": "powersgd", "factor_dtype": "int8", "one_sided": True},
+    "powersgd errors in bf16": {"method": "powersgd", "error_dtype": "bf16"},
+    "topk": {"method": "topk", "density": 0.01},
+    "quantize": {"method": "quantize", "bits": 8},
+}
+VARIANTS = (DDP, TORCH, *OURS, AGAIN)
+QUICK = (DDP, TORCH, "none", "powersgd fp32", "powersgd int8", "powersgd int4", AGAIN)
+GPT2 = Size(
+    layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024, batch=8
+)  # 124 million parameters
+PARTS = ("step", "host", "forward", "backward", "optimizer", "compress", "communicate", "decompress")
+SETTLE = 5  # DDP cuts its buckets anew after the first, torch's hook begins to compress after the second
+PROFILED = 2
+TOP = 40  # kernels of a variant that are kept
+SECONDS = 300.0  # for an answer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        size: of the model and its batch.
+        rank: of low-rank methods.
+        steps: that are timed, of each variant.
+        variants: names of ``VARIANTS``.
+        autocast: whether forward runs in bf16 where the device has it.
+        traces: whether a trace of one step of each variant is written.
+    """
+
+    size: Size = GPT2
+    rank: int = 32
+    steps: int = 20
+    device: str = "cpu"
+    variants: tuple[str, ...] = VARIANTS
+    autocast: bool = True
+    traces: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("rank", "steps"):
+            if getattr(self, key) < 1:
+                raise UserError(f"--{key} {getattr(self, key)} is not valid", fix="use 1 or more")
+        for key, value in asdict(self.size).items():
+            if value < 1:
+                raise UserError(f"--{key} {value} is not valid", fix="use 1 or more")
+        if self.size.hidden % self.size.heads:
+            fix = f"use a multiple of --heads {self.size.heads}"
+            raise UserError(f"--hidden {self.size.hidden} is not valid", fix=fix)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")
+
+
+@dataclass
+class Found:
+    """Answers of the workers, by variant.
+
+    Attributes:
+        facts: memory, bytes, error and loss, or why there is no timing.
+        steps: seconds of each part, one entry a step.
+        kernels: of one step.
+    """
+
+    facts: dict[str, dict[str, Any] | str] = field(default_factory=dict)
+    steps: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    kernels: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+def settings(variant: str, rank: int) -> dict[str, Any] | None:
+    """Settings of our hook; None for the variants that have none."""
+    options = OURS.get(variant)
+    if options is None:
+        return None
+    return options | ({"rank": rank} if options["method"] == "powersgd" else {})
+
+
+def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> Found:
+    """Run every variant; ``advance`` is told of each. One that fails is noted, and the others go on.
+
+    Args:
+        folder: where traces are written, ``step_trace_<variant>.json.gz``.
+    """
+    found = Found()
+    for variant in plan.variants:
+        try:
+            _one(plan, variant, folder, found)
+        except ChildError as error:
+            found.facts[variant] = str(error)
+            found.steps.pop(variant, None)
+            found.kernels.pop(variant, None)
+        advance(variant)
+    return found
+
+
+def _one(plan: Plan, variant: str, folder: Path, found: Found) -> None:
+    with tempfile.TemporaryDirectory() as store, Group([Child(MODULE, {"STORE": f"{store}/store"})]) as group:
+        request = {"size": asdict(plan.size), "device": plan.device, "autocast": plan.autocast}
+        request |= {"variant": variant, "rank": plan.rank, "settings": settings(variant, plan.rank)}
+        group.ask({"do": "prepare", **request, "settle": SETTLE}, SECONDS)
+        [found.steps[variant]] = group.ask({"do": "steps", "count": plan.steps}, SECONDS)
+        [found.facts[variant]] = group.ask({"do": "facts"}, SECONDS)
+        trace = folder / f"step_trace_{slug(variant)}.json.gz" if plan.traces else None
+        request = {"do": "kernels", "steps": PROFILED, "trace": str(trace.resolve()) if trace else None}
+        [found.kernels[variant]] = group.ask(request, SECONDS)
+
+
+def steps_table(found: Found) -> pd.DataFrame:
+    """A row per step that was timed, in milliseconds."""
+    rows = [
+        {"variant": variant, "step": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
+        for variant, steps in found.steps.items()
+        for index, times in enumerate(steps)
+    ]
+    return pd.DataFrame(rows)
+
+
+def kernels_table(found: Found) -> pd.DataFrame:
+    """The longest kernels of one step of each variant, and the rest in a row of its own."""
+    rows = []
+    for variant, kernels in found.kernels.items():
+        top, rest = kernels[:TOP], kernels[TOP:]
+        if rest:
+            sums = {key: sum(kernel[key] for kernel in rest) for key in ("calls", "seconds")}
+            top = [*top, {"name": f"{len(rest)} others", **sums}]
+        rows += [
+            {"variant": variant, "kernel": of["name"], "calls": of["calls"], "ms": 1e3 * of["seconds"]}
+            for of in top
+        ]
+    return pd.DataFrame(rows)
+
+
+def table(plan: Plan, found: Found) -> pd.DataFrame:
+    """A row per variant.
+
+    Times in ms, medians over the steps with quartiles in ``_q1`` and ``_q3``: ``step_ms`` from one step's start to its
+    end on the device, ``host_ms`` until the host was through with it and could have gone on, the three parts of a step
+    on the device, and what the hook took in its own stream beside them (ours alone tells). ``kernel_ms`` is the time of
+    all kernels of a step, also of those that ran at once. ``over_ddp_*`` is the difference to plain DDP; its own second
+    run shows what of that is drift. ``bytes`` are those that a replica of two would send.
+    """
+    rows = []
+    for variant in plan.variants:
+        fact = found.facts[variant]
+        row: dict[str, Any] = {"device": plan.device, "variant": variant}
+        options = settings(variant, plan.rank) or {}
+        row["rank"] = plan.rank if variant == TORCH else options.get("rank")
+        if isinstance(fact, str):
+            rows.append({**row, "status": fact})
+            continue
+        mine = pd.DataFrame(found.steps[variant])
+        row |= {"status": "ok", "steps": len(mine)}
+        for part in PARTS:
+            row |= spread(f"{part}_ms", 1e3 * mine[part])
+        row["kernel_ms"] = 1e3 * sum(kernel["seconds"] for kernel in found.kernels[variant])
+        row["kernel_calls"] = sum(kernel["calls"] for kernel in found.kernels[variant])
+        rows.append({**row, **fact})
+    made = pd.DataFrame(rows)
+    plain = made[(made["variant"] == DDP) & (made["status"] == "ok")]
+    for column in ("step_ms", "host_ms", "kernel_ms", "peak_memory_mib"):
+        if len(plain) and column in made:
+            made[f"over_ddp_{column}"] = made[column] - plain[column].iloc[0]
+    return made

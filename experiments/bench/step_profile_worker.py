@@ -1,0 +1,148 @@
+"""One variant of :mod:`experiments.bench.step_profile`: trains a GPT under DDP in a world of one rank, when asked."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import edgc.ddp
+from edgc.clock import Mark, mark, seconds_between
+from edgc.config import EDGCConfig
+from experiments.bench.children import serve
+from experiments.bench.gpt import GPT, Size, batch
+from experiments.bench.kernels import kernels
+from experiments.bench.step_profile import TORCH
+from experiments.bench.variants import Mirror
+
+BATCHES = 4
+ITERATIONS = 1_000_000  # of the run that the hook is told of; no warm-up ends within what is timed
+
+
+class Training:
+    """The model of one variant."""
+
+    def prepare(
+        self,
+        size: Mapping[str, int],
+        device: str,
+        autocast: bool,
+        variant: str,
+        rank: int,
+        settings: Mapping[str, Any] | None,
+        settle: int,
+    ) -> int:
+        """Build it and train ``settle`` steps; returns its number of parameters."""
+        self.device = torch.device(device)
+        on_gpu = self.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=dist.FileStore(os.environ["STORE"], 1), rank=0, world_size=1
+        )
+        torch.manual_seed(0)
+        self.size = Size(**size)
+        self.autocast = autocast and on_gpu and torch.cuda.is_bf16_supported()
+        self.model = DistributedDataParallel(GPT(self.size).to(self.device), gradient_as_bucket_view=True)
+        self.handle: edgc.ddp.Handle | None = None
+        if variant == TORCH:
+            state = powerSGD_hook.PowerSGDState(
+                cast(Any, None), matrix_approximation_rank=rank, start_powerSGD_iter=2
+            )
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif settings is not None:
+            config = EDGCConfig.from_dict(settings)
+            self.handle = edgc.ddp.register(self.model, config, iterations=ITERATIONS)
+            self.handle.engine.open_channel = lambda *_: Mirror()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(1)
+        self.batches = [batch(self.size, generator).to(self.device) for _ in range(BATCHES)]
+        self.turn = 0
+        self.loss = torch.tensor(math.nan)
+        for _ in range(settle):
+            self._step()
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _step(self) -> list[Mark]:
+        """One step; marks of its start, of the ends of forward and backward, and of its end."""
+        text = self.batches[self.turn % BATCHES]
+        self.turn += 1
+        marks = [mark(self.device)]
+        self.optimizer.zero_grad()
+        bf16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        with bf16:
+            loss = self.model(text)
+        marks.append(mark(self.device))
+        loss.backward()
+        marks.append(mark(self.device))
+        self.optimizer.step()
+        marks.append(mark(self.device))
+        self.loss = loss.detach()
+        return marks
+
+    def steps(self, count: int) -> list[dict[str, float]]:
+        """Seconds of each part of ``count`` steps; the device is idle at the start of each."""
+        found = []
+        for _ in range(count):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            began = time.perf_counter()
+            marks = self._step()
+            host = time.perf_counter() - began
+            parts = [seconds_between(*span) for span in itertools.pairwise(marks)]
+            times = dict(zip(("forward", "backward", "optimizer"), parts, strict=True))
+            times |= {"step": seconds_between(marks[0], marks[-1]), "host": host}
+            found.append(times | self._hook_times())
+        return found
+
+    def _hook_times(self) -> dict[str, float]:
+        """What our hook has taken in the last step, on its own stream."""
+        last = self.handle.last if self.handle is not None else None
+        names = ("compress", "communicate", "decompress")
+        return {name: getattr(last.statistics, name).seconds if last else math.nan for name in names}
+
+    def facts(self) -> dict[str, Any]:
+        """Memory of the steps so far (of the whole process on a CPU), and what the hook reports."""
+        if self.device.type == "cuda":
+            peak, resting = (
+                of(self.device) for of in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated)
+            )
+        else:
+            peak, resting = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
+        statistics = self.handle.last.statistics if self.handle is not None and self.handle.last else None
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "autocast": "bf16" if self.autocast else "",
+            "peak_memory_mib": peak / 2**20,
+            "resting_memory_mib": None if resting is None else resting / 2**20,
+            "bytes": statistics.bytes if statistics else None,
+            "relative_error": statistics.relative_error if statistics else None,
+            "loss": float(self.loss),
+        }
+
+    def kernels(self, steps: int, trace: str | None) -> list[dict[str, Any]]:
+        """Kernels of one step, the longest first."""
+        found = kernels(self._step, self.device, steps=steps, trace=Path(trace) if trace else None)
+        return [asdict(kernel) for kernel in found]
+
+
+def main() -> None:
+    training = Training()
+    serve({name: getattr(training, name) for name in ("prepare", "steps", "facts", "kernels")})
+
+
+if __name__ == "__main__":
+    main()

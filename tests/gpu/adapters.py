@@ -1,0 +1,253 @@
+"""What the ranks of ``test_adapters.py`` do: ``python -m tests.gpu.adapters FOLDER RANK WORLD CASES``.
+
+Both adapters on this process's device: the GPU, shared by all ranks, or the CPU. gloo has every collective that we use
+for tensors on a GPU, too; NCCL takes one rank of a communicator for each GPU, so with one GPU it is tried alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import edgc.ddp
+from edgc import EDGCConfig
+from edgc.device import host_decides
+from experiments.bench.variants import Mirror
+from tests.integration.ddp_runs import METHODS as USUAL
+from tests.integration.ddp_runs import SMALL, WIDTH, batch, copied, same
+
+DDP: dict[str, dict[str, Any]] = {
+    "none": USUAL["none"],
+    "bf16": {"method": "bf16"},
+    **{
+        f"powersgd {factors}{' one-sided' if one_sided else ''}": {
+            "method": "powersgd",
+            "rank": 4,
+            "factor_dtype": factors,
+            "one_sided": one_sided,
+            **SMALL,
+        }
+        for factors, one_sided in (
+            ("fp32", False),
+            ("fp32", True),
+            ("bf16", False),
+            ("int8", False),
+            ("int4", True),
+        )
+    },
+    "powersgd, errors in bf16": {"method": "powersgd", "rank": 4, "error_dtype": "bf16", **SMALL},
+    "edgc": USUAL["edgc"],
+    "topk": {"method": "topk", "density": 0.1, **SMALL},
+    "randomk": {"method": "randomk", "density": 0.1, **SMALL},
+    "quantize": USUAL["quantize"],
+    "sign": {"method": "sign", **SMALL},
+}
+RESUMED = ("powersgd fp32", "edgc", "quantize")
+STEPS, SAVED, POISONED = 10, 5, 4
+MEGATRON: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "powersgd": {"method": "powersgd", "rank": 4},
+    "int8 factors": {"method": "powersgd", "rank": 4, "factor_dtype": "int8"},
+    "edgc": {
+        "method": "edgc",
+        "policy": "cqm",
+        "r_max": 16,
+        "r_min": 4,
+        "window": 2,
+        "stability_tolerance": 10.0,
+        "entropy": {"iteration_rate": 0.5, "entry_rate": 0.5},
+    },
+    "topk": {"method": "topk", "density": 0.1},
+}
+OVERLAP = {"overlap_grad_reduce": True}
+SHARDS = {**OVERLAP, "distributed_optimizer": True}
+MEGATRON_RUNS: dict[str, tuple[str, dict[str, bool]]] = {
+    "none": ("none", {}),
+    "powersgd": ("powersgd", {}),
+    "powersgd, overlap": ("powersgd", OVERLAP),
+    "powersgd, shards": ("powersgd", SHARDS),
+    "int8 factors, shards": ("int8 factors", SHARDS),
+    "edgc, overlap": ("edgc", OVERLAP),
+    "topk": ("topk", {}),
+}
+MEGATRON_STEPS = 6
+
+
+def device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class Run:
+    """A small model on the device, trained step by step on data that is the same on every device."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None = None) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        self.model = DistributedDataParallel(net.to(device()), bucket_cap_mb=5e-3, process_group=group)
+        config = EDGCConfig.from_dict(DDP[name])
+        self.handle = edgc.ddp.register(self.model, config, iterations=STEPS)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scaler = torch.amp.GradScaler(device().type, init_scale=4.0, growth_interval=1000)
+        self.losses: list[float] = []
+        self.ranks: list[int | None] = []
+        self.bytes: list[int] = []
+
+    def train(self, start: int, stop: int, poisoned: int | None = None) -> Run:
+        for step in range(start, stop):
+            self.optimizer.zero_grad()
+            x, target = (part.to(device()) for part in batch(step))
+            loss = (self.model(x) - target).square().mean()
+            self.losses.append(float(loss.detach()))
+            if step == poisoned and dist.get_rank() == 1:
+                loss = loss * float("inf")
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update(4.0)  # of one scale, so that error feedback stays in its unit
+            assert self.handle.last is not None
+            self.ranks.append(self.handle.last.rank)
+            self.bytes.append(self.handle.last.statistics.bytes)
+        return self
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().double().reshape(-1) for p in self.model.parameters()]).cpu()
+
+    def state(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "edgc": self.handle}
+        return {name: copied(part.state_dict()) for name, part in parts.items()}
+
+    def load(self, state: dict[str, Any]) -> Run:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(copied(state["optimizer"]))
+        self.handle.load_state_dict(state["edgc"])
+        return self
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "weights": self.weights,
+            "bytes": self.bytes,
+            "ranks": self.ranks,
+            "skipped": self.handle.skipped,
+        }
+
+
+def ddp() -> dict[str, Any]:
+    """Every method; some of them resumed, and with one step that is given up."""
+    results: dict[str, Any] = {}
+    for name in DDP:
+        run = Run(name).train(0, SAVED)
+        state = run.state()
+        results[name] = run.train(SAVED, STEPS).result()
+        run.handle.remove()
+        if name in RESUMED:
+            again = Run(name).load(state).train(SAVED, STEPS)
+            results[name]["resumed equal"] = torch.equal(run.weights, again.weights)
+            results[name]["state equal"] = same(run.state(), again.state())
+            again.handle.remove()
+    for name in RESUMED:
+        run = Run(name).train(0, POISONED)
+        before, weights = copied(run.handle.engine.compressor.state_dict()), run.weights
+        run.train(POISONED, POISONED + 1, poisoned=POISONED)
+        state_kept = same(before, run.handle.engine.compressor.state_dict())
+        step_skipped = torch.equal(weights, run.weights)
+        run.train(POISONED + 1, STEPS)
+        results[f"{name}, poisoned"] = {
+            **run.result(),
+            "state kept": state_kept,
+            "step skipped": step_skipped,
+        }
+        run.handle.remove()
+    return results
+
+
+def alone() -> dict[str, Any]:
+    """One rank by itself, under NCCL on a GPU: the hook does all its work, and its peer is thought."""
+    backend = "nccl" if device().type == "cuda" else "gloo"
+    groups = [dist.new_group([rank], backend=backend) for rank in range(dist.get_world_size())]
+    results = {}
+    for name in ("none", "powersgd fp32", "quantize"):
+        run = Run(name, groups[dist.get_rank()])
+        run.handle.engine.open_channel = lambda *_: Mirror()
+        results[name] = run.train(0, STEPS).result()
+        run.handle.remove()
+    return results
+
+
+def megatron() -> dict[str, Any]:
+    """Megatron's DDP under every way to reduce, two replicas."""
+    from edgc.megatron import cpu_shims
+    from tests.integration import megatron_cases
+
+    cpu_shims.install()
+
+    def trained(name: str, options: dict[str, bool], **more: Any) -> dict[str, Any]:
+        run = megatron_cases.configuration(
+            name,
+            MEGATRON[name],
+            model={"layers": 1},
+            parallel={"pipeline": 1, "data": 2},
+            train={"iterations": MEGATRON_STEPS, **options},
+        )
+        return megatron_cases.train(run, iterations=MEGATRON_STEPS, prepare=_same_weights, **more)
+
+    results = {key: trained(name, options) for key, (name, options) in MEGATRON_RUNS.items()}
+    results["powersgd, poisoned"] = trained("powersgd", {}, poison=frozenset({3}))
+    return results
+
+
+def _same_weights(session: Any) -> Callable[[], dict[str, Any]]:
+    """Begin with the same weights on every device, whose generators differ."""
+    for chunk in session.chunks:
+        for name, parameter in chunk.module.named_parameters():
+            if parameter.dim() > 1:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                values = 0.02 * torch.randn(parameter.shape, generator=generator)
+                parameter.data.copy_(values)
+    session.optimizer.reload_model_params()
+    return dict
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"ddp": ddp, "alone": alone, "megatron": megatron}
+
+
+def on_cpu(value: Any) -> Any:
+    """Tensors in nested containers moved off the device, whose process ends."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: on_cpu(item) for key, item in value.items()}
+    return [on_cpu(item) for item in value] if isinstance(value, list) else value
+
+
+def main(folder: str, rank: str, world: str, parts: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", int(world))
+    dist.init_process_group(
+        "gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
+    )
+    results: dict[str, Any] = {"device": device().type, "host decides": host_decides(device())}
+    for name in json.loads(parts):
+        results[name] = on_cpu(PARTS[name]())
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)

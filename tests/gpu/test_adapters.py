@@ -1,0 +1,145 @@
+"""DDP and Megatron-Core on the device, two ranks that share it, against the same training on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.adapters import DDP, MEGATRON_RUNS, MEGATRON_STEPS, POISONED, RESUMED, STEPS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = 2
+LIMIT = 480.0
+Ranks = list[dict[str, Any]]
+# Of the losses, relative: rounding of factors or of gradients may fall to the other side on another device.
+CLOSE = {"none": 1e-4, "bf16": 2e-3}
+ROUNDED = 0.05
+
+
+def launched(folder: Path, environment: dict[str, str]) -> Ranks:
+    """The results of all ranks; what they wrote to stderr where one failed."""
+    folder.mkdir()
+    parts = json.dumps(["ddp", "alone", "megatron"])
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_RANK": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    variables.pop("EDGC_MASKED_PATH", None)
+    files = [(folder / f"{rank}.err").open("w") for rank in range(WORLD)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.adapters", str(folder), str(rank), str(WORLD), parts],
+            cwd=ROOT,
+            env={**variables, **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=files[rank],
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        for rank in ranks:
+            rank.wait(timeout=LIMIT)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for file in files:
+            file.close()
+    said = "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(WORLD))
+    assert all(rank.returncode == 0 for rank in ranks), said
+    return [
+        torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(WORLD)
+    ]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """On the device: a GPU if there is one, else the CPU on the masked path."""
+    return launched(tmp_path_factory.mktemp("adapters") / "device", {"EDGC_MASKED_PATH": "1"})
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """On the CPU, where the host decides."""
+    return launched(tmp_path_factory.mktemp("adapters") / "cpu", {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_the_masked_path_is_what_was_run(ranks: Ranks, reference: Ranks) -> None:
+    assert {rank["device"] for rank in ranks} == {"cuda" if torch.cuda.is_available() else "cpu"}
+    assert not any(rank["host decides"] for rank in ranks)
+    assert all(rank["device"] == "cpu" and rank["host decides"] for rank in reference)
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_ddp_trains_as_on_the_cpu(name: str, ranks: Ranks, reference: Ranks) -> None:
+    mine, theirs = ([rank["ddp"][name] for rank in of] for of in (ranks, reference))
+    for rank, other in zip(mine, theirs, strict=True):
+        assert len(rank["losses"]) == STEPS
+        assert rank["losses"] == pytest.approx(other["losses"], rel=CLOSE.get(name, ROUNDED))
+        assert rank["bytes"] == other["bytes"]
+        assert rank["ranks"] == other["ranks"]
+        assert rank["skipped"] == 0
+    assert torch.equal(mine[0]["weights"], mine[1]["weights"])
+    assert sum(rank["losses"][-1] for rank in mine) < 0.98 * sum(rank["losses"][0] for rank in mine)
+    if name in RESUMED:
+        assert all(rank["resumed equal"] and rank["state equal"] for rank in mine)
+
+
+def test_the_ranks_of_edgc_change_on_the_way(ranks: Ranks) -> None:
+    given = ranks[0]["ddp"]["edgc"]["ranks"]
+    assert None in given and len(set(given)) > 2, given
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_step_that_is_not_finite_is_as_if_it_had_never_been(
+    name: str, ranks: Ranks, reference: Ranks
+) -> None:
+    mine, theirs = ([rank["ddp"][f"{name}, poisoned"] for rank in of] for of in (ranks, reference))
+    for rank, other in zip(mine, theirs, strict=True):
+        assert rank["step skipped"]
+        assert rank["skipped"] == other["skipped"]
+        # While edgc warms up nothing is kept, and nobody looks.
+        if rank["ranks"][POISONED] is not None:
+            assert rank["state kept"] and rank["skipped"] > 0
+        assert rank["losses"] == pytest.approx(other["losses"], rel=ROUNDED)
+    assert torch.equal(mine[0]["weights"], mine[1]["weights"])
+
+
+@pytest.mark.parametrize("name", ["none", "powersgd fp32", "quantize"])
+def test_one_rank_by_itself_does_all_its_work(name: str, ranks: Ranks, reference: Ranks) -> None:
+    for rank, other in zip(ranks, reference, strict=True):
+        mine, theirs = rank["alone"][name], other["alone"][name]
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=CLOSE.get(name, ROUNDED))
+        assert mine["losses"][-1] < mine["losses"][0]
+        assert mine["bytes"] == theirs["bytes"]
+        if name != "none":
+            assert 0 < mine["bytes"][-1] < 0.8 * rank["alone"]["none"]["bytes"][-1]
+
+
+@pytest.mark.parametrize("name", MEGATRON_RUNS)
+def test_megatron_trains_as_on_the_cpu(name: str, ranks: Ranks, reference: Ranks) -> None:
+    mine, theirs = ([rank["megatron"][name] for rank in of] for of in (ranks, reference))
+    for rank, other in zip(mine, theirs, strict=True):
+        assert len(rank["losses"]) == MEGATRON_STEPS
+        assert rank["losses"] == pytest.approx(other["losses"], rel=1e-3)
+        assert rank["bytes"] == other["bytes"] > 0
+        assert [d["ranks"] for d in rank["decisions"]] == [d["ranks"] for d in other["decisions"]]
+    assert torch.equal(mine[0]["weights"], mine[1]["weights"])
+    assert mine[0]["losses"][-1] < mine[0]["losses"][0]
+
+
+def test_megatron_skips_a_step_that_is_not_finite(ranks: Ranks) -> None:
+    results = [rank["megatron"]["powersgd, poisoned"] for rank in ranks]
+    assert all(result["kept"] == [True] and result["skipped"] == 1 for result in results)
+    assert torch.equal(results[0]["weights"], results[1]["weights"])

@@ -1,0 +1,133 @@
+"""What only a device can get wrong: work on another stream, and memory that grows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from edgc.compressors import Gradient
+from experiments.bench.variants import Mirror
+from tests.gpu.steps import CASES, RANKS, Course, compressors, gradients, step_of
+
+pytestmark = pytest.mark.gpu
+
+# Peak memory of one worker's step beyond its gradients, as a multiple of them: error feedback, the workspace of the
+# same size where there is one, messages, and what an operation makes for itself.
+MULTIPLE = {"powersgd": 2.0, "topk": 5.0, "randomk": 4.0, "quantize": 4.0, "sign": 4.0}
+# The scratch of quantisation is of fixed size: 20 bytes for each entry in work at a time.
+SCRATCH = {"cuda": 20 << 22, "cpu": 20 << 18}
+MATRICES = 6
+SIDE = {"cuda": 2048, "cpu": 512}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none",
+        "powersgd fp32",
+        "powersgd int4",
+        "powersgd bf16 one-sided",
+        "topk",
+        "randomk",
+        "quantize 4",
+        "sign",
+    ],
+)
+def test_a_reduction_on_another_stream_is_the_same(name: str, device: torch.device) -> None:
+    """On a GPU the gradients become ready late, on the default stream; on a CPU it repeats bit for bit."""
+    here, there = Course(), Course()
+    for course, elsewhere in ((here, False), (there, True)):
+        workers = compressors(name, 2)
+        for step, rank in enumerate(RANKS):
+            given = [gradients(step, w, device) for w in range(2)]
+            with _another_stream(device) if elsewhere else contextlib.nullcontext():
+                step_of(workers, given, rank, course)
+    assert here.replicas_equal and there.replicas_equal
+    for one, other in zip(here.sent, there.sent, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@contextlib.contextmanager
+def _another_stream(device: torch.device) -> Any:
+    """Work inside waits, on a stream of its own, for what the default stream has yet to do."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda._sleep(20_000_000)  # about 10 ms in which nothing that was not waited for is ready
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+@pytest.mark.parametrize("name", [name for name, options in CASES.items() if options["method"] in MULTIPLE])
+def test_memory_of_a_step_does_not_grow_and_is_bounded(name: str, device: torch.device) -> None:
+    [worker] = compressors(name, 1)
+    side = SIDE[device.type]
+    flat = torch.empty(MATRICES * side * side, device=device)
+    given = [Gradient(f"p{i}", part.view(side, side)) for i, part in enumerate(flat.split(side * side))]
+    generator = torch.Generator().manual_seed(1)
+
+    def step() -> None:
+        worker.reduce(given, Mirror(), 8)
+        worker.settle(True)
+
+    memory, peaks = _Memory(device, flat), []
+    for _ in range(5):
+        flat.copy_(torch.randn(len(flat), generator=generator))
+        peaks.append(memory.peak(step))
+    assert max(peaks[2:]) <= peaks[1], f"peaks of the steps: {peaks}"
+    size, options = flat.numel() * flat.element_size(), CASES[name]
+    quantised = options["method"] in ("quantize", "sign") or "int" in options.get("factor_dtype", "")
+    scratch = SCRATCH[device.type] * torch.get_num_threads() if quantised else 0
+    limit = MULTIPLE[options["method"]] * size + scratch
+    assert 0.5 * size <= peaks[1] <= limit, f"{peaks[1] / size:.2f} times the gradients"
+
+
+class _Memory:
+    """Peaks of what is there beyond ``gradients``: the allocator's on a GPU, of all living tensors on a CPU."""
+
+    def __init__(self, device: torch.device, gradients: torch.Tensor) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self.before = torch.cuda.memory_allocated(device)
+        else:
+            self.before, self.watch = gradients.numel() * gradients.element_size(), _Living()
+
+    def peak(self, call: Callable[[], None]) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            call()
+            torch.cuda.synchronize(self.device)
+            return torch.cuda.max_memory_allocated(self.device) - self.before
+        self.watch.peak = 0
+        with self.watch:
+            call()
+        return self.watch.peak - self.before
+
+
+class _Living(TorchDispatchMode):
+    """Bytes of the tensors that operations have seen and that still live, at their highest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((result, args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._seen[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self._seen = {place: kept for place, kept in self._seen.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._seen.values()))
+        return result

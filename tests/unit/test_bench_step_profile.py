@@ -1,0 +1,152 @@
+"""The profile of a training step: kernels from known events, the table from known times, and the program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from torch.autograd import DeviceType
+from typer.testing import CliRunner
+
+from edgc.config import EDGCConfig
+from experiments.bench import gpt, step_profile
+from experiments.bench.__main__ import app
+from experiments.bench.kernels import Kernel, kernels, of_events
+from experiments.bench.step_profile import AGAIN, DDP, OURS, TORCH, Found, Plan
+
+SIZE = [
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--heads",
+    "2",
+    "--vocabulary",
+    "64",
+    "--sequence",
+    "16",
+    "--batch",
+    "2",
+]
+
+
+def event(name: str, device: DeviceType, cpu: float, gpu: float, named: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        key=name,
+        count=2,
+        device_type=device,
+        self_cpu_time_total=cpu,
+        self_device_time_total=gpu,
+        is_user_annotation=named,
+    )
+
+
+def test_the_time_of_a_kernel_is_counted_once() -> None:
+    events = [
+        event("aten::mm", DeviceType.CPU, 30.0, 500.0),  # told once more with what launched it
+        event("gemm", DeviceType.CUDA, 0.0, 500.0),
+        event("Memcpy DtoD", DeviceType.CUDA, 0.0, 20.0),
+        event("a range of the user's", DeviceType.CUDA, 0.0, 520.0, named=True),
+    ]
+    assert of_events(events, True) == [Kernel("gemm", 2, 5e-4), Kernel("Memcpy DtoD", 2, 2e-5)]
+    assert of_events(events, False) == [Kernel("aten::mm", 2, 3e-5)]
+
+
+def test_kernels_of_one_step_are_means_without_what_comes_before(tmp_path: Path) -> None:
+    a = torch.randn(64, 64)
+
+    def step() -> None:
+        torch.mm(a, a)
+        torch.mm(a, a)
+
+    trace = tmp_path / "trace.json.gz"
+    found = {k.name: k for k in kernels(step, a.device, steps=3, before=lambda: torch.tanh(a), trace=trace)}
+    assert found["aten::mm"].calls == 2 and found["aten::mm"].seconds > 0
+    assert "aten::tanh" not in found
+    assert trace.read_bytes()[:2] == b"\x1f\x8b"
+
+
+def test_the_model_is_gpt2() -> None:
+    with torch.device("meta"):
+        model = gpt.GPT(step_profile.GPT2)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_variant_of_ours_has_settings_that_are_valid(name: str) -> None:
+    settings = step_profile.settings(name, 32)
+    assert settings is not None
+    config = EDGCConfig.from_dict(settings)
+    assert (config.rank == 32) == (config.method == "powersgd")
+    assert step_profile.settings(TORCH, 32) is None and step_profile.settings(DDP, 32) is None
+
+
+def test_the_table_has_the_difference_to_plain_ddp_and_keeps_failures() -> None:
+    plan = Plan(variants=(DDP, TORCH, "powersgd int8", AGAIN), rank=16)
+    found = Found()
+    for variant, seconds in ((DDP, 1.0), ("powersgd int8", 1.5), (AGAIN, 1.1)):
+        times = dict.fromkeys(step_profile.PARTS, seconds)
+        found.steps[variant] = [times, {**times, "step": seconds + 0.2}, {**times, "step": seconds + 0.1}]
+        found.facts[variant] = {"peak_memory_mib": 100 * seconds, "bytes": 7}
+        found.kernels[variant] = [{"name": f"k{i}", "calls": 1.0, "seconds": 0.01} for i in range(50)]
+    found.facts[TORCH] = "OutOfMemoryError: no"
+    table = step_profile.table(plan, found).set_index("variant")
+    assert table.loc[TORCH, "status"] == "OutOfMemoryError: no" and pd.isna(table.loc[TORCH, "step_ms"])
+    ours = table.loc["powersgd int8"]
+    assert ours["step_ms"] == pytest.approx(1600) and ours["rank"] == 16
+    assert ours["over_ddp_step_ms"] == pytest.approx(500)
+    assert ours["over_ddp_peak_memory_mib"] == pytest.approx(50)
+    assert table.loc[AGAIN, "over_ddp_step_ms"] == pytest.approx(100)
+    assert ours["kernel_ms"] == pytest.approx(500) and ours["kernel_calls"] == 50
+    top = step_profile.kernels_table(found)
+    mine = top[top["variant"] == DDP]
+    assert len(mine) == step_profile.TOP + 1 and mine["kernel"].iloc[-1] == "10 others"
+    assert mine["ms"].sum() == pytest.approx(500)
+
+
+@pytest.mark.slow
+def test_the_program_trains_every_kind_of_variant_and_keeps_no_trace(tmp_path: Path) -> None:
+    variants = (DDP, TORCH, "powersgd int8", "quantize")
+    arguments = [*SIZE, "--rank", "2", "--steps", "2", "--device", "cpu", "--variants", ",".join(variants)]
+    done = CliRunner().invoke(app, ["step", *arguments, "--results", str(tmp_path / "bench")])
+    assert done.exit_code == 0, done.output
+    [folder] = (tmp_path / "bench").iterdir()
+    assert done.stdout.splitlines() == [str(folder)]
+    table = pd.read_csv(folder / "step_profile.csv").set_index("variant")
+    assert list(table.index) == list(variants) and (table["status"] == "ok").all()
+    assert (table[["step_ms", "host_ms", "kernel_ms", "peak_memory_mib"]] > 0).all(axis=None)
+    ours = table.loc[["powersgd int8", "quantize"]]
+    assert (ours[["compress_ms", "decompress_ms", "bytes"]] > 0).all(axis=None)
+    assert ours["relative_error"].between(1e-4, 0.999).all(), "nothing was compressed"
+    # Nothing was lost on the way: with error feedback all train alike at first.
+    assert table["loss"].max() < table["loss"].min() * 1.02
+    assert len(pd.read_csv(folder / "step_profile_steps.csv")) == 2 * len(variants)
+    assert set(pd.read_csv(folder / "step_profile_kernels.csv")["variant"]) == set(variants)
+    described = json.loads((folder / "step_profile.json").read_text())
+    assert described["settings"]["size"]["hidden"] == 32
+    assert {"torch", "python"} <= described["machine"]["versions"].keys() and described["machine"]["git"]
+    assert len(list(folder.glob("step_trace_*.json.gz"))) == len(variants)
+    kept = tmp_path / "kept"
+    done = CliRunner().invoke(app, ["keep", "--results", str(folder.parent), "--reference", str(kept)])
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in kept.rglob("*.*") if path.is_file()} == {
+        "step_profile.csv",
+        "step_profile_steps.csv",
+        "step_profile_kernels.csv",
+        "step_profile.json",
+    }
+
+
+def test_a_variant_that_fails_is_a_row_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_profile, "MODULE", "tests.unit.no_such_worker")
+    arguments = ["step", *SIZE, "--variants", DDP, "--device", "cpu", "--results", str(tmp_path / "bench")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    [folder] = (tmp_path / "bench").iterdir()
+    assert "no_such_worker" in pd.read_csv(folder / "step_profile.csv")["status"].iloc[0]
