@@ -1,8 +1,8 @@
 """Entropy-driven dynamic gradient compression for distributed training (arXiv 2511.10333).
 
 Settings are here; :mod:`edgc.megatron` attaches them to a Megatron-Core model, :mod:`edgc.ddp` to a model under
-PyTorch's ``DistributedDataParallel``. Needs torch only, and this package
-itself not even that, so that settings can be checked on a login node.
+PyTorch's ``DistributedDataParallel``. Needs torch only (and the numpy that torch's collectives of objects use), and
+this package itself not even that, so that settings can be checked on a login node.
 """
 
 from __future__ import annotations

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests.integration.readme import ROOT, block, check_ddp_example
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 
 
 def test_the_ddp_example_runs_and_learns(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    (example,) = [block for block in blocks if "edgc.ddp" in block]
+    example = block("edgc.ddp")
     code = [line for line in example.splitlines() if line and not line.startswith("#")]
     assert len(code) <= 20
     program = tmp_path / "train.py"
@@ -39,8 +37,4 @@ def test_the_ddp_example_runs_and_learns(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = re.findall(r"step (\d+): loss ([\d.]+), (\d+) bytes sent", done.stdout)
-    assert [int(step) for step, _, _ in lines] == [50, 100, 150, 200], done.stdout
-    assert float(lines[-1][1]) < 0.9 * float(lines[0][1])
-    dense = 4 * sum(64 * 256 * 2 + bias for bias in (256 + 64,))
-    assert all(0 < int(sent) < 0.25 * dense for _, _, sent in lines)
+    check_ddp_example(done.stdout)

@@ -49,9 +49,9 @@ def test_lock_holds_what_the_project_declares() -> None:
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_library_depends_on_torch_only() -> None:
+def test_library_depends_on_torch_and_the_numpy_that_torch_uses_only() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert [Requirement(text).name for text in project["dependencies"]] == ["torch"]
+    assert [Requirement(text).name for text in project["dependencies"]] == ["torch", "numpy"]
 
 
 def test_installed_versions_are_those_of_the_lock() -> None:
