@@ -29,6 +29,7 @@ import yaml
 from edgc.errors import UserError
 from experiments import provenance
 from experiments.cli import EXIT_BAD_INPUT, main_guard
+from experiments.data_files import check_indices
 from experiments.matrix import find
 from experiments.nodes import (
     EXIT_INTERRUPTED,
@@ -39,24 +40,30 @@ from experiments.nodes import (
     follow,
     forget_errors,
 )
+from experiments.prepared import DataInfo, check_config, check_whole, load_info
 from experiments.ranks import check_devices, start_ranks, warm_up
+from experiments.run_files import write_manifest
 from experiments.run_folder import RunFolder, check_writable, no_space
 from experiments.same_run import refuse_other, settings_of
 from experiments.settings import RunConfig, load_yaml, resolve
 
 
-def read_data(run: RunConfig, results: Path) -> tuple[Path, dict[str, Any]]:
-    """Folder and description of the prepared data of a run.
+def read_data(run: RunConfig, results: Path) -> tuple[Path, DataInfo]:
+    """Folder and description of the prepared data of a run, each file as it was written.
 
     Raises:
-        UserError: if it was not prepared.
+        UserError: if it was not prepared, was prepared with other settings, or a file of it is damaged.
     """
     folder = results / run.scale / "data" / run.data.path
     marker = folder / "data.yaml"
     if not marker.exists():
         fix = f"run `python -m experiments.data prepare --scale {run.scale}` first"
         raise UserError("training data is missing", where=marker, fix=fix)
-    return folder, load_yaml(marker)
+    info = load_info(folder)
+    check_config(info, run.data, folder)
+    check_whole(folder, info)
+    check_indices(folder)
+    return folder, info
 
 
 def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def _interrupted(what: str, folder: RunFolder) -> SystemExit:
     return SystemExit(EXIT_INTERRUPTED)
 
 
-def _refuse_other_run(run: RunConfig, data: dict[str, Any], folder: RunFolder) -> None:
+def _refuse_other_run(run: RunConfig, data: DataInfo, folder: RunFolder) -> None:
     """Refuse to go on from a checkpoint of other settings; the ranks look again at the one that they use.
 
     Raises:
@@ -118,7 +125,7 @@ def _refuse_other_run(run: RunConfig, data: dict[str, Any], folder: RunFolder) -
             saved = load_yaml(newest / "run.yaml")
         except UserError:
             return  # damaged: the ranks will say so, and use an older one
-        refuse_other(saved, settings_of(run, data.get("fingerprint")), newest)
+        refuse_other(saved, settings_of(run, data.fingerprint), newest)
 
 
 def launch(
@@ -143,7 +150,7 @@ def launch(
     data_dir, data = read_data(run, results)
     warm_up(nodes)
     folder = RunFolder(results / run.scale / run.study / run.name)
-    arguments = (run, data_dir, int(data["vocab_size"]), folder.attempt, nodes, rendezvous, address)
+    arguments = (run, data_dir, data.vocab_size, folder.attempt, nodes, rendezvous, address)
     if node > 0:
         follow(lambda: start_ranks(*arguments, node=node), folder.attempt, node)
         return ""
@@ -155,7 +162,7 @@ def launch(
         forget_errors(folder.attempt)
         if fresh:
             folder.forget()
-        record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data)}
+        record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
         (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         outcome = _outcome(run, folder, arguments)
         resumed_at = outcome.pop("resumed_at", [])
@@ -167,6 +174,7 @@ def launch(
         metrics = folder.attempt / "metrics.jsonl"
         metrics.touch()
         (folder.attempt / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        write_manifest(folder.attempt)
         (folder.attempt / "status").write_text(summary["status"] + "\n")
         folder.publish()
         if summary["status"] != "failed":
