@@ -46,6 +46,7 @@ from experiments.run_files import write_manifest
 from experiments.run_folder import RunFolder, check_writable, no_space
 from experiments.same_run import refuse_other, settings_of
 from experiments.settings import RunConfig, load_yaml, resolve
+from experiments.study_checks import check_run
 
 
 def read_data(run: RunConfig, results: Path) -> tuple[Path, DataInfo]:
@@ -192,7 +193,9 @@ def read_run(path: Path) -> RunConfig:
     """A run from one complete file, such as the ``run.yaml`` of a run folder."""
     values = load_yaml(path)
     values.pop("provenance", None)
-    return resolve(values, path)
+    run = resolve(values, path)
+    check_run(run, path)
+    return run
 
 
 @main_guard
