@@ -7,12 +7,17 @@ Over several nodes one launcher runs on each; that of node 0 owns the folder and
 (:mod:`experiments.nodes`).
 
 Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
-published; 2 bad input, nothing was touched.
+published; 2 bad input, nothing was touched; 130 interrupted by Ctrl-C, nothing was published.
 """
 
 from __future__ import annotations
 
 import os
+
+from experiments import interrupts
+
+if __name__ == "__main__":
+    interrupts.while_starting()
 
 # Before torch is imported: one thread per rank, and no thread pools in the server that forks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -88,7 +93,7 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
             return _failed(run, error, folder)
         how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
         raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
-    except (SignalException, KeyboardInterrupt):
+    except SignalException:
         raise _interrupted(f"{run.study}/{run.name}", folder) from None
     except RendezvousError as problem:
         raise _interrupted(f"{run.study}/{run.name}: the nodes did not meet ({problem})", folder) from None
@@ -103,15 +108,13 @@ def _failed(run: RunConfig, error: str, folder: RunFolder) -> dict[str, Any]:
     return {"status": "failed", "error": error}
 
 
-def _interrupted(what: str, folder: RunFolder) -> SystemExit:
+def _interrupted(what: str, folder: RunFolder, code: int = EXIT_INTERRUPTED) -> SystemExit:
     """Say so, throw the attempt away, and keep the checkpoints."""
     folder.discard()
     newest = folder.newest_checkpoint()
-    print(
-        f"interrupted: {what}" + (f"; the next launch goes on from {newest.name}" if newest else ""),
-        file=sys.stderr,
-    )
-    return SystemExit(EXIT_INTERRUPTED)
+    kept = f"goes on from {newest.name}" if newest else "starts from the beginning"
+    print(f"interrupted: {what}; the next launch {kept}", file=sys.stderr)
+    return SystemExit(code)
 
 
 def _refuse_other_run(run: RunConfig, data: DataInfo, folder: RunFolder) -> None:
@@ -166,6 +169,7 @@ def launch(
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
         (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         outcome = _outcome(run, folder, arguments)
+        interrupts.ignore()  # the run has ended, and is published in a moment
         resumed_at = outcome.pop("resumed_at", [])
         if resumed_at:
             record["provenance"]["resumed_at"] = resumed_at
@@ -180,6 +184,8 @@ def launch(
         folder.publish()
         if summary["status"] != "failed":
             folder.forget()
+    except KeyboardInterrupt:
+        raise _interrupted(f"{run.study}/{run.name}", folder, interrupts.EXIT) from None
     except OSError as error:
         if no_space(str(error), folder.path):
             raise _interrupted(f"no space left in {folder.path}", folder) from None
@@ -228,4 +234,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    interrupts.while_training()
+    with interrupts.leaving_at_once():
+        typer.run(main)
