@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from edgc.errors import UserError
+
 
 def plain(value: Any) -> Any:
     """``value`` with non-finite floats as None (JSON has no NaN) and tuples as lists."""
@@ -46,8 +48,34 @@ class EventLog:
         self.close()
 
 
-def read_events(path: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """All events of a stream, or those of one kind, in the order written."""
-    with path.open(encoding="utf-8") as lines:
-        events = [json.loads(line) for line in lines if line.strip()]
+def read_events(path: Path, event: str | None = None, *, torn: bool = False) -> list[dict[str, Any]]:
+    """All events of a stream, or those of one kind, in the order written.
+
+    Args:
+        path: of the stream.
+        event: the kind.
+        torn: leave out a last line without its end, as a killed process leaves it.
+
+    Raises:
+        UserError: a line is no event, so the stream was cut short or altered.
+    """
+    lines = path.read_bytes().split(b"\n")
+    last = lines.pop()
+    if last and not torn:
+        lines.append(last)
+    events = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            events.append(_event(line, path, number))
     return [item for item in events if event is None or item["event"] == event]
+
+
+def _event(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        fix = "use a copy that is whole, or make the run again"
+        raise UserError(f"line {number} is no whole event", where=path, fix=fix)
+    return found

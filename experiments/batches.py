@@ -30,7 +30,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from edgc.errors import UserError
-from experiments.prepared import INDEX_CACHE, DataInfo, check_config, load_info
+from experiments.prepared import INDEX_CACHE, DataInfo, check_config, check_whole, load_info
 from experiments.settings import RunConfig
 from experiments.tokenizer import END_OF_TEXT, MASK
 
@@ -215,6 +215,7 @@ def _open(cfg: RunConfig, data_dir: Path, split: str, samples: int | None, seed:
     data_dir = data_dir.resolve()
     info = load_info(data_dir)
     check_config(info, cfg.data, data_dir)
+    check_whole(data_dir, info, (f"{split}.bin", f"{split}.idx"), checksums=False)
     masked = cfg.model.architecture == "bert"
     kind = MaskedDataset if masked else GPTDataset
     prefix = str(data_dir / split)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from edgc.errors import UserError
+from experiments import interrupts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,7 +17,8 @@ EXIT_BAD_INPUT = 2
 
 
 def main_guard(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn a :class:`UserError` into one line on stderr and exit code 2; anything else keeps its traceback."""
+    """Turn a :class:`UserError` into one line on stderr and exit code 2, Ctrl-C into one and 130; anything else keeps
+    its traceback."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -25,5 +27,8 @@ def main_guard(function: Callable[P, R]) -> Callable[P, R]:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(EXIT_BAD_INPUT) from None
+        except KeyboardInterrupt:
+            print("interrupted: what was finished before is kept", file=sys.stderr)
+            raise SystemExit(interrupts.EXIT) from None
 
     return guarded

@@ -4,9 +4,10 @@
 
     tokenizer.json              the tokenizer, trained on the train split (or GPT-2's)
     {train,validation,test}.{bin,idx}   Megatron IndexedDataset, one item a document, each ending in
-    <|endoftext|> documents.jsonl             {path, split, bytes, tokens, sha256} a line; no corpus text
-    data.yaml                   settings, counts and fingerprint index_cache/                sample order of
-    runs, added by :mod:`experiments.batches`
+                                <|endoftext|>
+    documents.jsonl             {path, split, bytes, tokens, sha256} a line; no corpus text
+    data.yaml                   settings, counts, fingerprint, sizes and checksums of the files above
+    index_cache/                sample order of runs, added by :mod:`experiments.batches`
 
 Everything is written into a hidden sibling folder that is renamed when it is complete.
 """
@@ -23,7 +24,6 @@ import platform
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from itertools import tee
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -32,7 +32,7 @@ import typer
 import yaml
 
 from edgc.errors import UserError
-from experiments import matrix
+from experiments import data_files, matrix
 from experiments.cli import main_guard
 from experiments.corpus import SPLITS, Document, HuggingFaceText, Source, open_source
 from experiments.prepared import FORMAT, INDEX_CACHE, DataInfo, load_info, recorded, texts, up_to_date
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
 OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_TOKENS = 8_013_769, 9.04e9
 BYTES_BESIDE_TOKENS = 220  # of a document: its line in documents.jsonl and its entries in the indices
-_OURS = {"tokenizer.json", "documents.jsonl", "data.yaml", INDEX_CACHE, ".snakemake_timestamp"}
-_OURS |= {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")}
+_OURS = {*data_files.FILES, "data.yaml", INDEX_CACHE, ".snakemake_timestamp"}
 
 __all__ = ["DataInfo", "find_config", "load_info", "prepare", "texts"]
 
@@ -199,11 +198,10 @@ def _write(
         fingerprint=digest.hexdigest(),
         vocab_size=tokenizer.vocab_size,
         special_tokens=tokenizer.special_tokens,
+        files=data_files.record(folder),
         **counts,
     )
-    atomic_write(
-        folder / "data.yaml", yaml.safe_dump({"source": info.source} | asdict(info), sort_keys=False)
-    )
+    atomic_write(folder / "data.yaml", yaml.safe_dump(info.content(), sort_keys=False))
     return info
 
 

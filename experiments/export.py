@@ -19,7 +19,7 @@ from typing import Any
 from edgc.errors import UserError
 from experiments.cli import main_guard
 from experiments.gpt2 import largest_difference, to_gpt2
-from experiments.prepared import load_info
+from experiments.prepared import check_whole, load_info
 from experiments.run_folder import STATUSES, check_writable
 from experiments.settings import ParallelConfig, RunConfig, load_yaml, recorded
 
@@ -83,9 +83,11 @@ def read_tokenizer(data: Path, config: RunConfig, recorded: str | None) -> tuple
         raise UserError(
             "the data's fingerprint is not the one recorded by the run", where=data / "data.yaml", fix=fix
         )
-    if not path.is_file():
-        raise UserError("the tokenizer is missing", where=path, fix="prepare the data again")
-    tokenizer = Tokenizer.from_file(str(path))
+    check_whole(data, info, (path.name,))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise UserError(f"not a tokenizer file: {error}", where=path, fix="prepare the data again") from None
     size = tokenizer.get_vocab_size()
     if size != info.vocab_size:
         message = f"the tokenizer has {size} tokens, data.yaml says {info.vocab_size}"

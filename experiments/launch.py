@@ -7,12 +7,17 @@ Over several nodes one launcher runs on each; that of node 0 owns the folder and
 (:mod:`experiments.nodes`).
 
 Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
-published; 2 bad input, nothing was touched.
+published; 2 bad input, nothing was touched; 130 interrupted by Ctrl-C, nothing was published.
 """
 
 from __future__ import annotations
 
 import os
+
+from experiments import interrupts
+
+if __name__ == "__main__":
+    interrupts.while_starting()
 
 # Before torch is imported: one thread per rank, and no thread pools in the server that forks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +34,7 @@ import yaml
 from edgc.errors import UserError
 from experiments import provenance
 from experiments.cli import EXIT_BAD_INPUT, main_guard
+from experiments.data_files import check_indices
 from experiments.matrix import find
 from experiments.nodes import (
     EXIT_INTERRUPTED,
@@ -39,24 +45,31 @@ from experiments.nodes import (
     follow,
     forget_errors,
 )
+from experiments.prepared import DataInfo, check_config, check_whole, load_info
 from experiments.ranks import check_devices, start_ranks, warm_up
+from experiments.run_files import write_manifest
 from experiments.run_folder import RunFolder, check_writable, no_space
 from experiments.same_run import refuse_other, settings_of
 from experiments.settings import RunConfig, load_yaml, recorded, resolve
+from experiments.study_checks import check_run
 
 
-def read_data(run: RunConfig, results: Path) -> tuple[Path, dict[str, Any]]:
-    """Folder and description of the prepared data of a run.
+def read_data(run: RunConfig, results: Path) -> tuple[Path, DataInfo]:
+    """Folder and description of the prepared data of a run, each file as it was written.
 
     Raises:
-        UserError: if it was not prepared.
+        UserError: if it was not prepared, was prepared with other settings, or a file of it is damaged.
     """
     folder = results / run.scale / "data" / run.data.path
     marker = folder / "data.yaml"
     if not marker.exists():
         fix = f"run `python -m experiments.data prepare --scale {run.scale}` first"
         raise UserError("training data is missing", where=marker, fix=fix)
-    return folder, load_yaml(marker)
+    info = load_info(folder)
+    check_config(info, run.data, folder)
+    check_whole(folder, info)
+    check_indices(folder)
+    return folder, info
 
 
 def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -80,7 +93,7 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
             return _failed(run, error, folder)
         how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
         raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
-    except (SignalException, KeyboardInterrupt):
+    except SignalException:
         raise _interrupted(f"{run.study}/{run.name}", folder) from None
     except RendezvousError as problem:
         raise _interrupted(f"{run.study}/{run.name}: the nodes did not meet ({problem})", folder) from None
@@ -95,18 +108,16 @@ def _failed(run: RunConfig, error: str, folder: RunFolder) -> dict[str, Any]:
     return {"status": "failed", "error": error}
 
 
-def _interrupted(what: str, folder: RunFolder) -> SystemExit:
+def _interrupted(what: str, folder: RunFolder, code: int = EXIT_INTERRUPTED) -> SystemExit:
     """Say so, throw the attempt away, and keep the checkpoints."""
     folder.discard()
     newest = folder.newest_checkpoint()
-    print(
-        f"interrupted: {what}" + (f"; the next launch goes on from {newest.name}" if newest else ""),
-        file=sys.stderr,
-    )
-    return SystemExit(EXIT_INTERRUPTED)
+    kept = f"goes on from {newest.name}" if newest else "starts from the beginning"
+    print(f"interrupted: {what}; the next launch {kept}", file=sys.stderr)
+    return SystemExit(code)
 
 
-def _refuse_other_run(run: RunConfig, data: dict[str, Any], folder: RunFolder) -> None:
+def _refuse_other_run(run: RunConfig, data: DataInfo, folder: RunFolder) -> None:
     """Refuse to go on from a checkpoint of other settings; the ranks look again at the one that they use.
 
     Raises:
@@ -118,7 +129,7 @@ def _refuse_other_run(run: RunConfig, data: dict[str, Any], folder: RunFolder) -
             saved = load_yaml(newest / "run.yaml")
         except UserError:
             return  # damaged: the ranks will say so, and use an older one
-        refuse_other(saved, settings_of(run, data.get("fingerprint")), newest)
+        refuse_other(saved, settings_of(run, data.fingerprint), newest)
 
 
 def launch(
@@ -143,7 +154,7 @@ def launch(
     data_dir, data = read_data(run, results)
     warm_up(nodes)
     folder = RunFolder(results / run.scale / run.study / run.name)
-    arguments = (run, data_dir, int(data["vocab_size"]), folder.attempt, nodes, rendezvous, address)
+    arguments = (run, data_dir, data.vocab_size, folder.attempt, nodes, rendezvous, address)
     if node > 0:
         follow(lambda: start_ranks(*arguments, node=node), folder.attempt, node)
         return ""
@@ -155,9 +166,10 @@ def launch(
         forget_errors(folder.attempt)
         if fresh:
             folder.forget()
-        record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data)}
+        record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
         (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         outcome = _outcome(run, folder, arguments)
+        interrupts.ignore()  # the run has ended, and is published in a moment
         resumed_at = outcome.pop("resumed_at", [])
         if resumed_at:
             record["provenance"]["resumed_at"] = resumed_at
@@ -167,10 +179,13 @@ def launch(
         metrics = folder.attempt / "metrics.jsonl"
         metrics.touch()
         (folder.attempt / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        write_manifest(folder.attempt)
         (folder.attempt / "status").write_text(summary["status"] + "\n")
         folder.publish()
         if summary["status"] != "failed":
             folder.forget()
+    except KeyboardInterrupt:
+        raise _interrupted(f"{run.study}/{run.name}", folder, interrupts.EXIT) from None
     except OSError as error:
         if no_space(str(error), folder.path):
             raise _interrupted(f"no space left in {folder.path}", folder) from None
@@ -183,7 +198,9 @@ def launch(
 def read_run(path: Path) -> RunConfig:
     """A run from one complete file, such as the ``run.yaml`` of a run folder."""
     values = load_yaml(path)
-    return recorded(values, path) if "provenance" in values else resolve(values, path)
+    run = recorded(values, path) if "provenance" in values else resolve(values, path)
+    check_run(run, path)
+    return run
 
 
 @main_guard
@@ -216,4 +233,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    interrupts.while_training()
+    with interrupts.leaving_at_once():
+        typer.run(main)

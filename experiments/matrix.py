@@ -25,6 +25,7 @@ from pydantic import Field
 from edgc.errors import UserError
 from experiments.cli import main_guard
 from experiments.settings import RunConfig, Settings, deep_merge, lay, load_yaml, resolve, validate
+from experiments.study_checks import check_run, check_seeds, check_study, nearest
 from experiments.task_catalogue import Evaluation
 
 ROOT = Path(__file__).parent
@@ -86,9 +87,7 @@ def scales() -> list[str]:
 
 def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
     if not path.exists():
-        raise UserError(
-            f"unknown {kind} {path.stem!r}", where=path.parent, fix=f"use one of {', '.join(known)}"
-        )
+        raise UserError(f"unknown {kind} {path.stem!r}", where=path.parent, fix=nearest(path.stem, known))
     values = load_yaml(path)
     if values.get(kind) != path.stem:
         raise UserError(
@@ -100,12 +99,14 @@ def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
 def load_study(study: str) -> Study:
     path = study_path(study)
     result: Study = validate(Study, _load(path, "study", studies()), path)
+    check_study(result, path, scales(), studies())
     return result
 
 
 def load_scale(scale: str) -> Scale:
     path = scale_path(scale)
     result: Scale = validate(Scale, _load(path, "scale", scales()), path)
+    check_seeds(result.seeds, "seeds", path)
     return result
 
 
@@ -126,6 +127,7 @@ def runs(study: str, scale: str) -> list[RunConfig]:
             values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
             values.setdefault("label", variant)
             found.append(resolve(values, study_path(study)))
+            check_run(found[-1], study_path(study))
     return found
 
 

@@ -12,10 +12,16 @@ it has left in the queue are cancelled.
 
 from __future__ import annotations
 
+from experiments import interrupts
+
+if __name__ == "__main__":
+    interrupts.while_starting()
+
 import argparse
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,10 +36,11 @@ from edgc.errors import UserError
 from experiments import matrix, slurm
 from experiments.cli import main_guard
 from experiments.processes import die_with_parent
-from experiments.run_folder import check_writable
+from experiments.run_folder import RunFolder, check_writable
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "EDGC_PIPELINE"  # environment variable of every job: the results folder of its pipeline
+INTERRUPT_SECONDS = 3.0  # from Ctrl-C until what is left of a pipeline is killed
 STOP_SECONDS = 10.0  # from asking a process to end until it is killed
 
 
@@ -154,14 +161,25 @@ def unlock(arguments: list[str]) -> None:
     subprocess.run([*arguments, "--unlock", "--quiet"], cwd=ROOT, check=True, capture_output=True)
 
 
-def run_snakemake(arguments: list[str], handle: IO[str], folder: Path) -> int:
-    """Run Snakemake to its end, handing signals on; returns its exit code, 128 + n after signal n."""
+def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm: bool) -> int:
+    """Run Snakemake to its end; after signal n, which ends it and all its jobs, returns 128 + n.
+
+    Ctrl-C does not reach Snakemake, which would report every job that it ends: it is killed, its jobs are stopped, and
+    its lock is removed. With Slurm it is asked to end, for it cancels what it has submitted.
+    """
+    mortal = die_with_parent(signal.SIGKILL)
+
+    def begin() -> None:
+        mortal()
+        if not on_slurm:
+            interrupts.ignore()
+
     process = subprocess.Popen(
         arguments,
         cwd=ROOT,
         env=os.environ | {MARK: str(folder.resolve())},
         pass_fds=[handle.fileno()],
-        preexec_fn=die_with_parent(signal.SIGKILL),
+        preexec_fn=begin,
     )
     stopped = 0
 
@@ -173,17 +191,60 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path) -> int:
         signal.signal(number, stop)
     code = None
     while code is None:
+        if stopped and not on_slurm:
+            process.kill()
+            code = process.wait()
+            if stopped == signal.SIGINT:
+                interrupt_jobs(folder)
+            remove_locks()
+            break
         # Ctrl-C reaches Snakemake and its jobs by itself. Other signals are handed on: SIGINT to Snakemake, for
         # which SIGTERM would mean to wait for what runs, and SIGTERM to the jobs.
         if stopped not in (0, signal.SIGINT):
             process.send_signal(signal.SIGINT)
             send(signal.SIGTERM, [pid for pid in marked(folder) if pid != process.pid])
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=1)
+            code = process.wait(timeout=0.2)
     stop_jobs(folder)
     if stopped or code < 0:
         return 128 + (stopped or -code)
     return code
+
+
+def interrupt_jobs(folder: Path) -> None:
+    """End all jobs of a pipeline within a few seconds: launchers as Ctrl-C does, what is left then at once."""
+    deadline = time.monotonic() + INTERRUPT_SECONDS
+    launchers = [pid for pid in marked(folder) if is_launcher(pid)]
+    send(signal.SIGINT, launchers)
+    while any(pid in launchers for pid in marked(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while left := marked(folder):
+        send(signal.SIGKILL, left)
+        time.sleep(0.02)
+
+
+def is_launcher(pid: int) -> bool:
+    """Whether a process is a run's launcher, which throws its attempt away when it is interrupted."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"experiments.launch" in words and words[0].rpartition(b"/")[2].startswith(b"python")
+
+
+def remove_locks() -> None:
+    """Remove the lock of a Snakemake that this process has killed."""
+    shutil.rmtree(ROOT / ".snakemake" / "locks", ignore_errors=True)
+
+
+def kept_words(folder: Path, scale: str) -> str:
+    """What an interrupted pipeline keeps, in one line."""
+    paths = [folder / study / run.name for study in matrix.studies() for run in matrix.runs(study, scale)]
+    finished = sum((path / "status").is_file() for path in paths)
+    newest = {path: RunFolder(path).newest_checkpoint() for path in paths if not (path / "status").is_file()}
+    going_on = [f"{p.parent.name}/{p.name} goes on from {n.name}" for p, n in newest.items() if n is not None]
+    words = [f"{finished} of {len(paths)} runs are finished and kept in {folder}", *going_on]
+    return f"interrupted: {'; '.join(words)}; the same command continues"
 
 
 def closing_words(folder: Path, scale: str) -> list[str]:
@@ -255,7 +316,10 @@ def main(arguments: list[str] | None = None) -> None:
         settings = ["--rerun-incomplete", "--quiet", "host", "reason", *config]
         # Under Slurm it would limit the jobs of all nodes together.
         arguments = [*snakemake, *([] if on_slurm else cores), *settings, *extra, "--", *options.targets]
-        code = run_snakemake(arguments, handle, folder)
+        code = run_snakemake(arguments, handle, folder, on_slurm)
+    if code == interrupts.EXIT:
+        print(kept_words(folder, options.scale), file=sys.stderr)
+        raise SystemExit(code)
     print("\n".join(closing_words(folder, options.scale)))
     if code:
         print(f"not finished (Snakemake ended with {code}); the same command continues", file=sys.stderr)

@@ -5,19 +5,30 @@ Written by :mod:`experiments.data`; see there for the files.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgc.errors import UserError
+from experiments import data_files
 from experiments.corpus import SPLITS, Document, normalise, open_source
+from experiments.data_files import FILES, INDEX_CACHE
 from experiments.settings import DataConfig, load_yaml, validate
 
 FORMAT = 1
-INDEX_CACHE = "index_cache"
+LAST = "vocab_size"  # key of data.yaml that is written last: a file that was cut short lacks it
+__all__ = [
+    "FORMAT",
+    "INDEX_CACHE",
+    "DataInfo",
+    "check_config",
+    "check_whole",
+    "load_info",
+    "recorded",
+    "texts",
+]
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,8 @@ class DataInfo:
     """What ``data.yaml`` says about a prepared folder; counts are per split, sizes in bytes of UTF-8 text.
 
     ``identity`` is the source's digest before reading it through; ``fingerprint`` covers every document, its
-    split and the tokenizer, so equal fingerprints mean equal training data.
+    split and the tokenizer, so equal fingerprints mean equal training data. ``files`` holds size and SHA-256 of
+    each file; it is empty where the folder was written by a version that did not record them.
     """
 
     format: int
@@ -38,6 +50,7 @@ class DataInfo:
     bytes: dict[str, int]
     vocab_size: int
     special_tokens: dict[str, int]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -46,6 +59,11 @@ class DataInfo:
     @property
     def tokens_per_byte(self) -> float:
         return sum(self.tokens.values()) / sum(self.bytes.values())
+
+    def content(self) -> dict[str, Any]:
+        """What ``data.yaml`` holds, in the order in which it is written."""
+        values = {"source": self.source, **asdict(self)}
+        return {key: values[key] for key in sorted(values, key=lambda key: key == LAST)}
 
 
 def load_info(folder: Path) -> DataInfo:
@@ -63,9 +81,28 @@ def load_info(folder: Path) -> DataInfo:
         raise UserError(f"data.yaml has format {values.get('format')}, not {FORMAT}", where=path, fix=fix)
     try:
         values = {key: value for key, value in values.items() if key != "source"}
-        return DataInfo(**values)
+        info = DataInfo(**values)
     except TypeError:
         raise UserError("data.yaml lacks or has unknown keys", where=path, fix=fix) from None
+    if not path.read_bytes().endswith(b"\n"):
+        raise data_files.damaged(path, "is cut short")
+    return info
+
+
+def check_whole(
+    folder: Path, info: DataInfo, names: Iterable[str] = FILES, *, checksums: bool = True
+) -> None:
+    """Compare the files of ``folder``, or those called ``names``, with what ``info`` says of them.
+
+    Without ``checksums`` only sizes are compared.
+
+    Raises:
+        UserError: naming the first file that is missing, cut short or altered, and the folder to delete.
+    """
+    try:
+        data_files.check(folder, info, names, checksums)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise data_files.damaged(folder / "data.yaml", "has entries that are no counts") from None
 
 
 def check_config(info: DataInfo, config: DataConfig, folder: Path) -> None:
@@ -116,14 +153,10 @@ def up_to_date(folder: Path, config: DataConfig, identity: str) -> DataInfo | No
         check_config(info, config, folder)
     except UserError:
         return None
-    if info.identity != identity or not (folder / "tokenizer.json").is_file():
+    if info.identity != identity:
         return None
-    width = 2 if info.vocab_size < 65500 else 4  # bytes per token, as Megatron's DType.optimal_dtype
-    for split in SPLITS:
-        data, index = folder / f"{split}.bin", folder / f"{split}.idx"
-        if not (data.is_file() and index.is_file() and data.stat().st_size == width * info.tokens[split]):
-            return None
-    with contextlib.suppress(OSError), (folder / "documents.jsonl").open("rb") as lines:
-        if sum(1 for _ in lines) == sum(info.documents.values()):
-            return info
-    return None
+    try:
+        check_whole(folder, info)
+    except UserError:
+        return None
+    return info

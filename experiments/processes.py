@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 
@@ -17,6 +19,21 @@ def die_with_parent(number: int) -> Callable[[], None]:
     except (OSError, AttributeError):
         return lambda: None
     return lambda: prctl(PR_SET_PDEATHSIG, number)
+
+
+def children_die_with_this() -> None:
+    """Every process that this one forks from now on ends with it, such as those that write a checkpoint's files.
+
+    Orphaned, one would hold open what it inherited for ever: locks, pipes, the memory of a whole rank.
+    """
+    mortal = die_with_parent(signal.SIGKILL)
+
+    def follow() -> None:
+        mortal()
+        if os.getppid() == 1:
+            os._exit(1)  # it had ended before
+
+    os.register_at_fork(after_in_child=follow)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -60,12 +60,12 @@ def _cpu_model() -> str:
     return models[0] if models else platform.machine()
 
 
-def collect(run: RunConfig, data: dict[str, Any]) -> dict[str, Any]:
-    """Provenance of one run. ``data`` is the content of ``data.yaml``."""
+def collect(run: RunConfig, fingerprint: str) -> dict[str, Any]:
+    """Provenance of one run. ``fingerprint`` is that of its prepared data."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "world": run.parallel.world,
-        "data_fingerprint": data.get("fingerprint"),
+        "data_fingerprint": fingerprint,
         "versions": versions(),
         "git": git_state(),
         "hardware": hardware(),

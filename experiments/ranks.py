@@ -17,10 +17,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from edgc.errors import UserError
+from experiments import interrupts
 from experiments.cli import EXIT_BAD_INPUT
 from experiments.matrix import study_path
 from experiments.nodes import EXIT_LOST_PEER
-from experiments.processes import die_with_parent
+from experiments.processes import children_die_with_this, die_with_parent
 from experiments.run_folder import atomic_write, hold_as_rank
 from experiments.settings import RunConfig
 
@@ -57,6 +58,8 @@ def check_devices(run: RunConfig, nodes: int) -> int:
 def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str) -> None:
     """Entry point of one rank."""
     die_with_parent(signal.SIGKILL)()
+    children_die_with_this()
+    interrupts.ignore()  # the launcher ends its ranks
     hold_as_rank(Path(attempt))
     from experiments.preload import quiet
 
@@ -93,7 +96,8 @@ def warm_up(nodes: int) -> None:
     """
     if nodes == 1:
         multiprocessing.set_forkserver_preload(["experiments.mortal", "experiments.preload"])
-        forkserver.ensure_running()
+        with interrupts.held_back():  # the server begins with it held back too, and leaves it to this process
+            forkserver.ensure_running()
 
 
 def start_ranks(
@@ -123,5 +127,6 @@ def start_ranks(
         max_restarts=0,
         start_method="forkserver" if _forks(nodes) else "spawn",
         monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C ends ranks faster: experiments.interrupts
     )
     elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt))

@@ -28,6 +28,7 @@ from edgc import presets
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.usable import usable
+from experiments import yaml_keys
 
 Rate = Field(ge=0.0, le=1.0)
 
@@ -280,7 +281,11 @@ def lay(base: Mapping[str, Any], overrides: Mapping[str, Any], where: object = N
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; missing, unreadable or malformed files are user errors."""
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = yaml_keys.load(path.read_text(encoding="utf-8"))
+    except yaml_keys.DuplicateKey as error:
+        raise UserError(str(error), where=path, fix="keep one of them") from None
+    except UnicodeDecodeError:
+        raise UserError("not a text in UTF-8", where=path, fix="restore the file") from None
     except FileNotFoundError:
         raise UserError("file not found", where=path, fix="check the name") from None
     except OSError as error:
@@ -299,7 +304,9 @@ def validate(model: type[BaseModel], values: Mapping[str, Any], where: object) -
     try:
         return model(**values)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A key that is misspelt is also missing under its name; the spelling is what helps.
+        problems = error.errors()
+        first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             known = _known_keys(model, first["loc"][:-1])

@@ -11,21 +11,9 @@ import typer
 
 from edgc.errors import UserError
 from experiments import matrix
+from experiments.analyse import STUDIES
 from experiments.analyse.runs import load_runs
 from experiments.cli import main_guard
-
-STUDIES = (
-    "entropy_trend",
-    "methods",
-    "policies",
-    "equal_bytes",
-    "optimus_cc",
-    "moe",
-    "rank_sweep",
-    "rank_model",
-    "window_ablation",
-    "sampling_ablation",
-)
 
 
 def analyse(study: str, folder: Path, names: list[str] | None = None) -> list[Path]:

@@ -1,8 +1,8 @@
-"""Loading run folders, tolerant of what training leaves behind: what is missing or broken reads as empty."""
+"""Loading run folders. What a run that failed never wrote reads as empty; a damaged file is refused
+(:mod:`experiments.run_files`)."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from experiments import run_files
+
+FILES = (
+    *run_files.NAMES,
+    "tensors.parquet",
+    "spectra.parquet",
+    "sampling.parquet",
+)  # what the analysis reads
 
 
 @dataclass
 class Run:
-    """One run folder; what is missing or broken reads as empty."""
+    """One run folder; what the run never wrote reads as empty."""
 
     path: Path
     status: str
@@ -83,17 +90,14 @@ class Run:
 
     @cached_property
     def events(self) -> dict[str, list[dict[str, Any]]]:
-        """Events of ``metrics.jsonl`` by kind; a torn last line (a killed run) is ignored."""
+        """Events of ``metrics.jsonl`` by kind.
+
+        Raises:
+            UserError: the log is damaged.
+        """
         found: dict[str, list[dict[str, Any]]] = {}
-        path = self.path / "metrics.jsonl"
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    event = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if isinstance(event, dict):
-                    found.setdefault(str(event.get("event")), []).append(event)
+        for event in run_files.read_log(self.path, self.status):
+            found.setdefault(str(event["event"]), []).append(event)
         return found
 
     @cached_property
@@ -171,7 +175,12 @@ class Run:
 
     def _probed(self, name: str) -> pd.DataFrame:
         path = self.path / name
-        return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+        if not path.is_file():
+            return pd.DataFrame()
+        try:
+            return pd.read_parquet(path)
+        except (OSError, ValueError):  # of pyarrow's errors all are one of these
+            raise run_files.damaged(path, "is cut short or altered") from None
 
 
 def as_float(value: object) -> float:
@@ -185,24 +194,16 @@ def load_run(path: Path) -> Run:
     """One run folder.
 
     Raises:
-        UserError: when it holds no readable ``run.yaml``.
+        UserError: a file of it is missing or damaged.
     """
-    fix = "run the study again, or remove the folder"
-    try:
-        config = yaml.safe_load((path / "run.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        raise UserError("run folder holds no readable run.yaml", where=path, fix=fix) from None
-    if not isinstance(config, dict):
-        raise UserError("run.yaml is not a mapping", where=path, fix=fix)
-    status_file = path / "status"
-    status = status_file.read_text(encoding="utf-8").strip() if status_file.is_file() else "unfinished"
-    summary: dict[str, Any] = {}
-    if (path / "summary.json").is_file():
-        try:
-            summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-        except json.JSONDecodeError:
-            raise UserError("summary.json is not valid JSON", where=path, fix=fix) from None
-    return Run(path, status, {**config, **(config.get("config") or {})}, summary)
+    status = run_files.read_status(path)
+    recorded = status != run_files.UNFINISHED and run_files.check(path, FILES)
+    config = run_files.read_settings(path)
+    summary = run_files.read_summary(path, status)
+    run = Run(path, status, {**config, **(config.get("config") or {})}, summary)
+    if not recorded:
+        _ = run.events  # of a folder without checksums the whole log has to be read
+    return run
 
 
 def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:
@@ -215,7 +216,8 @@ def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:
     if not folder.is_dir():
         raise UserError(f"study {folder.name} has no results", where=folder, fix=fix)
     if names is None:
-        names = sorted(path.parent.name for path in folder.glob("*/run.yaml"))
+        there = {path.parent.name for name in run_files.NAMES for path in folder.glob(f"*/{name}")}
+        names = sorted(there)
     missing = [name for name in names if not (folder / name).is_dir()]
     if missing or not names:
         what = (

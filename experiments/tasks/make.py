@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from edgc.errors import UserError
 from experiments.cli import main_guard
-from experiments.prepared import load_info, texts
+from experiments.prepared import check_whole, load_info, texts
 from experiments.run_folder import atomic_write
 from experiments.tasks import continuation, syntax
 from experiments.tasks.text import CONTEXT_CHARACTERS, Row, Text, context_before
@@ -250,8 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     info, path = load_info(options.data), options.data / "tokenizer.json"
-    if not path.is_file():
-        raise UserError("the tokenizer is missing", where=path, fix="prepare the data again")
+    check_whole(options.data, info, (path.name, "documents.jsonl"))
     held_out = [(document.path, document.text) for document in texts(options.data, "test")]
     tokenizer = Tokenizer.from_file(str(path))
     manifest = make(held_out, tokenizer, options.out, seed=options.seed, fingerprint=info.fingerprint)

@@ -17,6 +17,7 @@ from edgc.telemetry import read_events
 from experiments.data import prepare
 from experiments.settings import DataConfig
 
+ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
 ROOT = Path(__file__).resolve().parents[2]
 
 RUN: dict[str, Any] = {
@@ -128,6 +129,13 @@ def children_of(pid: int) -> list[int]:
 def ranks_of(launcher: int) -> list[int]:
     """The launcher's grandchildren: ranks are forked from a server that it starts."""
     return [rank for child in children_of(launcher) for rank in children_of(child)]
+
+
+def group_of(leader: int) -> list[int]:
+    """Process ids of a process group."""
+    done = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return [int(pid) for pid, group in rows if int(group) == leader]
 
 
 def runs(pid: int) -> bool:

@@ -15,9 +15,19 @@ import pandas as pd
 import pytest
 import yaml
 
+from edgc import manifest
 from edgc.signatures import TOLD_BY_TIMES
 from edgc.telemetry import read_events
-from tests.integration.launching import Launcher, changed, launcher, prepared, wait_for_steps
+from tests.integration.launching import (
+    ENDS_WITHIN_SECONDS,
+    Launcher,
+    changed,
+    group_of,
+    launcher,
+    prepared,
+    runs,
+    wait_for_steps,
+)
 
 __all__ = ["launcher", "prepared"]  # fixtures
 
@@ -152,10 +162,21 @@ def test_a_changed_run_is_refused_and_a_fresh_one_is_not(launcher: Launcher) -> 
     process = launcher.start(values, new_session=True)
     folder = launcher.path(values)
     wait_until(lambda: any((folder / ".checkpoints").glob("iter_*")), process)
+    members = group_of(process.pid)
+    assert len(members) >= 4, "the launcher, its fork server, two ranks"
+    begun = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=600)
-    assert process.returncode == 1 and "interrupted: " in stderr
-    assert "; the next launch goes on from iter_" in stderr
+    while left := [pid for pid in members if runs(pid)]:
+        assert time.monotonic() - begun < 2 * ENDS_WITHIN_SECONDS, f"left: {left}"
+        time.sleep(0.05)
+    assert time.monotonic() - begun < 2 * ENDS_WITHIN_SECONDS
+    assert process.returncode == 130
+    [line] = [line for line in stderr.splitlines() if not line.startswith("iteration ")]
+    newest = max((folder / ".checkpoints").glob("iter_*"))
+    assert line == f"interrupted: launch/changed-s1; the next launch goes on from {newest.name}"
+    manifest.check(newest, manifest.read(newest))
+    assert sorted(path.name for path in folder.iterdir()) == [".checkpoints"], "nothing else is kept"
     short = run_of("changed", iterations=6)
     code, stderr = launcher.run(short)
     lines = [line for line in stderr.splitlines() if line.strip()]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import yaml
 
+from edgc.errors import UserError
 from edgc.telemetry import read_events
+from experiments import run_files
+from experiments.analyse.runs import load_run
 from tests.integration.launching import (
     RUN,
     Launcher,
@@ -59,6 +64,10 @@ def test_a_run_publishes_a_complete_folder_and_repeats_bit_for_bit(launcher: Lau
     assert len(record["provenance"]["data_fingerprint"]) >= 12
     assert not (folder / ".attempt").exists()
     assert any((folder / "tensorboard").iterdir())
+    assert load_run(folder).ok and run_files.check(folder)
+    (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes() + b"\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl has \d+ bytes instead of"):
+        load_run(folder)
     first = repeatable(folder)
     assert launcher.run(RUN)[0] == 0
     assert repeatable(folder) == first
@@ -175,6 +184,31 @@ def test_bad_input_is_one_line_and_touches_nothing(
     assert expected in lines[0]
     assert ".yaml" in lines[0] and ";" in lines[0], "the line must name the file and the fix"
     assert not launcher.path(values).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [("train.bin", -2), ("validation.idx", -8), ("tokenizer.json", 100), ("data.yaml", -1), ("index", -8)],
+)
+def test_damaged_data_is_one_line_and_publishes_nothing(
+    prepared: Path, tmp_path: Path, name: str, keep: int
+) -> None:
+    shutil.copytree(prepared, tmp_path / "results", ignore=shutil.ignore_patterns("launch"))
+    own = Launcher(tmp_path / "results", tmp_path)
+    data = tmp_path / "results" / "test" / "data" / "stdlib"
+    if name == "index":
+        path = data / "index_cache" / "of_a_run" / "sample_index.npy"
+        path.parent.mkdir(parents=True)
+        numpy.save(path, numpy.arange(50))
+    else:
+        path = data / name
+    path.write_bytes(path.read_bytes()[:keep])
+    code, stderr = own.run(RUN)
+    lines = stderr.splitlines()
+    assert code == 2 and len(lines) == 1, stderr
+    assert lines[0].startswith(f"error: prepared data is damaged: {path.name} ")
+    assert f"(in {path})" in lines[0] and f"delete the folder {path.parent}" in lines[0]
+    assert not own.path(RUN).exists() and not own.path(RUN).parent.exists()
 
 
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:

@@ -193,8 +193,8 @@ def test_what_the_cost_gate_decides_inside_a_window_is_not_counted(tmp_path: Pat
         "r_min": 4,
         "r_max": 64,
     }
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(gate) + "\n")
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join([*lines[:-1], json.dumps(gate) + "\n", lines[-1]]))
     analyse("methods", tmp_path)
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table.csv"), before)
     assert before.loc[0, "decisions"] > 3
@@ -401,8 +401,8 @@ def test_a_run_without_probes_keeps_its_row(tmp_path: Path) -> None:
     assert list(table.loc[table["variant"] == "bert", "verdict"]) == ["no probes"]
 
 
-def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
-    path = synthetic.write_run(tmp_path, study="methods", variant="none")
+def test_a_torn_last_line_of_a_failed_run_is_left_out(tmp_path: Path) -> None:
+    path = synthetic.write_run(tmp_path, study="methods", variant="none", status="failed")
     whole = len(runs.load_run(path).steps)
     text = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text(text[: text.rindex('"step"') + 40])
@@ -439,3 +439,50 @@ def test_broken_run_yaml_is_a_user_error(tmp_path: Path) -> None:
     (path / "run.yaml").write_text(yaml.safe_dump(["not", "a", "mapping"]))
     with pytest.raises(UserError, match="not a mapping"):
         analyse("methods", tmp_path)
+
+
+DAMAGE = {
+    "metrics.jsonl, in a line": ("metrics.jsonl", lambda content: content[:-5], "line"),
+    "metrics.jsonl, after a line": (
+        "metrics.jsonl",
+        lambda content: content[: content.rindex(b"\n", 0, -1) + 1],
+        "no end event",
+    ),
+    "metrics.jsonl, missing": ("metrics.jsonl", None, "is missing"),
+    "summary.json": ("summary.json", lambda content: content[:-9], "not valid JSON"),
+    "summary.json, missing": ("summary.json", None, "is missing"),
+    "run.yaml": ("run.yaml", lambda content: content[: content.index(b"compression:")], "lacks compression"),
+    "run.yaml, missing": ("run.yaml", None, "file not found"),
+    "status": ("status", lambda content: content[:1], "holds 'o'"),
+    "tensors.parquet": ("tensors.parquet", lambda content: content[:-20], "is cut short or altered"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_damaged_run_is_refused_and_no_table_is_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    case: str,
+    named: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "ci" / "entropy_trend"
+    for variant in ("gpt", "bert"):
+        path = synthetic.write_run(folder, study="entropy_trend", variant=variant, probe_every=10)
+    name, change, problem = DAMAGE[case]
+    damaged = path / name
+    if change is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(change(damaged.read_bytes()))
+    planned = [run.model_copy(update={"seed": 1}) for run in matrix.runs("entropy_trend", "ci")]
+    planned = [run for run in planned if run.variant in ("gpt", "bert")]
+    monkeypatch.setattr(matrix, "runs", lambda study, scale: planned)
+    with pytest.raises(SystemExit) as stop:
+        main("entropy_trend", "ci", tmp_path, any_runs=not named)
+    assert stop.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run folder is damaged: ") and problem in line
+    assert f"(in {damaged})" in line and f"delete the folder {path}" in line
+    assert not list(folder.glob("*.csv"))

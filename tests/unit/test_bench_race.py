@@ -33,6 +33,7 @@ def write_run(folder: Path, config: Any, losses: list[float], seconds: float, st
             step = {"event": "step", "iteration": iteration, "loss": loss, "bytes": 10, "seconds": seconds}
             events.append(step | {"stages": []})
         events.append({"event": "eval", "iteration": 10 * at, "loss": loss, "perplexity": math.exp(loss)})
+    events.append({"event": "end", "status": status, "iterations": 10 * len(losses)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from experiments import matrix
 from experiments.pipeline import marked
+from experiments.settings import RunConfig
 from tests.workflow.checkout_copy import Checkout
 
+ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
 PIPELINE = "experiments.pipeline"
 
 
@@ -146,6 +148,48 @@ def test_terminated_pipeline_ends_its_jobs(finished: Checkout) -> None:
         assert marked(folder) == []
     finally:
         process.kill()
+
+
+@pytest.mark.slow
+def test_interrupted_pipeline_ends_everything_and_says_what_is_kept(finished: Checkout) -> None:
+    folder = finished.path / "results" / "ci"
+    runs = [folder / "rank_sweep" / run.name for run in matrix.runs("rank_sweep", "ci")]
+    (runs[0] / "status").unlink()
+    checkpoint = runs[0] / ".checkpoints" / "iter_0000040"
+    checkpoint.mkdir(parents=True)
+    process = subprocess.Popen(
+        finished.command(PIPELINE, "--cores", "2", "rank_sweep"),
+        cwd=finished.path,
+        env=finished.environment(STAND_IN_SECONDS="1200"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: training(folder))
+        before = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=600)
+        assert time.monotonic() - before < 2 * ENDS_WITHIN_SECONDS
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert marked(folder) == []
+    words = errors.splitlines()[-1]
+    whole = sum((folder / study / run.name / "status").is_file() for study, run in everything())
+    assert words.startswith(f"interrupted: {whole} of {len(everything())} runs are finished and kept in ")
+    assert f"; rank_sweep/{runs[0].name} goes on from iter_0000040; the same command continues" in words
+    assert "Terminating processes" not in errors and "Traceback" not in errors and "report" not in output
+    assert not list((finished.path / ".snakemake" / "locks").glob("*"))
+    checkpoint.rmdir()
+    checkpoint.parent.rmdir()
+    assert finished.run(PIPELINE, "--cores", "4").returncode == 0
+    assert finished.plan(["all"]) == [{}]
+
+
+def everything() -> list[tuple[str, RunConfig]]:
+    return [(study, run) for study in matrix.studies() for run in matrix.runs(study, "ci")]
 
 
 def test_unusable_results_folder_is_one_line_and_exit_code_2(checkout: Checkout) -> None:

@@ -1,0 +1,98 @@
+"""A folder of prepared data is what its data.yaml says, or is refused in one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+import yaml
+
+from edgc.errors import UserError
+from experiments import data_files
+from experiments.data import load_info, prepare
+from experiments.data_files import FILES, INDEX_CACHE
+from experiments.prepared import check_whole
+from tests.unit.test_data import write_corpus
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prepare(write_corpus(folder / "corpus"), folder / "toy", show=False)
+    return folder / "toy"
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    shutil.copytree(prepared, tmp_path / "toy")
+    return tmp_path / "toy"
+
+
+def without_sizes(folder: Path) -> None:
+    """As written before data.yaml had sizes: special tokens last."""
+    values = yaml.safe_load((folder / "data.yaml").read_text())
+    del values["files"]
+    values["special_tokens"] = values.pop("special_tokens")
+    (folder / "data.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("old", [False, True])
+def test_a_file_that_is_cut_short_or_missing_is_named(folder: Path, name: str, old: bool) -> None:
+    if old:
+        without_sizes(folder)
+    info = load_info(folder)
+    check_whole(folder, info)
+    path = folder / name
+    content = path.read_bytes()
+    if not (old and name == "tokenizer.json"):  # that one is read, and then it does not parse
+        path.write_bytes(content[:-1])
+        with pytest.raises(UserError, match=f"prepared data is damaged: {name} has ") as caught:
+            check_whole(folder, info)
+        assert f"(in {path})" in str(caught.value) and f"delete the folder {folder} " in str(caught.value)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{name} is missing"):
+        check_whole(folder, info)
+
+
+def test_content_of_the_same_size_is_found_by_its_checksum(folder: Path) -> None:
+    info, path = load_info(folder), folder / "train.bin"
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    check_whole(folder, info, checksums=False)
+    with pytest.raises(UserError, match=r"train\.bin has another content than was written"):
+        check_whole(folder, info)
+
+
+def test_every_cut_of_data_yaml_is_found(folder: Path) -> None:
+    path = folder / "data.yaml"
+    content = path.read_bytes()
+    for end in range(0, len(content), 7):
+        path.write_bytes(content[:end])
+        with pytest.raises(UserError):
+            check_whole(folder, load_info(folder))
+    path.write_bytes(content[:-1])  # vocab_size is whole, by chance
+    with pytest.raises(UserError, match=r"data\.yaml is cut short"):
+        load_info(folder)
+
+
+def test_a_sample_order_that_is_cut_short_is_named(folder: Path) -> None:
+    index = folder / INDEX_CACHE / "one"
+    index.mkdir(parents=True)
+    for name, array in {"a": numpy.arange(100), "b": numpy.zeros((50, 2), dtype=numpy.int32)}.items():
+        numpy.save(index / f"{name}.npy", array)
+    (folder / INDEX_CACHE / ".building-x").mkdir()
+    (folder / INDEX_CACHE / ".building-x" / "half.npy").write_bytes(b"")
+    data_files.check_indices(folder)
+    for name in ("a.npy", "b.npy"):
+        path = index / name
+        content = path.read_bytes()
+        for cut in (1, len(content) - 20, len(content)):
+            path.write_bytes(content[: len(content) - cut])
+            with pytest.raises(UserError, match=f"{name} has ") as caught:
+                data_files.check_indices(folder)
+            assert str(caught.value).endswith(f"delete the folder {index}: it is made again")
+        path.write_bytes(content)
+    data_files.check_indices(folder)

@@ -1,0 +1,129 @@
+"""A run folder is what its training has written, or is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgc.errors import UserError
+from edgc.telemetry import EventLog, read_events
+from experiments import run_files
+from experiments.analyse.runs import load_run, load_runs
+from tests.unit import synthetic_runs as synthetic
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with a manifest, weights and probes."""
+    folder = tmp_path_factory.mktemp("runs")
+    path = synthetic.write_run(folder, study="methods", variant="none", probe_every=10, iterations=20)
+    (path / "status").unlink()
+    (path / "checkpoint").mkdir()
+    (path / "checkpoint" / "__0_0.distcp").write_bytes(bytes(range(256)))
+    (path / "tensorboard").mkdir()
+    (path / "tensorboard" / "events").write_bytes(b"open")
+    run_files.write_manifest(path)
+    (path / "status").write_text("ok\n")
+    return path
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "none-s1")
+    return tmp_path / "none-s1"
+
+
+def one_digit(content: bytes) -> bytes:
+    """The same file with one digit changed: it parses as before."""
+    at = next(index for index, byte in enumerate(content) if byte in b"123456")
+    return content[:at] + bytes([content[at] + 1]) + content[at + 1 :]
+
+
+CHANGES: dict[str, Callable[[bytes], bytes] | None] = {
+    "missing": None,
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "digit": one_digit,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["run.yaml", "metrics.jsonl", "summary.json", "tensors.parquet", "manifest.json"]
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_a_recorded_file_is_found(run: Path, name: str, change: str) -> None:
+    load_run(run)
+    path, do = run / name, CHANGES[change]
+    if do is None:
+        path.unlink()
+        if name == "manifest.json":  # as in a folder from an archive
+            assert load_run(run).ok
+            return
+    else:
+        path.write_bytes(do(path.read_bytes()))
+    with pytest.raises(UserError, match="run folder is damaged") as caught:
+        load_run(run)
+    assert str(path) in str(caught.value) and f"delete the folder {run} and" in str(caught.value)
+
+
+def test_weights_are_looked_at_where_they_are_asked_for(run: Path) -> None:
+    weights = run / "checkpoint" / "__0_0.distcp"
+    assert run_files.check(run, ("checkpoint/",))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert load_run(run).ok, "tables are not made of weights"
+    with pytest.raises(
+        UserError, match=r"__0_0.distcp has 255 bytes instead of 256 .*delete the folder"
+    ) as caught:
+        run_files.check(run, ("checkpoint/",))
+    assert f"delete the folder {run} and" in str(caught.value)
+
+
+def test_large_files_are_recorded_by_size(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "CHECKSUM_BYTES", 100)
+    (run / "status").unlink()
+    run_files.write_manifest(run)
+    weights = run / "checkpoint" / "__0_0.distcp"
+    weights.write_bytes(bytes(256))
+    assert run_files.check(run, ("checkpoint/",))
+    weights.write_bytes(bytes(255))
+    with pytest.raises(UserError, match="has 255 bytes instead of 256"):
+        run_files.check(run, ("checkpoint/",))
+
+
+def test_a_failed_run_stays_and_a_summary_of_another_end_does_not(run: Path) -> None:
+    (run / "manifest.json").unlink()
+    (run / "status").write_text("failed\n")
+    with pytest.raises(UserError, match=r"summary\.json says 'ok', the file status 'failed'"):
+        load_run(run)
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"status": "failed"}))
+    (run / "metrics.jsonl").write_text("")
+    (run / "tensors.parquet").unlink()
+    found = load_run(run)
+    assert (found.status, found.ok, len(found.steps), len(found.tensors)) == ("failed", False, 0, 0)
+
+
+def test_a_run_without_settings_is_not_left_out(run: Path) -> None:
+    (run / "run.yaml").unlink()
+    with pytest.raises(UserError, match=r"run\.yaml is missing"):
+        load_runs(run.parent)
+
+
+def test_a_stream_that_is_cut_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with EventLog(path) as log:
+        for number in range(3):
+            log.write("step", iteration=number)
+    content = path.read_bytes()
+    path.write_bytes(content[:-4])
+    assert [event["iteration"] for event in read_events(path, torn=True)] == [0, 1]
+    with pytest.raises(UserError, match=r"line 3 is no whole event .*metrics\.jsonl"):
+        read_events(path)
+    path.write_bytes(content[:10] + content[12:])
+    for torn in (False, True):
+        with pytest.raises(UserError, match="line 1 is no whole event"):
+            read_events(path, torn=torn)

@@ -1,0 +1,177 @@
+"""The same mistakes in studies, scales and runs are refused in the same line by every program."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from edgc.errors import UserError
+from experiments import launch, matrix, pipeline, study_checks
+from experiments.settings import load_yaml
+
+MINE = "window_ablation"  # a study that trains and is analysed
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of all study and scale files."""
+    for name in ("studies", "scales"):
+        shutil.copytree(matrix.ROOT / name, tmp_path / name)
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    return tmp_path
+
+
+def insert(line: str) -> Callable[[str], str]:
+    return lambda text: line + "\n" + text
+
+
+def rename(old: str, new: str) -> Callable[[str], str]:
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new, 1)
+
+    return change
+
+
+STUDY: dict[str, tuple[str, Callable[[str], str], str, str]] = {
+    "key": ("methods", rename("\nvariants:", "\nvariant:"), "unknown key variant ", "did you mean variants?"),
+    "scale": (
+        MINE,
+        rename("\n  workstation:", "\n  workstaton:"),
+        "scales: unknown name 'workstaton'",
+        "did you mean workstation?",
+    ),
+    "only_by_name": (
+        "moe",
+        rename("[ci, workstation, paper]", "[ci, worksation]"),
+        "only_by_name: unknown name 'worksation'",
+        "did you mean workstation?",
+    ),
+    "figure": (
+        MINE,
+        rename("figures: [window", "figures: [windw"),
+        "figures: unknown name",
+        "did you mean window_ablation",
+    ),
+    "needs": (
+        "zero_shot",
+        rename("needs:\n  methods", "needs:\n  methds"),
+        "needs: unknown name",
+        "did you mean methods?",
+    ),
+    "key twice": (
+        MINE,
+        insert("title: another"),
+        "key title appears twice, in lines 1 and ",
+        "keep one of them",
+    ),
+    "seeds": (MINE, insert("seeds: [1, 2, 1]"), "seeds = [1, 2, 1]: seed 1 appears twice", "give it once"),
+    "window": (
+        MINE,
+        rename("compression: {window: 4}", "compression: {window: 4000}"),
+        "w4: compression.window = 4000 is longer than the run, train.iterations = ",
+        "use at most ",
+    ),
+}
+
+
+def changed(root: Path, study: str, change: Callable[[str], str]) -> Path:
+    path = root / "studies" / f"{study}.yaml"
+    path.write_text(change(path.read_text()))
+    return path
+
+
+@pytest.mark.parametrize("case", STUDY)
+@pytest.mark.parametrize("program", ["pipeline", "matrix", "launch"])
+def test_a_wrong_study_is_one_line_with_key_file_and_fix(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, program: str
+) -> None:
+    study, change, problem, fix = STUDY[case]
+    path = changed(root, study, change)
+    before = sorted(root.rglob("*"))
+    run: dict[str, Callable[[], Any]] = {
+        "pipeline": lambda: pipeline.main(["--results", str(tmp_path / "results")]),
+        "matrix": lambda: matrix.main(study, "ci"),
+        "launch": lambda: launch.main(study, "w4-s1", None, "ci", tmp_path / "results"),
+    }
+    with pytest.raises(SystemExit) as stop:
+        run[program]()
+    assert stop.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and problem in line and f"(in {path})" in line and fix in line
+    assert sorted(root.rglob("*")) == before, "nothing may be written"
+
+
+def test_a_wrong_scale_is_one_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = root / "scales" / "ci.yaml"
+    text = path.read_text()
+    for change, problem in (
+        (rename("seeds: [1]", "seeds: [3, 3]"), "seeds = [3, 3]: seed 3 appears twice"),
+        (rename("seeds: [1]", "seed: [1]"), "unknown key seed "),
+        (insert("seeds: [2]"), "key seeds appears twice"),
+    ):
+        path.write_text(change(text))
+        with pytest.raises(SystemExit) as stop:
+            matrix.main(MINE, "ci")
+        assert stop.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert problem in line and f"(in {path})" in line
+    with pytest.raises(UserError, match=r"unknown scale 'workstaton' .*did you mean workstation\?"):
+        matrix.load_scale("workstaton")
+
+
+def test_a_study_that_nothing_analyses_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"study": "mine", "title": "t", "question": "q", "variants": {"none": {}}}
+    path = root / "studies" / "mine.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(
+        UserError, match=r"nothing analyses the runs of 'mine' .*analyse/mine\.py and add mine"
+    ):
+        matrix.runs("mine", "ci")
+    monkeypatch.setattr(study_checks, "ANALYSED", (*study_checks.ANALYSED, "mine"))
+    with pytest.raises(UserError, match=r"the analysis of 'mine' has no file .*mine\.py"):
+        matrix.runs("mine", "ci")
+    # Simulated, it has no runs to analyse.
+    path.write_text(yaml.safe_dump(values | {"variants": {}, "cluster": {"gpus": 1}}))
+    assert matrix.runs("mine", "ci") == []
+
+
+def test_a_window_is_compared_with_the_run_it_is_of(tmp_path: Path) -> None:
+    run = matrix.find(MINE, "ci", "w4-s1")
+    values = run.model_dump(mode="json")
+    path = tmp_path / "run.yaml"
+    for window, refused in ((run.train.iterations, False), (run.train.iterations + 1, True)):
+        values["compression"]["window"] = window
+        path.write_text(yaml.safe_dump(values))
+        if refused:
+            with pytest.raises(UserError, match=rf"compression\.window = {window} is longer than the run"):
+                launch.read_run(path)
+        else:
+            assert launch.read_run(path).edgc.window == window
+    values["compression"] = {"method": "powersgd", "rank": 4, "window": 100_000}
+    path.write_text(yaml.safe_dump(values))
+    assert launch.read_run(path).edgc.method == "powersgd", "decides no ranks"
+
+
+def test_every_committed_study_passes_at_every_scale() -> None:
+    for scale in matrix.scales():
+        for study in matrix.studies():
+            matrix.runs(study, scale)
+
+
+def test_keys_that_stand_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("a: {b: 1, c: 2}\nd:\n  e: 1\n  f: [{g: 1, g: 2}]\n")
+    with pytest.raises(UserError, match=r"key g appears twice, in lines 4 and 4 .*a\.yaml"):
+        load_yaml(path)
+    # The same key in two mappings, and one that `<<` brings in and the mapping changes, are no duplicates.
+    path.write_text("a: &a {b: 1, c: 2}\nd: {<<: *a, b: 3}\n")
+    assert load_yaml(path) == {"a": {"b": 1, "c": 2}, "d": {"b": 3, "c": 2}}
+    path.write_bytes(b"a: \xff\xfe\n")
+    with pytest.raises(UserError, match="not a text in UTF-8"):
+        load_yaml(path)
