@@ -129,7 +129,7 @@ class Training:
             "peak_memory_mib": peak / 2**20,
             "resting_memory_mib": None if resting is None else resting / 2**20,
             "bytes": statistics.bytes if statistics else None,
-            "relative_error": statistics.relative_error if statistics else None,
+            "relative_error": statistics.worker_error if statistics else None,
             "loss": float(self.loss),
         }
 
