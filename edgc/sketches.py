@@ -49,5 +49,5 @@ def _signs(count: int, seed: bytes, device: torch.device) -> Tensor:
         x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD  # factors below 2^31: nothing overflows
         x = ((x ^ (x >> 15)) * 0x735A2D97) & _WORD
         x = x ^ (x >> 15)
-    places = torch.arange(PROJECTIONS, device=device)[:, None]
+    places = torch.arange(PROJECTIONS, dtype=torch.int64, device=device)[:, None]
     return ((x >> places) & 1) * 2 - 1

@@ -44,7 +44,7 @@ class FakeAttachment:
     def state_dict(self) -> dict[str, Any]:
         return self.state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
         self.state = state
 
 
