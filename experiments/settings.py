@@ -1,9 +1,9 @@
 """The settings of one training run, validated before anything is started.
 
 A run is resolved from three layers, later ones winning: the scale's ``defaults``, the study's ``base`` and the
-study's variant (each also as overridden for that scale). Of the compression settings in the first two, a run takes those
-that its method can use (:func:`lay`). Unknown keys and bad values become one-line errors that name the key, the file and
-the fix.
+study's variant (each also as overridden for that scale). Of the compression settings in the first two, a run takes
+those that its method can use (:func:`lay`). Unknown keys and bad values become one-line errors that name the key, the
+file and the fix.
 """
 
 from __future__ import annotations
