@@ -1,0 +1,133 @@
+"""experiments.settings: what a study lays under its variants, and what records of runs hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from edgc.config import EDGCConfig
+from edgc.errors import UserError
+from experiments import archive, matrix
+from experiments.analyse.runs import load_run
+from experiments.export import read_config
+from experiments.launch import read_run
+from experiments.same_run import refuse_other, settings_of
+from experiments.settings import lay, recorded, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON: dict[str, Any] = {"window": 20, "r_max": 16, "r_min": 4, "entropy": {"iteration_rate": 0.25}}
+
+
+def laid(own: dict[str, Any], common: dict[str, Any] = COMMON) -> dict[str, Any]:
+    """The compression settings of a variant."""
+    run = matrix.runs("rank_sweep", "ci")[0].model_dump(mode="json")
+    base = {**run, "compression": common}
+    return resolve(lay(base, {"compression": own}), "study.yaml").compression
+
+
+def test_a_variant_takes_those_common_settings_that_its_method_can_use() -> None:
+    assert laid({"method": "none"}) == {"window": 20, "method": "none"}
+    assert laid({"method": "edgc"}) == {**COMMON, "method": "edgc"}
+    small = {"window": 20, "entropy": {"iteration_rate": 0.25}}
+    assert laid({"method": "powersgd", "rank": 4}) == {**small, "method": "powersgd", "rank": 4}
+    fixed = {"method": "edgc", "policy": "fixed", "rank": 4}
+    assert laid(fixed) == {"r_max": 16, **small, **fixed}
+    # Sections are merged, and a variant may name a preset over common settings.
+    assert laid({"method": "edgc", "entropy": {"entry_rate": 0.5}})["entropy"] == {
+        "iteration_rate": 0.25,
+        "entry_rate": 0.5,
+    }
+    assert laid({"preset": "optimus_cc_embedding"}) == {
+        "window": 20,
+        "method": "none",
+        "fused_embedding": True,
+    }
+    # A common preset is laid like the settings that it stands for.
+    assert laid({"method": "none"}, {"preset": "paper"}) == {"method": "none", "window": 1000}
+    assert laid({"record_full_entropy": True, "method": "none"})["entropy"] == {"iteration_rate": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"method": "none", "r_max": 16}, "compression.r_max = 16 is not used with method: none"),
+        ({"method": "none", "entropy": {"iteration_rate": 0.5}}, "compression.entropy.iteration_rate = 0.5"),
+        ({"method": "topk", "rank": 8}, "compression.rank = 8 is not used with method: topk"),
+        ({"method": "edgc", "target_error": 0.5}, "compression.target_error = 0.5 is not used"),
+        ({"method": "edgx"}, "compression.method = 'edgx'"),
+        ({"method": "topk", "densty": 0.5}, "unknown key compression.densty"),
+    ],
+)
+def test_what_a_variant_says_and_its_method_cannot_use_is_refused(own: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        laid(own)
+    assert str(caught.value).startswith(message) and "(in study.yaml)" in str(caught.value)
+
+
+def test_every_run_of_every_study_is_as_its_study_says() -> None:
+    """No setting that a method can use is lost, and none that it cannot use is left."""
+    for study in matrix.studies():
+        for scale in matrix.scales():
+            definition, layer = matrix.load_study(study), matrix.load_study(study).scales.get(scale)
+            for run in matrix.runs(study, scale):
+                config = EDGCConfig.from_dict(run.compression)
+                assert EDGCConfig.from_record(run.compression) == config
+                if (
+                    layer is not None
+                    and run.variant in layer.variants
+                    and run.variant not in definition.variants
+                ):
+                    own = layer.variants[run.variant].get("compression", {})
+                    assert own.keys() - {"preset"} <= run.compression.keys()
+    runs = {run.variant: run.compression for run in matrix.runs("methods", "ci")}
+    assert runs["none"].keys() == {"method", "window"}
+    assert runs["edgc_cqm"].keys() >= COMMON.keys()
+
+
+def old_record() -> dict[str, Any]:
+    """A record with settings that its method could not use, as they were once written."""
+    run = matrix.runs("rank_sweep", "ci")[0].model_dump(mode="json")
+    return {**run, "compression": {"method": "none", **COMMON}}
+
+
+def test_records_with_settings_of_other_methods_are_read(tmp_path: Path) -> None:
+    record = old_record()
+    with pytest.raises(UserError, match=r"compression\.r_max = 16 is not used with method: none"):
+        resolve(record, "run.yaml")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**record, "provenance": {"commit": "0"}}))
+    for run in (
+        read_config(tmp_path / "run.yaml"),
+        read_run(tmp_path / "run.yaml"),
+        recorded(record, "run.yaml"),
+    ):
+        assert run.compression == {"method": "none", "window": 20}
+        assert run.edgc == EDGCConfig(window=20)
+    assert load_run(tmp_path).edgc == EDGCConfig(window=20)
+    assert load_run(tmp_path).setting("r_max") == 16, "the record itself stays as it is"
+    # A file that somebody wrote is no record.
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(record))
+    with pytest.raises(UserError, match=r"compression\.r_max = 16 is not used"):
+        read_run(tmp_path / "own.yaml")
+
+
+def test_a_run_goes_on_from_a_checkpoint_whose_other_settings_had_no_effect(tmp_path: Path) -> None:
+    record = old_record()
+    now = settings_of(recorded(record, "run.yaml"), "abc")
+    saved = {**record, "data": {**record["data"], "fingerprint": "abc"}}
+    refuse_other(saved, now, tmp_path)
+    for changed in ({"window": 10}, {"record_full_entropy": True}, {"method": "bf16"}):
+        with pytest.raises(UserError, match=r"^compression\."):
+            refuse_other({**saved, "compression": {**saved["compression"], **changed}}, now, tmp_path)
+
+
+@pytest.mark.parametrize("scale", ["ci", "workstation"])
+def test_the_committed_records_are_read(scale: str, tmp_path: Path) -> None:
+    for path in archive.archived(ROOT / "results" / "reference" / scale):
+        for name in archive.unpack(path, tmp_path / path.parent.name):
+            folder = tmp_path / path.parent.name / name
+            run = load_run(folder)
+            assert run.edgc.method == run.method
+            assert read_config(folder / "run.yaml").edgc == run.edgc
