@@ -21,6 +21,11 @@ BENCH = $(PY) -m experiments.bench
 KEEP = $(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
 PIPELINE = $(PY) -m experiments.pipeline --die-with-parent --scale $(SCALE) --cores $(CORES) --results $(RESULTS)
 
+# A misspelt target is refused before anything is made, with the names that are nearest.
+GOALS := $(shell sed -n 's/^\.PHONY: //p' $(firstword $(MAKEFILE_LIST)))
+$(foreach goal,$(filter-out $(GOALS) $(VENV)/.complete,$(MAKECMDGOALS)), \
+  $(error $(or $(shell python3 workflows/nearest.py '$(goal)' $(GOALS)),unknown target $(goal))))
+
 .PHONY: help
 help: ## list the targets and settings
 	@printf 'Usage: make TARGET [SCALE=%s] [CORES=%s] [RESULTS=%s]\n\n' '$(SCALE)' '$(CORES)' '$(RESULTS)'

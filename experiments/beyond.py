@@ -21,8 +21,9 @@ import typer
 from experiments import cluster_step, disturbances
 from experiments.cli import main_guard
 from experiments.cluster_cost import KIND, Model, reduction
-from experiments.run_folder import atomic_write, check_writable
+from experiments.run_folder import check_writable
 from experiments.scenarios import Scenarios, load_scenarios, model_of
+from experiments.written_tables import write_text
 
 SAVED = (1.0, 5.0, 16.13)  # percent of the step; the last is the paper's claim
 LEAST, MOST = 1e-2, 1e5  # Gbit/s between which break-even is looked for
@@ -164,7 +165,7 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     parts = {"disturbances": disturbances.table, "sensitivity": sensitivity, "break_even": break_even}
     for name, make in (*parts.items(), ("table", table)):
         text = make(scenarios).to_csv(index=False, lineterminator="\n", float_format="%.6g")
-        atomic_write(out / f"{name}.csv", text)
+        write_text(out / f"{name}.csv", text)
     print(f"{out}: table.csv break_even.csv sensitivity.csv disturbances.csv ({KIND})")
 
 

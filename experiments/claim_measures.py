@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments import written_tables
+
 
 class Missing(Exception):
     """There is no evidence for a claim; the text says why."""
@@ -35,7 +37,7 @@ def _read(root: Path, relative: str) -> pd.DataFrame:
     path = root / relative
     if not path.is_file():
         raise Missing(f"{relative} does not exist")
-    frame = pd.read_csv(path)
+    frame = written_tables.read(path)
     if frame.empty:
         raise Missing(f"{relative} has no rows")
     return frame

@@ -21,6 +21,7 @@ from experiments.analyse.tables import write_table
 from experiments.claim_measures import MEASURES, Measured, Missing
 from experiments.cli import main_guard
 from experiments.settings import Settings, load_yaml, validate
+from experiments.yaml_keys import ends_whole
 
 CLAIMS = Path(__file__).resolve().parent.parent / "results" / "paper_claims.yaml"
 COLUMNS = (
@@ -129,6 +130,7 @@ def load_claims(path: Path = CLAIMS) -> list[Claim]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise UserError(f"claim {twice} appears twice", where=path, fix="give every claim its own id")
+    ends_whole(path)
     return found.claims
 
 

@@ -26,6 +26,7 @@ from experiments.cluster_inputs import groups_sharing_a_node, load_cluster
 from experiments.layouts import FP32_BYTES, allocated_parameters, build, study_run, study_shape
 from experiments.matrix import load_study, study_path
 from experiments.run_folder import atomic_write, check_writable
+from experiments.written_tables import write_text
 
 EFFICIENCIES = (0.3, 0.5, 0.7)  # shares of the peak at which the largest possible saving is told
 
@@ -191,12 +192,12 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     """Write table.csv, stages.csv, steps.csv, traces.csv, moves.csv and summary.json (last) of a simulated cluster."""
     model = load_model(study)
     check_writable(out)
-    atomic_write(out / "table.csv", _csv(table(model)))
-    atomic_write(out / "stages.csv", _csv(stage_table(model)))
-    atomic_write(out / "steps.csv", _csv(cluster_step.table(sweep(model))))
+    write_text(out / "table.csv", _csv(table(model)))
+    write_text(out / "stages.csv", _csv(stage_table(model)))
+    write_text(out / "steps.csv", _csv(cluster_step.table(sweep(model))))
     traces, moves = rank_trace.tables(study, list(sweep(model)))
-    atomic_write(out / "traces.csv", _csv(traces))
-    atomic_write(out / "moves.csv", _csv(moves))
+    write_text(out / "traces.csv", _csv(traces))
+    write_text(out / "moves.csv", _csv(moves))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
     print(f"{out}: table.csv stages.csv steps.csv traces.csv moves.csv summary.json ({KIND})")
 

@@ -14,6 +14,7 @@ import yaml
 from edgc.errors import UserError
 
 Row = dict[str, Any]
+READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")  # of an exported model
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,49 @@ def read_model(path: Path) -> Model:
     if not marker.is_file():
         fix = "export the run first: python -m experiments.export"
         raise UserError("no exported model", where=path, fix=fix)
-    info = json.loads(marker.read_text(encoding="utf-8"))
+    info = _read_json(marker)
+    if "model" not in info or "run" not in info:
+        raise damaged(marker, "lacks model or run")
     if not info["model"]:
         return Model(path, info, "")
-    files = [
-        path / name
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
-    ]
+    files = [path / name for name in READ]
+    contents = []
     for file in files:
         if not file.is_file():
             raise UserError(f"the exported model has no {file.name}", where=path, fix="export the run again")
+        contents.append(file.read_bytes())
+        expected = info.get("files", {}).get(file.name)
+        if expected is not None and hashlib.sha256(contents[-1]).hexdigest() != expected["sha256"]:
+            short = len(contents[-1]) < expected["bytes"]
+            raise damaged(file, "is cut short" if short else "has another content than was written")
     from tokenizers import Tokenizer
 
-    expected = json.loads(files[0].read_text(encoding="utf-8"))["vocab_size"]
-    size = Tokenizer.from_file(str(files[1])).get_vocab_size()
+    expected = _read_json(files[0]).get("vocab_size")
+    try:
+        size = Tokenizer.from_file(str(files[1])).get_vocab_size()
+    except Exception:  # `tokenizers` raises bare Exception
+        raise damaged(files[1], "is no tokenizer") from None
     if size != expected:
         fix = "export the run again with its own data folder"
         raise UserError(f"the tokenizer has {size} tokens, the model {expected}", where=path, fix=fix)
-    return Model(path, info, digest(*(file.read_bytes() for file in files)))
+    return Model(path, info, digest(*contents))
+
+
+def damaged(file: Path, problem: str) -> UserError:
+    """The error about one file of an exported model, with the folder to delete."""
+    folder = file.parent.parent  # all models of a study, which are exported together
+    fix = f"delete the folder {folder} and start again: the models are exported again"
+    return UserError(f"exported model is damaged: {file.name} {problem}", where=file, fix=fix)
+
+
+def _read_json(path: Path) -> Row:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise damaged(path, "is cut short or altered")
+    return found
 
 
 def read_models(paths: Sequence[Path]) -> list[Model]:

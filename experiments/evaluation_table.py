@@ -25,7 +25,7 @@ from experiments.evaluation_statistics import (
     seed_interval,
     spread,
 )
-from experiments.run_folder import atomic_write
+from experiments.written_tables import write_text
 
 Scores = tuple[dict[str, Row], dict[str, list[float] | None]]  # both by metric
 BASELINE = "none"  # compression.method of the uncompressed runs
@@ -251,7 +251,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(buffer, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    atomic_write(path, buffer.getvalue())
+    write_text(path, buffer.getvalue())
 
 
 def timings(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path) -> list[Row]:

@@ -13,11 +13,15 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from edgc import manifest
 from edgc.errors import UserError
+from experiments import run_files
 from experiments.cli import main_guard
+from experiments.evaluation_inputs import READ
 from experiments.gpt2 import largest_difference, to_gpt2
 from experiments.prepared import check_whole, load_info
 from experiments.run_folder import STATUSES, check_writable
@@ -55,6 +59,7 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
         if not (checkpoint / "run.yaml").exists():
             fix = "set train.checkpoint: true in the study and train again"
             raise UserError("the run left no checkpoint", where=checkpoint, fix=fix)
+        run_files.check(folder, ("checkpoint/", "run.yaml"))
         saved = read_config(checkpoint / "run.yaml")
         if saved.model != config.model:
             keys = [key for key, value in saved.model if value != getattr(config.model, key)]
@@ -227,6 +232,7 @@ def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
     with fresh_folder(out) as temporary:
         exported.save_pretrained(temporary, safe_serialization=True)
         tokenizer.save_pretrained(temporary)
+        summary["files"] = {name: asdict(manifest.entry(temporary / name)) for name in READ}
         (temporary / MARKER).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary
 

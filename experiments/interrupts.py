@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -34,6 +35,7 @@ def while_training() -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         ignore()
+        logging.disable(logging.WARNING)  # the agent would report each rank
         ranks = multiprocessing.active_children()
         for rank in ranks:
             rank.kill()

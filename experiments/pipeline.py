@@ -37,6 +37,7 @@ from experiments import matrix, slurm
 from experiments.cli import main_guard
 from experiments.processes import die_with_parent
 from experiments.run_folder import RunFolder, check_writable
+from experiments.targets import check_targets
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "EDGC_PIPELINE"  # environment variable of every job: the results folder of its pipeline
@@ -284,13 +285,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.pipeline",
         description=main.__doc__,
-        epilog="Other options go to Snakemake, e.g. -n (plan only) or --profile slurm.",
+        epilog="Other options go to Snakemake, e.g. -n (plan only); targets stand before them.",
         allow_abbrev=False,
     )
     parser.add_argument("targets", nargs="*", default=["all"], metavar="TARGET", help="default: all")
     parser.add_argument("--scale", default="ci", help="file in experiments/scales (default: ci)")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of all results")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="cores to use (default: all)")
+    parser.add_argument("--profile", metavar="NAME", help="of Snakemake, e.g. slurm")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")
     options, extra = parser.parse_known_args(arguments)
     if options.die_with_parent:
@@ -300,8 +302,13 @@ def main(arguments: list[str] | None = None) -> None:
     os.chdir(ROOT)
     check_inputs(options.scale)
     folder = options.results / options.scale
+    check_targets(options.targets, options.scale, folder)
+    on_slurm = options.profile is not None and Path(options.profile).name == "slurm"
+    if options.profile is not None:
+        extra = ["--profile", options.profile, *extra]
+    if on_slurm and not slurm.only_looks(extra):
+        slurm.require()
     check_writable(folder)
-    on_slurm = any(word in ("slurm", "--profile=slurm") for word in extra)
     snakemake = [sys.executable, "-m", "snakemake"]
     cores = ["--cores", str(options.cores)]
     config = ["--config", f"scale={options.scale}", f"results={options.results}"]

@@ -25,6 +25,7 @@ import typer
 
 from edgc.config import EDGCConfig
 from edgc.controller import Controller, Report
+from edgc.errors import UserError
 from edgc.policies import Ranks
 from experiments import cluster_step, matrix
 from experiments.cli import main_guard
@@ -53,11 +54,23 @@ class Recorded:
 
 def recorded() -> dict[str, Recorded]:
     """The entropies of ``recorded_entropy.csv``, by the run that they are of."""
-    table = pd.read_csv(PATH)
-    return {
-        str(name): Recorded(tuple(rows["share"]), tuple(rows["entropy"]))
-        for name, rows in table.groupby("run", sort=False)
-    }
+    fix = "restore it from version control, or write it again: python -m experiments.rank_trace TREND"
+    try:
+        table = pd.read_csv(PATH, dtype={"run": str, "share": float, "entropy": float})
+        found = {
+            str(name): Recorded(tuple(rows["share"]), tuple(rows["entropy"]))
+            for name, rows in table.groupby("run", sort=False)
+        }
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"recorded entropies cannot be read: {error}", where=PATH, fix=fix) from None
+    lengths = {len(one.shares) for one in found.values()}
+    if (
+        len(lengths) != 1
+        or any(one.shares[-1] != 1.0 for one in found.values())
+        or table.isna().any(axis=None)
+    ):
+        raise UserError("recorded entropies are cut short: a run does not reach its end", where=PATH, fix=fix)
+    return found
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ import typer
 from pydantic import Field, model_validator
 
 from edgc.errors import UserError
+from experiments import written_tables
 from experiments.cli import main_guard
 from experiments.run_folder import atomic_write
 from experiments.settings import Settings, load_yaml, validate
+from experiments.yaml_keys import ends_whole
 
 TOLERANCES = Path(__file__).parent / "tolerances.yaml"
 Scalar = str | float | int | bool
@@ -165,6 +167,7 @@ def _ordered(check: Check, name: str, reference: pd.DataFrame, fresh: pd.DataFra
 def load_tolerances(path: Path = TOLERANCES) -> list[Check]:
     """The checks, with the default key filled in."""
     found: Tolerances = validate(Tolerances, load_yaml(path), path)
+    ends_whole(path)
     return [check if check.key else check.model_copy(update={"key": found.key}) for check in found.checks]
 
 
@@ -172,7 +175,7 @@ def read_table(root: Path, check: Check, fix: str) -> pd.DataFrame:
     path = root / check.study / check.table
     if not path.is_file():
         raise UserError(f"{check.table} of study {check.study} is missing", where=path, fix=fix)
-    return select(pd.read_csv(path), check, path)
+    return select(written_tables.read(path), check, path)
 
 
 def text_of_another_python(reference: Path, fresh: Path) -> bool:

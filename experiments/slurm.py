@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import getpass
 import re
+import shutil
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ from experiments.cli import main_guard
 from experiments.settings import RunConfig
 from experiments.site import Job, Site, load_site, refuse, training_job
 
+COMMANDS = ("sbatch", "squeue", "scancel")  # without which nothing can be submitted, watched and ended
+# Options of Snakemake that make nothing: long ones, and short ones also in a group such as -np.
+LOOKS = re.compile(
+    r"--(dry-?run|lint|report|unlock|touch|summary|detailed-summary|dag|rulegraph|filegraph|d3dag|help|version"
+    r"|list\b.*|list-.*|cleanup-.*|delete-.*)(=.*)?|-[a-zA-Z]*[nltSDhv][a-zA-Z]*"
+)
 ANSWER_SECONDS = 30
 REMEMBERED_SECONDS = 240  # Snakemake asks for states every three minutes, or oftener
 CANCEL_SECONDS = 180  # Slurm gives an ending job time, and an epilog
@@ -37,6 +44,25 @@ def ask(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def only_looks(arguments: Sequence[str]) -> bool:
+    """Whether these arguments of Snakemake start no job, so that they work on a machine without Slurm."""
+    return any(LOOKS.fullmatch(argument) for argument in arguments)
+
+
+def require() -> None:
+    """Refuse to go on without Slurm's commands.
+
+    Raises:
+        UserError: naming those that are missing.
+    """
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        fix = "start it on a node of the cluster that has them, or leave --profile slurm out; -n plans without Slurm"
+        raise UserError(
+            f"there is no Slurm here: no {', '.join(missing)} on the PATH", where="--profile slurm", fix=fix
+        )
 
 
 @dataclass(frozen=True)

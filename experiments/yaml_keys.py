@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from edgc.errors import UserError
 
 
 class DuplicateKey(yaml.YAMLError):
@@ -25,6 +28,17 @@ class _Loader(yaml.SafeLoader):
                 raise DuplicateKey(key.value, (seen[key.value], line))
             seen[key.value] = line
         return dict(super().construct_mapping(node, deep))
+
+
+def ends_whole(path: Path) -> None:
+    """Refuse a list that does not end with YAML's end of document, ``...``: a shorter one would say nothing.
+
+    Raises:
+        UserError: the file was cut short.
+    """
+    if not path.read_text(encoding="utf-8").endswith("\n...\n"):
+        fix = "restore it from version control; its last line is `...`"
+        raise UserError("the file is cut short", where=path, fix=fix)
 
 
 def load(text: str) -> Any:

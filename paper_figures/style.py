@@ -185,13 +185,13 @@ def message(ax: Axes, text: str) -> None:
 
 def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
     """One table of a study, or ``UserError`` with the command that makes it."""
-    import pandas as pd
+    from experiments import written_tables
 
     path = results / study / table
     if not path.is_file():
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)
-    return pd.read_csv(path)
+    return written_tables.read(path)
 
 
 def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from edgc.errors import UserError
 from experiments.analyse.runs import Run, as_float
-from experiments.run_folder import atomic_write
+from experiments.written_tables import write_text
 
 FLOAT_FORMAT = "%.10g"
 
@@ -59,7 +59,7 @@ def write_table(path: Path, rows: pd.DataFrame | Sequence[Mapping[str, Any]]) ->
     """Write a CSV whole or not at all, floats with ten significant digits; returns what was written."""
     frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
     try:
-        atomic_write(path, frame.to_csv(index=False, float_format=FLOAT_FORMAT, lineterminator="\n"))
+        write_text(path, frame.to_csv(index=False, float_format=FLOAT_FORMAT, lineterminator="\n"))
     except OSError as error:
         fix = "make the folder writable"
         raise UserError(f"cannot write the table: {error.strerror}", where=path, fix=fix) from None

@@ -14,7 +14,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from edgc.errors import UserError
-from experiments import export
+from experiments import export, run_files
+from experiments.evaluation_inputs import READ, read_model
 from experiments.gpt2 import activation_name, gpt2_weights, largest_difference, to_gpt2
 from experiments.prepared import load_info
 from experiments.settings import DataConfig, RunConfig
@@ -244,6 +245,37 @@ def test_bad_input_is_one_line_and_changes_nothing(
     with pytest.raises(UserError, match=message):
         export.export(run, prepared, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_cut_weights_are_refused_before_they_are_read(
+    finished: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "none-s3", tmp_path / "models" / "none-s3"
+    shutil.copytree(finished, run)
+    (run / "status").unlink()
+    run_files.write_manifest(run)
+    (run / "status").write_text("ok\n")
+    weights = max((run / "checkpoint").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(SystemExit) as stop:
+        export.main(["--run-folder", str(run), "--data", str(prepared), "--out", str(out)])
+    assert stop.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert (
+        f"{weights.name} has " in line and f"(in {weights})" in line and f"delete the folder {run} " in line
+    )
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", [*READ, "run.json"])
+def test_a_cut_export_is_refused(finished: Path, prepared: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "models" / "none-s3"
+    export.export(finished, prepared, out)
+    assert read_model(out).digest
+    (out / name).write_bytes((out / name).read_bytes()[:-3])
+    with pytest.raises(UserError, match=f"exported model is damaged: {name} is cut short") as caught:
+        read_model(out)
+    assert f"delete the folder {out.parent} " in str(caught.value)
 
 
 def test_other_vocabulary_is_refused(finished: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 from edgc.errors import UserError
 from experiments import reference, regression
 from experiments.analyse.__main__ import analyse
+from experiments.analyse.tables import write_table
 from experiments.regression import Check
 from tests.unit import synthetic_runs as synthetic
 
@@ -28,7 +29,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         analyse(study, results / "ci" / study)
     values = yaml.safe_load(regression.TOLERANCES.read_text())
     values["checks"] = [check for check in values["checks"] if check["study"] in TRAINED]
-    (results / "tolerances.yaml").write_text(yaml.safe_dump(values))
+    (results / "tolerances.yaml").write_text(yaml.safe_dump(values, explicit_end=True))
     return results
 
 
@@ -53,7 +54,7 @@ def write_reference(results: Path) -> None:
 def change(path: Path, variant: str, column: str, value: Any) -> None:
     table = pd.read_csv(path)
     table.loc[table["variant"] == variant, column] = value
-    table.to_csv(path, index=False)
+    write_table(path, table)
 
 
 def test_the_committed_tolerances_are_valid_and_cover_every_study() -> None:
@@ -182,7 +183,7 @@ def test_missing_fresh_table_and_missing_column_are_bad_input(
     write_reference(results)
     path = results / "ci" / "rank_sweep" / "table.csv"
     table = pd.read_csv(path)
-    table.drop(columns="bytes_ratio").to_csv(path, index=False)
+    write_table(path, table.drop(columns="bytes_ratio"))
     assert compare(results) == 2
     assert "column bytes_ratio is missing" in capsys.readouterr().err
     path.unlink()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import yaml
 
 from experiments import matrix
 from experiments.settings import RunConfig
+from experiments.targets import check_targets, targets
 from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 from tests.workflow.checkout_copy import ROOT, Checkout
 
@@ -176,6 +181,67 @@ def test_unknown_standard_task_is_one_line_with_the_name_that_was_meant(checkout
         assert "no task at scale ci" in text.splitlines()[-1]
     finally:
         path.write_text(content)
+
+
+def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    """Before anything is planned, submitted or written. The PATH has Python and no command of Slurm's."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    tools = [Path(found).parent for name in ("bash", "git") if (found := shutil.which(name))]
+    path = os.pathsep.join(str(folder) for folder in (tmp_path, *tools) if not (folder / "sbatch").exists())
+    for program, arguments in (
+        ("experiments.pipeline", ["--profile", "slurm"]),
+        ("experiments.pipeline", ["all", "--profile", "slurm", "--scale", "paper"]),
+        ("snakemake", ["--profile", "slurm", "all"]),
+    ):
+        result = checkout.run(program, *arguments, PATH=path)
+        assert result.returncode == 2, result.stdout
+        [line] = [text for text in result.stdout.splitlines() if not text.startswith("Using profile")]
+        assert line.startswith("error: there is no Slurm here: no sbatch, squeue, scancel on the PATH"), line
+        assert "(in --profile slurm); start it on a node" in line
+    assert (
+        not (checkout.path / "results" / "ci").exists() and not (checkout.path / "results" / "paper").exists()
+    )
+    [(code, text)] = checkout.snakemake(["--profile", "slurm", "-np", "rank_sweep", "--config", "scale=ci"])
+    assert code == 0, text
+
+
+def test_unknown_target_is_one_line_with_the_nearest_names(checkout: Checkout) -> None:
+    for arguments, said in (
+        (["rank_swep"], "unknown target 'rank_swep' (in the command line); did you mean rank_sweep"),
+        (["all", "figurs"], "unknown target 'figurs' (in the command line); did you mean figures"),
+        (["zzz"], "unknown target 'zzz' (in the command line); known: "),
+        (["results/ci/figures/method.png"], "no such figure (in the command line); did you mean methods"),
+        (["results/ci/method/table.csv"], "nothing makes method (in the command line); did you mean methods"),
+        (["results/ci/rank_sweep/r4-s9/status"], "no such run (in the command line); did you mean r4-s1"),
+    ):
+        result = checkout.run("experiments.pipeline", *arguments)
+        assert result.returncode == 2, result.stdout
+        [line] = result.stdout.splitlines()
+        assert line.startswith("error: ") and said in line, line
+        assert not (checkout.path / "results" / "ci").exists()
+    figure = checkout.run("experiments.pipeline", "results/ci/figures/methods.png", "-n")
+    assert figure.returncode == 0, figure.stdout
+
+
+def test_every_planned_target_is_known_to_the_pipeline() -> None:
+    assert {*TARGETS, "all"} <= {*targets()}
+    check_targets(
+        [*TARGETS, "all", "results/ci/zero_shot/models/x", "elsewhere/a.csv"], "ci", Path("results/ci")
+    )
+
+
+def test_unknown_target_of_make_is_one_line_with_the_nearest_names() -> None:
+    for goal, said in (
+        ("reproduc", "unknown target reproduc; did you mean reproduce"),
+        ("rank_sweep", "unknown target rank_sweep; it is a study: .venv/bin/snakemake -c2 rank_sweep"),
+        ("zzz", "unknown target zzz; `make` lists all"),
+    ):
+        result = subprocess.run(["make", goal], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 2
+        [line] = (result.stdout + result.stderr).splitlines()
+        assert said in line
 
 
 def test_lint_is_clean(checkout: Checkout) -> None:

@@ -46,6 +46,14 @@ ON_SLURM = "launcher" in workflow.resource_settings.overwrite_resources.get("tra
 try:
     check_schema(config, "config", "--config")
     STUDIES, RUNS, EVALUATIONS = read_matrix(config["scale"])
+    # At a job's start on a node there need not be any; another caller's arguments are not known.
+    if (
+        ON_SLURM
+        and workflow.is_main_process
+        and "--profile" in sys.argv
+        and not slurm.only_looks(sys.argv[1:])
+    ):
+        slurm.require()
     SITE = load_site() if ON_SLURM else None
     CLUSTER = slurm.partitions() if ON_SLURM else None
 except UserError as error:
@@ -109,6 +117,7 @@ def refuse_impossible(dag):
     """End before anything is submitted when the cluster could never start one of the runs."""
     wanted = [job.wildcards for job in dag.needrun_jobs() if job.rule.name == "train"]
     try:
+        slurm.require()
         slurm.check_runs(SITE, [RUNS[w.study][w.run] for w in wanted], CLUSTER)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,103 @@
+"""A table is read as it was written, or refused in one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from edgc.errors import UserError
+from experiments import claim_measures, claims, rank_trace, regression, written_tables
+from experiments.analyse.tables import write_table
+from paper_figures import style
+
+ROWS = [{"variant": f"r{rank}", "status": "ok", "loss": 5.0 + rank / 64} for rank in (4, 8, 16)]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    folder = tmp_path / "ci" / "methods"
+    folder.mkdir(parents=True)
+    write_table(folder / "table.csv", ROWS)
+    return folder / "table.csv"
+
+
+def readers(table: Path) -> dict[str, object]:
+    root = table.parent.parent
+    check = regression.Check(study="methods", kind="rows", column="status", key=["variant"])
+    return {
+        "figures": lambda: style.read(root, "methods"),
+        "claims": lambda: claim_measures._read(root, "methods/table.csv"),
+        "regression": lambda: regression.read_table(root, check, "make it"),
+    }
+
+
+CUTS = {
+    "in a line": lambda content: content[:-3],
+    "after a line": lambda content: content[: content.rindex(b"\n", 0, -1) + 1],
+    "everything": lambda content: b"",
+    "altered": lambda content: content.replace(b"r16", b"r61"),
+}
+
+
+@pytest.mark.parametrize("reader", ["figures", "claims", "regression"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_damaged_table_is_refused_by_whoever_reads_it(table: Path, reader: str, cut: str) -> None:
+    read = readers(table)[reader]
+    assert callable(read)
+    assert len(read()) == 3
+    table.write_bytes(CUTS[cut](table.read_bytes()))
+    with pytest.raises(
+        UserError, match=r"table is damaged: table\.csv .*delete it and start again"
+    ) as caught:
+        read()
+    assert f"(in {table})" in str(caught.value)
+
+
+def test_a_table_without_checksum_has_to_end_with_a_line(table: Path) -> None:
+    written_tables.record_of(table).unlink()
+    assert len(written_tables.read(table)) == 3
+    table.write_bytes(table.read_bytes()[:-3])
+    with pytest.raises(UserError, match="is cut short"):
+        written_tables.read(table)
+    table.write_bytes(b"a,b\n1,2\n1,2,3,4\n")
+    with pytest.raises(UserError, match="is not a table"):
+        written_tables.read(table)
+
+
+def test_writing_again_replaces_the_checksum(table: Path) -> None:
+    write_table(table, ROWS[:1])
+    assert len(written_tables.read(table)) == 1
+
+
+def test_committed_lists_that_are_cut_short_are_refused(tmp_path: Path) -> None:
+    """At the end of an entry the rest is valid: fewer claims would be judged, and fewer tolerances checked."""
+    for source, load, entry in (
+        (claims.CLAIMS, claims.load_claims, "\n  - id:"),
+        (regression.TOLERANCES, regression.load_tolerances, "\n  - "),
+    ):
+        path = tmp_path / source.name
+        shutil.copy(source, path)
+        assert load(path)
+        text = path.read_text()
+        path.write_text(text[: text.rindex(entry) + 1])
+        with pytest.raises(UserError, match=r"cut short .*\.yaml.*version control"):
+            load(path)
+
+
+def test_recorded_entropies_that_are_cut_short_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = rank_trace.PATH.read_text().splitlines(keepends=True)
+    path = tmp_path / "recorded_entropy.csv"
+    monkeypatch.setattr(rank_trace, "PATH", path)
+    path.write_text("".join(lines))
+    assert rank_trace.recorded()
+    for text in ("".join(lines[:-1]), "".join(lines[:42]) + lines[42][:9], "".join(lines)[:-9], "", lines[0]):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"recorded entropies .*version control"):
+            rank_trace.recorded()
+    path.write_text("".join([*lines[:50], "gpt,half\n", *lines[50:]]))
+    with pytest.raises(UserError, match="recorded entropies"):
+        rank_trace.recorded()
