@@ -19,6 +19,7 @@ from edgc import EDGCConfig
 from edgc.device import masked_path
 from edgc.errors import UserError
 from edgc.groups import timeout_of
+from edgc.usable import usable
 from tests.integration.ddp_cases import world
 from tests.integration.ddp_runs import EDGC, SMALL, Case, Run, copied, same
 
@@ -221,7 +222,7 @@ def states() -> dict[str, Any]:
         {"policy": "fixed", "rank": 6},
         {"window": 3},
     ):
-        changed = run(**{**SCALED["edgc"], **change})
+        changed = run(**usable({**SCALED["edgc"], **change}, EDGCConfig().to_dict()))
         assert changed.handle is not None
         changed.handle.load_state_dict(saved, changed_settings=True)
         changed.train(12, 18)
