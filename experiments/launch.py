@@ -22,6 +22,8 @@ if __name__ == "__main__":
 # Before torch is imported: one thread per rank, and no thread pools in the server that forks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# After Ctrl-C the launcher leaves its semaphores to this process, which would warn before it removes them.
+os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
 
 import json
 import sys
