@@ -13,6 +13,7 @@ CORES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo 
 RESULTS ?= results
 VENV ?= .venv
 ARGS ?=
+TORCH ?=
 
 PY := $(VENV)/bin/python
 # snakefmt calls shfmt, which lies beside it.
@@ -150,6 +151,12 @@ gpu: ## test, time and profile on an NVIDIA GPU, 25 minutes (PYTHON: one with a 
 .PHONY: test
 test: venv ## run all tests, CORES files at a time (ARGS: options of pytest; -n0 runs one after another)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Not part of `test`: it fetches another torch.
+.PHONY: test-torch
+test-torch: venv ## run the library's tests with another torch, TORCH=2.6.0, in an environment that is thrown away
+	@test -n '$(TORCH)' || { echo "error: TORCH is not set, fix: make test-torch TORCH=2.6.0" >&2; exit 2; }
+	@$(PY) -m tests.other_torch '$(TORCH)' $(ARGS)
 
 .PHONY: test-network
 test-network: venv ## test the network of limited bandwidth (root only; says why where it skips)

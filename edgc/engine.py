@@ -209,7 +209,7 @@ class Engine:
         self._look_at_local(gradients)
         channel = self.open_channel(group, shards)
         if channel.world > 1 and math.isnan(self._replicas):
-            self._replicas = float(min(dist.get_process_group_ranks(group)))
+            self._replicas = float(min(dist.get_process_group_ranks(group or dist.group.WORLD)))
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         rank = self.rank if channel.world > 1 and compress else None
         if self.plan.probe_rank is not None and gradients and compress:

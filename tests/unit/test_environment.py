@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.other_torch import library_tests
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -60,3 +62,23 @@ def test_installed_versions_are_those_of_the_lock() -> None:
     for name, version in lock().items():
         # A CPU or CUDA build of torch adds a local part, e.g. 2.13.0+cpu.
         assert importlib.metadata.version(name).partition("+")[0] == version, name
+
+
+def test_another_torch_is_tried_with_the_tests_of_the_library() -> None:
+    names = {path.stem for path in library_tests()}
+    assert {
+        "test_compressors",
+        "test_powersgd",
+        "test_entropy",
+        "test_ddp",
+        "test_doctor",
+        "test_readme",
+    } <= names
+    # They need Megatron-Core, pandas, and what the pipeline needs.
+    assert not names & {
+        "test_checkpoint",
+        "test_megatron",
+        "test_analyse",
+        "test_layering",
+        "test_environment",
+    }
