@@ -22,6 +22,7 @@ from experiments.cluster_inputs import ClusterConfig, groups_sharing_a_node, loa
 from experiments.cluster_model import bandwidth_where, load_model, reduction, summary, sweep, table
 from experiments.layouts import GPTShape, build
 from experiments.settings import validate
+from experiments.written_tables import write_text
 
 STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
 SHAPE = GPTShape(
@@ -46,6 +47,7 @@ def fake_study(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) ->
         at[last] = value
     (folder / "studies").mkdir()
     (folder / "studies" / "mine.yaml").write_text(yaml.safe_dump(values))
+    (folder / "scales").symlink_to(matrix.ROOT / "scales")
     monkeypatch.setattr(matrix, "ROOT", folder)
     return "mine"
 
@@ -187,7 +189,7 @@ def test_placement_refusals() -> None:
         ({"cluster__nodes": {"value": 8, "kind": "guessed", "source": "me"}}, "nodes.kind"),
         ({"cluster__nodes": {"value": 8, "kind": "cited"}}, "missing key nodes.source"),
         ({"cluster__nodes": {"value": 7, "kind": "cited", "source": "me"}}, "nodes * gpus_per_node = 28"),
-        ({"cluster": None}, "has no cluster section"),
+        ({"cluster": None, "variants": {}, "scales": {}}, "has no cluster section"),
         ({"base__parallel": {"tensor": 4, "pipeline": 5, "data": 2}}, "model.layers = 52 is not divisible"),
         ({"base__parallel": {"tensor": 7, "pipeline": 4, "data": 2}}, "parallel.tensor = 7"),
         ({"base__data": {"source": "openwebtext", "vocab_size": None}}, "data.vocab_size is not set"),
@@ -212,7 +214,9 @@ def test_bad_input_is_one_line_and_writes_nothing(
 def test_files_are_complete_marked_and_repeat(study: str, tmp_path: Path) -> None:
     for name in ("first", "second"):
         cluster_model.main(study=study, out=tmp_path / name)
-    names = sorted(path.name for path in (tmp_path / "first").iterdir())
+    found = sorted(path.name for path in (tmp_path / "first").iterdir())
+    names = [name for name in found if not name.startswith(".")]
+    assert found == sorted([*names, *(f".{name}.sum" for name in names if name.endswith(".csv"))])
     assert names == ["moves.csv", "stages.csv", "steps.csv", "summary.json", "table.csv", "traces.csv"]
     for name in names:
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
@@ -275,6 +279,6 @@ def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path) -> 
         assert len(ax.get_lines()) >= 7
     assert [path.stat().st_size > 10_000 for path in style.save(figure, tmp_path, study)] == [True, True]
     path = tmp_path / study / "table.csv"
-    path.write_text(path.read_text().replace("simulated", "measured"))
+    write_text(path, path.read_text().replace("simulated", "measured"))
     with pytest.raises(UserError, match="not simulated"):
         cluster.draw(tmp_path, study)
