@@ -227,7 +227,7 @@ class VirtualRank:
                 (
                     stage.stage,
                     [
-                        t.shape
+                        (t.shape, 32)  # bits: main gradients are fp32 at every precision
                         for t in stage.tensors
                         if compressible(t.shape, config.min_compression_elements)
                     ],

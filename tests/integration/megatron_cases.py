@@ -67,7 +67,7 @@ def train(
     session = build(run, VOCABULARY)
     finish = prepare(session) if prepare is not None else dict
     if not attached:
-        _detach(session)
+        session.attachment.close()
     engine = session.attachment.engine
     if full_rank:
         engine.compressor.always_factor = True  # type: ignore[attr-defined]
@@ -155,14 +155,6 @@ def _copies(session: Session) -> dict[tuple[Any, ...], torch.Tensor]:
             expert_part = "same on all" if getattr(parameter, "allreduce", True) else expert
             copies[(*where, shard, expert_part)] = parameter.detach().double()
     return copies
-
-
-def _detach(session: Session) -> None:
-    """Megatron's own reduction, as if EDGC had never been attached."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
-    for group in session.attachment.groups:
-        group.__class__ = _ParamAndGradBucketGroup
 
 
 def _iteration(session: Session, run: RunConfig, iteration: int, replica: int) -> float:
