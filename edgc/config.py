@@ -326,7 +326,12 @@ class EDGCConfig(Settings):
 
         Earlier versions let such settings pass, without an effect.
         """
-        return cls.from_dict(usable(values, cls().to_dict()), where=where, prefix=prefix)
+        return cls.from_dict(cls.usable(values), where=where, prefix=prefix)
+
+    @classmethod
+    def usable(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values``, without ``preset``, less those that the method among them cannot use."""
+        return usable(values, cls().to_dict())
 
     @property
     def ranks_given(self) -> tuple[int, ...]:

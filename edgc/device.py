@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 _masked = os.environ.get("EDGC_MASKED_PATH", "") == "1"
 
@@ -19,6 +20,28 @@ _masked = os.environ.get("EDGC_MASKED_PATH", "") == "1"
 def host_decides(device: torch.device) -> bool:
     """Whether the host may read values that lie on ``device`` within a step."""
     return device.type == "cpu" and not _masked
+
+
+class Later:
+    """A boolean on a device that the host reads later, without waiting for what has been queued there since.
+
+    Args:
+        flag: a 0-dim bool tensor.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._flag = flag
+        self._arrived: torch.cuda.Event | None = None
+        if flag.is_cuda:
+            self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+            self._flag.copy_(flag, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._flag)
 
 
 @contextlib.contextmanager

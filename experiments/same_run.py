@@ -8,7 +8,6 @@ from typing import Any
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from edgc.usable import usable
 from experiments.settings import RunConfig
 
 # Free to differ: they change nothing that the run computes.
@@ -44,7 +43,7 @@ def _effective(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """``settings`` without those of compression that its method cannot use: earlier versions recorded them."""
     if not isinstance(compression := settings.get("compression"), Mapping):
         return settings
-    return {**settings, "compression": usable(compression, EDGCConfig().to_dict())}
+    return {**settings, "compression": EDGCConfig.usable(compression)}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -27,7 +27,6 @@ from pydantic import (
 from edgc import presets
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from edgc.usable import usable
 from experiments import yaml_keys
 
 Rate = Field(ge=0.0, le=1.0)
@@ -273,7 +272,7 @@ def lay(base: Mapping[str, Any], overrides: Mapping[str, Any], where: object = N
     if not (isinstance(common, Mapping) and isinstance(own, Mapping)):
         return deep_merge(base, overrides)
     common, own = (presets.resolved(v, where=where, prefix="compression.") for v in (common, own))
-    fit = usable(deep_merge(common, own), EDGCConfig().to_dict())
+    fit = EDGCConfig.usable(deep_merge(common, own))
     common = {key: value for key, value in common.items() if key in fit}
     return deep_merge({**base, "compression": common}, {**overrides, "compression": own})
 
@@ -349,5 +348,5 @@ def recorded(values: Mapping[str, Any], where: object) -> RunConfig:
     """
     values = {key: value for key, value in values.items() if key != "provenance"}
     if isinstance(compression := values.get("compression"), Mapping):
-        values["compression"] = usable(compression, EDGCConfig().to_dict())
+        values["compression"] = EDGCConfig.usable(compression)
     return resolve(values, where)

@@ -357,6 +357,6 @@ def _adopt(group: Group, side: int, ok: Tensor, decides: bool) -> None:
         x.error, x.spare = x.spare, x.error
     replaced = keep(group.mean, group.factor(side), ok, decides)
     # One-sided, the next step begins with the other factor only if there is one: after a gradient of zeros or one that
-    # is not finite there may be none yet. On a GPU the host waits here, once the reduction is over.
-    if side != group.side and replaced:
-        group.side = side
+    # is not finite there may be none yet.
+    if side != group.side:
+        group.turn(replaced)

@@ -45,14 +45,14 @@ def extend(factor: Tensor, fresh: Tensor) -> Tensor:
     return torch.cat([factor, fresh], dim=1)
 
 
-def keep(mean: Tensor, factor: Tensor, finite: Tensor, decide: bool) -> bool | Tensor:
+def keep(mean: Tensor, factor: Tensor, finite: Tensor, decide: bool) -> Tensor:
     """``factor`` becomes ``mean``, both [B, ., .], scaled by a power of two to a norm of about one each.
 
     So no scale of the gradients underflows in M Q, and no bit changes. A zero matrix leaves the old factor: from zero
     it could never recover; and so does one that is not finite, if ``decide`` is off and nobody has looked before.
 
     Returns:
-        Whether all of ``factor`` was replaced; without ``decide`` a 0-dim tensor that nobody has looked at.
+        Whether all of ``factor`` was replaced, a 0-dim bool tensor; without ``decide`` nobody has looked at it.
     """
     norms = square_sums(mean)
     if not decide:
@@ -64,7 +64,7 @@ def keep(mean: Tensor, factor: Tensor, finite: Tensor, decide: bool) -> bool | T
     for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
         if norm > 0:
             torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
-    return bool((norms > 0).all())
+    return (norms > 0).all()
 
 
 class State:
@@ -80,8 +80,6 @@ class State:
 
     Attributes:
         errors: E, m x n.
-        factors: Q, n x r (one-sided: or P, m x r), with a norm of about one.
-        sides: one-sided, which of them it is.
         draws: how often random columns were drawn.
     """
 
@@ -95,9 +93,34 @@ class State:
             one_sided,
         )
         self.errors: dict[str, Tensor] = {}
-        self.factors: dict[str, Tensor] = {}
-        self.sides: dict[str, int] = {}
+        self._factors: dict[str, Tensor] = {}
+        self._sides: dict[str, int] = {}
+        self._turning: list[Group] = []
         self.draws: dict[str, int] = {}
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """Q, n x r (one-sided: or P, m x r), with a norm of about one."""
+        self._look()
+        return self._factors
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """One-sided, which of the two factors it is."""
+        self._look()
+        return self._sides
+
+    def _look(self) -> None:
+        """Refer to the factors of the sides that are next. On a GPU the host may wait here, so a step does not ask."""
+        turning, self._turning = self._turning, []
+        for group in turning:
+            for i, name in enumerate(group.x.names):
+                self._refer(group, i, name)
+                self._sides[name] = group.side
+
+    def _refer(self, group: Group, i: int, name: str) -> None:
+        factor = group.factor(group.side)[i]
+        self._factors[name] = factor.mT if group.side == RIGHT else factor
 
     def side(self, name: str) -> int:
         """Of the factor to begin with."""
@@ -160,11 +183,10 @@ class State:
                     self.draws[name] = self.draws.get(name, 0) + 1
                 if group.x.error is not None and not (work.registered and group.x.spare is None):
                     self.errors[name] = group.x.error[i]
-                if self.warm_start and (self.one_sided or not work.registered):
-                    factor = group.factor(group.side)[i]
-                    self.factors[name] = factor.mT if group.side == RIGHT else factor
-                    if self.one_sided:
-                        self.sides[name] = group.side
+                if self.warm_start and not self.one_sided and not work.registered:
+                    self._refer(group, i, name)
+            if self.warm_start and self.one_sided and group not in self._turning:
+                self._turning.append(group)
             group.drawn.clear()
         work.registered = True
 
@@ -194,6 +216,7 @@ class State:
         self.errors = {name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()}
         both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
         factors = state["factors"] if both and self.warm_start else {}
-        self.factors = {name: tensor.clone() for name, tensor in factors.items()}
-        self.sides = dict(state["sides"])
+        self._factors = {name: tensor.clone() for name, tensor in factors.items()}
+        self._sides = dict(state["sides"])
+        self._turning = []
         self.draws = dict(state["draws"])

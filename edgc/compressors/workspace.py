@@ -17,6 +17,7 @@ from edgc.compressors.channel import Channel
 from edgc.compressors.low_rank import Matrices, batch_view
 from edgc.compressors.norms import square_sums
 from edgc.compressors.wires import Dense, Wire, blocks_of, finite
+from edgc.device import Later
 
 LEFT, RIGHT = 0, 1
 
@@ -27,7 +28,6 @@ class Group:
     Attributes:
         x: the matrices.
         factors: the warm-started P, if one-sided, and Q; the latter transposed, as a right factor.
-        side: of the factor that the next call begins with.
         drawn: names whose factor is random and new.
         start, summed, basis, own, mean: of the call under way, in the workspace's flat buffers: Q~; P before and
             after orthogonalisation; the factor that this worker sends; its mean.
@@ -40,8 +40,21 @@ class Group:
     mean: Tensor
 
     def __init__(self, x: Matrices, factors: tuple[Tensor | None, Tensor], side: int) -> None:
-        self.x, self.factors, self.side = x, factors, side
+        self.x, self.factors, self._side = x, factors, side
+        self._turns: Later | None = None
         self.drawn: set[str] = set()
+
+    def turn(self, flag: Tensor) -> None:
+        """The next call begins with the other side, if ``flag``, a 0-dim bool tensor."""
+        self._turns = Later(flag)
+
+    @property
+    def side(self) -> int:
+        """Of the factor that the next call begins with."""
+        if self._turns is not None:
+            self._side = self._side ^ LEFT ^ RIGHT if self._turns.read() else self._side
+            self._turns = None
+        return self._side
 
     @property
     def other(self) -> int:

@@ -261,12 +261,11 @@ def test_rank_sweep_recovers_the_planted_line(root: Path) -> None:
 
 
 def test_errors_of_runs_from_before_the_mean_was_measured_are_the_workers(tmp_path: Path) -> None:
-    run = tmp_path / "old"
-    run.mkdir()
+    run = synthetic.write_run(tmp_path, study="rank_sweep", variant="r4")
     stage = {"stage": 0, "rank": 4, "relative_error": 0.9, "error_feedback_ratio": 2.0}
     lines = [{"event": "step", "iteration": t, "stages": [stage]} for t in (1, 2, 3)]
+    lines.append({"event": "end"})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "run.yaml").write_text("{}")
     found = rank_sweep.errors(runs.load_run(run))
     assert found["worker_error_median"] == 0.9
     assert math.isnan(found["mean_error_median"])

@@ -15,9 +15,9 @@ import edgc.compressors.randomk as randomk
 from edgc.compressors import Compressor, Gradient, Statistics, build
 from edgc.compressors.activation import ActivationCompressor
 from edgc.config import EDGCConfig
-from edgc.device import masked_path
+from edgc.device import Later, masked_path
 from tests.host_reads import HostRead, NoHostReads
-from tests.lockstep import reduce_together
+from tests.lockstep import Room, reduce_together
 
 WORKERS = 3
 ENTRYWISE: dict[str, dict[str, Any]] = {
@@ -152,7 +152,8 @@ def test_a_bad_number_of_one_worker(name: str, where: int, bad: float, deferred:
     for rank in (4, None):
         mine = spoilt(1, where, bad)
         statistics = advance(masked, mine, rank, masked=True)
-        drains = rank is not None or any(e.any() for e in before[0])
+        # A caller that settles a step later is told of every one that is not finite.
+        drains = rank is not None or deferred or any(e.any() for e in before[0])
         for worker in mine:
             if drains:
                 assert all(bool(g.tensor.isnan().all()) for g in worker)
@@ -288,10 +289,28 @@ def test_no_step_reads_a_value(name: str, deferred: bool, monkeypatch: pytest.Mo
         with guard.paused():
             return draw(*arguments)
 
+    # Which side a one-sided iteration begins with was found out by the step before: it is read before anything is sent.
+    read, met = Later.read, Room.meet
+    sending = False
+
+    def of_the_step_before(later: Later) -> bool:
+        if sending:
+            return read(later)
+        with guard.paused():
+            return read(later)
+
+    def meet(room: Room) -> None:
+        nonlocal sending
+        sending = True
+        met(room)
+
     monkeypatch.setattr(randomk, "draw", on_the_host)
+    monkeypatch.setattr(Later, "read", of_the_step_before)
+    monkeypatch.setattr(Room, "meet", meet)
     ranks = [4, 4, 4, None, 4] if name in ENTRYWISE else [4, 4, 4]
     for step, rank in enumerate(ranks):
         mine = spoilt(step, 0, math.nan) if step == 2 else gradients(step)
+        sending = False
         with guard:
             advance(compressors, mine, rank, masked=True)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient, PowerSGD, Quantize, RandomK, Sign, TopK
-from edgc.config import EDGCConfig, EntropyConfig
+from edgc.config import EDGCConfig
 from edgc.device import masked_path
 from edgc.engine import Engine
 from edgc.mean_error import FEWER, MeanError, Measured, relative
@@ -102,11 +103,17 @@ def together(estimators: Sequence[MeanError]) -> list[Measured]:
 
 
 def window(
-    make: Callable[[], Compressor], world: int, noise: float, *, spectra: bool = False, rank: int = RANK
+    make: Callable[[], Compressor],
+    world: int,
+    noise: float,
+    *,
+    spectra: bool = False,
+    rank: int = RANK,
+    seeds: Sequence[int] = (3,),
 ) -> tuple[Truth, list[Measured]]:
-    """Five reductions to settle, then a window of ten samples."""
+    """Five reductions to settle, then a window of ten samples; what each worker measures, one seed after the other."""
     compressors = [make() for _ in range(world)]
-    estimators = [MeanError(3) for _ in range(world)]
+    estimators = [[MeanError(seed) for _ in range(world)] for seed in seeds]
     channel = Room(world).channels[0]
     truth = Truth()
     for step in range(5 + SAMPLES):
@@ -129,26 +136,35 @@ def window(
                 truth.input_sq += float(mean.square().sum())
         truth.worker_error_sq += float(done[0].error_sq)
         truth.worker_input_sq += float(done[0].input_sq)
-        for estimator, own, compressor in zip(estimators, gradients, compressors, strict=True):
+        for worker, (own, compressor) in enumerate(zip(gradients, compressors, strict=True)):
             asked = compressor.spectra() if spectra and isinstance(compressor, PowerSGD) else {}
-            estimator.start_iteration()
-            estimator.reduced(own, channel, compressor)
-            estimator.measure(step, 1.0, done[0].skipped, asked)
-    return truth, together(estimators)
+            for of_seed in estimators:
+                of_seed[worker].start_iteration()
+                of_seed[worker].reduced(own, channel, compressor)
+                of_seed[worker].measure(step, 1.0, done[0].skipped, asked)
+    return truth, [measured for of_seed in estimators for measured in together(of_seed)]
 
 
 @pytest.mark.parametrize(("world", "regime"), [(2, "early"), (2, "late"), (2, "same"), (4, "late")])
 @pytest.mark.parametrize("method", METHODS)
 def test_estimate_is_within_a_tenth_of_the_truth(method: str, world: int, regime: str) -> None:
-    truth, measured = window(METHODS[method], world, REGIMES[regime])
-    assert len({(item.error_sq, item.input_sq) for item in measured}) == 1, "replicas say the same"
-    found = measured[0]
+    seeds = range(6)
+    truth, measured = window(METHODS[method], world, REGIMES[regime], seeds=seeds)
     true = relative(truth.error_sq, truth.input_sq)
-    assert found.input_sq == pytest.approx(truth.input_sq, rel=0.1)
-    assert relative(found.error_sq, found.input_sq) == pytest.approx(true, rel=0.1)
     worker = relative(truth.worker_error_sq, truth.worker_input_sq)
-    if regime == "late" and method in ("fp32", "bf16", "int8", "int4", "bf16 errors"):
-        assert worker > 1.09 * true, "what a worker keeps is another, larger number"
+    apart = regime == "late" and method in ("fp32", "bf16", "int8", "int4", "bf16 errors")
+    for seed in seeds:
+        replicas = measured[seed * world : (seed + 1) * world]
+        assert len({(item.error_sq, item.input_sq) for item in replicas}) == 1, "replicas say the same"
+        found = relative(replicas[0].error_sq, replicas[0].input_sq)
+        assert found == pytest.approx(true, rel=0.1)
+        if apart:
+            assert abs(found - true) < abs(found - worker), "what a worker keeps is another number"
+    # The squares of one window are off by 6 to 9 % (one standard deviation); their mean is the truth.
+    assert fmean(item.error_sq for item in measured) == pytest.approx(truth.error_sq, rel=0.1)
+    assert fmean(item.input_sq for item in measured) == pytest.approx(truth.input_sq, rel=0.1)
+    if apart:
+        assert worker > 1.08 * true, "what a worker keeps is another, larger number"
     elif regime == "same":
         assert worker == pytest.approx(true, rel=0.02), "workers that see the same keep what the mean lacks"
 
@@ -283,19 +299,19 @@ UNKNOWN = ("none", "bf16", "no feedback")
 
 
 def settings_of(key: str) -> EDGCConfig:
-    base = EDGCConfig(
-        window=WINDOW,
-        min_compression_elements=64,
-        warmup_fraction=0.0,
-        warmup_limit_fraction=0.0,
-        step_limit=100,
-        smoothing=1.0,
-        entropy=EntropyConfig(iteration_rate=0.5),
-    )
+    common = {
+        "window": WINDOW,
+        "min_compression_elements": 64,
+        "warmup_fraction": 0.0,
+        "warmup_limit_fraction": 0.0,
+        "step_limit": 100,
+        "smoothing": 1.0,
+        "entropy": {"iteration_rate": 0.5},
+    }
     more = SETTINGS[key]
     if "warmup_fraction" in more:
         more = more | {"warmup_limit_fraction": more["warmup_fraction"]}
-    return replace(base, **more)
+    return EDGCConfig.from_record(common | more)
 
 
 def engine_of(key: str, *, deferred: bool = False) -> Engine:
