@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     **ENTRYWISE,
 }
 STATELESS = ("none", "bf16", "stochastic 8")
+AT_RANDOM = ("randomk", "stochastic 8")
 assert {options["method"] for options in CASES.values()} == set(METHODS), "a method is not tested"
 
 

