@@ -38,7 +38,7 @@ from edgc.compressors.powersgd import compressible
 from edgc.config import EDGCConfig
 from edgc.controller import Decision
 from edgc.engine import Engine, Iteration, Observer
-from edgc.errors import UserError
+from edgc.errors import UserError, copied
 from edgc.groups import gather_objects, own_group
 from edgc.saved_state import State, refuse_other_parameters, state_for
 from edgc.usable import refuse_stages
@@ -204,7 +204,7 @@ class Handle:
         if not self._stop.alive:
             return allreduce_hook(self._model_group, bucket)
         if self._worker.error is not None:
-            raise self._worker.error
+            raise copied(self._worker.error)
         buffer = bucket.buffer()
         on_gpu = buffer.device.type == "cuda"
         gradients = [
@@ -242,7 +242,11 @@ def _hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
 
 def _wait(future: torch.futures.Future[Tensor]) -> None:
-    future.wait()
+    try:
+        future.wait()
+    except Exception as error:
+        # The future keeps what it raises, and is itself kept by the model, so the frames must not be.
+        raise copied(error.with_traceback(None)) from error.__cause__
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

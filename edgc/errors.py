@@ -1,6 +1,11 @@
-"""The one exception for mistakes that a user can mend."""
+"""The one exception for mistakes that a user can mend, and how an error is raised that is kept."""
 
 from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+AnyError = TypeVar("AnyError", bound=Exception)
 
 
 class UserError(Exception):
@@ -18,3 +23,11 @@ class UserError(Exception):
         self.message, self.where, self.fix = message, where, fix
         line = message + (f" (in {where})" if where is not None else "") + (f"; {fix}" if fix else "")
         super().__init__(" ".join(line.split()))
+
+
+def copied(error: AnyError) -> AnyError:
+    """``error`` anew, to be raised in its place where it is kept: an error holds on to the frames that it goes through,
+    and so to all that is in use there."""
+    new = copy.copy(error)
+    new.__traceback__, new.__cause__ = None, error.__cause__
+    return new

@@ -90,7 +90,11 @@ def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> d
             folder.discard()
             raise SystemExit(EXIT_BAD_INPUT) from None
         gone = first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER
-        error = error_elsewhere(folder.attempt, nodes) if gone else error_of(first)
+        try:
+            error = error_elsewhere(folder.attempt, nodes) if gone else error_of(first)
+        except UserError:
+            folder.discard()
+            raise
         if error is not None:
             return _failed(run, error, folder)
         how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
@@ -153,9 +157,15 @@ def launch(
         fresh: start from the beginning where a killed run has left checkpoints.
     """
     check_writable(results)
-    data_dir, data = read_data(run, results)
-    warm_up(nodes)
     folder = RunFolder(results / run.scale / run.study / run.name)
+    try:
+        data_dir, data = read_data(run, results)
+    except UserError as refusal:
+        if node > 0:
+            nothing = (run, results, 0, folder.attempt, nodes, rendezvous, address, node, True)
+            follow(lambda: start_ranks(*nothing), folder.attempt, node, refusal)
+        raise
+    warm_up(nodes)
     arguments = (run, data_dir, data.vocab_size, folder.attempt, nodes, rendezvous, address)
     if node > 0:
         follow(lambda: start_ranks(*arguments, node=node), folder.attempt, node)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from edgc.errors import UserError
 from experiments.cli import EXIT_BAD_INPUT
 from experiments.run_folder import atomic_write
 
@@ -23,6 +24,7 @@ EXIT_INTERRUPTED = 1
 EXIT_LOST_PEER = 75
 END_SECONDS = 60.0  # from the end of a node's ranks until node 0 must have ended the attempt
 GRACE_SECONDS = 10.0  # in which ranks should have noticed by themselves that a peer has gone
+REFUSED = "refused: "  # the beginning of an error that is one of the user's
 TELL_SECONDS = 2.0  # a shared file system may show a new file late
 
 
@@ -54,10 +56,17 @@ def tell(attempt: Path, node: int, error: str) -> None:
 
 
 def error_elsewhere(attempt: Path, nodes: int) -> str | None:
-    """The error that another node has left, if any has."""
+    """The error that another node has left, if any has.
+
+    Raises:
+        UserError: that node refused what it was given.
+    """
     deadline = time.monotonic() + TELL_SECONDS
     while nodes > 1:
         errors = forget_errors(attempt)
+        refused = [error for error in errors if error.startswith(REFUSED)]
+        if refused:
+            raise UserError(refused[0].removeprefix(REFUSED))
         if errors:
             return errors[0]
         if time.monotonic() > deadline:
@@ -103,10 +112,18 @@ def wait_for_end(attempt: Path) -> bool:
     return True
 
 
-def follow(start_ranks: Callable[[], None], attempt: Path, node: int) -> None:
+def follow(
+    start_ranks: Callable[[], None], attempt: Path, node: int, refusal: UserError | None = None
+) -> None:
     """The launcher of a node other than 0: run its ranks, and end soon after node 0 has, whatever happens.
 
     Exits with 1 (interrupted) or 2 (bad input) where node 0 has not said how the run ended.
+
+    Args:
+        refusal: why this node's ranks end as soon as they have met the others.
+
+    Raises:
+        UserError: the refusal, which node 0 has been told.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -118,6 +135,10 @@ def follow(start_ranks: Callable[[], None], attempt: Path, node: int) -> None:
         return
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
+        if refusal is not None:
+            tell(attempt, node, f"{REFUSED}node {node}: {refusal}")
+            wait_for_end(attempt)
+            raise refusal from None
         if first.exitcode == EXIT_BAD_INPUT:
             raise SystemExit(EXIT_BAD_INPUT) from None
         if first.exitcode > 0 and first.exitcode != EXIT_LOST_PEER:

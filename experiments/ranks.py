@@ -55,8 +55,10 @@ def check_devices(run: RunConfig, nodes: int) -> int:
     return world // nodes
 
 
-def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str) -> None:
+def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, refused: bool) -> None:
     """Entry point of one rank."""
+    if refused:
+        os._exit(EXIT_BAD_INPUT)
     die_with_parent(signal.SIGKILL)()
     children_die_with_this()
     interrupts.ignore()  # the launcher ends its ranks
@@ -109,8 +111,13 @@ def start_ranks(
     rendezvous: str,
     address: str | None = None,
     node: int = 0,
+    refused: bool = False,
 ) -> None:
-    """Run all ranks of this node to their end; raises what the elastic agent raises."""
+    """Run all ranks of this node to their end; raises what the elastic agent raises.
+
+    Args:
+        refused: whether they end at once, so that those of the other nodes do not wait for them.
+    """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     per_node = check_devices(run, nodes)
@@ -129,4 +136,4 @@ def start_ranks(
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C ends ranks faster: experiments.interrupts
     )
-    elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt))
+    elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt), refused)

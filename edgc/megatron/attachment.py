@@ -17,7 +17,7 @@ from edgc.clock import Mark, Stopwatch, mark, seconds_between
 from edgc.compressors import Gradient
 from edgc.controller import Decision
 from edgc.engine import Engine, Iteration
-from edgc.errors import UserError
+from edgc.errors import UserError, copied
 from edgc.groups import own_groups
 from edgc.megatron.bucket_group import CompressedBucketGroup
 from edgc.megatron.embedding import FusedEmbedding
@@ -157,7 +157,7 @@ class Attachment:
             self.engine.reduce(gradients, group, compress=compress, shards=shards)
             return None
         if self._worker.error is not None:
-            raise self._worker.error
+            raise copied(self._worker.error)
         on_gpu = self.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device] if on_gpu else None)
         if not gradients:  # of a group that holds nothing but a tied embedding

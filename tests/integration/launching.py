@@ -58,7 +58,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Launcher:
-    """Starts ``python -m experiments.launch --config`` on a run in ``results``."""
+    """Starts ``python -m experiments.launch --config`` on a run in ``results``, with ``folder`` on its path."""
 
     def __init__(self, results: Path, folder: Path) -> None:
         self.results, self.folder = results, folder
@@ -79,7 +79,8 @@ class Launcher:
             str(self.results),
             *options,
         ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join((str(ROOT), str(self.folder)))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             command,
             cwd=ROOT,

@@ -98,20 +98,46 @@ def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Laun
     assert repeatable(launcher.path(two)) == repeatable(launcher.path(one))
 
 
+#: On the path of a node, its ranks cannot read the tokens that its launcher has found whole.
+BROKEN_DISK = """
+import numpy
+
+def memmap(*arguments, **options):
+    raise OSError(5, "Input/output error")
+
+numpy.memmap = memmap
+"""
+
+
 def test_error_on_another_node_is_the_runs_result(launcher: Launcher, tmp_path: Path) -> None:
-    """The second node sees the same results folder, but on its disk the tokens are cut off."""
     values = changed(variant="broken", parallel={"pipeline": 1, "data": 2}, train={"global_batch": 4})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "sitecustomize.py").write_text(BROKEN_DISK)
+    other = Launcher(launcher.results, tmp_path / "other")
+    (first, stderr), (second, _) = end_of(over_two_nodes(launcher, values, other))
+    assert (first, second) == (0, 0), stderr
+    assert (launcher.path(values) / "status").read_text() == "failed\n"
+    error = json.loads((launcher.path(values) / "summary.json").read_text())["error"]
+    assert "Input/output error" in error, "the cause, not that the connection was lost"
+    assert not list(launcher.path(values).parent.glob(".*error*"))
+
+
+def test_damaged_data_of_another_node_are_refused_by_both(launcher: Launcher, tmp_path: Path) -> None:
+    """The second node sees the same results folder, but on its disk the tokens are cut off."""
+    values = changed(variant="damaged", parallel={"pipeline": 1, "data": 2}, train={"global_batch": 4})
     other = Launcher(tmp_path / "results", tmp_path)
     shutil.copytree(launcher.results / "test" / "data", other.results / "test" / "data")
     (launcher.results / "test" / "launch").mkdir(exist_ok=True)
     (other.results / "test" / "launch").symlink_to(launcher.results / "test" / "launch")
     tokens = other.results / "test" / "data" / "stdlib" / "train.bin"
     tokens.write_bytes(tokens.read_bytes()[:10])
-    (first, stderr), (second, _) = end_of(over_two_nodes(launcher, values, other))
-    assert (first, second) == (0, 0), stderr
-    assert (launcher.path(values) / "status").read_text() == "failed\n"
-    error = json.loads((launcher.path(values) / "summary.json").read_text())["error"]
-    assert error and "peer" not in error.lower(), "the cause, not that the connection was lost"
+    ends = end_of(over_two_nodes(launcher, values, other))
+    assert [code for code, _ in ends] == [2, 2], ends
+    for (_, stderr), by in zip(ends, ("node 1: ", ""), strict=True):
+        line = stderr.splitlines()[-1]
+        assert line.startswith(f"error: {by}prepared data is damaged: train.bin has 10 bytes"), stderr
+        assert f"(in {tokens})" in line
+    assert not any(launcher.path(values).iterdir()), "nothing is published"
     assert not list(launcher.path(values).parent.glob(".*error*"))
 
 

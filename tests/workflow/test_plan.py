@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -183,13 +182,22 @@ def test_unknown_standard_task_is_one_line_with_the_name_that_was_meant(checkout
         path.write_text(content)
 
 
+def found(name: str) -> str:
+    """Where a command is."""
+    path = shutil.which(name)
+    assert path is not None, f"{name} is not installed"
+    return path
+
+
 def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(
     checkout: Checkout, tmp_path: Path
 ) -> None:
     """Before anything is planned, submitted or written. The PATH has Python and no command of Slurm's."""
     (tmp_path / "python").symlink_to(sys.executable)
-    tools = [Path(found).parent for name in ("bash", "git") if (found := shutil.which(name))]
-    path = os.pathsep.join(str(folder) for folder in (tmp_path, *tools) if not (folder / "sbatch").exists())
+    # Snakemake's plugin calls `which`.
+    for name in ("bash", "git", "which", "env"):
+        (tmp_path / name).symlink_to(found(name))
+    path = str(tmp_path)
     for program, arguments in (
         ("experiments.pipeline", ["--profile", "slurm"]),
         ("experiments.pipeline", ["all", "--profile", "slurm", "--scale", "paper"]),
