@@ -46,6 +46,15 @@ def number(key: str, value: object, low: float, high: float = math.inf, *, open_
     require(ok, key, value, f"use a number {bound}")
 
 
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; empty ones stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        flat |= dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
+
+
 def need(state: object, keys: Iterable[str], where: str) -> None:
     """Refuse a saved state that is no mapping or lacks one of ``keys``; ``where`` is its place in the whole."""
     fix = "load what state_dict() returned, of the same version of edgc"

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edgc.bucket_worker import Bucket, BucketWorker, Log
 from edgc.checks import integer, need
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd import compressible
+from edgc.compressors.powersgd import compressible, mean_bits
 from edgc.config import EDGCConfig
 from edgc.controller import Decision
 from edgc.engine import Engine, Iteration, Observer
@@ -292,24 +292,21 @@ def register(
     integer("iterations", iterations, 1)
     refuse_stages(config, "edgc.ddp.register")
     compressed = [
-        (shape, parameter.element_size())
+        ((shape[0], shape[1]), 8 * parameter.element_size())
         for shape, parameter in zip(shapes, parameters.values(), strict=True)
         if compressible(shape, config.min_compression_elements)
     ]
-    stage = [(shape[0], shape[1]) for shape, _ in compressed]
-    entries = sum(m * n for m, n in stage)
-    bits = 8 * sum(m * n * size for (m, n), (_, size) in zip(stage, compressed, strict=True))
     group = process_group or own_group(model.process_group)
     engine = Engine(
         config,
         stage=0,
-        shapes=[stage],
+        shapes=[[shape for shape, _ in compressed]],
         iterations=iterations,
         exchange_group=group,
         observer=observer,
         deferred=whole_steps,
         overlapped=True,
-        gradient_bits=bits / entries if entries else 32,
+        gradient_bits=mean_bits(compressed),
     )
     # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
     names = {parameter: name for name, parameter in model.module.named_parameters()}

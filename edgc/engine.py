@@ -154,7 +154,7 @@ class Engine:
         entrywise method is measured, gradients must still be there.
         """
         entrywise = self.config.method not in (*RANKED, "none", "bf16") and self._samples
-        return entrywise or self.plan.exchange or self.iteration % self.config.window == 0
+        return entrywise or self.plan.exchange or self._window_ends
 
     @property
     def given_up(self) -> bool:
@@ -276,7 +276,11 @@ class Engine:
     @property
     def _samples(self) -> bool:
         """Whether this iteration's errors are measured: where GDS samples and at window ends."""
-        return self.entropy.samples(self.iteration) or self.iteration % self.config.window == 0
+        return self.entropy.samples(self.iteration) or self._window_ends
+
+    @property
+    def _window_ends(self) -> bool:
+        return self.iteration % self.config.window == 0
 
     def _measure_errors(self, skipped: bool) -> MeanMeasured:
         """Sketch what this rank has kept, and at a window's end say what the replicas' mean lacks. Collective then."""
@@ -286,7 +290,7 @@ class Engine:
                 assert isinstance(self.compressor, PowerSGD)
                 spectra = self.compressor.spectra(self._compressed)
             mean.measure(self.iteration, self.entropy.scale, self._statistics.skipped, spectra)
-        if self.iteration % self.config.window:
+        if not self._window_ends:
             return MeanMeasured()
         message = mean.message()
         if message is not None:
@@ -376,13 +380,12 @@ class Engine:
             gate=self._trials.judge(self.exchange_group) if self.plan.gate else (),
         )
         self.decision = self.controller.observe(self.iteration, made)
-        window_ends, changed = self.iteration % self.config.window == 0, self.controller.rank_grid != grid
-        if self.layer_ranks is not None and changed:
+        if self.layer_ranks is not None and self.controller.rank_grid != grid:
             self.layer_ranks.forget()
-        elif self.layer_ranks is not None and window_ends:
+        elif self.layer_ranks is not None and self._window_ends:
             common = self.controller.plan(self.iteration + 1).ranks[self.stage]
             self.layer_ranks.decide(self.stage, common, grid, self.exchange_group)
-        if window_ends:
+        if self._window_ends:
             self._window.start()
 
     def state_dict(self) -> dict[str, Any]:

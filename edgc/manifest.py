@@ -42,7 +42,7 @@ class DamagedCheckpoint(UserError):
 
 @dataclass(frozen=True)
 class Entry:
-    """Size in bytes and SHA-256 of one file."""
+    """Size in bytes and SHA-256 of one file; "" if it is so large that nobody reads through it to compare."""
 
     bytes: int
     sha256: str
@@ -121,15 +121,22 @@ def check(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) 
         expected = manifest.files.get(name)
         if expected is None:
             raise DamagedCheckpoint(folder, NAME, f"does not list {name}")
-        try:
-            size = (folder / name).stat().st_size
-            if size != expected.bytes:
-                problem = f"has {size} bytes instead of {expected.bytes}"
-                raise DamagedCheckpoint(folder, name, problem)
-            if entry(folder / name) != expected:
-                raise DamagedCheckpoint(folder, name, "has another content than was written")
-        except OSError as error:
-            raise DamagedCheckpoint(folder, name, _reason(error)) from None
+        found = problem(folder / name, expected)
+        if found is not None:
+            raise DamagedCheckpoint(folder, name, found)
+
+
+def problem(path: Path, expected: Entry) -> str | None:
+    """What is wrong with a file that should be as ``expected``, to follow its name in a sentence; None if nothing."""
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return f"has {size} bytes instead of {expected.bytes}"
+        if expected.sha256 and entry(path) != expected:
+            return "has another content than was written"
+    except OSError as error:
+        return _reason(error)
+    return None
 
 
 def publish(partial: Path, folder: Path) -> None:

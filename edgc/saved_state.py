@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.checks import need
+from edgc.checks import dotted, need
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 
@@ -143,8 +143,8 @@ def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: b
     Raises:
         UserError: it is of another method, or of other settings and that is not ``allowed``; with their names.
     """
-    old = _flat({**EDGCConfig().to_dict(), **saved})
-    now = _flat(config.to_dict())
+    old = dotted({**EDGCConfig().to_dict(), **saved})
+    now = dotted(config.to_dict())
     if old["method"] != now["method"]:
         what = f"the saved state is of method {old['method']}, not {now['method']}"
         raise UserError(what, fix=f"set method: {old['method']}, or start without the state")
@@ -154,13 +154,6 @@ def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: b
         fix = "use the saved settings, or load with changed_settings=True to go on with those of now"
         raise UserError(f"the saved state is of other settings: {found}", fix=fix)
     return bool(other)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def _plain(value: Any) -> Any:

@@ -69,35 +69,31 @@ def check(folder: Path, info: Recorded, names: Iterable[str], checksums: bool) -
         UserError: naming the first file that is missing, cut short or altered, and the folder to delete.
     """
     for name in names:
-        path = folder / name
-        try:
-            size = path.stat().st_size
-        except OSError:
-            raise damaged(path, "is missing") from None
-        expected = _expected(name, info)
-        if expected is not None and size != expected:
-            raise damaged(path, f"has {size} bytes instead of {expected}")
-        if name in info.files:
-            small = checksums and size <= CHECKSUM_BYTES
-            if small and manifest.entry(path).sha256 != info.files[name]["sha256"]:
-                raise damaged(path, "has another content than was written")
-        elif name == DOCUMENTS:
+        path, expected = folder / name, _expected(name, info, checksums)
+        if expected is None and not path.exists():
+            raise damaged(path, "is missing")
+        problem = None if expected is None else manifest.problem(path, expected)
+        if problem is not None:
+            raise damaged(path, problem)
+        if name not in info.files and name == DOCUMENTS:
             with path.open("rb") as lines:
                 rows = sum(line.endswith(b"\n") for line in lines)
             if rows != sum(info.documents.values()):
                 raise damaged(path, f"has {rows} lines instead of {sum(info.documents.values())}")
 
 
-def _expected(name: str, info: Recorded) -> int | None:
-    """Size in bytes that a file should have; None where nothing says it."""
+def _expected(name: str, info: Recorded, checksums: bool) -> manifest.Entry | None:
+    """What a file should be; None where nothing says it."""
     if name in info.files:
-        return int(info.files[name]["bytes"])
+        size = int(info.files[name]["bytes"])
+        small = checksums and size <= CHECKSUM_BYTES
+        return manifest.Entry(size, info.files[name]["sha256"] if small else "")
     split, _, suffix = name.partition(".")
     if name not in TOKENS:
         return None
     if suffix == "bin":
-        return token_bytes(info.vocab_size) * info.tokens[split]
-    return index_bytes(info.documents[split])
+        return manifest.Entry(token_bytes(info.vocab_size) * info.tokens[split], "")
+    return manifest.Entry(index_bytes(info.documents[split]), "")
 
 
 def check_indices(folder: Path) -> None:

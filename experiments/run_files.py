@@ -63,16 +63,9 @@ def check(folder: Path, below: Sequence[str] = ("",)) -> bool:
     for name, expected in recorded.items():
         if not name.startswith(tuple(below)):
             continue
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != expected.bytes:
-                raise damaged(path, f"has {size} bytes instead of {expected.bytes}")
-            if expected.sha256 and manifest.entry(path) != expected:
-                raise damaged(path, "has another content than was written")
-        except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            raise damaged(path, "is missing" if missing else f"cannot be read: {error.strerror}") from None
+        problem = manifest.problem(folder / name, expected)
+        if problem is not None:
+            raise damaged(folder / name, problem)
     return True
 
 

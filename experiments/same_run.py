@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edgc.checks import dotted
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.settings import RunConfig
@@ -27,7 +28,7 @@ def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: P
     Raises:
         UserError: naming the first setting that differs, with both values.
     """
-    before, after = _flat(_effective(saved)), _flat(_effective(now))
+    before, after = dotted(_effective(saved)), dotted(_effective(now))
     missing = object()
     keys = [key for key in {**before, **after} if key not in FREE]
     other = [key for key in keys if before.get(key, missing) != after.get(key, missing)]
@@ -44,13 +45,3 @@ def _effective(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(compression := settings.get("compression"), Mapping):
         return settings
     return {**settings, "compression": EDGCConfig.usable(compression)}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

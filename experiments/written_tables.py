@@ -52,10 +52,9 @@ def check(path: Path) -> None:
         expected = manifest.Entry(recorded["bytes"], recorded["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         return  # a table that was copied, or written by an earlier version
-    if len(content) != expected.bytes:
-        raise damaged(path, f"has {len(content)} bytes instead of {expected.bytes}")
-    if manifest.entry(path) != expected:
-        raise damaged(path, "has another content than was written")
+    problem = manifest.problem(path, expected)
+    if problem is not None:
+        raise damaged(path, problem)
 
 
 def read(path: Path, **options: Any) -> pd.DataFrame:

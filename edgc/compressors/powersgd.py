@@ -29,7 +29,7 @@ in only up to that.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Generator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,14 @@ _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def compressible(shape: Sequence[int], min_elements: int) -> bool:
     """Whether a parameter of this shape is compressed at all: a matrix with at least ``min_elements`` entries."""
     return len(shape) == 2 and min(shape) > 1 and shape[0] * shape[1] >= min_elements
+
+
+def mean_bits(matrices: Iterable[tuple[Sequence[int], int]]) -> float:
+    """Mean bits of an entry of matrices of these shapes and bits; 32 without any."""
+    entries = bits = 0
+    for (rows, columns), each in matrices:
+        entries, bits = entries + rows * columns, bits + rows * columns * each
+    return bits / entries if entries else 32
 
 
 def saves_bytes(

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from edgc.checks import integer
-from edgc.compressors.powersgd import compressible
+from edgc.compressors.powersgd import compressible, mean_bits
 from edgc.config import EDGCConfig
 from edgc.engine import Engine, Observer
 from edgc.errors import UserError
@@ -161,6 +161,4 @@ def _matrices_of_all_stages(
     for index, matrices in gather_objects((stage, own)):
         by_stage.setdefault(index, matrices)
     shapes = [[(shape[0], shape[1]) for shape, _ in by_stage[index]] for index in sorted(by_stage)]
-    entries = sum(m * n for m, n in shapes[0])
-    bits = sum(shape[0] * shape[1] * size for shape, size in by_stage[min(by_stage)])
-    return shapes, bits / entries if entries else 32
+    return shapes, mean_bits(by_stage[min(by_stage)])

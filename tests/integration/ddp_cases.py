@@ -43,13 +43,13 @@ def trained(case: Case) -> dict[str, Any]:
     }
 
 
-def matrix() -> dict[str, dict[str, Any]]:
-    """Two hundred steps of each case, the first half without accumulation and the second half with it."""
+def matrix(steps: int) -> dict[str, dict[str, Any]]:
+    """``steps`` of each case, the first half without accumulation and the second half with it."""
     results = {}
     for unused, static, dtype in itertools.product((False, True), (False, True), TYPES):
         # Fewer parameters, smaller buckets: one for each of the four.
         cap = 1e-3 if unused else 4e-5
-        case = Case(accumulation=2, unused=unused, static=static, dtype=dtype, steps=200, bucket_cap_mb=cap)
+        case = Case(accumulation=2, unused=unused, static=static, dtype=dtype, steps=steps, bucket_cap_mb=cap)
         results[f"unused {unused}, static {static}, {dtype}"] = trained(case)
     return results
 
@@ -386,7 +386,7 @@ def world(cases: dict[str, Callable[[], Any]]) -> dict[str, Any]:
 def world_of_four() -> dict[str, Any]:
     return world(
         {
-            "matrix": matrix,
+            "matrix": lambda: matrix(60),
             "methods": methods,
             "resume": resume,
             "uneven": uneven,
@@ -399,7 +399,7 @@ def world_of_four() -> dict[str, Any]:
 def world_of_two(saved: list[dict[str, Any]]) -> dict[str, Any]:
     return world(
         {
-            "matrix": matrix,
+            "matrix": lambda: matrix(200),
             "methods": methods,
             "resume": resume,
             "uneven": uneven,
