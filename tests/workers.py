@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from edgc.errors import UserError
+
 multiprocessing.set_forkserver_preload(
     ["tests.integration.ddp_cases", "tests.integration.megatron_cases", "tests.unit.test_powersgd"]
 )
@@ -41,3 +43,12 @@ def run_workers(world: int, function: Callable[..., Any], *arguments: Any) -> li
             _enter, (world, folder, function, arguments), nprocs=world, start_method="forkserver"
         )
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def said(call: Callable[[], Any]) -> str:
+    """What a mistake of the user's is answered with."""
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return "nothing"

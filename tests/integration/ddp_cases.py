@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
-from edgc.errors import UserError
 from tests.integration import gpt_reference
 from tests.integration.ddp_runs import EDGC, METHODS, TYPES, Case, Run, batch, copied, recorded, same
+from tests.workers import said
 
 RESUMED = ("powersgd", "int8 factors", "edgc", "quantize")
 TIMED = ("search", "gate")  # what these do depends on times that they measure: no two runs are the same
@@ -275,13 +275,6 @@ def shapes() -> dict[str, Any]:
 
 def refusals() -> dict[str, str]:
     """What a mistake is answered with."""
-
-    def said(call: Callable[[], Any]) -> str:
-        try:
-            call()
-        except UserError as error:
-            return str(error)
-        return "nothing"
 
     def wrap(*layers: nn.Module) -> DistributedDataParallel:
         # Not every version of torch can send complex parameters with gloo.

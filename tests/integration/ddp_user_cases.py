@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 import edgc.ddp
 from edgc import EDGCConfig
 from edgc.device import masked_path
-from edgc.errors import UserError
 from edgc.groups import timeout_of
 from edgc.usable import usable
 from tests.integration.ddp_cases import world
 from tests.integration.ddp_runs import EDGC, SMALL, Case, Run, copied, same
+from tests.workers import said
 
 STEPS = 24
 BAD = (2, 5, 6, 11)  # not before DDP has settled its buckets: entries go to blocks and owners by them
@@ -170,27 +170,23 @@ def states() -> dict[str, Any]:
     def run(**settings: Any) -> Run:
         return Run(Case(steps=STEPS), config=EDGCConfig.from_dict(settings))
 
-    def said(one: Run, state: Any, **options: Any) -> str:
+    def answer(one: Run, state: Any, **options: Any) -> str:
         assert one.handle is not None
-        try:
-            one.handle.load_state_dict(state, **options)
-        except UserError as error:
-            return str(error)
-        return "nothing"
+        return said(lambda: one.handle.load_state_dict(state, **options))
 
     low = {"method": "powersgd", "rank": 8, **SMALL}
     first = run(**low).train(0, 4)
     assert first.handle is not None
     state = first.handle.state_dict()
     answers: dict[str, Any] = {
-        "other rank": said(run(**{**low, "rank": 2}), state),
-        "other type": said(run(**low, factor_dtype="int8", error_dtype="bf16"), state),
-        "other method": said(run(method="topk", **SMALL), state),
-        "other method on purpose": said(run(method="topk", **SMALL), state, changed_settings=True),
-        "none": said(run(**low), None),
-        "no engine": said(run(**low), {key: value for key, value in state.items() if key != "engine"}),
-        "no layout": said(run(**low), {key: value for key, value in state.items() if key != "layout"}),
-        "no scale": said(
+        "other rank": answer(run(**{**low, "rank": 2}), state),
+        "other type": answer(run(**low, factor_dtype="int8", error_dtype="bf16"), state),
+        "other method": answer(run(method="topk", **SMALL), state),
+        "other method on purpose": answer(run(method="topk", **SMALL), state, changed_settings=True),
+        "none": answer(run(**low), None),
+        "no engine": answer(run(**low), {key: value for key, value in state.items() if key != "engine"}),
+        "no layout": answer(run(**low), {key: value for key, value in state.items() if key != "layout"}),
+        "no scale": answer(
             run(**low), {**state, "engine": {k: v for k, v in state["engine"].items() if k != "scale"}}
         ),
     }
@@ -200,7 +196,7 @@ def states() -> dict[str, Any]:
         "other parameters": {**compressor, "errors": {"third.weight": torch.zeros(3, 3)}},
         "other shape": {**compressor, "errors": {"first.weight": torch.zeros(3, 3)}},
     }.items():
-        answers[name] = said(run(**low), {**state, "engine": {**state["engine"], "compressor": change}})
+        answers[name] = answer(run(**low), {**state, "engine": {**state["engine"], "compressor": change}})
     # On purpose: the settings of now hold, and what was kept is still owed.
     other = run(**{**low, "rank": 2})
     assert other.handle is not None
@@ -214,7 +210,7 @@ def states() -> dict[str, Any]:
     edgc_run = run(**SCALED["edgc"]).train(0, 12)
     assert edgc_run.handle is not None
     saved = edgc_run.handle.state_dict()
-    answers["other limits"] = said(run(**{**SCALED["edgc"], "r_max": 8}), saved)
+    answers["other limits"] = answer(run(**{**SCALED["edgc"], "r_max": 8}), saved)
     ranks = []
     for change in (
         {"r_max": 4, "r_min": 2},

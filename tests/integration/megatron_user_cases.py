@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from edgc.device import masked_path
-from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from experiments.settings import RunConfig
 from tests.integration.layout_cases import FP16, OVERLAP, SHARDED
 from tests.integration.megatron_cases import EDGC, VOCABULARY, _iteration, configuration, train
+from tests.workers import said
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -74,14 +73,6 @@ def closed() -> dict[str, dict[str, Any]]:
             parallel_state.destroy_model_parallel()
         results[how] = found
     return results
-
-
-def said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return "nothing"
 
 
 def pipeline() -> dict[str, Any]:
