@@ -392,7 +392,7 @@ def world_of_four() -> dict[str, Any]:
 def world_of_two(saved: list[dict[str, Any]]) -> dict[str, Any]:
     return world(
         {
-            "matrix": lambda: matrix(200),
+            "matrix": lambda: matrix(100),
             "methods": methods,
             "resume": resume,
             "uneven": uneven,

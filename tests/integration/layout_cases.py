@@ -7,7 +7,7 @@ from typing import Any
 from edgc.megatron import cpu_shims
 from tests.integration.megatron_cases import configuration, train
 
-STEPS = 10
+STEPS = 7
 OVERLAP = {"overlap_grad_reduce": True, "bucket_elements": 15000}
 SHARDED = {"distributed_optimizer": True}
 DP4 = {"pipeline": 1, "data": 4}

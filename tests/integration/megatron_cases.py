@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from edgc.megatron import cpu_shims
-from experiments.settings import RunConfig
+from experiments.settings import ParallelConfig, RunConfig
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from experiments import setup
     from experiments.setup import Session, build
 
 VOCABULARY = 256
@@ -64,7 +67,7 @@ def train(
         prepare: may change the session before the first iteration; what it returns is called after the last one and
             adds to the result.
     """
-    session = build(run, VOCABULARY)
+    session = session_of(run)
     finish = prepare(session) if prepare is not None else dict
     if not attached:
         session.attachment.close()
@@ -109,8 +112,47 @@ def train(
         **finish(),
     }
     session.attachment.close()
-    parallel_state.destroy_model_parallel()
     return result
+
+
+class _Groups:
+    """Megatron's process groups, which one run after another uses where they have the same layout.
+
+    To make and to end them takes longer than many of the runs: of gloo's, each has threads and connections of its own.
+    """
+
+    def __init__(self) -> None:
+        self.of: ParallelConfig | None = None
+        self.made: set[Any] = set()
+
+    def session(self, run: RunConfig) -> Session:
+        if dist.is_initialized():
+            dist.barrier()  # no rank ends a group that another still uses
+        again = self.of == run.parallel and parallel_state.model_parallel_is_initialized()
+        if not again and parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        self.made = self.made if again else set()
+        make = parallel_state.initialize_model_parallel
+
+        def initialise(*sizes: Any, **options: Any) -> None:
+            if not again:
+                make(*sizes, **options)
+                self.of, self.made = run.parallel, set(dist.distributed_c10d._world.pg_map)
+
+        with (
+            mock.patch.object(parallel_state, "initialize_model_parallel", initialise),
+            mock.patch.object(setup, "_end_earlier_sessions", self._end_others),
+        ):
+            return build(run, VOCABULARY)
+
+    def _end_others(self) -> None:
+        for group in [*dist.distributed_c10d._world.pg_map]:
+            if group is not dist.group.WORLD and group not in self.made:
+                dist.destroy_process_group(group)
+        gc.collect()
+
+
+session_of = _Groups().session
 
 
 class _Poison:

@@ -11,14 +11,14 @@ from edgc.device import masked_path
 from edgc.megatron import cpu_shims
 from experiments.settings import RunConfig
 from tests.integration.layout_cases import FP16, OVERLAP, SHARDED
-from tests.integration.megatron_cases import EDGC, VOCABULARY, _iteration, configuration, train
+from tests.integration.megatron_cases import EDGC, _iteration, configuration, session_of, train
 from tests.workers import said
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    from experiments.setup import Session, build
+    from experiments.setup import Session
 
 POWERSGD = {"method": "powersgd", "rank": 4}
 TRAFFIC = {"rank": 4, "epilogue_only": False}
@@ -56,7 +56,7 @@ def closed() -> dict[str, dict[str, Any]]:
         found = {}
         for attached in (True, False):
             run = configuration("close", {"method": "none", "fused_embedding": how == ""}, train=settings)
-            session = build(run, VOCABULARY)
+            session = session_of(run)
             if not attached:
                 session.attachment.close()
             steps(session, run, 0, 3)
@@ -78,7 +78,7 @@ def closed() -> dict[str, dict[str, Any]]:
 def pipeline() -> dict[str, Any]:
     """``config.pipeline`` is attach's business, and a loop that does not use its communicator is told so."""
     run = configuration("traffic", {**POWERSGD, "pipeline": TRAFFIC})
-    session = build(run, VOCABULARY)
+    session = session_of(run)
     communicator = session.attachment.pipeline
     steps(session, run, 0, 2)
     used = communicator is session.pipeline and communicator is not None
@@ -91,7 +91,7 @@ def pipeline() -> dict[str, Any]:
     alone = configuration("alone", {**POWERSGD, "pipeline": TRAFFIC}, parallel={"pipeline": 1, "data": 4})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        session = build(alone, VOCABULARY)
+        session = session_of(alone)
     steps(session, alone, 0, 1)
     end(session)
     messages = [str(item.message) for item in caught if "edgc" in str(item.message)]
@@ -101,7 +101,7 @@ def pipeline() -> dict[str, Any]:
 def states() -> dict[str, str]:
     """What a state that does not fit is answered with."""
     run = configuration("state", POWERSGD)
-    session = build(run, VOCABULARY)
+    session = session_of(run)
     steps(session, run, 0, 2)
     attachment = session.attachment
     state = attachment.state_dict()
@@ -136,7 +136,7 @@ def states() -> dict[str, str]:
     }
     end(session)
     other = configuration("state", {"method": "powersgd", "rank": 2})
-    session = build(other, VOCABULARY)
+    session = session_of(other)
     answers["other settings"] = said(lambda: session.attachment.load_state_dict(state))
     answers["on purpose"] = said(lambda: session.attachment.load_state_dict(state, changed_settings=True))
     steps(session, other, 2, 3)
@@ -151,7 +151,7 @@ def bits() -> list[tuple[float, float]]:
     found = []
     for precision in ("fp32", "bf16"):
         run = configuration("bits", POWERSGD, train={"precision": precision})
-        session = build(run, VOCABULARY)
+        session = session_of(run)
         sizes = {8 * p.main_grad.element_size() for chunk in session.chunks for p in chunk.parameters()}
         found.append((session.attachment.engine._gradient_bits, float(*sizes)))
         end(session)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
-from tests.integration.megatron_cases import VOCABULARY, configuration, train
+from tests.integration.megatron_cases import configuration, session_of, train
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
-    from experiments.setup import Session, build
+    from experiments.setup import Session
 
 STEPS, SHORT = 10, 4
 OVERLAP = {"overlap_grad_reduce": True, "bucket_elements": 15000}
@@ -74,7 +74,7 @@ def poisoned(session: Session) -> Callable[[], dict[str, Any]]:
 def refusal(run: Any, call: Callable[[Session], Any] = lambda session: None) -> str:
     """The one line that stops a run, if any does."""
     try:
-        session = build(run, VOCABULARY)
+        session = session_of(run)
         call(session)
     except UserError as error:
         return str(error)

@@ -17,7 +17,7 @@ from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from edgc.megatron.pipeline_schedule import BackwardSchedule
 from tests.integration import megatron_cases
-from tests.integration.megatron_cases import VOCABULARY, configuration, train
+from tests.integration.megatron_cases import configuration, session_of, train
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -25,7 +25,7 @@ with cpu_shims.without_compiler():
 
     from edgc.megatron.pipeline import CompressedP2P
     from experiments.settings import RunConfig
-    from experiments.setup import Session, build
+    from experiments.setup import Session
 
 RANK = 4
 PP4 = {"pipeline": 4, "data": 1}
@@ -148,7 +148,7 @@ def _weights(session: Session) -> Tensor:
 def resumed(parallel: dict[str, Any], **given: Any) -> dict[str, Any]:
     """Three iterations more: without stopping, from saved state, and from saved state without that of the links."""
     run = settings(parallel, rank=RANK, **given)
-    session = build(run, VOCABULARY)
+    session = session_of(run)
     _steps(session, run, 0, SHORT)
     assert session.pipeline is not None
     model = [copy.deepcopy(chunk.state_dict()) for chunk in session.chunks]
@@ -157,9 +157,8 @@ def resumed(parallel: dict[str, Any], **given: Any) -> dict[str, Any]:
     saved = io.BytesIO()
     torch.save(session.pipeline.state_dict(), saved)
     found = {"straight": (_steps(session, run, SHORT, 2 * SHORT), _weights(session))}
-    parallel_state.destroy_model_parallel()
     for case in ("resumed", "forgetful"):
-        session = build(run, VOCABULARY)
+        session = session_of(run)
         assert session.pipeline is not None
         for chunk, state in zip(session.chunks, model, strict=True):
             chunk.load_state_dict(state)
@@ -169,14 +168,13 @@ def resumed(parallel: dict[str, Any], **given: Any) -> dict[str, Any]:
             saved.seek(0)
             session.pipeline.load_state_dict(torch.load(saved))
         found[case] = (_steps(session, run, SHORT, 2 * SHORT), _weights(session))
-        parallel_state.destroy_model_parallel()
     return found
 
 
 def poisoned() -> dict[str, Any]:
     """One gradient that the last stage sends is not finite: what every stage's gradients and state are afterwards."""
     run = settings(PP4, rank=RANK)
-    session = build(run, VOCABULARY)
+    session = session_of(run)
     _steps(session, run, 0, 1)
     pipeline = session.pipeline
     assert pipeline is not None
@@ -194,7 +192,7 @@ def poisoned() -> dict[str, Any]:
     megatron_cases._iteration(session, run, 1, 0)
     finite = [bool(p.main_grad.isfinite().all()) for c in session.chunks for p in c.parameters()]
     state = {key: next(iter(value.values()), None) for key, value in pipeline.state_dict().items()}
-    found = {
+    return {
         "stage": session.stage,
         "finite": all(finite),
         "skipped": pipeline.traffic.statistics.skipped,
@@ -203,14 +201,12 @@ def poisoned() -> dict[str, Any]:
             t is not None and not torch.equal(t, next(iter(before[key].values()))) for key, t in state.items()
         ),
     }
-    parallel_state.destroy_model_parallel()
-    return found
 
 
 def mistakes() -> dict[str, str]:
     """The line that each mistake of a user is answered with."""
     run = settings(PP4, rank=RANK)
-    session = build(run, VOCABULARY)
+    session = session_of(run)
     pipeline, config = session.pipeline, session.chunks[0].config
     assert pipeline is not None
     found = {}
@@ -236,7 +232,6 @@ def mistakes() -> dict[str, str]:
     attempt("not_begun", lambda: pipeline._outgoing(gradient))
     pipeline.begin_iteration(3)
     attempt("unfinished", lambda: pipeline.begin_iteration(3))
-    parallel_state.destroy_model_parallel()
     return found
 
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from experiments.settings import RunConfig, TrainConfig
-from tests.integration.megatron_cases import VOCABULARY, _iteration, configuration
+from tests.integration.megatron_cases import _iteration, configuration, session_of
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
 
     from edgc.megatron import checkpoint
     from experiments.checkpoint import Checkpoints
-    from experiments.setup import Session, build
+    from experiments.setup import Session
 
 STEPS, SAVED_AFTER = 8, 4
 # Active from the fourth iteration, so that the checkpoint holds error feedback; it lies inside a window.
@@ -107,12 +107,6 @@ def adam(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def ended(session: Session, losses: list[float]) -> dict[str, Any]:
-    found = snapshot(session, losses)
-    parallel_state.destroy_model_parallel()
-    return found
-
-
 def save(session: Session, root: Path, log: Path) -> Checkpoints:
     made = Checkpoints(session, root, "fingerprint")
     made.save(SAVED_AFTER, seconds=1.5, resumed_at=[2], metrics=log, watch={})
@@ -121,20 +115,19 @@ def save(session: Session, root: Path, log: Path) -> Checkpoints:
 
 def interrupted(run: RunConfig, root: Path, log: Path) -> dict[str, Any]:
     """Without a stop, and with a stop after half of the steps: what is left at the end, and at the save."""
-    session = build(run, VOCABULARY)
-    undisturbed = ended(session, steps(session, 1, STEPS))
-    session = build(run, VOCABULARY)
+    session = session_of(run)
+    undisturbed = snapshot(session, steps(session, 1, STEPS))
+    session = session_of(run)
     begun = steps(session, 1, SAVED_AFTER)
     save(session, root, log)
-    at_save = ended(session, begun)
-    session = build(run, VOCABULARY)
+    at_save = snapshot(session, begun)
+    session = session_of(run)
     steps(session, 1, 1)  # what is loaded has to replace something
-    parallel_state.destroy_model_parallel()
-    session = build(run, VOCABULARY)
+    session = session_of(run)
     found = Checkpoints(session, root, "fingerprint").resume()
     assert found is not None
     loaded = snapshot(session, [])
-    resumed = ended(session, begun + steps(session, found.iteration + 1, STEPS))
+    resumed = snapshot(session, begun + steps(session, found.iteration + 1, STEPS))
     return {
         "undisturbed": undisturbed,
         "at_save": at_save,
@@ -160,10 +153,9 @@ def refusals(root: Path) -> dict[str, tuple[str, str]]:
     run = run_of("tp2_dp2", TP2_DP2)
     found = {}
     for name, parallel in (("tp2_to_dp4", DP4), ("tp2_to_pp2", DP2_PP2)):
-        session = build(run_of(name, parallel), VOCABULARY)
+        session = session_of(run_of(name, parallel))
         found[name] = refusal(lambda s=session: checkpoint.load(folder, s.attachment))  # type: ignore[misc]
-        parallel_state.destroy_model_parallel()
-    session = build(run, VOCABULARY)
+    session = session_of(run)
     other = Checkpoints(session, folder.parent, "fingerprint")
     other.settings["seed"] = 2
     found["settings"] = refusal(other.resume)
@@ -175,7 +167,6 @@ def refusals(root: Path) -> dict[str, tuple[str, str]]:
     dist.barrier()
     found["damage"] = refusal(lambda: checkpoint.load(root / "damaged" / folder.name, session.attachment))
     found["none_left"] = (repr(Checkpoints(session, root / "damaged", "fingerprint").resume()), "")
-    parallel_state.destroy_model_parallel()
     return found
 
 
@@ -186,21 +177,21 @@ def four_ranks(root: str) -> dict[str, Any]:
     if dist.get_rank() == 0:
         log.write_text('{"event": "start"}\n')
     cases: dict[str, Any] = {name: interrupted(run, Path(root) / name, log) for name, run in runs().items()}
-    session = build(run_of("dp4", DP4), VOCABULARY)
+    session = session_of(run_of("dp4", DP4))
     losses = steps(session, 1, SAVED_AFTER)
     save(session, Path(root) / "dp4", log)
-    dp4 = ended(session, losses)
+    dp4 = snapshot(session, losses)
     return {"cases": cases, "dp4": dp4, "refusals": refusals(Path(root))}
 
 
 def two_replicas(root: str) -> dict[str, Any]:
     """Go on with two replicas from what four have saved."""
     cpu_shims.install()
-    session = build(run_of("dp2", DP2), VOCABULARY)
+    session = session_of(run_of("dp2", DP2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         iteration = checkpoint.load(Path(root) / "dp4" / f"iter_{SAVED_AFTER:07d}", session.attachment)
     loaded = snapshot(session, [])
     texts = [str(warning.message) for warning in caught if "edgc" in str(warning.message)]
-    more = ended(session, steps(session, iteration + 1, STEPS))
+    more = snapshot(session, steps(session, iteration + 1, STEPS))
     return {"iteration": iteration, "loaded": loaded, "warnings": texts, "after": more}
