@@ -183,7 +183,7 @@ class Model:
 
     def active_weights(self, stage: StageLayout) -> float:
         """Entries of the matrices that a token is multiplied with on one GPU of ``stage``."""
-        return sum(t.numel for t in stage.tensors if len(t.shape) == 2 and "embedding" not in t.name)
+        return stage.active_weights
 
     def speed(self, stage: StageLayout) -> float:
         """Of this stage's devices, as a share of that of the ``gpu`` section."""

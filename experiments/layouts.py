@@ -159,6 +159,11 @@ class StageLayout:
     def gradient_bytes(self) -> int:
         return FP32_BYTES * self.parameters
 
+    @cached_property
+    def active_weights(self) -> int:
+        """Entries of the matrices that a token is multiplied with."""
+        return sum(t.numel for t in self.tensors if len(t.shape) == 2 and "embedding" not in t.name)
+
     @property
     def layers(self) -> str:
         """Zero-based layer numbers, e.g. ``0-12``."""

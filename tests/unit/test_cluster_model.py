@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,15 +213,18 @@ def test_bad_input_is_one_line_and_writes_nothing(
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_files_are_complete_marked_and_repeat(study: str, tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        cluster_model.main(study=study, out=tmp_path / name)
+def test_files_are_complete_and_marked(study: str, tmp_path: Path) -> None:
+    cluster_model.main(study=study, out=tmp_path / "first")
     found = sorted(path.name for path in (tmp_path / "first").iterdir())
     names = [name for name in found if not name.startswith(".")]
     assert found == sorted([*names, *(f".{name}.sum" for name in names if name.endswith(".csv"))])
     assert names == ["moves.csv", "stages.csv", "steps.csv", "summary.json", "table.csv", "traces.csv"]
-    for name in names:
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    if study == "gpt2_345m":
+        # In a process of its own, where hashes of strings are others.
+        command = [sys.executable, "-m", "experiments.cluster_model", "--study", study]
+        subprocess.run([*command, "--out", tmp_path / "second"], check=True)
+        for name in names:
+            assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     rows = list(csv.DictReader((tmp_path / "first" / "table.csv").open()))
     assert {row["kind"] for row in rows} == {"simulated"}
     facts = json.loads((tmp_path / "first" / "summary.json").read_text())
