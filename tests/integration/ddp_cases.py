@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -277,8 +278,9 @@ def refusals() -> dict[str, str]:
     """What a mistake is answered with."""
 
     def wrap(*layers: nn.Module) -> DistributedDataParallel:
-        # Not every version of torch can send complex parameters with gloo.
-        return DistributedDataParallel(nn.Sequential(*layers), init_sync=False)
+        # Not every version of torch can send complex parameters with gloo, or be told to leave it.
+        with mock.patch("torch.nn.parallel.distributed._sync_module_states"):
+            return DistributedDataParallel(nn.Sequential(*layers))
 
     def register(length: Any = 9, **options: Any) -> edgc.ddp.Handle:
         return edgc.ddp.register(wrap(nn.Linear(32, 32)), EDGCConfig.from_dict(options), iterations=length)
