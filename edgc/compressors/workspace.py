@@ -51,9 +51,9 @@ class Group:
     @property
     def side(self) -> int:
         """Of the factor that the next call begins with."""
-        if self._turns is not None:
-            self._side = self._side ^ LEFT ^ RIGHT if self._turns.read() else self._side
-            self._turns = None
+        turns, self._turns = self._turns, None
+        if turns is not None and turns.read():
+            self._side = self.other
         return self._side
 
     @property

@@ -18,7 +18,6 @@ import edgc.ddp
 from edgc import EDGCConfig
 from edgc.device import masked_path
 from edgc.groups import timeout_of
-from edgc.usable import usable
 from tests.integration.ddp_cases import world
 from tests.integration.ddp_runs import EDGC, SMALL, Case, Run, copied, same
 from tests.workers import said
@@ -218,7 +217,7 @@ def states() -> dict[str, Any]:
         {"policy": "fixed", "rank": 6},
         {"window": 3},
     ):
-        changed = run(**usable({**SCALED["edgc"], **change}, EDGCConfig().to_dict()))
+        changed = run(**EDGCConfig.usable({**SCALED["edgc"], **change}))
         assert changed.handle is not None
         changed.handle.load_state_dict(saved, changed_settings=True)
         changed.train(12, 18)
