@@ -19,8 +19,8 @@ PY := $(VENV)/bin/python
 # snakefmt calls shfmt, which lies beside it.
 SNAKEFMT = PATH='$(abspath $(VENV))/bin':"$$PATH" snakefmt
 BENCH = $(PY) -m experiments.bench
-KEEP = $(PY) -m experiments.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
-PIPELINE = $(PY) -m experiments.pipeline --die-with-parent --scale $(SCALE) --cores $(CORES) --results $(RESULTS)
+KEEP = $(PY) -m experiments.verdicts.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
+PIPELINE = $(PY) -m workflows.program --die-with-parent --scale $(SCALE) --cores $(CORES) --results $(RESULTS)
 
 # A misspelt target is refused before anything is made, with the names that are nearest.
 GOALS := $(shell sed -n 's/^\.PHONY: //p' $(firstword $(MAKEFILE_LIST)))
@@ -66,17 +66,17 @@ keep: venv ## write STUDY, its figures and its runs to results/reference/SCALE, 
 
 .PHONY: keep-claims
 keep-claims: venv ## judge the claims by what is kept in results/reference/SCALE, and write that beside it
-	@$(PY) -m experiments.claims --scale $(SCALE) --results results/reference --print
+	@$(PY) -m experiments.verdicts.claims --scale $(SCALE) --results results/reference --print
 
 .PHONY: save
 save: venv ## keep the runs of STUDY that have ended, before the others have, to be committed
-	@$(PY) -m experiments.archive save --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
+	@$(PY) -m experiments.verdicts.archive save --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
 # The text first: runs have to be younger, or they would be made again.
 .PHONY: restore
 restore: venv ## put the runs of STUDY that are kept back into results, where the pipeline goes on with the others
 	@$(PIPELINE) texts
-	@$(PY) -m experiments.archive restore --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
+	@$(PY) -m experiments.verdicts.archive restore --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
 # Not part of `reproduce`: 78 runs, more than an hour at ci scale; 12 runs; 21 runs.
 .PHONY: equal-bytes
@@ -93,16 +93,16 @@ moe: ## train a small mixture of experts, compressed or not, and write that to r
 
 .PHONY: replay
 replay: venv ## compute the tables and figures of results/reference/SCALE again from its runs; they must not differ
-	@$(PY) -m experiments.archive replay --scale $(SCALE) $(ARGS)
+	@$(PY) -m experiments.verdicts.archive replay --scale $(SCALE) $(ARGS)
 
 .PHONY: dry-run
 dry-run: venv ## print memory and bytes of every rank of STUDY (a paper-scale one), no GPU needed (ARGS: its options)
-	@$(PY) -m experiments.dry_run --study '$(STUDY)' $(ARGS)
+	@$(PY) -m experiments.simulation.dry_run --study '$(STUDY)' $(ARGS)
 
 # SCALE=paper: below it no task needs a download.
 .PHONY: prefetch
 prefetch: venv ## download the data of the standard zero-shot tasks of SCALE, on a machine with network
-	@$(PY) -m experiments.standard_tasks prefetch --scale '$(SCALE)' $(ARGS)
+	@$(PY) -m experiments.evaluation.standard_tasks prefetch --scale '$(SCALE)' $(ARGS)
 
 .PHONY: bench
 bench: venv ## time the compression engine on this machine, on its GPU if it has one (ARGS: options of the program)
@@ -144,7 +144,7 @@ gpu: ## test, time and profile on an NVIDIA GPU, 25 minutes (PYTHON: one with a 
 	if [ "$$python" = none ]; then \
 	  echo "error: no Python 3.11 found (tried python3.11 and python3); install it or give PYTHON=" >&2; exit 2; \
 	fi; \
-	"$$python" -m experiments.gpu_kit --make '$(MAKE)' --venv '$(VENV)' --results '$(RESULTS)' \
+	"$$python" -m experiments.bench.gpu_kit --make '$(MAKE)' --venv '$(VENV)' --results '$(RESULTS)' \
 	  $(if $(PYTHON),--python '$(PYTHON)') $(ARGS)
 
 # The tests of a file stay together, for they share what takes long to make; tests/conftest.py says which start first.

@@ -185,7 +185,7 @@ def message(ax: Axes, text: str) -> None:
 
 def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
     """One table of a study, or ``UserError`` with the command that makes it."""
-    from experiments import written_tables
+    from experiments.common import written_tables
 
     path = results / study / table
     if not path.is_file():

@@ -1,7 +1,7 @@
 """Lets Megatron-Core train on CPU with gloo: the few places where it takes a CUDA device for granted.
 
 Installed only where CUDA is absent; with CUDA :func:`install` does nothing. Everything else that CPU training needs is
-a public setting (see ``experiments/model.py``).
+a public setting (see ``experiments/training/model.py``).
 """
 
 from __future__ import annotations

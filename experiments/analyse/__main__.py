@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from edgc.errors import UserError
-from experiments import matrix
 from experiments.analyse import STUDIES
 from experiments.analyse.runs import load_runs
-from experiments.cli import main_guard
+from experiments.common.cli import main_guard
+from experiments.spec import matrix
 
 
 def analyse(study: str, folder: Path, names: list[str] | None = None) -> list[Path]:

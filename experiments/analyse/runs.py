@@ -1,5 +1,5 @@
 """Loading run folders. What a run that failed never wrote reads as empty; a damaged file is refused
-(:mod:`experiments.run_files`)."""
+(:mod:`experiments.training.outputs`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pandas as pd
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from experiments import run_files
+from experiments.training import outputs
 
 FILES = (
-    *run_files.NAMES,
+    *outputs.NAMES,
     "tensors.parquet",
     "spectra.parquet",
     "sampling.parquet",
@@ -96,7 +96,7 @@ class Run:
             UserError: the log is damaged.
         """
         found: dict[str, list[dict[str, Any]]] = {}
-        for event in run_files.read_log(self.path, self.status):
+        for event in outputs.read_log(self.path, self.status):
             found.setdefault(str(event["event"]), []).append(event)
         return found
 
@@ -165,12 +165,12 @@ class Run:
 
     @cached_property
     def spectra(self) -> pd.DataFrame:
-        """Singular values (:mod:`experiments.spectra_probe`), empty when the run recorded none."""
+        """Singular values (:mod:`experiments.training.probes.spectra`), empty when the run recorded none."""
         return self._probed("spectra.parquet")
 
     @cached_property
     def samplings(self) -> pd.DataFrame:
-        """Entropies by rule (:mod:`experiments.sampling_probe`), empty when the run recorded none."""
+        """Entropies by rule (:mod:`experiments.training.probes.sampling`), empty when the run recorded none."""
         return self._probed("sampling.parquet")
 
     def _probed(self, name: str) -> pd.DataFrame:
@@ -180,7 +180,7 @@ class Run:
         try:
             return pd.read_parquet(path)
         except (OSError, ValueError):  # of pyarrow's errors all are one of these
-            raise run_files.damaged(path, "is cut short or altered") from None
+            raise outputs.damaged(path, "is cut short or altered") from None
 
 
 def as_float(value: object) -> float:
@@ -196,10 +196,10 @@ def load_run(path: Path) -> Run:
     Raises:
         UserError: a file of it is missing or damaged.
     """
-    status = run_files.read_status(path)
-    recorded = status != run_files.UNFINISHED and run_files.check(path, FILES)
-    config = run_files.read_settings(path)
-    summary = run_files.read_summary(path, status)
+    status = outputs.read_status(path)
+    recorded = status != outputs.UNFINISHED and outputs.check(path, FILES)
+    config = outputs.read_settings(path)
+    summary = outputs.read_summary(path, status)
     run = Run(path, status, {**config, **(config.get("config") or {})}, summary)
     if not recorded:
         _ = run.events  # of a folder without checksums the whole log has to be read
@@ -216,7 +216,7 @@ def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:
     if not folder.is_dir():
         raise UserError(f"study {folder.name} has no results", where=folder, fix=fix)
     if names is None:
-        there = {path.parent.name for name in run_files.NAMES for path in folder.glob(f"*/{name}")}
+        there = {path.parent.name for name in outputs.NAMES for path in folder.glob(f"*/{name}")}
         names = sorted(there)
     missing = [name for name in names if not (folder / name).is_dir()]
     if missing or not names:

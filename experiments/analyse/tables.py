@@ -15,7 +15,7 @@ import pandas as pd
 
 from edgc.errors import UserError
 from experiments.analyse.runs import Run, as_float
-from experiments.written_tables import write_text
+from experiments.common.written_tables import write_text
 
 FLOAT_FORMAT = "%.10g"
 

@@ -27,8 +27,8 @@ from experiments.bench import (
     timeline,
 )
 from experiments.bench.terminal import need_testbed, numbers, place, progress, show, words, write
-from experiments.cli import main_guard
-from experiments.run_folder import atomic_write
+from experiments.common.cli import main_guard
+from experiments.common.files import atomic_write
 
 RESULTS = Path("results/bench")
 REFERENCE = Path("results/reference/bench")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from experiments.processes import die_with_parent
+from experiments.common.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_SECONDS = 5.0

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from experiments.provenance import git_state, hardware, versions
+from experiments.training.provenance import git_state, hardware, versions
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

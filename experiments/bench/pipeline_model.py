@@ -1,4 +1,4 @@
-"""What :mod:`experiments.iteration_model` predicts for a step of pipeline stages that have replicas (DP x PP).
+"""What :mod:`experiments.simulation.iteration_model` predicts for a step of pipeline stages with replicas (DP x PP).
 
 As in :mod:`experiments.bench.step_model`, it is told only what was measured apart from the steps that it is to predict.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from experiments.bench.collectives import ALL_REDUCE, Sent
 from experiments.bench.step_model import Collectives, Link
-from experiments.iteration_model import Bucket, Model, Stage
+from experiments.simulation.iteration_model import Bucket, Model, Stage
 
 
 @dataclass(frozen=True, kw_only=True)

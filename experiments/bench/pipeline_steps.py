@@ -91,7 +91,7 @@ class Measured:
 
 
 def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
-    """A run, as :class:`experiments.settings.RunConfig` takes it."""
+    """A run, as :class:`experiments.spec.settings.RunConfig` takes it."""
     iterations = WARM_UP + plan.rounds
     return {
         "scale": "bench",

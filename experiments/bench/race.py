@@ -1,8 +1,9 @@
 """Which method reaches a validation loss first over a slow link, by the clock: whole training runs on the testbed.
 
-Each run is an ordinary one (:mod:`experiments.launch`), with a launcher on each host of the testbed. Its time is the
-sum of its steps up to the one at which the validation loss first was at most the target, linear between evaluations;
-evaluations and start-up do not count. The runs of one seed and limit follow each other, uncompressed first.
+Each run is an ordinary one (:mod:`experiments.training.launch`), with a launcher on each host of the testbed. Its time
+is the sum of its steps up to the one at which the validation loss first was at most the target, linear between
+evaluations; evaluations and start-up do not count. The runs of one seed and limit follow each other, uncompressed
+first.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from experiments.analyse.runs import Run, load_run
 from experiments.analyse.time_to_target import loss_at, reached
 from experiments.bench.children import ROOT, ChildError, last_line
 from experiments.bench.testbed import INTERFACE, Testbed, check_rates
-from experiments.matrix import load_scale
-from experiments.processes import die_with_parent, stop
-from experiments.run_folder import atomic_write
-from experiments.settings import RunConfig, Settings, deep_merge, lay, load_yaml, resolve, validate
+from experiments.common.files import atomic_write
+from experiments.common.processes import die_with_parent, stop
+from experiments.common.yaml_settings import Settings, deep_merge, load_yaml, validate
+from experiments.spec.matrix import load_scale
+from experiments.spec.settings import RunConfig, lay, resolve
 
 PATH = Path(__file__).with_suffix(".yaml")
 PORT = 29400
@@ -143,7 +145,15 @@ def train(run: RunConfig, results: Path, testbed: Testbed) -> None:
     config = results / "configs" / f"{run.name}.yaml"
     atomic_write(config, yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-    command = [sys.executable, "-m", "experiments.launch", "--config", str(config), "--results", str(results)]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.training.launch",
+        "--config",
+        str(config),
+        "--results",
+        str(results),
+    ]
     command += ["--nodes", str(testbed.hosts), "--rendezvous", f"{testbed.address(0)}:{PORT}"]
     with ExitStack() as stack:
         launchers = []

@@ -67,7 +67,7 @@ class Plan:
 
 
 def settings(plan: Plan, variant: str) -> dict[str, Any]:
-    """The run of a variant, as :class:`experiments.settings.RunConfig` takes it."""
+    """The run of a variant, as :class:`experiments.spec.settings.RunConfig` takes it."""
     compression: dict[str, Any] = {"method": "none"}
     warm_up = WINDOW
     if variant != "none":

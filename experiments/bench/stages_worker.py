@@ -20,13 +20,13 @@ from edgc.clock import Mark
 from edgc.controller import Decision
 from edgc.megatron import cpu_shims
 from edgc.telemetry import plain
-from experiments.settings import RunConfig
+from experiments.spec.settings import RunConfig
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from experiments.setup import Session, build
+    from experiments.training.build import Session, build
 
 from experiments.bench.children import serve
 from experiments.bench.collectives import seconds_of

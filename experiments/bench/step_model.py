@@ -1,4 +1,4 @@
-"""What :mod:`experiments.iteration_model` predicts for a data-parallel training step on the testbed.
+"""What :mod:`experiments.simulation.iteration_model` predicts for a data-parallel training step on the testbed.
 
 It is told what was measured apart from the steps that it is to predict: the step without any communication, with the
 moment at which each bucket is complete; what a method sends for each bucket; the seconds that it adds to a step where
@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.bench.collectives import Sent
-from experiments.iteration_model import Bucket, Message, Model, Stage
+from experiments.simulation.iteration_model import Bucket, Message, Model, Stage
 
 
 @dataclass(frozen=True, kw_only=True)

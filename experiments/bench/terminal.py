@@ -19,7 +19,7 @@ from rich.table import Table
 from edgc.errors import UserError
 from experiments.bench import machine, testbed
 from experiments.bench.children import ChildError
-from experiments.run_folder import atomic_write, check_writable
+from experiments.common.files import atomic_write, check_writable
 
 WIDEST = 40  # characters of a cell on the screen
 screen = Console(stderr=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgc.megatron import cpu_shims
 from experiments.bench import stages, stages_worker
-from experiments.settings import RunConfig
+from experiments.spec.settings import RunConfig
 
 PLAN = stages.Plan(pipeline=2, data=2, megabytes=2.0, slowdown=4.0, steps=8, micro_batches=2, sequence=16)
 DROP = 29  # iteration, the first of a window

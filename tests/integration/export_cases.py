@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from edgc.megatron import cpu_shims
-from experiments.settings import RunConfig
+from experiments.spec.settings import RunConfig
 from tests.integration.megatron_cases import _iteration, configuration
 from tests.words import VOCABULARY
 
@@ -17,8 +17,8 @@ with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from experiments.checkpoint import save_model
-    from experiments.setup import Session, build
+    from experiments.training.build import Session, build
+    from experiments.training.checkpoint import save_model
 
 LENGTH = 16
 TP2_PP2: dict[str, Any] = {"tensor": 2, "pipeline": 2, "data": 1}

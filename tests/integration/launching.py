@@ -15,7 +15,7 @@ import yaml
 
 from edgc.telemetry import read_events
 from experiments.data import prepare
-from experiments.settings import DataConfig
+from experiments.spec.settings import DataConfig
 
 ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Launcher:
-    """Starts ``python -m experiments.launch --config`` on a run in ``results``, with ``folder`` on its path."""
+    """Starts ``experiments.training.launch --config`` on a run in ``results``, with ``folder`` on its path."""
 
     def __init__(self, results: Path, folder: Path) -> None:
         self.results, self.folder = results, folder
@@ -72,7 +72,7 @@ class Launcher:
         command = [
             sys.executable,
             "-m",
-            "experiments.launch",
+            "experiments.training.launch",
             "--config",
             str(config),
             "--results",

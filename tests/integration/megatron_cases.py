@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from edgc.megatron import cpu_shims
-from experiments.settings import ParallelConfig, RunConfig
+from experiments.spec.settings import ParallelConfig, RunConfig
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from experiments import setup
-    from experiments.setup import Session, build
+    from experiments.training import build as build_module
+    from experiments.training.build import Session, build
 
 VOCABULARY = 256
 BASE: dict[str, Any] = {
@@ -141,7 +141,7 @@ class _Groups:
 
         with (
             mock.patch.object(parallel_state, "initialize_model_parallel", initialise),
-            mock.patch.object(setup, "_end_earlier_sessions", self._end_others),
+            mock.patch.object(build_module, "_end_earlier_sessions", self._end_others),
         ):
             return build(run, VOCABULARY)
 

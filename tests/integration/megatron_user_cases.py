@@ -9,7 +9,7 @@ import torch
 
 from edgc.device import masked_path
 from edgc.megatron import cpu_shims
-from experiments.settings import RunConfig
+from experiments.spec.settings import RunConfig
 from tests.integration.layout_cases import FP16, OVERLAP, SHARDED
 from tests.integration.megatron_cases import EDGC, _iteration, configuration, session_of, train
 from tests.workers import said
@@ -18,7 +18,7 @@ with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    from experiments.setup import Session
+    from experiments.training.build import Session
 
 POWERSGD = {"method": "powersgd", "rank": 4}
 TRAFFIC = {"rank": 4, "epilogue_only": False}

@@ -16,7 +16,7 @@ with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
-    from experiments.setup import Session
+    from experiments.training.build import Session
 
 STEPS, SHORT = 10, 4
 OVERLAP = {"overlap_grad_reduce": True, "bucket_elements": 15000}

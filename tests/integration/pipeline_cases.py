@@ -24,8 +24,8 @@ with cpu_shims.without_compiler():
     from megatron.core.pipeline_parallel import schedules
 
     from edgc.megatron.pipeline import CompressedP2P
-    from experiments.settings import RunConfig
-    from experiments.setup import Session
+    from experiments.spec.settings import RunConfig
+    from experiments.training.build import Session
 
 RANK = 4
 PP4 = {"pipeline": 4, "data": 1}

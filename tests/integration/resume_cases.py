@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
-from experiments.settings import RunConfig, TrainConfig
+from experiments.spec.settings import RunConfig, TrainConfig
 from tests.integration.megatron_cases import _iteration, configuration, session_of
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
 
     from edgc.megatron import checkpoint
-    from experiments.checkpoint import Checkpoints
-    from experiments.setup import Session
+    from experiments.training.build import Session
+    from experiments.training.checkpoint import Checkpoints
 
 STEPS, SAVED_AFTER = 8, 4
 # Active from the fourth iteration, so that the checkpoint holds error feedback; it lies inside a window.

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from edgc.compressors.blocks import _CHUNK_ON_GPU
-from experiments import dry_run, matrix
-from experiments.layouts import build, study_shape
+from experiments.simulation import dry_run
+from experiments.simulation.placement import build, study_shape
+from experiments.spec import matrix
 from tests.workers import run_workers
 
 pytest.importorskip("megatron.core")
@@ -146,7 +147,7 @@ def test_only_the_compressed_stage_keeps_anything(virtual: Found) -> None:
 def test_the_program_prints_and_writes_the_same(tmp_path: Path) -> None:
     out = tmp_path / "ranks.csv"
     options = ("--study", "gpt2_2p5b_v100", "--method", "powersgd_r32", "--every-rank", "--out", str(out))
-    done = program("experiments.dry_run", *options)
+    done = program("experiments.simulation.dry_run", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [int(row["global_rank"]) for row in rows] == list(range(32))
@@ -169,7 +170,7 @@ def test_the_program_prints_and_writes_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(options: tuple[str, ...], named: str) -> None:
-    done = program("experiments.dry_run", *options)
+    done = program("experiments.simulation.dry_run", *options)
     assert done.returncode == 2
     assert named in done.stderr
     assert done.stderr.count("\n") == 1

@@ -10,9 +10,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from experiments import export
-from experiments.layouts import padded_vocabulary
-from experiments.prepared import load_info
+from experiments.data.folder import load_info
+from experiments.evaluation import export
+from experiments.spec.settings import padded_vocabulary
 from tests.integration import export_cases
 from tests.words import VOCABULARY, prepare_words
 from tests.workers import run_workers

@@ -16,8 +16,8 @@ import yaml
 
 from edgc.errors import UserError
 from edgc.telemetry import read_events
-from experiments import run_files
 from experiments.analyse.runs import load_run
+from experiments.training import outputs
 from tests.integration.launching import (
     RUN,
     Launcher,
@@ -64,7 +64,7 @@ def test_a_run_publishes_a_complete_folder_and_repeats_bit_for_bit(launcher: Lau
     assert len(record["provenance"]["data_fingerprint"]) >= 12
     assert not (folder / ".attempt").exists()
     assert any((folder / "tensorboard").iterdir())
-    assert load_run(folder).ok and run_files.check(folder)
+    assert load_run(folder).ok and outputs.check(folder)
     (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes() + b"\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl has \d+ bytes instead of"):
         load_run(folder)

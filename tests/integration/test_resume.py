@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.settings import TrainConfig
+from experiments.spec.settings import TrainConfig
 from tests.integration import resume_cases
 from tests.workers import run_workers
 

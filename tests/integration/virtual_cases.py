@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from experiments.settings import RunConfig
+from experiments.spec.settings import RunConfig
 from tests.integration.megatron_cases import VOCABULARY, configuration, train
 
 RANKS = 4
@@ -125,9 +125,9 @@ def _saved(session: Any, run: RunConfig) -> int:
 
 def virtual() -> dict[str, list[dict[str, Any]]]:
     """The same ranks on the meta device."""
-    from experiments.activation_memory import stage_bytes
-    from experiments.layouts import padded_vocabulary
-    from experiments.virtual_rank import VirtualRank
+    from experiments.simulation.activation_memory import stage_bytes
+    from experiments.simulation.virtual_rank import VirtualRank
+    from experiments.spec.settings import padded_vocabulary
 
     found: dict[str, list[dict[str, Any]]] = {}
     for name in CASES:
@@ -150,8 +150,8 @@ def virtual() -> dict[str, list[dict[str, Any]]]:
 
 def models() -> dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]]:
     """Names and local shapes of the parameters of every stage and tensor-parallel shard of the paper's models."""
-    from experiments.layouts import study_run
-    from experiments.virtual_rank import VirtualRank
+    from experiments.simulation.placement import study_run
+    from experiments.simulation.virtual_rank import VirtualRank
 
     found: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {}
     for study in STUDIES:

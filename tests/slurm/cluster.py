@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from experiments.processes import die_with_parent, stop
+from experiments.common.processes import die_with_parent, stop
 
 STATE = Path(tempfile.gettempdir(), "edgc-slurm")
 ETC = Path("/etc/slurm")

@@ -135,7 +135,7 @@ class Copy:
                 words, place = (entry / "cmdline").read_bytes(), (entry / "cwd").readlink()
             except OSError:
                 continue
-            if place == self.path and b"experiments.launch\0" in words and folder in words:
+            if place == self.path and b"experiments.training.launch\0" in words and folder in words:
                 found.append(int(entry.name))
         # The ranks are children of the launchers.
         return [*found, *(child for pid in found for child in children(pid))]

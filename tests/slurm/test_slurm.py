@@ -189,7 +189,7 @@ def test_killed_snakemake_is_started_again_while_its_job_runs(finished: Copy, di
     training_of(disturbed, again)
     again.kill()
     again.wait()
-    code, text = disturbed.run("--scale", "ci", TABLE, *SLURM, *OFTEN, program="experiments.pipeline")
+    code, text = disturbed.run("--scale", "ci", TABLE, *SLURM, *OFTEN, program="workflows.program")
     assert code == 0, text
     assert "cancelled 1 jobs of a killed pipeline" in text
     assert disturbed.resumed_at(run)

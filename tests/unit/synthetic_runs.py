@@ -15,9 +15,9 @@ import yaml
 
 from edgc.compressors import Gradient, build
 from edgc.config import EDGCConfig
-from experiments.sampling_probe import SamplingProbe
-from experiments.settings import ProbeConfig
-from experiments.spectra_probe import SpectraProbe
+from experiments.spec.settings import ProbeConfig
+from experiments.training.probes.sampling import SamplingProbe
+from experiments.training.probes.spectra import SpectraProbe
 from tests.lockstep import reduce_together
 
 DENSE_BYTES = 1_000_000

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from experiments.activation_memory import layer_bytes, stage_bytes
-from experiments.settings import RunConfig
+from experiments.simulation.activation_memory import layer_bytes, stage_bytes
+from experiments.spec.settings import RunConfig
 
 
 def run(

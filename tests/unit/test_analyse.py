@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments import matrix
 from experiments.analyse import entropy_trend, equal_bytes, rank_sweep, runs, statistics, trend, windows
 from experiments.analyse.__main__ import STUDIES, analyse, main
+from experiments.spec import matrix
 from tests.unit import synthetic_runs as synthetic
 
 

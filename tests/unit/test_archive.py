@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from edgc.errors import UserError
-from experiments import archive, reference
 from experiments.analyse.__main__ import analyse
+from experiments.verdicts import archive, reference
 from paper_figures.__main__ import render
 from tests.unit import synthetic_runs as synthetic
 

@@ -15,9 +15,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from edgc.errors import UserError
-from experiments.batches import INDEX_CACHE, MicroBatch, train_batches, validation_batches
-from experiments.data import load_info, prepare
-from experiments.settings import DataConfig, RunConfig
+from experiments.data.batches import INDEX_CACHE, MicroBatch, train_batches, validation_batches
+from experiments.data.prepare import load_info, prepare
+from experiments.spec.settings import DataConfig, RunConfig
 from tests.unit.test_data import write_corpus
 
 LENGTH = 16

@@ -18,7 +18,7 @@ from experiments.bench.__main__ import app
 from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
 from experiments.bench.step_model import Link
-from experiments.settings import RunConfig
+from experiments.spec.settings import RunConfig
 from paper_figures import bench_steps
 
 FREE_LINK = Link(latency=0.0, bandwidth=1e12)

@@ -18,7 +18,7 @@ from edgc.compressors import Channel
 from experiments.bench import stages
 from experiments.bench.__main__ import app
 from experiments.bench.slow_link import SlowLink
-from experiments.settings import RunConfig
+from experiments.spec.settings import RunConfig
 from paper_figures import BENCHMARKS, stage_spread, style
 from paper_figures import timeline as timeline_figure
 from tests.unit.test_timeline import timeline_of

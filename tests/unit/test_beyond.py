@@ -13,9 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgc.errors import UserError
-from experiments import beyond, cluster_step, scenarios
-from experiments.cluster_cost import Model
-from experiments.scenarios import Experts, MixtureOfExperts, Scenario, Scenarios, TwoSites, model_of
+from experiments.simulation import break_even, cluster_step, scenarios
+from experiments.simulation.cost import Model
+from experiments.simulation.scenarios import (
+    Experts,
+    MixtureOfExperts,
+    Scenario,
+    Scenarios,
+    TwoSites,
+    model_of,
+)
 from paper_figures.__main__ import render
 
 OF = "gpt2_12p1b_h100"
@@ -98,13 +105,13 @@ def test_buckets_grow_with_the_replicas() -> None:
 
 @given(st.floats(1e-3, 1e6), st.floats(0.1, 90.0))
 def test_a_boundary_is_found_to_two_percent(at: float, percent: float) -> None:
-    found = beyond.boundary(lambda gbits: percent if gbits <= at else percent - 0.01, percent)
-    if at < beyond.LEAST:
+    found = break_even.boundary(lambda gbits: percent if gbits <= at else percent - 0.01, percent)
+    if at < break_even.LEAST:
         assert found is None
-    elif at >= beyond.MOST:
+    elif at >= break_even.MOST:
         assert found == math.inf
     else:
-        assert found is not None and at / beyond.PRECISION <= found <= at
+        assert found is not None and at / break_even.PRECISION <= found <= at
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +119,8 @@ def written(asked: Scenarios, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a scale with the three tables."""
     out = tmp_path_factory.mktemp("beyond") / "ci"
     patch = pytest.MonkeyPatch()
-    patch.setattr(beyond, "load_scenarios", lambda study: asked)
-    beyond.main("beyond", out / "beyond")
+    patch.setattr(break_even, "load_scenarios", lambda study: asked)
+    break_even.main("beyond", out / "beyond")
     patch.undo()
     return out
 
@@ -139,12 +146,12 @@ def test_the_table_is_the_model(written: Path, asked: Scenarios) -> None:
 
 def test_break_even_is_where_the_step_says(written: Path) -> None:
     found = pd.read_csv(written / "beyond" / "break_even.csv")
-    for _, row in found[found["gbits_per_second"].between(beyond.LEAST, beyond.MOST)].iterrows():
+    for _, row in found[found["gbits_per_second"].between(break_even.LEAST, break_even.MOST)].iterrows():
         if row["method"] == "edgc":
             continue  # its ranks move in steps of four with the bandwidth
         model = model_of(OF, CLUSTERS[row["cluster"]], 1.0)
         at = [
-            beyond.saved_at(model, row["method"], row["overlap"], row["gbits_per_second"] * factor)
+            break_even.saved_at(model, row["method"], row["overlap"], row["gbits_per_second"] * factor)
             for factor in (0.99, 1.03)
         ]
         assert at[0] >= row["saved_percent"] > at[1]

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments import claims
-from experiments.claim_measures import MEASURES
+from experiments.verdicts import claims
+from experiments.verdicts.claim_measures import MEASURES
 
 
 @pytest.fixture

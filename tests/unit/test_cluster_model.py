@@ -18,13 +18,14 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from edgc.errors import UserError
-from experiments import cluster_model, matrix
-from experiments.cluster_cost import Model, all_gather_seconds, all_reduce_seconds
-from experiments.cluster_inputs import ClusterConfig, groups_sharing_a_node, load_cluster
-from experiments.cluster_model import bandwidth_where, load_model, reduction, summary, sweep, table
-from experiments.layouts import GPTShape, build
-from experiments.settings import validate
-from experiments.written_tables import write_text
+from experiments.common.written_tables import write_text
+from experiments.common.yaml_settings import validate
+from experiments.simulation import cluster_model
+from experiments.simulation.cluster_model import bandwidth_where, load_model, reduction, summary, sweep, table
+from experiments.simulation.cost import Model, all_gather_seconds, all_reduce_seconds
+from experiments.simulation.inputs import ClusterConfig, groups_sharing_a_node, load_cluster
+from experiments.simulation.placement import GPTShape, build
+from experiments.spec import matrix
 
 STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
 SHAPE = GPTShape(
@@ -221,7 +222,7 @@ def test_files_are_complete_and_marked(study: str, tmp_path: Path) -> None:
     assert names == ["moves.csv", "stages.csv", "steps.csv", "summary.json", "table.csv", "traces.csv"]
     if study == "gpt2_345m":
         # In a process of its own, where hashes of strings are others.
-        command = [sys.executable, "-m", "experiments.cluster_model", "--study", study]
+        command = [sys.executable, "-m", "experiments.simulation.cluster_model", "--study", study]
         subprocess.run([*command, "--out", tmp_path / "second"], check=True)
         for name in names:
             assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from experiments import cluster_step
-from experiments.cluster_cost import Cost
-from experiments.cluster_model import load_model, sweep
+from experiments.simulation import cluster_step
+from experiments.simulation.cluster_model import load_model, sweep
+from experiments.simulation.cost import Cost
 from tests.unit.test_cluster_model import toy
 
 OVERLAPS = (False, True)

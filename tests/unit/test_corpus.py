@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from edgc.errors import UserError
-from experiments import corpus
-from experiments.corpus import (
+from experiments.data import corpus
+from experiments.data.corpus import (
     SPLITS,
     Document,
     HuggingFaceText,
@@ -24,7 +24,7 @@ from experiments.corpus import (
     normalise,
     open_source,
 )
-from experiments.settings import DataConfig
+from experiments.spec.settings import DataConfig
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> None:
@@ -193,8 +193,8 @@ def test_openwebtext_asks_the_hub_for_a_pinned_revision(monkeypatch: pytest.Monk
 
 def test_hub_without_network_is_one_line(tmp_path: Path) -> None:
     program = (
-        "from experiments.cli import main_guard; from experiments.corpus import open_source\n"
-        "from experiments.settings import DataConfig\n"
+        "from experiments.common.cli import main_guard; from experiments.data.corpus import open_source\n"
+        "from experiments.spec.settings import DataConfig\n"
         "main_guard(lambda: list(open_source(DataConfig(source='openwebtext')).documents()))()"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -17,11 +17,12 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from edgc.errors import UserError
-from experiments import data, tokenizer
-from experiments.corpus import SPLITS
-from experiments.data import find_config, load_info, prepare, texts
-from experiments.prepared import check_config
-from experiments.settings import DataConfig
+from experiments.data import prepare as module
+from experiments.data import tokenizer
+from experiments.data.corpus import SPLITS
+from experiments.data.folder import check_config
+from experiments.data.prepare import find_config, load_info, prepare, texts
+from experiments.spec.settings import DataConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,7 +140,7 @@ def test_texts_are_regenerated_and_a_changed_source_is_refused(tmp_path: Path, c
 
 def _prepare_and_die(config: DataConfig, out: Path) -> None:
     """Prepare in a child process that is killed after 60 of 120 documents."""
-    encode = data._encode
+    encode = module._encode
 
     def dying(*arguments: Any) -> Iterator[Any]:
         for number, item in enumerate(encode(*arguments)):
@@ -147,7 +148,7 @@ def _prepare_and_die(config: DataConfig, out: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
-    data._encode = dying  # type: ignore[assignment]
+    module._encode = dying  # type: ignore[assignment]
     prepare(config, out, show=False)
 
 
@@ -170,7 +171,7 @@ def test_failure_keeps_the_old_folder(
     out = tmp_path / "toy"
     prepare(config, out, show=False)
     before = listing(out)
-    monkeypatch.setattr(data, "_publish", lambda partial, folder: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(module, "_publish", lambda partial, folder: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepare(config.model_copy(update={"vocab_size": 290}), out, show=False)
     assert listing(out) == before

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments import data_files
-from experiments.data import load_info, prepare
-from experiments.data_files import FILES, INDEX_CACHE
-from experiments.prepared import check_whole
+from experiments.data import integrity
+from experiments.data.folder import check_whole
+from experiments.data.integrity import FILES, INDEX_CACHE
+from experiments.data.prepare import load_info, prepare
 from tests.unit.test_data import write_corpus
 
 
@@ -85,14 +85,14 @@ def test_a_sample_order_that_is_cut_short_is_named(folder: Path) -> None:
         numpy.save(index / f"{name}.npy", array)
     (folder / INDEX_CACHE / ".building-x").mkdir()
     (folder / INDEX_CACHE / ".building-x" / "half.npy").write_bytes(b"")
-    data_files.check_indices(folder)
+    integrity.check_indices(folder)
     for name in ("a.npy", "b.npy"):
         path = index / name
         content = path.read_bytes()
         for cut in (1, len(content) - 20, len(content)):
             path.write_bytes(content[: len(content) - cut])
             with pytest.raises(UserError, match=f"{name} has ") as caught:
-                data_files.check_indices(folder)
+                integrity.check_indices(folder)
             assert str(caught.value).endswith(f"delete the folder {index}: it is made again")
         path.write_bytes(content)
-    data_files.check_indices(folder)
+    integrity.check_indices(folder)

@@ -11,12 +11,13 @@ import pandas as pd
 import pytest
 
 from edgc.errors import UserError
-from experiments import cluster_step, disturbances, matrix, scenarios
-from experiments.cluster_cost import Model
-from experiments.cluster_model import load_model
-from experiments.disturbances import Uneven, course
-from experiments.rank_trace import Course, Trace
-from experiments.scenarios import Case, Disturbances, Scenarios
+from experiments.simulation import cluster_step, disturbances, scenarios
+from experiments.simulation.cluster_model import load_model
+from experiments.simulation.cost import Model
+from experiments.simulation.disturbances import Uneven, course
+from experiments.simulation.rank_trace import Course, Trace
+from experiments.simulation.scenarios import Case, Disturbances, Scenarios
+from experiments.spec import matrix
 from paper_figures import disturbances as figure
 from paper_figures.__main__ import render
 

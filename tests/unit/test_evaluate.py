@@ -23,13 +23,13 @@ from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from edgc.errors import UserError
-from experiments import evaluate
-from experiments.evaluation_inputs import read_tasks
-from experiments.evaluation_statistics import spread
-from experiments.evaluation_table import influence
-from experiments.tasks import make
-from experiments.tasks.text import CONTEXT_CHARACTERS
-from experiments.tokenizer import train_bpe
+from experiments.data.tokenizer import train_bpe
+from experiments.evaluation import evaluate
+from experiments.evaluation.inputs import read_tasks
+from experiments.evaluation.statistics import spread
+from experiments.evaluation.table import influence
+from experiments.evaluation.tasks import make
+from experiments.evaluation.tasks.text import CONTEXT_CHARACTERS
 
 VOCABULARY, LENGTH = 300, 64
 FREQUENT = ("the", "and", "self", "is", "in", "not", "to", "of", "for", "none", "or", "as")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from edgc.errors import UserError
-from experiments import evaluation_statistics as es
-from experiments.evaluation_table import influence
+from experiments.evaluation import statistics as es
+from experiments.evaluation.table import influence
 
 RULE = es.load_equivalence()
 

@@ -14,11 +14,12 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from edgc.errors import UserError
-from experiments import export, run_files
-from experiments.evaluation_inputs import READ, read_model
-from experiments.gpt2 import activation_name, gpt2_weights, largest_difference, to_gpt2
-from experiments.prepared import load_info
-from experiments.settings import DataConfig, RunConfig
+from experiments.data.folder import load_info
+from experiments.evaluation import export
+from experiments.evaluation.gpt2 import activation_name, gpt2_weights, largest_difference, to_gpt2
+from experiments.evaluation.inputs import READ, read_model
+from experiments.spec.settings import DataConfig, RunConfig
+from experiments.training import outputs
 from tests.words import VOCABULARY, prepare_words
 
 LENGTH = 16
@@ -48,7 +49,7 @@ def settings(**model: Any) -> RunConfig:
 
 def build(run: RunConfig) -> Any:
     """A Megatron model with every parameter random, biases included, and logits of order one."""
-    from experiments.model import build_model
+    from experiments.training.model import build_model
 
     model = build_model(run, VOCABULARY)
     generator = torch.Generator().manual_seed(5)
@@ -119,7 +120,7 @@ def test_exported_folder_computes_the_same_logits(
 
 
 def test_exported_tokenizer_is_the_training_tokenizer(finished: Path, prepared: Path, tmp_path: Path) -> None:
-    from experiments.tokenizer import load
+    from experiments.data.tokenizer import load
 
     export.export(finished, prepared, tmp_path / "out")
     exported, trained = AutoTokenizer.from_pretrained(tmp_path / "out"), load(prepared / "tokenizer.json")
@@ -253,7 +254,7 @@ def test_cut_weights_are_refused_before_they_are_read(
     run, out = tmp_path / "none-s3", tmp_path / "models" / "none-s3"
     shutil.copytree(finished, run)
     (run / "status").unlink()
-    run_files.write_manifest(run)
+    outputs.write_manifest(run)
     (run / "status").write_text("ok\n")
     weights = max((run / "checkpoint").glob("*.distcp"), key=lambda path: path.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1])

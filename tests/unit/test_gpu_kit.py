@@ -15,10 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from edgc.errors import UserError
-from experiments import gpu_environment, gpu_kit
-from experiments.bench import engine, step_profile
+from experiments.bench import engine, gpu_environment, gpu_kit, step_profile
 from experiments.bench.__main__ import app
-from experiments.gpu_environment import CUDA_12, NEEDED, PYPI, Gpu, Torch
+from experiments.bench.gpu_environment import CUDA_12, NEEDED, PYPI, Gpu, Torch
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), (13, 0))
 TORCH = """
@@ -300,5 +299,5 @@ def test_make_starts_the_kit_with_any_python(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()
-    assert words[:2] == ["-m", "experiments.gpu_kit"]
+    assert words[:2] == ["-m", "experiments.bench.gpu_kit"]
     assert words[-6:] == ["--results", str(tmp_path), "--python", str(python), "--only", "step"]

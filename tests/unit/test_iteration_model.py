@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from experiments.iteration_model import (
+from experiments.simulation.iteration_model import (
     Bucket,
     Iteration,
     Message,

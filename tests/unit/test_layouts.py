@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from experiments import layouts, matrix
-from experiments.layouts import GPTShape, allocated_parameters, build, padded_vocabulary, study_shape
+from experiments.simulation import placement
+from experiments.simulation.placement import GPTShape, allocated_parameters, build, study_shape
+from experiments.spec import matrix
+from experiments.spec.settings import padded_vocabulary
 
 PAPER_STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
 REFERENCE = Path(__file__).with_name("megatron_layout_reference.py")
@@ -201,7 +203,7 @@ def test_paper_scale_runs_are_trainable_and_other_scales_have_none(
     ],
 )
 def test_sizes_are_those_of_the_authors_scripts(study: str, sizes: tuple[int, ...]) -> None:
-    run = layouts.study_run(study)
+    run = placement.study_run(study)
     model, parallel = run.model, run.parallel
     found = (model.layers, model.hidden, model.heads, parallel.tensor, parallel.pipeline, parallel.data)
     assert (*found, run.train.global_batch) == sizes

@@ -18,9 +18,9 @@ from edgc.rank_model import error as error_of
 from edgc.rank_model import rank_for_error
 from experiments.analyse import moe
 from experiments.analyse.__main__ import analyse
-from experiments.expert_share import ExpertShare, draw_experts, place_of
-from experiments.probes import GradientProbe
-from experiments.settings import ProbeConfig
+from experiments.spec.settings import ProbeConfig
+from experiments.training.experts import ExpertShare, draw_experts, place_of
+from experiments.training.probes.entropy import GradientProbe
 from tests.unit import synthetic_runs as synthetic
 
 FC1 = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
@@ -160,8 +160,8 @@ def test_a_study_without_probes_has_tables(tmp_path: Path) -> None:
 def test_export_refuses_experts_in_one_line(tmp_path: Path) -> None:
     import yaml
 
-    from experiments import matrix
-    from experiments.export import check_run
+    from experiments.evaluation.export import check_run
+    from experiments.spec import matrix
 
     run = matrix.runs("moe", "ci")[0]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))

@@ -12,8 +12,8 @@ from edgc.config import EDGCConfig
 from edgc.controller import Controller
 from edgc.errors import UserError
 from edgc.presets import PRESETS
-from experiments import matrix
-from experiments.settings import resolve
+from experiments.spec import matrix
+from experiments.spec.settings import resolve
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -17,8 +17,9 @@ from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.analyse import runs, stiffness
 from experiments.analyse.__main__ import analyse
-from experiments.settings import ProbeConfig, validate
-from experiments.spectra_probe import SpectraProbe
+from experiments.common.yaml_settings import validate
+from experiments.spec.settings import ProbeConfig
+from experiments.training.probes.spectra import SpectraProbe
 from tests.lockstep import reduce_together
 from tests.unit import synthetic_runs as synthetic
 

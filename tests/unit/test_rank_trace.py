@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 from edgc.config import EDGCConfig
 from edgc.controller import Controller
 from edgc.policies import Ranks
-from experiments import archive, cluster_step, matrix, rank_trace
 from experiments.analyse.entropy_trend import grouped, trajectories
 from experiments.analyse.runs import load_run
-from experiments.cluster_cost import Cost, Model
-from experiments.cluster_inputs import load_cluster
-from experiments.cluster_model import load_model, sweep
-from experiments.layouts import GPTShape, build
-from experiments.rank_trace import Course, Recorded, Trace, follow, recorded
+from experiments.simulation import cluster_step, rank_trace
+from experiments.simulation.cluster_model import load_model, sweep
+from experiments.simulation.cost import Cost, Model
+from experiments.simulation.inputs import load_cluster
+from experiments.simulation.placement import GPTShape, build
+from experiments.simulation.rank_trace import Course, Recorded, Trace, follow, recorded
+from experiments.spec import matrix
+from experiments.verdicts import archive
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "workstation" / "entropy_trend"
 SHAPE = GPTShape(

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments import reference, regression
 from experiments.analyse.__main__ import analyse
 from experiments.analyse.tables import write_table
-from experiments.regression import Check
+from experiments.verdicts import reference, regression
+from experiments.verdicts.regression import Check
 from tests.unit import synthetic_runs as synthetic
 
 TRAINED = ("methods", "entropy_trend", "rank_sweep", "rank_model", "window_ablation", "sampling_ablation")

@@ -11,8 +11,8 @@ import pytest
 
 from edgc.errors import UserError
 from edgc.telemetry import EventLog, read_events
-from experiments import run_files
 from experiments.analyse.runs import load_run, load_runs
+from experiments.training import outputs
 from tests.unit import synthetic_runs as synthetic
 
 
@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "checkpoint" / "__0_0.distcp").write_bytes(bytes(range(256)))
     (path / "tensorboard").mkdir()
     (path / "tensorboard" / "events").write_bytes(b"open")
-    run_files.write_manifest(path)
+    outputs.write_manifest(path)
     (path / "status").write_text("ok\n")
     return path
 
@@ -72,26 +72,26 @@ def test_every_change_of_a_recorded_file_is_found(run: Path, name: str, change: 
 
 def test_weights_are_looked_at_where_they_are_asked_for(run: Path) -> None:
     weights = run / "checkpoint" / "__0_0.distcp"
-    assert run_files.check(run, ("checkpoint/",))
+    assert outputs.check(run, ("checkpoint/",))
     weights.write_bytes(weights.read_bytes()[:-1])
     assert load_run(run).ok, "tables are not made of weights"
     with pytest.raises(
         UserError, match=r"__0_0.distcp has 255 bytes instead of 256 .*delete the folder"
     ) as caught:
-        run_files.check(run, ("checkpoint/",))
+        outputs.check(run, ("checkpoint/",))
     assert f"delete the folder {run} and" in str(caught.value)
 
 
 def test_large_files_are_recorded_by_size(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_files, "CHECKSUM_BYTES", 100)
+    monkeypatch.setattr(outputs, "CHECKSUM_BYTES", 100)
     (run / "status").unlink()
-    run_files.write_manifest(run)
+    outputs.write_manifest(run)
     weights = run / "checkpoint" / "__0_0.distcp"
     weights.write_bytes(bytes(256))
-    assert run_files.check(run, ("checkpoint/",))
+    assert outputs.check(run, ("checkpoint/",))
     weights.write_bytes(bytes(255))
     with pytest.raises(UserError, match="has 255 bytes instead of 256"):
-        run_files.check(run, ("checkpoint/",))
+        outputs.check(run, ("checkpoint/",))
 
 
 def test_a_failed_run_stays_and_a_summary_of_another_end_does_not(run: Path) -> None:

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 from edgc.telemetry import read_events
-from experiments.reporting import SECONDS, History, Step
-from experiments.run_log import RunLog
-from experiments.settings import DataConfig, RunConfig
+from experiments.spec.settings import DataConfig, RunConfig
+from experiments.training.metrics import SECONDS, History, Step
+from experiments.training.run_log import RunLog
 
 STEPS = 5
 

@@ -14,8 +14,8 @@ from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
 from experiments.analyse import sampling_grid
 from experiments.analyse.runs import Run
-from experiments.sampling_probe import SamplingProbe
-from experiments.settings import ProbeConfig
+from experiments.spec.settings import ProbeConfig
+from experiments.training.probes.sampling import SamplingProbe
 
 ITERATIONS, WINDOW = 120, 10
 SHAPES = {"a": (64, 48), "b": (32, 64)}

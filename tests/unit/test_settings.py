@@ -1,4 +1,4 @@
-"""experiments.settings: what a study lays under its variants, and what records of runs hold."""
+"""experiments.spec.settings: what a study lays under its variants, and what records of runs hold."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import yaml
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from experiments import archive, matrix
 from experiments.analyse.runs import load_run
-from experiments.export import read_config
-from experiments.launch import read_run
-from experiments.same_run import refuse_other, settings_of
-from experiments.settings import lay, recorded, resolve
+from experiments.evaluation.export import read_config
+from experiments.spec import matrix
+from experiments.spec.settings import lay, recorded, resolve
+from experiments.training.launch import read_run
+from experiments.training.resume import refuse_other, settings_of
+from experiments.verdicts import archive
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON: dict[str, Any] = {"window": 20, "r_max": 16, "r_min": 4, "entropy": {"iteration_rate": 0.25}}

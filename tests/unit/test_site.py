@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgc.errors import UserError
-from experiments import matrix, slurm
-from experiments.settings import RunConfig, resolve
-from experiments.site import DEFAULT, VARIABLE, Site, load_site, nodes_for, training_job
+from experiments.cluster import slurm
+from experiments.cluster.site import DEFAULT, VARIABLE, Site, load_site, nodes_for, training_job
+from experiments.spec import matrix
+from experiments.spec.settings import RunConfig, resolve
 
 
 @pytest.fixture
@@ -254,14 +255,17 @@ def test_command_starts_one_launcher_on_each_node(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-euc", text], env=environment, capture_output=True, text=True, check=True)
     where = "--rendezvous 10.0.0.7:15003 --study a --run b c"
     assert done.stdout.splitlines() == [
-        f"me ib0 ib0 -m experiments.launch --nodes 2 --node {node} {where}" for node in (0, 1)
+        f"me ib0 ib0 -m experiments.training.launch --nodes 2 --node {node} {where}" for node in (0, 1)
     ]
     asked = (tmp_path / "srun.args").read_text()
     assert asked.startswith(
         "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --gres=gpu:2 --kill-on-bad-exit"
     )
-    assert slurm.launch_command(None, None) == "python -m experiments.launch"
-    assert slurm.launch_command(training_job(run_of(4), Site()), Site()) == "python -m experiments.launch"
+    assert slurm.launch_command(None, None) == "python -m experiments.training.launch"
+    assert (
+        slurm.launch_command(training_job(run_of(4), Site()), Site())
+        == "python -m experiments.training.launch"
+    )
 
 
 def test_jobs_of_this_folder_alone_are_cancelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from edgc.errors import UserError
-from experiments import dataset_cache, evaluate, matrix, standard_data, standard_tasks
-from experiments.settings import validate
-from experiments.task_catalogue import STANDARD, Evaluation, lm_eval_version, standard_task
-from experiments.tokenizer import train_bpe
+from experiments.common.yaml_settings import validate
+from experiments.data.tokenizer import train_bpe
+from experiments.evaluation import dataset_cache, evaluate, standard_data, standard_tasks
+from experiments.spec import matrix
+from experiments.spec.task_catalogue import STANDARD, Evaluation, lm_eval_version, standard_task
 from tests.unit.hub_stand_in import REPOSITORIES, Hub, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ class Driver:
         return code, out, err, modules
 
     def prefetch(self, *names: str) -> tuple[int, str, str]:
-        return self.call("experiments.standard_tasks", "prefetch", "--tasks", ",".join(names))[:3]
+        return self.call("experiments.evaluation.standard_tasks", "prefetch", "--tasks", ",".join(names))[:3]
 
     def close(self) -> None:
         self.process.kill()
@@ -112,7 +113,7 @@ class Place:
             "--batch-size",
             8,
         ]
-        return self.offline.call("experiments.evaluate", *options)
+        return self.offline.call("experiments.evaluation.evaluate", *options)
 
     def record(self) -> dict[str, Any]:
         path = self.home / "datasets" / standard_data.RECORD
@@ -377,7 +378,7 @@ def test_what_is_wrong_with_the_cache_is_one_line_with_the_command(
 def test_empty_cache_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     driver = Driver(HF_HOME=str(tmp_path), **NOWHERE)
     options = ["--models", tmp_path, "--standard", *NAMES, "--out", tmp_path / "out"]
-    code, _, err, modules = driver.call("experiments.evaluate", *options)
+    code, _, err, modules = driver.call("experiments.evaluation.evaluate", *options)
     driver.close()
     assert code == 2
     assert err.count("\n") == 1
@@ -393,7 +394,9 @@ def test_killed_download_is_named_and_goes_on(place: Place, tmp_path: Path) -> N
     driver = Driver(HF_HOME=str(tmp_path), **hub.environment)
     try:
         asked = len(hub.requests)
-        driver.send("experiments.standard_tasks", "prefetch", "--tasks", "lambada_openai,race,piqa")
+        driver.send(
+            "experiments.evaluation.standard_tasks", "prefetch", "--tasks", "lambada_openai,race,piqa"
+        )
         while not any(line.startswith("GET") and hub.stalled in line for line in hub.requests[asked:]):
             assert driver.process.poll() is None
             time.sleep(0.05)
@@ -403,7 +406,9 @@ def test_killed_download_is_named_and_goes_on(place: Place, tmp_path: Path) -> N
         hub.stalled = ""
         hub.go_on.set()
     again = Driver(HF_HOME=str(tmp_path), **hub.environment)
-    code, _, err, _ = again.call("experiments.standard_tasks", "check", "--tasks", "lambada_openai race piqa")
+    code, _, err, _ = again.call(
+        "experiments.evaluation.standard_tasks", "check", "--tasks", "lambada_openai race piqa"
+    )
     assert code == 2
     assert "data of 2 standard tasks" in err
     assert "race: a download was interrupted" in err

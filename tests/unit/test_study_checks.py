@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments import launch, matrix, pipeline, study_checks
-from experiments.settings import load_yaml
+from experiments.common.yaml_settings import load_yaml
+from experiments.spec import matrix, study_checks
+from experiments.training import launch
 
 MINE = "window_ablation"  # a study that trains and is analysed
 
@@ -95,7 +96,7 @@ def test_a_wrong_study_is_one_line_with_key_file_and_fix(
     path = changed(root, study, change)
     before = sorted(root.rglob("*"))
     run: dict[str, Callable[[], Any]] = {
-        "pipeline": lambda: pipeline.main(["--results", str(tmp_path / "results")]),
+        "pipeline": lambda: program.main(["--results", str(tmp_path / "results")]),
         "matrix": lambda: matrix.main(study, "ci"),
         "launch": lambda: launch.main(study, "w4-s1", None, "ci", tmp_path / "results"),
     }

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from experiments.tasks import continuation, make, syntax
-from experiments.tasks.text import Row, Text
-from experiments.tokenizer import train_bpe
+from experiments.data.tokenizer import train_bpe
+from experiments.evaluation.tasks import continuation, make, syntax
+from experiments.evaluation.tasks.text import Row, Text
 
 MODULES = (
     "ast.py",

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from edgc.errors import UserError
-from experiments import data, run_folder, token_shards
-from experiments.corpus import SPLITS, Document
-from experiments.prepared import load_info
-from experiments.settings import DataConfig
-from experiments.token_shards import Shards
-from experiments.tokenizer import TextTokenizer, train_bpe
+from experiments.common import files as file_tools
+from experiments.data import prepare, token_shards
+from experiments.data.corpus import SPLITS, Document
+from experiments.data.folder import load_info
+from experiments.data.token_shards import Shards
+from experiments.data.tokenizer import TextTokenizer, train_bpe
+from experiments.spec.settings import DataConfig
 
 ROOT = Path(__file__).parents[2]
 SIZE = 10
@@ -141,7 +142,7 @@ def dataset(folder: Path, documents: int = 400) -> DataConfig:
 @pytest.fixture
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One document in a thousand goes to the test split; here there are only some hundred."""
-    from experiments.corpus import HuggingFaceText
+    from experiments.data.corpus import HuggingFaceText
 
     monkeypatch.setattr(HuggingFaceText, "shares", (900, 50, 50))
 
@@ -154,12 +155,14 @@ def prepared(folder: Path) -> dict[str, bytes]:
 PREPARE = """
 import sys
 from pathlib import Path
-from experiments import corpus, data, token_shards
-from experiments.settings import DataConfig
+from experiments.data import corpus
+from experiments.data import prepare
+from experiments.data import token_shards
+from experiments.spec.settings import DataConfig
 corpus.HuggingFaceText.shares = (900, 50, 50)
 if __name__ == "__main__":
     config = DataConfig(source="openwebtext", dataset=sys.argv[1], tokenizer="bpe", vocab_size=300, path="web")
-    data.prepare(config, Path(sys.argv[2]), show=False, workers=2, shard_documents=4)
+    prepare.prepare(config, Path(sys.argv[2]), show=False, workers=2, shard_documents=4)
 """
 
 
@@ -167,7 +170,7 @@ if __name__ == "__main__":
 @pytest.mark.usefixtures("small_splits")
 def test_a_killed_preparation_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     config = dataset(tmp_path / "text")
-    data.prepare(config, tmp_path / "whole" / "web", show=False, shard_documents=4)
+    prepare.prepare(config, tmp_path / "whole" / "web", show=False, shard_documents=4)
     script = tmp_path / "prepare.py"
     script.write_text(PREPARE)
     killed = tmp_path / "killed" / "web"
@@ -195,7 +198,7 @@ def test_a_killed_preparation_goes_on_and_ends_with_the_same_bytes(tmp_path: Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Shards, "encode", looking)
-        data.prepare(config, killed, show=False, shard_documents=4)
+        prepare.prepare(config, killed, show=False, shard_documents=4)
     assert inodes == kept
     assert prepared(killed) == prepared(tmp_path / "whole" / "web")
     assert set(load_info(killed).documents) == set(SPLITS)
@@ -213,17 +216,17 @@ def test_a_full_disk_is_one_line_and_leaves_only_whole_shards(
         room -= 1
         if room < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        run_folder.atomic_write(path, content)
+        file_tools.atomic_write(path, content)
 
     with monkeypatch.context() as patch:
         patch.setattr(token_shards, "atomic_write", with_little_room)
         with pytest.raises(UserError, match=r"no space left on the disk.*finished are kept"):
-            data.prepare(config, out, show=False, shard_documents=4)
+            prepare.prepare(config, out, show=False, shard_documents=4)
     assert not out.exists()
     assert not list(out.parent.glob(".web.partial*"))
     (shards,) = out.parent.glob(".web.shards-*")
     assert len(list(shards.glob("*.json"))) == 10
-    data.prepare(config, out, show=False, shard_documents=4)
+    prepare.prepare(config, out, show=False, shard_documents=4)
     assert set(load_info(out).documents) == set(SPLITS)
     assert prepared(out)
 
@@ -232,17 +235,17 @@ def test_too_little_space_is_said_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, out = dataset(tmp_path / "text"), tmp_path / "data" / "web"
-    monkeypatch.setattr(data, "space_needed", lambda *_: 10**18)
+    monkeypatch.setattr(prepare, "space_needed", lambda *_: 10**18)
     with pytest.raises(UserError, match=r"1000000000\.0 GB are needed, .* GB are free"):
-        data.prepare(config, out, show=False)
+        prepare.prepare(config, out, show=False)
     assert [path.name for path in out.parent.iterdir()] == [".web.lock"]
 
 
 def test_openwebtext_needs_about_forty_gigabytes() -> None:
-    from experiments.corpus import open_source
+    from experiments.data.corpus import open_source
 
     config = DataConfig(source="openwebtext", tokenizer="gpt2", path="openwebtext")
     # Two copies of 9.04 G tokens of two bytes, and 8 M documents' names and indices.
-    assert data.space_needed(config, open_source(config)) == pytest.approx(37.9e9, rel=0.01)
+    assert prepare.space_needed(config, open_source(config)) == pytest.approx(37.9e9, rel=0.01)
     half = config.model_copy(update={"max_documents": 4_006_884})
-    assert data.space_needed(half, open_source(half)) == pytest.approx(19e9, rel=0.01)
+    assert prepare.space_needed(half, open_source(half)) == pytest.approx(19e9, rel=0.01)

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from edgc.errors import UserError
-from experiments import tokenizer as module
-from experiments.tokenizer import MIN_VOCABULARY, SPECIAL_TOKENS, TextTokenizer, load, load_gpt2, train_bpe
+from experiments.data import tokenizer as module
+from experiments.data.tokenizer import (
+    MIN_VOCABULARY,
+    SPECIAL_TOKENS,
+    TextTokenizer,
+    load,
+    load_gpt2,
+    train_bpe,
+)
 
 TEXTS = [f"def function_{number}(value):\n    return value * {number}\n" for number in range(300)]
 TRAINED = train_bpe(TEXTS, 400)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from edgc.errors import UserError
-from experiments import claim_measures, claims, rank_trace, regression, written_tables
 from experiments.analyse.tables import write_table
+from experiments.common import written_tables
+from experiments.simulation import rank_trace
+from experiments.verdicts import claim_measures, claims, regression
 from paper_figures import style
 
 ROWS = [{"variant": f"r{rank}", "status": "ok", "loss": 5.0 + rank / 64} for rank in (4, 8, 16)]

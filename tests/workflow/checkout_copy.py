@@ -45,26 +45,26 @@ PNG = (
     "0def46b80000000049454e44ae426082"
 )
 PROGRAMS = {
-    "experiments/data.py": f"write(option('--out'), *{DATA})",
-    "experiments/launch.py": """
+    "experiments/data/__main__.py": f"write(option('--out'), *{DATA})",
+    "experiments/training/launch.py": """
         time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
         names = "run.yaml", "metrics.jsonl", "summary.json", "status"
         write(scale() / option("--study") / option("--run"), *names)
     """,
     "experiments/analyse/__main__.py": "write(scale() / option('--study'), 'table.csv')",
-    "experiments/cluster_model.py": """
+    "experiments/simulation/cluster_model.py": """
         tables = "table.csv", "stages.csv", "steps.csv", "traces.csv", "moves.csv"
         write(option("--out"), *tables, "summary.json")
     """,
-    "experiments/beyond.py": """
+    "experiments/simulation/break_even.py": """
         write(option("--out"), "table.csv", "break_even.csv", "sensitivity.csv", "disturbances.csv")
     """,
-    "experiments/tasks/make.py": "write(option('--out'), 'tasks.json')",
-    "experiments/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
-    "experiments/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
-    "experiments/evaluate.py": "write(option('--out'), 'table.csv', 'summary.csv', 'timings.csv')",
-    "experiments/claims.py": "write(scale(), 'claims.csv')",
-    "experiments/regression.py": "write(scale(), 'regression.csv')",
+    "experiments/evaluation/tasks/make.py": "write(option('--out'), 'tasks.json')",
+    "experiments/evaluation/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
+    "experiments/evaluation/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
+    "experiments/evaluation/evaluate.py": "write(option('--out'), 'table.csv', 'summary.csv', 'timings.csv')",
+    "experiments/verdicts/claims.py": "write(scale(), 'claims.csv')",
+    "experiments/verdicts/regression.py": "write(scale(), 'regression.csv')",
     "paper_figures/__main__.py": f"""
         write(option("--out"), sys.argv[1] + ".pdf")
         pathlib.Path(option("--out"), sys.argv[1] + ".png").write_bytes(bytes.fromhex("{PNG}"))

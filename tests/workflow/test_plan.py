@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import matrix
-from experiments.settings import RunConfig
-from experiments.targets import check_targets, targets
+from experiments.spec import matrix
+from experiments.spec.settings import RunConfig
+from experiments.spec.targets import check_targets, targets
 from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 from tests.workflow.checkout_copy import ROOT, Checkout
 
@@ -95,18 +95,18 @@ def test_standard_tasks_are_evaluated_at_paper_scale_and_checked_first(checkout:
     call = ["-n", "-p", "zero_shot", "--config"]
     (paper_code, paper), (ci_code, ci) = checkout.snakemake([*call, "scale=paper"], [*call, "scale=ci"])
     assert paper_code == ci_code == 0, paper + ci
-    [evaluation] = [line for line in paper.splitlines() if "-m experiments.evaluate " in line]
+    [evaluation] = [line for line in paper.splitlines() if "-m experiments.evaluation.evaluate " in line]
     names = " ".join(matrix.evaluation("zero_shot", "paper").standard)
     assert f" --standard {names} --out results/paper/zero_shot " in evaluation
     assert "--tasks-dir" not in evaluation
-    assert "-m experiments.tasks.make" not in paper
-    checks = [line for line in paper.splitlines() if "-m experiments.standard_tasks check" in line]
+    assert "-m experiments.evaluation.tasks.make" not in paper
+    checks = [line for line in paper.splitlines() if "-m experiments.evaluation.standard_tasks check" in line]
     assert len(checks) == 1
     assert "--scale paper --out results/paper/zero_shot/standard_tasks.json" in checks[0]
-    [evaluation] = [line for line in ci.splitlines() if "-m experiments.evaluate " in line]
+    [evaluation] = [line for line in ci.splitlines() if "-m experiments.evaluation.evaluate " in line]
     assert " --tasks-dir results/ci/zero_shot/tasks " in evaluation
     assert "standard" not in evaluation
-    assert "-m experiments.standard_tasks" not in ci
+    assert "-m experiments.evaluation.standard_tasks" not in ci
 
 
 def test_wrong_settings_are_one_line_and_exit_code_2(checkout: Checkout) -> None:
@@ -153,7 +153,7 @@ def test_wrong_study_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
     path = checkout.path / "experiments" / "studies" / "broken.yaml"
     path.write_text("study: broken\ntitle: t\nquestion: q\nvarients: {}\n")
     try:
-        for program, arguments in ("snakemake", ["-n", "all"]), ("experiments.pipeline", []):
+        for program, arguments in ("snakemake", ["-n", "all"]), ("workflows.program", []):
             result = checkout.run(program, *arguments)
             assert result.returncode == 2
             line = result.stdout.splitlines()[-1]
@@ -200,8 +200,8 @@ def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(
         (tmp_path / name).symlink_to(found(name))
     path = str(tmp_path)
     for program, arguments in (
-        ("experiments.pipeline", ["--profile", "slurm"]),
-        ("experiments.pipeline", ["all", "--profile", "slurm", "--scale", "paper"]),
+        ("workflows.program", ["--profile", "slurm"]),
+        ("workflows.program", ["all", "--profile", "slurm", "--scale", "paper"]),
         ("snakemake", ["--profile", "slurm", "all"]),
     ):
         result = checkout.run(program, *arguments, PATH=path)
@@ -225,12 +225,12 @@ def test_unknown_target_is_one_line_with_the_nearest_names(checkout: Checkout) -
         (["results/ci/method/table.csv"], "nothing makes method (in the command line); did you mean methods"),
         (["results/ci/rank_sweep/r4-s9/status"], "no such run (in the command line); did you mean r4-s1"),
     ):
-        result = checkout.run("experiments.pipeline", *arguments)
+        result = checkout.run("workflows.program", *arguments)
         assert result.returncode == 2, result.stdout
         [line] = result.stdout.splitlines()
         assert line.startswith("error: ") and said in line, line
         assert not (checkout.path / "results" / "ci").exists()
-    figure = checkout.run("experiments.pipeline", "results/ci/figures/methods.png", "-n")
+    figure = checkout.run("workflows.program", "results/ci/figures/methods.png", "-n")
     assert figure.returncode == 0, figure.stdout
 
 

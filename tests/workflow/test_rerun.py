@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from experiments import matrix
-from experiments.pipeline import marked
-from experiments.settings import RunConfig
+from experiments.spec import matrix
+from experiments.spec.settings import RunConfig
 from tests.workflow.checkout_copy import Checkout
+from workflows.program import marked
 
 ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
-PIPELINE = "experiments.pipeline"
+PIPELINE = "workflows.program"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def training(folder: Path) -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[0].rpartition(b"/")[2].startswith(b"python") and b"experiments.launch" in words:
+        if words[0].rpartition(b"/")[2].startswith(b"python") and b"experiments.training.launch" in words:
             found.append(pid)
     return found
 

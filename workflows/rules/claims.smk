@@ -17,7 +17,7 @@ rule claims:
         scale=config["scale"],
         results=subpath(output[0], ancestor=2),
     shell:
-        "python -m experiments.claims --scale {params.scale} --results {params.results} > {log} 2>&1"
+        "python -m experiments.verdicts.claims --scale {params.scale} --results {params.results} > {log} 2>&1"
 
 
 rule regression:
@@ -38,5 +38,5 @@ rule regression:
         results=subpath(output[0], ancestor=2),
     # The table of differences is for the reader, so it is shown as well as logged.
     shell:
-        "python -m experiments.regression --scale {params.scale} --results {params.results}"
+        "python -m experiments.verdicts.regression --scale {params.scale} --results {params.results}"
         " --reference results/reference/{params.scale} 2>&1 | tee {log}"

@@ -41,7 +41,7 @@ rule cluster_model:
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:
-        "python -m experiments.cluster_model --study {wildcards.study} --out {params.folder} > {log} 2>&1"
+        "python -m experiments.simulation.cluster_model --study {wildcards.study} --out {params.folder} > {log} 2>&1"
 
 
 rule scenarios:
@@ -92,4 +92,4 @@ rule scenarios:
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:
-        "python -m experiments.beyond --study {wildcards.study} --out {params.folder} > {log} 2>&1"
+        "python -m experiments.simulation.break_even --study {wildcards.study} --out {params.folder} > {log} 2>&1"

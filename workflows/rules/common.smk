@@ -6,9 +6,10 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from edgc.errors import UserError
-from experiments import matrix, slurm
-from experiments.settings import load_yaml
-from experiments.site import load_site, training_job
+from experiments.spec import matrix
+from experiments.cluster import slurm
+from experiments.common.yaml_settings import load_yaml
+from experiments.cluster.site import load_site, training_job
 from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
@@ -80,7 +81,7 @@ CLAIMED = {claim["study"] for claim in load_yaml(Path("results/paper_claims.yaml
     MAIN
 )
 COMPARED = {
-    check["study"] for check in load_yaml(Path("experiments/tolerances.yaml"))["checks"]
+    check["study"] for check in load_yaml(Path("experiments/verdicts/tolerances.yaml"))["checks"]
 }.intersection(MAIN)
 MAIN_FIGURES = [name for name, needed in FIGURES.items() if set(needed) <= set(MAIN)]
 

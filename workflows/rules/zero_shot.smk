@@ -5,7 +5,7 @@
 rule tasks:
     input:
         data=evaluated_data,
-        code=code("experiments/tasks", "*.py", "*.yaml"),
+        code=code("experiments/evaluation/tasks", "*.py", "*.yaml"),
     output:
         "<results>/{study}/tasks/tasks.json",
     log:
@@ -17,7 +17,7 @@ rule tasks:
         data=subpath(input.data, parent=True),
         folder=subpath(output[0], parent=True),
     shell:
-        "python -m experiments.tasks.make --data {params.data} --out {params.folder} > {log} 2>&1"
+        "python -m experiments.evaluation.tasks.make --data {params.data} --out {params.folder} > {log} 2>&1"
 
 
 # Runs first and where Snakemake runs: what is missing is said before anything is trained.
@@ -35,7 +35,7 @@ rule standard_tasks:
     params:
         scale=config["scale"],
     shell:
-        "python -m experiments.standard_tasks check --study {wildcards.study} --scale {params.scale} --out {output}"
+        "python -m experiments.evaluation.standard_tasks check --study {wildcards.study} --scale {params.scale} --out {output}"
         " > {log} 2>&1"
 
 
@@ -56,7 +56,7 @@ rule export:
         models=lambda w, input, output: [Path(output[0], Path(status).parent.name) for status in input.runs],
     # All in one process: the imports take longer than a model.
     shell:
-        "python -m experiments.export --run-folder {params.runs} --data {params.data} --out {params.models}"
+        "python -m experiments.evaluation.export --run-folder {params.runs} --data {params.data} --out {params.models}"
         " > {log} 2>&1"
 
 
@@ -94,5 +94,5 @@ rule evaluate:
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:
-        "python -m experiments.evaluate --models {params.models} {params.tasks} --out {params.folder} --processes {threads}"
+        "python -m experiments.evaluation.evaluate --models {params.models} {params.tasks} --out {params.folder} --processes {threads}"
         " > {log} 2>&1"

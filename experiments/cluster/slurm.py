@@ -1,0 +1,295 @@
+"""What Slurm says about the cluster, and the command that starts a run over several nodes.
+
+Every question may stay unanswered: a plan (``snakemake -n``) is made on machines without Slurm too. Where there is an
+answer, what cannot run is refused before anything is submitted, in one line.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgc.errors import UserError
+from experiments.cluster.site import Job, Site, load_site, refuse, training_job
+from experiments.common.cli import main_guard
+from experiments.spec.settings import RunConfig
+
+COMMANDS = ("sbatch", "squeue", "scancel")  # without which nothing can be submitted, watched and ended
+# Options of Snakemake that make nothing: long ones, and short ones also in a group such as -np.
+LOOKS = re.compile(
+    r"--(dry-?run|lint|report|unlock|touch|summary|detailed-summary|dag|rulegraph|filegraph|d3dag|help|version"
+    r"|list\b.*|list-.*|cleanup-.*|delete-.*)(=.*)?|-[a-zA-Z]*[nltSDhv][a-zA-Z]*"
+)
+ANSWER_SECONDS = 30
+REMEMBERED_SECONDS = 240  # Snakemake asks for states every three minutes, or oftener
+CANCEL_SECONDS = 180  # Slurm gives an ending job time, and an epilog
+UNITS = {"days": 1440, "hours": 60, "minutes": 1}
+PORTS = (
+    15000,
+    16000,
+)  # first port of a rendezvous and how many there are: below what systems give away themselves
+
+
+def ask(*command: str) -> str | None:
+    """Standard output of a Slurm command; None where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def only_looks(arguments: Sequence[str]) -> bool:
+    """Whether these arguments of Snakemake start no job, so that they work on a machine without Slurm."""
+    return any(LOOKS.fullmatch(argument) for argument in arguments)
+
+
+def require() -> None:
+    """Refuse to go on without Slurm's commands.
+
+    Raises:
+        UserError: naming those that are missing.
+    """
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        fix = "start it on a node of the cluster that has them, or leave --profile slurm out; -n plans without Slurm"
+        raise UserError(
+            f"there is no Slurm here: no {', '.join(missing)} on the PATH", where="--profile slurm", fix=fix
+        )
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Equal nodes of a partition: how many, and what each has (memory in MB)."""
+
+    count: int
+    cpus: int
+    memory: int
+    gres: dict[str, int]  # "gpu" and "gpu:<type>"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition; ``minutes`` is its time limit, None without one."""
+
+    name: str
+    default: bool
+    minutes: int | None
+    nodes: tuple[Nodes, ...]
+
+
+def parse_gres(text: str) -> dict[str, int]:
+    """``gpu:v100:4(S:0-1),gpu:a100:2`` as {"gpu": 6, "gpu:v100": 4, "gpu:a100": 2}."""
+    found: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):
+        name, *rest = item.split(":")
+        if not rest:
+            continue
+        count = int(rest[-1]) if rest[-1].isdigit() else 1
+        kinds = rest[:-1] if rest[-1].isdigit() else rest
+        for key in {name, ":".join([name, *kinds])}:
+            found[key] = found.get(key, 0) + count
+    return found
+
+
+def parse_minutes(text: str) -> int | None:
+    """Slurm's ``days-hours:minutes:seconds`` in whole minutes; None for ``infinite``."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in parts) or (days and not days.isdigit()):
+        return None
+    hours, minutes = (0, 0, *map(int, parts))[-3:-1]
+    return int(days or 0) * UNITS["days"] + hours * UNITS["hours"] + minutes
+
+
+def partitions() -> dict[str, Partition] | None:
+    """The cluster's partitions; None where Slurm does not answer."""
+    answer = ask("sinfo", "--noheader", "--all", "--format", "%P|%D|%c|%m|%l|%G")
+    if answer is None:
+        return None
+    found: dict[str, Partition] = {}
+    for line in answer.splitlines():
+        name, count, cpus, memory, limit, gres = (field.strip() for field in line.split("|", 5))
+        # Of unequal nodes Slurm gives the smallest, with a plus.
+        one = Nodes(int(count), int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
+        bare = name.rstrip("*")
+        old = found.get(bare)
+        found[bare] = Partition(
+            bare, name.endswith("*"), parse_minutes(limit), (*(old.nodes if old else ()), one)
+        )
+    return found
+
+
+def check_site(site: Site, cluster: dict[str, Partition] | None) -> None:
+    """Compare the names in the site file with the cluster's.
+
+    Raises:
+        UserError: a partition or an account that the cluster does not have.
+    """
+    if cluster is None:
+        return
+    for key in ("partition", "cpu_partition"):
+        name = getattr(site, key)
+        if name is not None and name not in cluster:
+            raise refuse(key, name, "the cluster has no such partition", f"it has {', '.join(cluster)}")
+    if site.account is not None:
+        user = getpass.getuser()
+        answer = ask(
+            "sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account"
+        )
+        accounts = sorted(set((answer or "").split()))
+        if accounts and site.account not in accounts:
+            raise refuse(
+                "account", site.account, f"not an account of user {user}", f"it has {', '.join(accounts)}"
+            )
+
+
+def of_training(site: Site, cluster: dict[str, Partition] | None) -> Partition | None:
+    """The partition that training goes to; None where that is not known."""
+    if cluster is None:
+        return None
+    if site.partition is not None:
+        return cluster.get(site.partition)
+    return next((partition for partition in cluster.values() if partition.default), None)
+
+
+def check_runs(site: Site, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
+    """Refuse runs that the partition of training could never start.
+
+    Raises:
+        UserError: naming the key of the site file, and what the partition has.
+    """
+    partition = of_training(site, cluster)
+    if partition is None:
+        return
+    for run in runs:
+        job = training_job(run, site)
+        wanted = {
+            "gpus_per_node": (
+                site.gpus_per_node,
+                job.gpus,
+                lambda node: node.gres.get(site.gres, 0),
+                site.gres,
+            ),
+            "cpus_per_node": (site.cpus_per_node, job.cpus, lambda node: node.cpus, "cores"),
+            "memory_gb": (site.memory_gb, job.memory, lambda node: node.memory, "MB of memory"),
+        }
+        for key, (value, least, have, unit) in wanted.items():
+            enough = sum(node.count for node in partition.nodes if have(node) >= least)
+            if enough < job.nodes:
+                most = max(have(node) for node in partition.nodes)
+                there = sum(node.count for node in partition.nodes)
+                raise refuse(
+                    key,
+                    value,
+                    f"{run.study}/{run.name} needs {job.nodes} nodes with {least} {unit} each, partition "
+                    f"{partition.name} has {enough} of them ({there} nodes, the largest with {most} {unit})",
+                    f"correct {key} or the partition, or use another scale",
+                )
+
+
+def runtime(site: Site, attempt: int, limit: int | None) -> int:
+    """Minutes of a training job: more at every attempt, but not more than its partition allows."""
+    return min(site.training_minutes * attempt, limit or site.training_minutes * attempt)
+
+
+def launch_command(job: Job | None, site: Site | None) -> str:
+    """Shell words to which the options of ``experiments.training.launch`` are added.
+
+    The site's own line of shell comes first, and the network card of NCCL and gloo.
+    """
+    launcher = "python -m experiments.training.launch"
+    if job is None or site is None:
+        return launcher
+    first = [site.setup] if site.setup else []
+    if site.network_interface:
+        first += [f"export {kind}_SOCKET_IFNAME={site.network_interface}" for kind in ("NCCL", "GLOO")]
+    return " && ".join([*first, launcher if job.nodes == 1 else _over_nodes(job, launcher)])
+
+
+def _over_nodes(job: Job, launcher: str) -> str:
+    """One launcher on each node, by ``srun``.
+
+    The launcher is torchrun's elastic agent, through its programming interface. The first task runs where ``srun``
+    does, on the first node of the allocation: that is where the agents meet. When one launcher fails ``srun`` ends the
+    others at once; when one has ended well the others have a minute.
+    """
+    first, ports = PORTS
+    meeting = f'"$SLURM_LAUNCH_NODE_IPADDR:$(({first} + SLURM_JOB_ID % {ports}))"'
+    task = f'exec {launcher} --nodes {job.nodes} --node "$SLURM_PROCID" --rendezvous {meeting} "$@"'
+    gres = f" --gres={job.gres}" if job.gres else ""
+    return (
+        f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus}{gres}"
+        f" --kill-on-bad-exit=1 --wait=60 bash -c '{task}' launch"
+    )
+
+
+def jobs_of(folder: Path) -> list[str]:
+    """Numbers of this user's jobs, waiting or running, that a Snakemake in ``folder`` has submitted."""
+    answer = ask("squeue", "--me", "--noheader", "--format", "%i|%k|%Z") or ""
+    jobs = [line.split("|", 2) for line in answer.splitlines() if line.count("|") >= 2]
+    # The comment is that of Snakemake's executor.
+    return [
+        number for number, comment, place in jobs if comment.startswith("rule_") and Path(place) == folder
+    ]
+
+
+def cancel_jobs(folder: Path) -> int:
+    """Cancel what a killed Snakemake has left in the queue, and wait for its end; returns how many jobs there were.
+
+    Raises:
+        UserError: if they do not end.
+    """
+    first = left = jobs_of(folder)
+    if left:
+        ask("scancel", *left)
+    deadline = time.monotonic() + CANCEL_SECONDS
+    while left:
+        if time.monotonic() > deadline:
+            raise UserError(f"jobs of a killed pipeline do not end: {', '.join(left)}", fix="scancel them")
+        time.sleep(1)
+        left = jobs_of(folder)
+    return len(first)
+
+
+@main_guard
+def profile() -> dict[str, Any]:
+    """The entries of Snakemake's profile that follow from the site; a mistake is one line and exit code 2."""
+    site = load_site()
+    check_site(site, partitions())
+    everywhere = {"slurm_account": site.account, "qos": site.qos}
+    default = {
+        "mem_mb": 4000,
+        # An expression of Snakemake's.
+        "runtime": f"{site.minutes} * attempt",
+        "slurm_partition": site.cpu_partition or site.partition,
+        **everywhere,
+    }
+    training = {"slurm_partition": site.partition, "gres": f"{site.gres}:1" if site.gpus_per_node else None}
+    return {
+        "jobs": site.jobs,
+        "retries": site.retries,
+        "default-resources": {key: value for key, value in default.items() if value is not None},
+        "evaluate": {key: value for key, value in training.items() if value is not None},
+        "status": status_command(),
+    }
+
+
+def status_command() -> str:
+    """Which command tells Snakemake the states of its jobs: squeue where it shows ended jobs for long enough.
+
+    Else sacct, which answers where there is accounting. But it calls a job ``CANCELLED by <user>``, which Snakemake's
+    executor (2.8.0) takes for a running one: after ``scancel`` it would wait for ever.
+    """
+    answer = ask("scontrol", "show", "config") or ""
+    remembered = re.search(r"^MinJobAge\s*=\s*(\d+)", answer, re.MULTILINE)
+    if remembered and int(remembered.group(1)) >= REMEMBERED_SECONDS:
+        return "squeue"
+    return "squeue" if ask("sacct", "-n", "-X", "-S", "now") is None else "sacct"

@@ -1,0 +1,72 @@
+"""Tables that follow from other tables: each is read only if it is as it was written.
+
+A table has its size and checksum beside it in a hidden file, ``.<name>.sum``, which is written after it. A table
+without one, such as those that are committed, has to end with its last line's end and to parse.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgc import manifest
+from edgc.errors import UserError
+from experiments.common.files import atomic_write
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def record_of(path: Path) -> Path:
+    """The file that holds a table's size and checksum."""
+    return path.with_name(f".{path.name}.sum")
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a table whole or not at all, and what it is checked by."""
+    record = record_of(path)
+    record.unlink(missing_ok=True)
+    atomic_write(path, content)
+    found = manifest.entry(path)
+    atomic_write(record, json.dumps({"bytes": found.bytes, "sha256": found.sha256}) + "\n")
+
+
+def damaged(path: Path, problem: str) -> UserError:
+    """The error about a table, with the file to delete."""
+    fix = "delete it and start again: it is made again"
+    return UserError(f"table is damaged: {path.name} {problem}", where=path, fix=fix)
+
+
+def check(path: Path) -> None:
+    """Compare a table with what was written.
+
+    Raises:
+        UserError: it was cut short or altered.
+    """
+    content = path.read_bytes()
+    if not content.endswith(b"\n"):
+        raise damaged(path, "is cut short" if content else "is empty")
+    try:
+        recorded = json.loads(record_of(path).read_text(encoding="utf-8"))
+        expected = manifest.Entry(recorded["bytes"], recorded["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # a table that was copied, or written by an earlier version
+    problem = manifest.problem(path, expected)
+    if problem is not None:
+        raise damaged(path, problem)
+
+
+def read(path: Path, **options: Any) -> pd.DataFrame:
+    """A table by pandas, whose ``options`` are given on.
+
+    Raises:
+        UserError: it was cut short or altered.
+    """
+    import pandas as pd
+
+    check(path)
+    try:
+        return pd.read_csv(path, **options)
+    except (ValueError, UnicodeDecodeError):  # pandas' errors about a file are of these
+        raise damaged(path, "is not a table") from None

@@ -1,0 +1,163 @@
+"""Reading a folder of prepared data: its facts, whether it is what a run asks for, and the text behind it.
+
+Written by :mod:`experiments.data`; see there for the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgc.errors import UserError
+from experiments.common.yaml_settings import load_yaml, validate
+from experiments.data import integrity
+from experiments.data.corpus import SPLITS, Document, normalise, open_source
+from experiments.data.integrity import FILES, INDEX_CACHE
+from experiments.spec.settings import DataConfig
+
+FORMAT = 1
+LAST = "vocab_size"  # key of data.yaml that is written last: a file that was cut short lacks it
+__all__ = [
+    "FORMAT",
+    "INDEX_CACHE",
+    "DataInfo",
+    "check_config",
+    "check_whole",
+    "load_info",
+    "recorded",
+    "texts",
+]
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What ``data.yaml`` says about a prepared folder; counts are per split, sizes in bytes of UTF-8 text.
+
+    ``identity`` is the source's digest before reading it through; ``fingerprint`` covers every document, its
+    split and the tokenizer, so equal fingerprints mean equal training data. ``files`` holds size and SHA-256 of
+    each file; it is empty where the folder was written by a version that did not record them.
+    """
+
+    format: int
+    config: dict[str, Any]
+    python: str
+    identity: str
+    fingerprint: str
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    bytes: dict[str, int]
+    vocab_size: int
+    special_tokens: dict[str, int]
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return str(self.config["source"])
+
+    @property
+    def tokens_per_byte(self) -> float:
+        return sum(self.tokens.values()) / sum(self.bytes.values())
+
+    def content(self) -> dict[str, Any]:
+        """What ``data.yaml`` holds, in the order in which it is written."""
+        values = {"source": self.source, **asdict(self)}
+        return {key: values[key] for key in sorted(values, key=lambda key: key == LAST)}
+
+
+def load_info(folder: Path) -> DataInfo:
+    """Read ``data.yaml`` of a prepared folder.
+
+    Raises:
+        UserError: the folder is missing, incomplete or of another format.
+    """
+    path = folder / "data.yaml"
+    fix = "prepare it: python -m experiments.data prepare --scale <scale> --name " + folder.name
+    if not path.is_file():
+        raise UserError("prepared data is missing", where=folder, fix=fix)
+    values = load_yaml(path)
+    if values.get("format") != FORMAT:
+        raise UserError(f"data.yaml has format {values.get('format')}, not {FORMAT}", where=path, fix=fix)
+    try:
+        values = {key: value for key, value in values.items() if key != "source"}
+        info = DataInfo(**values)
+    except TypeError:
+        raise UserError("data.yaml lacks or has unknown keys", where=path, fix=fix) from None
+    if not path.read_bytes().endswith(b"\n"):
+        raise integrity.damaged(path, "is cut short")
+    return info
+
+
+def check_whole(
+    folder: Path, info: DataInfo, names: Iterable[str] = FILES, *, checksums: bool = True
+) -> None:
+    """Compare the files of ``folder``, or those called ``names``, with what ``info`` says of them.
+
+    Without ``checksums`` only sizes are compared.
+
+    Raises:
+        UserError: naming the first file that is missing, cut short or altered, and the folder to delete.
+    """
+    try:
+        integrity.check(folder, info, names, checksums)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise integrity.damaged(folder / "data.yaml", "has entries that are no counts") from None
+
+
+def check_config(info: DataInfo, config: DataConfig, folder: Path) -> None:
+    """Raise ``UserError`` when ``folder`` was prepared with other settings than a run asks for."""
+    for key, wanted in recorded(config).items():
+        if info.config.get(key) != wanted:
+            message = f"data.{key} = {wanted!r}, but the folder was prepared with {info.config.get(key)!r}"
+            raise UserError(
+                message, where=folder / "data.yaml", fix="prepare it again or use another data.path"
+            )
+
+
+def texts(folder: Path, split: str) -> Iterator[Document]:
+    """Regenerate the documents of ``split`` from the source of ``folder``, in the same order.
+
+    Raises:
+        UserError: the source no longer yields the documents that were prepared.
+    """
+    if split not in SPLITS:
+        raise UserError(f"unknown split {split!r}", fix=f"use one of {', '.join(SPLITS)}")
+    info = load_info(folder)
+    config = validate(DataConfig, info.config, folder / "data.yaml")
+    fix = "restore the source (same files, same Python version) or prepare the data again"
+    changed = UserError(f"the source has changed since the {split} split was prepared", where=folder, fix=fix)
+    with (folder / "documents.jsonl").open(encoding="utf-8") as lines:
+        expected = (row for row in map(json.loads, lines) if row["split"] == split)
+        source = open_source(config)
+        for document in source.documents():
+            if source.split_of(document) != split:
+                continue
+            row = next(expected, None)
+            if row is None or (row["path"], row["sha256"]) != (document.path, document.sha256):
+                raise changed
+            yield document
+        if next(expected, None) is not None:
+            raise changed
+
+
+def recorded(config: DataConfig) -> dict[str, Any]:
+    """The settings that decide what a prepared folder holds."""
+    return normalise(config).model_dump(exclude={"path"})
+
+
+def up_to_date(folder: Path, config: DataConfig, identity: str) -> DataInfo | None:
+    """The folder's info if it holds what ``config`` and the source would give, every file at full size."""
+    try:
+        info = load_info(folder)
+        check_config(info, config, folder)
+    except UserError:
+        return None
+    if info.identity != identity:
+        return None
+    try:
+        check_whole(folder, info)
+    except UserError:
+        return None
+    return info

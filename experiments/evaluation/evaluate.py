@@ -1,0 +1,256 @@
+"""Zero-shot evaluation of exported models with lm-eval, offline, and the study's table.
+
+A (model, task) pair is evaluated once: its folder holds lm-eval's own ``results.json`` unchanged, the
+results per sample, and the hash of everything that went in; the pair is evaluated again only when that hash
+changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import io
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.files import atomic_write, check_writable
+from experiments.common.processes import die_with_parent
+from experiments.evaluation.inputs import Model, Row, TaskFile, digest, read_models, read_tasks
+from experiments.evaluation.standard_data import read_standard
+from experiments.evaluation.statistics import load_equivalence
+from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings, write_csv
+from experiments.spec.task_catalogue import standard_tasks
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "DISABLE_MULTIPROC": "1",  # lm-eval's bootstrap: a pool costs more than it saves here
+}
+BOOTSTRAP, SEED, DTYPE = (
+    1000,
+    1234,
+    "float32",
+)  # 0 iterations drop the standard errors, lm-eval's 100 000 take long
+
+
+def inputs(model: Model, task: TaskFile, batch_size: int) -> Row:
+    """Everything that decides the outcome of one evaluation."""
+    versions = {
+        name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "tokenizers", "torch")
+    }
+    settings = {"bootstrap_iters": BOOTSTRAP, "seed": SEED, "dtype": DTYPE, "batch_size": batch_size}
+    total = digest(model.digest, task.digest, task.name, json.dumps([settings, versions], sort_keys=True))
+    return {"digest": total, "settings": settings, "versions": versions}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back what is printed (lm-eval draws a bar for every document); print it when the body fails."""
+    held = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(held), contextlib.redirect_stderr(held):
+            yield
+    except BaseException:
+        print(held.getvalue(), file=sys.stderr)
+        raise
+
+
+def is_done(folder: Path, wanted: Row) -> bool:
+    """Whether ``folder`` holds the finished evaluation of the same inputs."""
+    try:
+        found = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(found.get("digest") == wanted["digest"]) and (folder / "results.json").is_file()
+
+
+@dataclass(frozen=True)
+class Work:
+    """How evaluations are made: ``folders`` hold the task files, results go below ``out``."""
+
+    folders: tuple[Path, ...]
+    out: Path
+    batch_size: int = 1
+    device: str = "auto"
+
+    def pending(self, model: Model, tasks: Sequence[TaskFile]) -> list[TaskFile]:
+        """What is not done yet of a model that was trained to its end."""
+        if not model.info["model"]:
+            return []
+        places = ((task, self.out / model.name / task.name) for task in tasks)
+        return [task for task, place in places if not is_done(place, inputs(model, task, self.batch_size))]
+
+
+def evaluate(models: Sequence[Model], tasks: Sequence[TaskFile], work: Work, processes: int = 1) -> int:
+    """Evaluate what is not done yet, ``processes`` models at a time; returns the number of evaluations."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    pending = [(model, found) for model in models if (found := work.pending(model, tasks))]
+    if not pending:
+        return 0
+    work = replace(work, device=chosen_device(work.device))
+    with Progress(console=Console(file=sys.stderr)) as progress, contextlib.ExitStack() as stack:
+        bar = progress.add_task("evaluate", total=sum(len(found) for _, found in pending))
+        if processes > 1 and len(pending) > 1 and work.device == "cpu":
+            # Not forked: lm-eval's libraries have threads.
+            context = multiprocessing.get_context("spawn")
+            threads = max(1, (os.cpu_count() or 1) // processes)
+            pool = ProcessPoolExecutor(min(processes, len(pending)), context, _limit_threads, (threads,))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            jobs = {pool.submit(_all_of, model, found, work): model for model, found in pending}
+            for job in as_completed(jobs):
+                progress.update(bar, advance=job.result(), description=jobs[job].name)
+        else:
+            for model, found in pending:
+                for task in evaluations(model, found, work):
+                    progress.update(bar, advance=1, description=f"{model.name} {task.name}")
+    return sum(len(found) for _, found in pending)
+
+
+def _limit_threads(threads: int) -> None:
+    import torch
+
+    die_with_parent(signal.SIGKILL)()
+    torch.set_num_threads(threads)
+
+
+def _all_of(model: Model, tasks: Sequence[TaskFile], work: Work) -> int:
+    return sum(1 for _ in evaluations(model, tasks, work))
+
+
+@functools.cache
+def task_manager(folders: tuple[Path, ...]) -> Any:
+    """lm-eval's index of the task files in ``folders``, made once a process, with what it says held back."""
+    import transformers
+    from lm_eval.tasks import TaskManager
+    from torch.utils import collect_env
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it reports every context that it cuts
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # The environment that every result names: lm-eval asks pip and others for it, seconds each time.
+    collect_env.get_pretty_env_info = functools.cache(collect_env.get_pretty_env_info)
+    return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+
+
+def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator[TaskFile]:
+    """Evaluate a model on ``tasks``; yields each when its folder is written."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import handle_non_serializable
+
+    seeds = dict.fromkeys(
+        ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED
+    )
+    encode: dict[str, Any] = {"default": handle_non_serializable, "ensure_ascii": False}
+    manager = task_manager(work.folders)
+    lm = HFLM(pretrained=str(model.path), device=work.device, dtype=DTYPE, batch_size=work.batch_size)
+    for task in tasks:
+        started = time.perf_counter()
+        with quiet():
+            results = simple_evaluate(
+                model=lm,
+                tasks=[task.name],
+                task_manager=manager,
+                bootstrap_iters=BOOTSTRAP,
+                log_samples=True,
+                **seeds,
+            )
+        samples = results.pop("samples")[task.name]
+        target = work.out / model.name / task.name
+        (target / "inputs.json").unlink(missing_ok=True)
+        atomic_write(target / "results.json", json.dumps(results, indent=1, **encode) + "\n")
+        lines = "".join(json.dumps(row, **encode) + "\n" for row in samples)
+        atomic_write(target / "samples.jsonl", lines)
+        # Not part of the digest: what a GPU node has evaluated is not done again where there is none.
+        record = inputs(model, task, work.batch_size) | {
+            "device": work.device,
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        atomic_write(target / "inputs.json", json.dumps(record, indent=1) + "\n")
+        yield task
+
+
+def chosen_device(device: str) -> str:
+    """``auto`` is a GPU if there is one.
+
+    Raises:
+        UserError: a GPU is asked for and there is none.
+    """
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no GPU", fix="use --device auto or cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+@main_guard
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluate exported models on lm-eval tasks, without network, and write table.csv."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.evaluation.evaluate", description=main.__doc__
+    )
+    parser.add_argument(
+        "--models", type=Path, nargs="+", required=True, metavar="DIR", help="exported folders"
+    )
+    parser.add_argument(
+        "--tasks-dir", type=Path, metavar="DIR", help="made by experiments.evaluation.tasks.make"
+    )
+    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="default: every task of the folder")
+    parser.add_argument(
+        "--standard", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval, fetched beforehand"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the study")
+    # One by one, as lm-eval by itself does: padding within a batch changes last digits, and what shares a batch
+    # depends on the tasks that are asked for together.
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="models at a time on a CPU (default: 1)"
+    )
+    options = parser.parse_args(arguments)
+    for key in ("batch_size", "processes"):
+        value = getattr(options, key)
+        if value < 1:
+            fix = "use a whole number of at least 1"
+            raise UserError(f"--{key.replace('_', '-')} {value} is not valid", fix=fix)
+    if options.tasks_dir is None and (options.tasks or not options.standard):
+        raise UserError("no tasks given", fix="give --tasks-dir, --standard or both")
+    os.environ.update(OFFLINE)  # before anything imports the hub's client
+    tasks = read_tasks(options.tasks_dir, options.tasks) if options.tasks_dir else []
+    tasks += read_standard(options.standard)
+    folders = [*filter(None, [options.tasks_dir])]
+    folders += dict.fromkeys(task.folder for task in standard_tasks(options.standard))
+    models = read_models(options.models)
+    rule = load_equivalence()
+    check_writable(options.out)
+    work = Work(tuple(folders), options.out, options.batch_size, options.device)
+    count = evaluate(models, tasks, work, options.processes)
+    write_csv(options.out / "timings.csv", ("run", "task", "seconds"), timings(models, tasks, options.out))
+    write_csv(options.out / "summary.csv", SUMMARY_COLUMNS, summary(models, tasks, options.out, rule))
+    write_csv(options.out / "table.csv", COLUMNS, table(models, tasks, options.out, rule))
+    total = sum(bool(model.info["model"]) for model in models) * len(tasks)
+    print(f"{options.out / 'table.csv'}: {count} evaluations done, {total - count} taken from earlier ones")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""From a Megatron checkpoint to a Hugging Face GPT-2 folder that `transformers` and `lm_eval` load.
+
+The checkpoint of any tensor and pipeline split is read in one process, into one unsplit model; that model and
+the exported one must give the same logits, or nothing is published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from edgc import manifest
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.files import check_writable
+from experiments.common.yaml_settings import load_yaml
+from experiments.data.folder import check_whole, load_info
+from experiments.evaluation.gpt2 import largest_difference, to_gpt2
+from experiments.evaluation.inputs import READ
+from experiments.spec.settings import ParallelConfig, RunConfig, recorded
+from experiments.training import outputs
+from experiments.training.run_folder import STATUSES
+
+TOLERANCE = 1e-4  # largest absolute difference of a logit, fp32
+MARKER = "run.json"  # in every exported folder, also of runs that left no model
+
+
+def check_run(folder: Path) -> tuple[RunConfig, str]:
+    """Settings and status of a finished run folder, both files that describe the model agreeing.
+
+    Raises:
+        UserError: unfinished run, another architecture, or a checkpoint of other settings.
+    """
+    status_file, checkpoint = folder / "status", folder / "checkpoint"
+    if not status_file.exists():
+        raise UserError("the run is not finished: no status file", where=folder, fix="train it first")
+    status = status_file.read_text(encoding="utf-8").strip()
+    if status not in STATUSES:
+        raise UserError(f"unknown status {status!r}", where=status_file, fix=f"known: {', '.join(STATUSES)}")
+    config = read_config(folder / "run.yaml")
+    if config.model.architecture != "gpt":
+        fix = "only gpt runs become GPT-2"
+        raise UserError(
+            f"model.architecture = {config.model.architecture!r} cannot be exported", where=folder, fix=fix
+        )
+    if config.model.experts is not None:
+        raise UserError(
+            f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts",
+            where=folder,
+            fix="only runs without experts become GPT-2",
+        )
+    if status == "ok":
+        if not (checkpoint / "run.yaml").exists():
+            fix = "set train.checkpoint: true in the study and train again"
+            raise UserError("the run left no checkpoint", where=checkpoint, fix=fix)
+        outputs.check(folder, ("checkpoint/", "run.yaml"))
+        saved = read_config(checkpoint / "run.yaml")
+        if saved.model != config.model:
+            keys = [key for key, value in saved.model if value != getattr(config.model, key)]
+            fix = "a checkpoint is exported only with its own settings; train again"
+            raise UserError(
+                f"model.{keys[0]} differs from the checkpoint's", where=folder / "run.yaml", fix=fix
+            )
+    return config, status
+
+
+def read_config(path: Path) -> RunConfig:
+    """The settings in a ``run.yaml``, without the provenance."""
+    return recorded(load_yaml(path), path)
+
+
+def read_tokenizer(data: Path, config: RunConfig, recorded: str | None) -> tuple[Any, int]:
+    """(``PreTrainedTokenizerFast``, end-of-text id) of a data folder that must be the run's own."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    from experiments.data.tokenizer import END_OF_TEXT
+
+    info, path = load_info(data), data / "tokenizer.json"
+    if recorded is not None and info.fingerprint != recorded:
+        fix = "use the data folder that the run was trained on"
+        raise UserError(
+            "the data's fingerprint is not the one recorded by the run", where=data / "data.yaml", fix=fix
+        )
+    check_whole(data, info, (path.name,))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise UserError(f"not a tokenizer file: {error}", where=path, fix="prepare the data again") from None
+    size = tokenizer.get_vocab_size()
+    if size != info.vocab_size:
+        message = f"the tokenizer has {size} tokens, data.yaml says {info.vocab_size}"
+        raise UserError(message, where=path, fix="prepare the data again")
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    if end_of_text is None:
+        raise UserError(f"the tokenizer has no {END_OF_TEXT}", where=path, fix="prepare the data again")
+    pad = "[PAD]" if tokenizer.token_to_id("[PAD]") is not None else END_OF_TEXT
+    fast = PreTrainedTokenizerFast(
+        tokenizer_file=str(path),
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=pad,
+        model_max_length=config.model.sequence_length,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # as in training: a special token spelled out in a text is ordinary text
+    )
+    return fast, end_of_text
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[None]:
+    """A world of one, so that Megatron's model can be built and its checkpoint read without a launcher."""
+    import torch.distributed as dist
+
+    from edgc.megatron import cpu_shims
+
+    cpu_shims.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel(1, 1)
+        tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
+    """The unsplit fp32 model of a checkpoint of any split; call it inside :func:`single_process`.
+
+    Raises:
+        UserError: the checkpoint is unreadable, of another model or of another vocabulary.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
+
+    from experiments.spec.settings import padded_vocabulary
+    from experiments.training.model import build_model
+
+    alone = config.model_copy(
+        update={
+            "parallel": ParallelConfig(),
+            "train": config.train.model_copy(update={"precision": "fp32"}),
+            "model": config.model.model_copy(update={"dropout": 0.0}),
+        }
+    )
+    model = build_model(alone, vocab_size)
+    try:
+        saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
+        # Checked here because Megatron loads an embedding of any number of rows, filling up or cutting off.
+        rows = saved["embedding.word_embeddings.weight"].global_shape[0]
+        if rows != padded_vocabulary(vocab_size, config.parallel.tensor):
+            fix = "use the data folder that the run was trained on"
+            raise UserError(
+                f"{rows} embedding rows do not fit {vocab_size} tokens", where=checkpoint, fix=fix
+            )
+        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))["model"]
+    except (
+        CheckpointingException,
+        CheckpointException,
+        OSError,
+        KeyError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:240]
+        message = f"the checkpoint does not hold this model: {reason}"
+        raise UserError(message, where=checkpoint, fix="train the run again") from None
+    model.load_state_dict(state)
+    return model
+
+
+@contextlib.contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces ``path`` on success; on failure ``path`` stays as it was."""
+    check_writable(path.parent)
+    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.exists():
+            path.replace(old)
+        temporary.replace(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
+    """Export one run folder to ``out``; returns what is written to its ``run.json``.
+
+    A run that ended as diverged, failed or interrupted gets a folder with ``run.json`` only, so that it keeps
+    its rows in the tables.
+    """
+    config, status = check_run(folder)
+    summary = {
+        "study": config.study,
+        "run": config.name,
+        "variant": config.variant,
+        "label": config.label,
+        "seed": config.seed,
+        "scale": config.scale,
+        "method": config.edgc.method,
+        "status": status,
+        "model": status == "ok",
+        "largest_logit_difference": None,
+    }
+    if status != "ok":
+        with fresh_folder(out) as temporary:
+            (temporary / MARKER).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        return summary
+    recorded = load_yaml(folder / "run.yaml").get("provenance", {}).get("data_fingerprint")
+    tokenizer, end_of_text = read_tokenizer(data, config, recorded)
+    model = load_model(folder / "checkpoint", config, len(tokenizer))
+    exported = to_gpt2(
+        model, vocab_size=len(tokenizer), activation=config.model.activation, end_of_text=end_of_text
+    )
+    difference = largest_difference(model, exported)
+    if not difference <= TOLERANCE:
+        raise RuntimeError(
+            f"{folder}: exported logits differ by {difference:.2e} > {TOLERANCE:.0e}; nothing published"
+        )
+    summary["largest_logit_difference"] = difference
+    with fresh_folder(out) as temporary:
+        exported.save_pretrained(temporary, safe_serialization=True)
+        tokenizer.save_pretrained(temporary)
+        summary["files"] = {name: asdict(manifest.entry(temporary / name)) for name in READ}
+        (temporary / MARKER).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return summary
+
+
+@main_guard
+def main(arguments: list[str] | None = None) -> None:
+    """Export run folders, several in one process because its imports take longer than the work."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.evaluation.export", description=main.__doc__)
+    parser.add_argument("--run-folder", type=Path, nargs="+", required=True, metavar="DIR")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="prepared data that the runs used"
+    )
+    parser.add_argument(
+        "--out", type=Path, nargs="+", required=True, metavar="DIR", help="one for each run folder"
+    )
+    options = parser.parse_args(arguments)
+    if len(options.run_folder) != len(options.out):
+        fix = "give one --out folder for each --run-folder"
+        raise UserError(
+            f"{len(options.run_folder)} run folders but {len(options.out)} output folders", fix=fix
+        )
+    for folder in options.run_folder:
+        check_run(folder)  # all bad input is found before anything is written
+    warnings.filterwarnings(
+        "ignore", module="megatron|torch"
+    )  # deprecations inside Megatron, one screen a model
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with single_process():
+        for folder, out in zip(options.run_folder, options.out, strict=True):
+            summary = export(folder, options.data, out)
+            found = summary["largest_logit_difference"]
+            note = f"logits equal within {found:.1e}" if found is not None else "no model"
+            print(f"{folder} -> {out}: {summary['status']}, {note}")
+
+
+if __name__ == "__main__":
+    main()

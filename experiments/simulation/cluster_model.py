@@ -1,0 +1,206 @@
+"""Tables of a cluster that we do not have: what each method would send in a step, and how long it would take.
+
+Everything timed here is simulated and says so. The inputs are the ``cluster:`` section of a study file, each
+with its source and kind (measured, cited or assumed); the formulas and what they leave out: ``cluster_cost``.
+
+``python -m experiments.simulation.cluster_model --study gpt2_2p5b_v100 --out results/ci/gpt2_2p5b_v100``
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from experiments.common.cli import main_guard
+from experiments.common.files import atomic_write, check_writable
+from experiments.common.written_tables import write_text
+from experiments.simulation import cluster_step, rank_trace
+from experiments.simulation.cost import KIND, RANK_MULTIPLE, Model, StageCost, reduction
+from experiments.simulation.inputs import groups_sharing_a_node, load_cluster
+from experiments.simulation.placement import FP32_BYTES, allocated_parameters, build, study_run, study_shape
+from experiments.spec.matrix import load_study, study_path
+
+EFFICIENCIES = (0.3, 0.5, 0.7)  # shares of the peak at which the largest possible saving is told
+
+
+def load_model(study: str) -> Model:
+    """The model of ``study`` at the first bandwidth of its sweep."""
+    cluster = load_cluster(study)
+    run, shape = study_run(study), study_shape(study)
+    sharing = groups_sharing_a_node(
+        shape, cluster.nodes.value, cluster.gpus_per_node.value, study_path(study)
+    )
+    gbits = cluster.network.node_gbits_per_second.value[0]
+    return Model(shape, build(shape), cluster, sharing, run.micro_batches, run.train.micro_batch, gbits)
+
+
+def sweep(model: Model) -> Iterator[Model]:
+    """The model at every bandwidth of the study."""
+    for gbits in model.cluster.network.node_gbits_per_second.value:
+        yield replace(model, gbits=gbits)
+
+
+def table(model: Model) -> list[dict[str, Any]]:
+    """One row per bandwidth, method and stage, and one for the stage that takes longest (``slowest``)."""
+    rows = []
+    for at in sweep(model):
+        base = [(at.none(stage), at.other(stage)) for stage in at.stages]
+        for name, (rank, cost) in at.methods().items():
+            lines = [(str(s.stage), cost(s), *base[i]) for i, s in enumerate(at.stages)]
+            longest = max(lines, key=lambda line: line[1].seconds)
+            slowest_base = max(base, key=lambda pair: pair[0].seconds)[0]
+            lines.append(("slowest", longest[1], slowest_base, longest[3]))
+            for stage, this, none, other in lines:
+                saved = {
+                    "communication": reduction(this.communication, none.communication),
+                    "with_compress": reduction(this.seconds, none.seconds),
+                    "all": reduction(this.seconds + other, none.seconds + other),
+                }
+                rows.append(
+                    {
+                        "method": name,
+                        "rank": "" if rank is None else rank,
+                        "gbits_per_second": f"{at.gbits:g}",
+                        "stage": stage,
+                        "bytes": round(this.bytes),
+                        "seconds_communication": f"{this.communication:.9g}",
+                        "seconds_compress": f"{this.compress:.9g}",
+                        "seconds_other": f"{other:.9g}",
+                        **{f"reduction_{what}_percent": f"{value:.4f}" for what, value in saved.items()},
+                        "kind": KIND,
+                    }
+                )
+    return rows
+
+
+def stage_table(model: Model) -> list[dict[str, Any]]:
+    """One row per stage: what one GPU of it holds and sends uncompressed. Exact, not simulated."""
+    rows = []
+    for stage in model.stages:
+        shapes: dict[tuple[int, int], int] = {}
+        for matrix in stage.matrices:
+            shapes[matrix] = shapes.get(matrix, 0) + 1
+        rows.append(
+            {
+                "stage": stage.stage,
+                "layers": stage.layers,
+                "parameters": stage.parameters,
+                "matrices": len(stage.matrices),
+                "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in shapes.items()),
+                "bytes_dense": stage.dense_payload().bytes,
+                "bytes_dense_rest": FP32_BYTES * stage.dense_rest,
+                "memory_bytes": stage.memory().total,
+                "kind": "computed",
+            }
+        )
+    return rows
+
+
+def bandwidth_where(model: Model, cost: Callable[[Model], StageCost], percent: float) -> float | None:
+    """Gbit/s per node up to which a method of fixed size saves ``percent``, its compression time counted.
+
+    What it saves falls as the network gets faster, so bisection finds the point; None if it is not reached
+    even at 1 Mbit/s, infinity if still at 1 Pbit/s.
+    """
+
+    def saves(gbits: float) -> bool:
+        at = replace(model, gbits=gbits)
+        return reduction(at.slowest(cost(at)).seconds, at.slowest(at.none).seconds) >= percent
+
+    low, high = 1e-3, 1e6
+    if not saves(low):
+        return None
+    if saves(high):
+        return float("inf")
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if saves(middle) else (low, middle)
+    return low
+
+
+def edgc_at_claim(model: Model, percent: float) -> dict[str, Any]:
+    """The searched ranks, and the largest mean rank at which a whole run still saves ``percent``."""
+    ranks = model.edgc_ranks()
+    if ranks is None:
+        return {"r_min": None, "r_max": None, "mean_rank": None, "rank_for_claim": None}
+    limit = model.slowest(model.none).seconds
+
+    def saves(rank: int) -> bool:
+        return reduction(model.slowest(partial(model.edgc, rank=rank)).seconds, limit) >= percent
+
+    at_claim = next(filter(saves, range(ranks[2], 0, -RANK_MULTIPLE)), None)
+    return {"r_min": ranks[0], "r_max": ranks[2], "mean_rank": ranks[1], "rank_for_claim": at_claim}
+
+
+def summary(study: str, model: Model) -> dict[str, Any]:
+    """Totals, inputs with their sources, and where the paper's figure falls."""
+    percent = model.cluster.paper.reduction_percent.value
+    fixed: dict[str, Callable[[Model], StageCost]] = {
+        "bf16": lambda at: at.bf16, "topk": lambda at: at.topk,
+    }  # fmt: skip
+    for bits in (8, 4):
+        fixed[f"int{bits}"] = lambda at, bits=bits: partial(at.quantised, bits=bits)  # type: ignore[misc]
+    for rank in model.cluster.methods.powersgd_ranks.value:
+        fixed[f"powersgd_r{rank}"] = lambda at, rank=rank: partial(at.powersgd, rank=rank)  # type: ignore[misc]
+    reach = {name: bandwidth_where(model, cost, percent) for name, cost in fixed.items()}
+    shape = model.shape
+    return {
+        "study": study,
+        "title": load_study(study).title,
+        "kind": KIND,
+        "parameters": shape.unique_parameters,
+        "parameters_allocated": allocated_parameters(shape),
+        "parallel": {"tensor": shape.tensor, "pipeline": shape.pipeline, "data": shape.data},
+        "padded_vocabulary": shape.padded_vocab,
+        "groups_sharing_a_node": model.sharing,
+        "paper_reduction_percent": percent,
+        "paper_time_reduction_percent": model.cluster.paper.time_reduction_percent.value,
+        "share_of_step_in_uncompressed_reduction": {f"{at.gbits:g}": shares(at) for at in sweep(model)},
+        "gbits_up_to_which_the_paper_reduction_is_reached": {
+            name: "always" if value == float("inf") else None if value is None else float(f"{value:.6g}")
+            for name, value in reach.items()
+        },
+        "edgc": {f"{at.gbits:g}": edgc_at_claim(at, percent) for at in sweep(model)},
+        "inputs": model.cluster.model_dump(),
+    }
+
+
+def shares(model: Model) -> dict[str, float]:
+    """By the assumed share of the peak: what part of an uncompressed step no method could save more than."""
+    models = {value: cluster_step.with_efficiency(model, value) for value in EFFICIENCIES}
+    return {f"{v:g}": round(cluster_step.uncompressed_reduction_share(at), 6) for v, at in models.items()}
+
+
+def _csv(rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+@main_guard
+def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
+    """Write table.csv, stages.csv, steps.csv, traces.csv, moves.csv and summary.json (last) of a simulated cluster."""
+    model = load_model(study)
+    check_writable(out)
+    write_text(out / "table.csv", _csv(table(model)))
+    write_text(out / "stages.csv", _csv(stage_table(model)))
+    write_text(out / "steps.csv", _csv(cluster_step.table(sweep(model))))
+    traces, moves = rank_trace.tables(study, list(sweep(model)))
+    write_text(out / "traces.csv", _csv(traces))
+    write_text(out / "moves.csv", _csv(moves))
+    atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
+    print(f"{out}: table.csv stages.csv steps.csv traces.csv moves.csv summary.json ({KIND})")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,287 @@
+"""What one step's gradient communication costs on a described cluster: the plain alpha-beta estimate.
+
+The model, and what it leaves out:
+
+* A ring all-reduce of S bytes over W replicas takes ``2 (W-1) alpha + 2 (W-1)/W * S / b``; a ring all-gather
+  of S bytes per replica ``(W-1) alpha + (W-1) S / b``. alpha is the latency of one hop, b the bandwidth that
+  one group has.
+* Ranks are placed in Megatron's order (tensor fastest, then data, then pipeline), a tensor-parallel group
+  within a node. The data-parallel groups that leave a node at the same time share its bandwidth equally.
+* One message per reduction, no overlap with the backward pass, all stages start together: a stage's time is
+  what its reduction takes. PowerSGD reduces P with the dense rest, then Q.
+* Compression time is counted from operations at a stated throughput and kept apart from communication. What
+  the entropy estimate costs is left out.
+* Other traffic between nodes is kept apart too, as no method here compresses it: activations and their
+  gradients between stages, and the all-reduce of the tied embedding between the first and the last stage.
+* EDGC: r_max is the largest multiple of 4 at which compressed is not slower than uncompressed (arXiv
+  2511.10333, as in the authors' code) *under this model*, r_min a quarter of it; the mean rank is
+  assumed (ranks of the controller itself: :mod:`experiments.simulation.rank_trace`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from experiments.simulation.inputs import ClusterConfig
+from experiments.simulation.placement import FP32_BYTES, GPTShape, Payload, StageLayout
+
+KIND = "simulated"  # of every second that follows from this model
+RANK_MULTIPLE = 4  # paper: ranks move in multiples of 4
+
+
+def reduction(cost: float, reference: float) -> float:
+    """Percent saved; 0 where there is nothing to save (one replica)."""
+    return 100.0 * (1.0 - cost / reference) if reference else 0.0
+
+
+def all_reduce_seconds(size: float, world: int, latency: float, bandwidth: float) -> float:
+    """Ring all-reduce of ``size`` bytes; ``bandwidth`` in bytes/s each way, ``latency`` in s per hop."""
+    return 2 * (world - 1) * latency + 2 * (world - 1) / world * size / bandwidth
+
+
+def all_gather_seconds(size: float, world: int, latency: float, bandwidth: float) -> float:
+    """Ring all-gather where every replica contributes ``size`` bytes."""
+    return (world - 1) * (latency + size / bandwidth)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One stage, one step, one GPU: payload bytes, seconds of communication and of (de)compression."""
+
+    bytes: float
+    communication: float
+    compress: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.communication + self.compress
+
+    def mix(self, other: Cost, share: float) -> Cost:
+        """Mean over a run that spends ``share`` of its steps at ``other``."""
+        return self.times(1 - share) + other.times(share)
+
+    def times(self, factor: float) -> Cost:
+        return Cost(factor * self.bytes, factor * self.communication, factor * self.compress)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.bytes + other.bytes,
+            self.communication + other.communication,
+            self.compress + other.compress,
+        )
+
+
+StageCost = Callable[[StageLayout], Cost]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The estimate for one study at one bandwidth (Gbit/s per node)."""
+
+    shape: GPTShape
+    stages: tuple[StageLayout, ...]
+    cluster: ClusterConfig
+    sharing: int
+    micro_batches: int
+    micro_batch: int
+    gbits: float
+
+    def plain(self, **changes: Any) -> Model:
+        """Without what a subclass adds."""
+        return Model(**{field.name: getattr(self, field.name) for field in fields(Model)} | changes)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of one data-parallel group, one direction."""
+        return self.gbits * 1e9 / 8 / self.sharing
+
+    @property
+    def latency(self) -> float:
+        return self.cluster.network.latency_seconds.value
+
+    @property
+    def collective_latency(self) -> float:
+        """Seconds of an all-reduce that no bandwidth shortens."""
+        return 2 * (self.shape.data - 1) * self.latency
+
+    def _reduce(self, payload: Payload) -> float:
+        world = self.shape.data
+        return sum(all_reduce_seconds(m, world, self.latency, self.bandwidth) for m in payload.messages)
+
+    def _gather(self, size: float) -> float:
+        return all_gather_seconds(size, self.shape.data, self.latency, self.bandwidth)
+
+    def passes(self, entries: int, passes: float) -> float:
+        """Seconds to read or write ``entries`` fp32 numbers ``passes`` times."""
+        gpu = self.cluster.gpu
+        speed = gpu.memory_bytes_per_second.value * gpu.memory_efficiency.value
+        return FP32_BYTES * passes * entries / speed
+
+    def none(self, stage: StageLayout) -> Cost:
+        payload = stage.dense_payload()
+        return Cost(payload.bytes, self._reduce(payload))
+
+    def bf16(self, stage: StageLayout) -> Cost:
+        payload = stage.dense_payload(2)
+        passes = self.cluster.methods.memory_passes.value.bf16
+        return Cost(payload.bytes, self._reduce(payload), self.passes(stage.parameters, passes))
+
+    def quantised(self, stage: StageLayout, bits: int) -> Cost:
+        """Quantised reduce-scatter, requantised, all-gather: the traffic of a ring all-reduce.
+
+        ``bits`` per entry, one fp32 scale per block; the dense rest travels in fp32 with it.
+        """
+        matrices = sum(m * n for m, n in stage.matrices)
+        scales = -(-matrices // self.cluster.methods.int8_block.value)
+        payload = Payload((matrices * bits // 8 + FP32_BYTES * (scales + stage.dense_rest),))
+        passes = self.cluster.methods.memory_passes.value.int8
+        return Cost(payload.bytes, self._reduce(payload), self.passes(matrices, passes))
+
+    def topk(self, stage: StageLayout) -> Cost:
+        """Largest entries of every matrix as fp32 value and int32 index, all-gathered; dense rest reduced."""
+        share = self.cluster.methods.topk_fraction.value
+        entries = sum(m * n for m, n in stage.matrices)
+        kept = sum(max(1, round(share * m * n)) for m, n in stage.matrices)
+        sparse, dense = 2 * FP32_BYTES * kept, Payload((FP32_BYTES * stage.dense_rest,))
+        seconds = self._gather(sparse) + self._reduce(dense)
+        passes = self.cluster.methods.memory_passes.value.topk
+        return Cost(sparse + dense.bytes, seconds, self.passes(entries, passes))
+
+    def powersgd(
+        self, stage: StageLayout, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
+    ) -> Cost:
+        """Compression: four m x n x r products (P, Q, own error, result), a QR of P, passes, launches.
+
+        Matrices whose factors are not smaller go dense, unless ``always``; factors of ``factor_bytes`` an entry.
+        """
+        payload = stage.powersgd_payload(rank, always=always, factor_bytes=factor_bytes)
+        used = stage.factored(rank, always=always)
+        gpu = self.cluster.gpu
+        peak = gpu.fp32_flops.value
+        products = sum(8.0 * m * n * r for m, n, r in used) / (peak * gpu.gemm_efficiency.value)
+        qr = sum(4.0 * m * r**2 for m, _, r in used) / (peak * gpu.orthogonalise_efficiency.value)
+        entries = sum(m * n for m, n, _ in used)
+        passes = self.passes(entries, self.cluster.methods.memory_passes.value.powersgd)
+        launches = len(used) * gpu.seconds_per_matrix.value
+        return Cost(payload.bytes, self._reduce(payload), products + qr + passes + launches)
+
+    def other(self, stage: StageLayout) -> float:
+        """Seconds of pipeline transfers and of the tied embedding's all-reduce.
+
+        As with Megatron-LM's scatter-gather, a boundary tensor is sent once, split over tensor-parallel GPUs.
+        """
+        last = self.shape.pipeline - 1
+        sends = self.micro_batches * ((stage.stage < last) + (stage.stage > 0))
+        seconds = sends * self.transfer()
+        if stage.stage in (0, last):
+            seconds += self.tied_embedding()
+        return seconds
+
+    def active_weights(self, stage: StageLayout) -> float:
+        """Entries of the matrices that a token is multiplied with on one GPU of ``stage``."""
+        return stage.active_weights
+
+    def speed(self, stage: StageLayout) -> float:
+        """Of this stage's devices, as a share of that of the ``gpu`` section."""
+        return 1.0
+
+    def exchange(self, stage: StageLayout) -> float:
+        """Seconds in which a micro-batch's forward pass (and again its backward pass) waits for others' tokens."""
+        return 0.0
+
+    def transfer(self) -> float:
+        """Seconds of one micro-batch's activations, or their gradients, between two stages."""
+        entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden // self.shape.tensor
+        return self.latency + FP32_BYTES * entries / self.bandwidth
+
+    def tied_embedding(self) -> float:
+        """Seconds of the all-reduce between first and last stage; 0 where one device holds both ends."""
+        if not self.shape.tied or self.shape.pipeline == 1:
+            return 0.0
+        embedding = FP32_BYTES * self.shape.padded_vocab * self.shape.hidden // self.shape.tensor
+        return all_reduce_seconds(embedding, 2, self.latency, self.bandwidth)
+
+    def slowest(self, cost: StageCost) -> Cost:
+        """The cost of the stage that takes longest."""
+        return max((cost(stage) for stage in self.stages), key=lambda c: c.seconds)
+
+    def largest_useful_rank(self) -> int | None:
+        """Largest multiple of 4 at which PowerSGD is not slower than uncompressed; None if there is none.
+
+        Every matrix is factored, as where the paper times it; so time grows with the rank: bisected.
+        """
+        limit = self.slowest(self.none).seconds
+
+        def useful(k: int) -> bool:
+            return self.slowest(partial(self.powersgd, rank=RANK_MULTIPLE * k, always=True)).seconds <= limit
+
+        low, high = 0, max(min(m, n) for s in self.stages for m, n in s.matrices) // RANK_MULTIPLE + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if useful(middle) else (low, middle)
+        return RANK_MULTIPLE * low if low else None
+
+    def edgc_ranks(self) -> tuple[int, int, int] | None:
+        """(r_min, assumed mean, r_max), multiples of 4, or None where compression never pays."""
+        r_max, methods = self.largest_useful_rank(), self.cluster.methods
+        if r_max is None:
+            return None
+        r_min = _multiple(r_max / methods.r_min_divisor.value)
+        return r_min, _multiple(r_min + methods.mean_rank_position.value * (r_max - r_min)), r_max
+
+    def edgc(self, stage: StageLayout, rank: int) -> Cost:
+        """Mean over a whole run: uncompressed in the warm-up, ``rank`` afterwards."""
+        return self.powersgd(stage, rank).mix(self.none(stage), self.cluster.methods.warmup_fraction.value)
+
+    def methods(self, *, edgc: bool = True) -> dict[str, tuple[int | None, StageCost]]:
+        """Name -> (rank, cost of a stage), in the order of the tables; without EDGC no rank is looked for."""
+        found: dict[str, tuple[int | None, StageCost]]
+        found = {"none": (None, self.none), "bf16": (None, self.bf16)}
+        for rank in self.cluster.methods.powersgd_ranks.value:
+            found[f"powersgd_r{rank}"] = (rank, partial(self.powersgd, rank=rank))
+        ranks = (self.edgc_ranks() if edgc else None) or (None, None, None)
+        for name, edgc_rank in zip(("edgc_r_min", "edgc", "edgc_r_max"), ranks, strict=True):
+            found[name] = (edgc_rank, self.none if edgc_rank is None else partial(self.edgc, rank=edgc_rank))
+        for bits in (8, 4):
+            found[f"int{bits}"] = (None, partial(self.quantised, bits=bits))
+        # What this repository's own runs found best at few bytes: int8 factors of a middle rank.
+        rank = self.cluster.methods.quantised_factors_rank.value
+        found[f"factors_int8_r{rank}"] = (rank, partial(self.powersgd, rank=rank, factor_bytes=1))
+        return found | {"topk": (None, self.topk)}
+
+
+@dataclass(frozen=True)
+class Composed(Model, ABC):
+    """Costs that follow from those of plain models, in the same way for every method."""
+
+    @abstractmethod
+    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+        """Of ``stage``, given what ``cost`` says of a method on a plain model."""
+
+    def none(self, stage: StageLayout) -> Cost:
+        return self.composed(stage, lambda model, part: model.none(part))
+
+    def bf16(self, stage: StageLayout) -> Cost:
+        return self.composed(stage, lambda model, part: model.bf16(part))
+
+    def quantised(self, stage: StageLayout, bits: int) -> Cost:
+        return self.composed(stage, lambda model, part: model.quantised(part, bits))
+
+    def topk(self, stage: StageLayout) -> Cost:
+        return self.composed(stage, lambda model, part: model.topk(part))
+
+    def powersgd(
+        self, stage: StageLayout, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
+    ) -> Cost:
+        return self.composed(
+            stage,
+            lambda model, part: model.powersgd(part, rank, always=always, factor_bytes=factor_bytes),
+        )
+
+
+def _multiple(rank: float) -> int:
+    return max(RANK_MULTIPLE, RANK_MULTIPLE * round(rank / RANK_MULTIPLE))

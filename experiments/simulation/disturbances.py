@@ -1,0 +1,104 @@
+"""Clusters whose parts are not alike, or whose links are congested for a while: what each method saves. Simulated.
+
+Beside :mod:`experiments.simulation.cost`: the links over which a stage is reduced have a share of the bandwidth, or the
+devices of a stage a share of the speed, for the whole run or between two shares of it. EDGC's controller goes through
+the run as in :mod:`experiments.simulation.rank_trace`: it aligns the stages by the times that it measures, and measures
+again when they change (for the paper an open question). What that is worth, the same run without one of the two tells.
+Left out: links between stages keep their speed, and a measurement costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from edgc.errors import UserError
+from experiments.simulation.cluster_model import load_model
+from experiments.simulation.cost import KIND, Composed, Cost, Model, StageCost, reduction
+from experiments.simulation.placement import StageLayout
+from experiments.simulation.rank_trace import PATH, Course, edgc_run, follow, recorded
+from experiments.simulation.scenarios import Case, Scenarios
+
+# What the controller is kept from, by the name of the row.
+CONTROLLERS: dict[str, dict[str, Any]] = {
+    "edgc": {},
+    "edgc_measured_once": {"remeasure_above": None},
+    "edgc_unaligned": {"alignment": "off"},
+}
+
+
+@dataclass(frozen=True)
+class Uneven(Composed):
+    """Stages with a share of the bandwidth for their reductions, and of the speed of the device."""
+
+    links: tuple[float, ...] = ()
+    devices: tuple[float, ...] = ()
+
+    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+        found = cost(self.plain(gbits=self.gbits * self.links[stage.stage]), stage)
+        return replace(found, compress=found.compress / self.devices[stage.stage])
+
+    def speed(self, stage: StageLayout) -> float:
+        return self.devices[stage.stage]
+
+
+def course(even: Model, case: Case, iterations: int) -> Course:
+    """A run of a case: as ``even`` before and after it."""
+    ones = [1.0] * len(even.stages)
+    uneven = Uneven(**vars(even), links=tuple(case.links or ones), devices=tuple(case.devices or ones))
+    ends = ((case.start, even), (case.end, uneven), (1.0, even))
+    found: list[tuple[int, Model]] = []
+    for share, model in ends:
+        end = round(share * iterations)
+        if end > (found[-1][0] if found else 0):
+            found.append((end, model))
+    return Course(tuple(found))
+
+
+def table(scenarios: Scenarios) -> pd.DataFrame:
+    """One row per case, method and overlap: the mean step over the run, and what it saves of the uncompressed one.
+
+    ``measured`` is how often the controller has measured its times, ``mean_ranks`` per stage while it compressed.
+
+    Raises:
+        UserError: an entropy that was not recorded.
+    """
+    chosen = scenarios.disturbances
+    if chosen is None:
+        return pd.DataFrame()
+    even = replace(load_model(scenarios.of), gbits=chosen.gbits_per_second)
+    run, known = edgc_run(scenarios.of), recorded()
+    if chosen.entropy not in known:
+        fix = f"use one of {', '.join(known)}"
+        raise UserError(f"disturbances.entropy = {chosen.entropy!r} was not recorded", where=PATH, fix=fix)
+    entropy = known[chosen.entropy]
+    rows: list[dict[str, Any]] = []
+    for key, case in chosen.cases.items():
+        met = course(even, case, run.train.iterations)
+        traces = {
+            name: follow(met, entropy, replace(run.edgc, **changes)) for name, changes in CONTROLLERS.items()
+        }
+        about = {"case": key, "label": case.label, "gbits_per_second": chosen.gbits_per_second}
+        for overlap in (False, True):
+            base = met.mean_seconds(lambda model: model.none, overlap=overlap)
+            for name in ("none", *(name for name in scenarios.methods if name != "edgc")):
+                seconds = met.mean_seconds(partial(_method, name), overlap=overlap)
+                rows.append(about | {"overlap": overlap, "method": name} | _saved(seconds, base))
+            for name, trace in traces.items():
+                seconds = trace.mean_seconds(overlap=overlap)
+                ranks = "/".join(f"{trace.mean_rank(stage.stage):.4g}" for stage in even.stages)
+                row = about | {"overlap": overlap, "method": name} | _saved(seconds, base)
+                rows.append(row | {"measured": trace.measurements, "mean_ranks": ranks})
+    return pd.DataFrame(rows).assign(kind=KIND)
+
+
+def _method(name: str, model: Model) -> StageCost:
+    return model.methods(edgc=False)[name][1]
+
+
+def _saved(seconds: float, base: float) -> dict[str, float]:
+    return {"seconds_step": seconds, "saved_percent": reduction(seconds, base)}

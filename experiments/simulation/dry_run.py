@@ -1,0 +1,244 @@
+"""What each rank of a study would hold and send, before anybody has the GPUs.
+
+``python -m experiments.simulation.dry_run --study gpt2_2p5b_v100`` (or ``make dry-run STUDY=gpt2_2p5b_v100``) builds
+every pipeline stage for every method on the meta device, takes it through two steps
+(:mod:`experiments.simulation.virtual_rank`) and prints layers, parameters, memory and bytes sent per step, one line for
+ranks that are alike. The exit code is 0 whether it fits or not: that is an answer too.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.files import atomic_write
+from experiments.simulation import placement
+from experiments.simulation.activation_memory import stage_bytes
+from experiments.simulation.inputs import load_cluster
+from experiments.simulation.placement import GPTShape, StageLayout
+from experiments.spec import matrix
+from experiments.spec.settings import RunConfig
+
+if TYPE_CHECKING:
+    from experiments.simulation.virtual_rank import Step
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks of one method that are alike.
+
+    Attributes:
+        ranks: global ranks, ascending.
+        rank: of the low-rank approximation; None where there is none.
+        activations_by_formula: bytes, of all micro-batches in flight; against ``step.all_activations``.
+    """
+
+    method: str
+    label: str
+    rank: int | None
+    stage: int
+    layers: str
+    ranks: tuple[int, ...]
+    parameters: int
+    step: Step
+    activations_by_formula: float
+
+
+def ranks_of_stage(shape: GPTShape, stage: int) -> tuple[int, ...]:
+    """Global ranks in Megatron's order: tensor fastest, then data, then pipeline."""
+    size = shape.tensor * shape.data
+    return tuple(range(stage * size, (stage + 1) * size))
+
+
+def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
+    """One run of each variant that a dry run can follow, or the one called ``method``.
+
+    Raises:
+        UserError: the study has no runs at this scale, none called so, or one that a dry run cannot follow.
+    """
+    runs = {run.variant: run for run in reversed(matrix.runs(study, scale))}
+    where = matrix.study_path(study)
+    if not runs:
+        raise UserError(f"study {study} has no runs at scale {scale}", where=where, fix="use --scale paper")
+    if method is not None and method not in runs:
+        fix = f"use one of {', '.join(sorted(runs))}"
+        raise UserError(f"study {study} has no method {method!r}", where=where, fix=fix)
+    from experiments.simulation.virtual_rank import not_followed
+
+    wanted = list(reversed(runs.values())) if method is None else [runs[method]]
+    left_out = {run.variant: why for run in wanted if (why := not_followed(run))}
+    if method in left_out:
+        raise UserError(left_out[method], where=f"{study}, {method}", fix="choose another method")
+    for name, why in left_out.items():
+        print(f"left out: {runs[name].label} ({why})", file=sys.stderr)
+    return [run for run in wanted if run.variant not in left_out]
+
+
+def rank_of(run: RunConfig, asked: int) -> int | None:
+    """The rank that a step is looked at: the configured one, and ``asked`` where a controller decides it."""
+    config = run.edgc
+    if config.method == "edgc":
+        return config.r_max or asked
+    return config.rank if config.method == "powersgd" else None
+
+
+def look_at(run: RunConfig, shape: GPTShape, stage: StageLayout, asked: int) -> Row:
+    """The first rank of ``stage``, which stands for all: every tensor-parallel shard has the same shapes, and every
+    replica the same parameters."""
+    from experiments.simulation.virtual_rank import VirtualRank
+
+    ranks = ranks_of_stage(shape, stage.stage)
+    virtual = VirtualRank(run, ranks[0])
+    decided = rank_of(run, asked)
+    step = virtual.step(decided if run.edgc.method == "edgc" else None)
+    formula = virtual.in_flight * stage_bytes(run, stage.stage, shape.padded_vocab)
+    return Row(
+        run.variant, run.label, decided, stage.stage, stage.layers, ranks, stage.parameters, step, formula
+    )
+
+
+def rows(study: str, scale: str, *, method: str | None, rank: int, show: bool = True) -> Iterator[Row]:
+    """One row for each method and pipeline stage of ``study``."""
+    runs = chosen(study, scale, method)
+    shapes = [
+        placement.from_settings(run.model, run.parallel, run.data.vocab_size, str(matrix.study_path(study)))
+        for run in runs
+    ]
+    work = [
+        (run, shape, stage)
+        for run, shape in zip(runs, shapes, strict=True)
+        for stage in placement.build(shape)
+    ]
+    console = Console(stderr=True)
+    for run, shape, stage in track(
+        work, f"{study}: stages", console=console, disable=not show, transient=True
+    ):
+        yield look_at(run, shape, stage, rank)
+
+
+def as_csv(found: list[Row], memory: int | None, *, every_rank: bool, shape: GPTShape) -> str:
+    """All numbers, in bytes; a line for each row, or for each rank of it."""
+    lines = []
+    for row in found:
+        step = {key: value for key, value in asdict(row.step).items() if key != "parameters"}
+        for place in row.ranks if every_rank else row.ranks[:1]:
+            data, tensor = place // shape.tensor % shape.data, place % shape.tensor
+            lines.append(
+                {
+                    "method": row.method,
+                    "rank": "" if row.rank is None else row.rank,
+                    "global_rank": place,
+                    "data": data,
+                    "tensor": tensor,
+                    "pipeline": row.stage,
+                    "ranks_alike": len(row.ranks),
+                    "layers": row.layers,
+                    "parameters": row.parameters,
+                    "bytes_parameters": row.step.parameters,
+                    **{
+                        f"bytes_{k}" if k != "in_flight" else "micro_batches_in_flight": v
+                        for k, v in step.items()
+                    },
+                    "bytes_activations_in_flight": row.step.all_activations,
+                    "bytes_activations_by_formula": round(row.activations_by_formula),
+                    "bytes_total": row.step.total,
+                    "bytes_gpu": "" if memory is None else memory,
+                    "fits": "" if memory is None else str(row.step.total <= memory).lower(),
+                }
+            )
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def as_table(found: list[Row], title: str, memory: int | None, *, every_rank: bool, shape: GPTShape) -> Table:
+    """For people: GiB of memory, MB sent."""
+    columns = ["method", "r", "PP", "TP", "DP", "ranks", "layers", "parameters", "param.", "grad.", "Adam",
+               "activations", "by formula", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
+    table = Table(*columns, title=title)
+    for row in found:
+        step = row.step
+        places = [(r // shape.tensor % shape.data, r % shape.tensor) for r in row.ranks]
+        spans = [(str(t), str(d), "1") for d, t in places] if every_rank else [
+            (f"0-{shape.tensor - 1}", f"0-{shape.data - 1}", str(len(row.ranks)))
+        ]  # fmt: skip
+        work = step.total - step.kept - step.all_activations
+        sizes = (
+            step.parameters, step.gradients, step.optimizer, step.all_activations, row.activations_by_formula,
+            step.error_feedback, step.buffers, max(0, work), step.total,
+        )  # fmt: skip
+        numbers = [f"{size / GIB:.2f}" for size in sizes]
+        if memory is not None and step.total > memory:
+            numbers[-1] += " DOES NOT FIT"
+        for tensor, data, count in spans:
+            table.add_row(
+                row.label, "" if row.rank is None else str(row.rank), str(row.stage), tensor, data, count,
+                row.layers, f"{row.parameters:,}", *numbers, f"{step.sent / 1e6:.1f}",
+            )  # fmt: skip
+    return table
+
+
+def verdict(found: list[Row], memory: int, name: str) -> str:
+    """One sentence: whether every rank of every method fits, and which do not."""
+    size = f"{memory / GIB:g} GiB of a {name}"
+    large = [row for row in found if row.step.total > memory]
+    worst = max(found, key=lambda row: row.step.total)
+    most = f"the largest rank needs {worst.step.total / GIB:.2f} GiB ({worst.label}, stage {worst.stage})"
+    if not large:
+        return f"Fits into the {size}: {most}."
+    which = ", ".join(f"{row.label} on stage {row.stage}" for row in large)
+    return f"DOES NOT FIT into the {size}: {which}; {most}."
+
+
+@main_guard
+def main(
+    study: Annotated[str, typer.Option(help="A study with a `cluster` section.")],
+    scale: Annotated[str, typer.Option(help="Scale whose runs are looked at.")] = "paper",
+    method: Annotated[str | None, typer.Option(help="One variant of the study [all].")] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Rank where a controller decides it.")] = 64,
+    every_rank: Annotated[bool, typer.Option("--every-rank", help="A line for each rank.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the numbers, in bytes, as CSV.")] = None,
+) -> None:
+    """Print what each rank holds and sends; with --out also as CSV."""
+    gpu = load_cluster(study).gpu
+    shape = placement.study_shape(study)
+    found = list(rows(study, scale, method=method, rank=rank))
+    memory: Any = gpu.memory_bytes.value
+    parallel = f"TP{shape.tensor} PP{shape.pipeline} DP{shape.data}"
+    table = as_table(found, f"{study}: {parallel}, GiB per GPU", memory, every_rank=every_rank, shape=shape)
+    wide = Console(width=None if sys.stdout.isatty() else 240)
+    wide.print(table)
+    unique, allocated = shape.unique_parameters, placement.allocated_parameters(shape)
+    print(
+        f"{unique:,} parameters; {allocated:,} with vocabulary padding and the last stage's copy of the embedding"
+    )
+    print(verdict(found, memory, gpu.name.value))
+    print(
+        "Not counted: what CUDA, NCCL and the allocator keep for themselves, and scratch memory inside of kernels."
+    )
+    if out is not None:
+        atomic_write(out, as_csv(found, memory, every_rank=every_rank, shape=shape))
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # sizes alone are asked for, and GPUs may be busy
+    warnings.filterwarnings("ignore")  # about GPU packages that this program has no use for
+    typer.run(main)

@@ -1,0 +1,277 @@
+"""The ranks that EDGC would take on a described cluster: training's own controller, fed with recorded entropies.
+
+The controller (:class:`edgc.controller.Controller`) has the settings of the study's EDGC run. It is told the entropy
+that a small run had at the same share of its training (``recorded_entropy.csv``), the seconds of a reduction by
+:mod:`experiments.simulation.cost`, and those of backward by :mod:`experiments.simulation.cluster_step`; so it searches
+r_max, ends warm-up, moves stage 0 and aligns the other stages as it would there. Two things are assumed: that the
+entropy of a large model moves over a run as that of a model of a million parameters did, and that the network does not
+change.
+
+``python -m experiments.simulation.rank_trace TREND`` writes ``recorded_entropy.csv`` from the ``trend.csv`` of study
+``entropy_trend``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import typer
+
+from edgc.config import EDGCConfig
+from edgc.controller import Controller, Report
+from edgc.errors import UserError
+from edgc.policies import Ranks
+from experiments.common.cli import main_guard
+from experiments.common.files import atomic_write
+from experiments.simulation import cluster_step
+from experiments.simulation.cost import KIND, Cost, Model, StageCost, reduction
+from experiments.simulation.placement import StageLayout
+from experiments.spec import matrix
+from experiments.spec.settings import RunConfig
+
+PATH = Path(__file__).with_name("recorded_entropy.csv")
+GROUP, ENTROPY = "<layers>", "entropy_histogram"  # large models are nearly all layers
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Entropy in nats, measured at shares of a run, ascending in (0, 1]."""
+
+    shares: tuple[float, ...]
+    entropy: tuple[float, ...]
+
+    def mean(self, start: float, end: float) -> float:
+        """Of the line through what was measured, between two shares of a run; before the first as at the first."""
+        inside = [share for share in self.shares if start < share < end]
+        at = [start, *inside, end]
+        return float(np.trapezoid(np.interp(at, self.shares, self.entropy), at) / (end - start))
+
+
+def recorded() -> dict[str, Recorded]:
+    """The entropies of ``recorded_entropy.csv``, by the run that they are of."""
+    fix = "restore it from version control, or write it again: python -m experiments.simulation.rank_trace TREND"
+    try:
+        table = pd.read_csv(PATH, dtype={"run": str, "share": float, "entropy": float})
+        found = {
+            str(name): Recorded(tuple(rows["share"]), tuple(rows["entropy"]))
+            for name, rows in table.groupby("run", sort=False)
+        }
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"recorded entropies cannot be read: {error}", where=PATH, fix=fix) from None
+    lengths = {len(one.shares) for one in found.values()}
+    if (
+        len(lengths) != 1
+        or any(one.shares[-1] != 1.0 for one in found.values())
+        or table.isna().any(axis=None)
+    ):
+        raise UserError("recorded entropies are cut short: a run does not reach its end", where=PATH, fix=fix)
+    return found
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run meets: models of the same stages, each with the iteration up to which it holds."""
+
+    parts: tuple[tuple[int, Model], ...]
+
+    @property
+    def iterations(self) -> int:
+        return self.parts[-1][0]
+
+    @property
+    def stages(self) -> tuple[StageLayout, ...]:
+        return self.parts[0][1].stages
+
+    def part(self, iteration: int) -> int:
+        """Index of the part that holds at an iteration."""
+        return next(index for index, (end, _) in enumerate(self.parts) if iteration <= end)
+
+    def mean_seconds(self, method: Callable[[Model], StageCost], *, overlap: bool) -> float:
+        """Of a step with a method that does not change."""
+        total, before = 0.0, 0
+        for end, model in self.parts:
+            seconds = cluster_step.step(model, method(model), overlap=overlap).seconds
+            total, before = total + (end - before) * seconds, end
+        return total / self.iterations
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the controller decided in the course of a run.
+
+    Attributes:
+        spent: (part of the course, ranks of all stages; None: uncompressed) -> iterations.
+        moves: (iteration, phase, ranks) wherever one of the last two changed; the iteration is the first of them.
+        r_min, r_max: at the end; None where nothing is compressed.
+        measurements: how often the times of reductions were measured.
+    """
+
+    course: Course
+    spent: Mapping[tuple[int, Ranks], int]
+    moves: tuple[tuple[int, str, Ranks], ...]
+    r_min: int | None
+    r_max: int | None
+    measurements: int = 1
+
+    def share(self, stage: int, rank: int | None) -> float:
+        """Of the run, that ``stage`` spent at ``rank``."""
+        at_rank = sum(count for (_, ranks), count in self.spent.items() if ranks[stage] == rank)
+        return at_rank / self.course.iterations
+
+    def mean_rank(self, stage: int) -> float:
+        """While ``stage`` compressed; nan if it never did."""
+        found = [
+            (rank, count) for (_, ranks), count in self.spent.items() if (rank := ranks[stage]) is not None
+        ]
+        total = sum(count for _, count in found)
+        return sum(rank * count for rank, count in found) / total if total else float("nan")
+
+    def mean_cost(self, stage: StageLayout) -> Cost:
+        """Of a stage's reduction, over the whole run."""
+        found = Cost(0.0, 0.0)
+        for (part, ranks), count in self.spent.items():
+            cost = cost_at(self.course.parts[part][1], ranks, stage)
+            found += cost.times(count / self.course.iterations)
+        return found
+
+    def mean_seconds(self, *, overlap: bool) -> float:
+        """Of a step, over the whole run."""
+        total = 0.0
+        for (part, ranks), count in self.spent.items():
+            model = self.course.parts[part][1]
+            step = cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap)
+            total += count * step.seconds
+        return total / self.course.iterations
+
+
+def follow(course: Course, entropy: Recorded, config: EDGCConfig) -> Trace:
+    """Take a controller through a run."""
+    iterations = course.iterations
+    controller = Controller(config, [stage.matrices for stage in course.stages], iterations)
+    spent: Counter[tuple[int, Ranks]] = Counter()
+    measurements = 0
+    moves: list[tuple[int, str, Ranks]] = []
+    iteration = 1
+    while iteration <= iterations:
+        plan, part = controller.plan(iteration), course.part(iteration)
+        part_end, model = course.parts[part]
+        if not moves or moves[-1][1:] != (plan.phase, plan.ranks):
+            moves.append((iteration, plan.phase, plan.ranks))
+        until = iteration
+        if plan.exchange:
+            # The window's samples up to here.
+            start = (iteration - 1) // config.window * config.window
+            value = entropy.mean(start / iterations, iteration / iterations)
+            decision = controller.observe(iteration, report(model, controller, iteration, value))
+            measurements += decision is not None and bool(decision.timing)
+        elif plan.phase in ("active", "disabled"):
+            # There is nothing to time, so nothing is decided before the window ends (or, disabled, not even there).
+            end = -(-iteration // config.window) * config.window
+            until = max(iteration, min(end - 1, part_end))
+        spent[part, plan.ranks] += until - iteration + 1
+        iteration = until + 1
+    return Trace(course, spent, tuple(moves), controller.r_min, controller.r_max, measurements)
+
+
+def report(model: Model, controller: Controller, iteration: int, entropy: float) -> Report:
+    """What training on the cluster would tell the controller."""
+    plan, stages = controller.plan(iteration), model.stages
+    ratio = model.cluster.compute.backward_ratio.value
+    probe = reductions = None
+    if plan.probe_rank is not None:
+        probe = tuple(probed(model, stage, plan.probe_rank).seconds for stage in stages)
+    if controller.watches(iteration):
+        reductions = tuple(probed(model, stage, plan.ranks[stage.stage] or 0).seconds for stage in stages)
+    return Report(
+        (entropy,) * len(stages),
+        probe_seconds=probe,
+        backward_seconds=tuple(ratio * cluster_step.forward_seconds(model, stage) for stage in stages),
+        reduction_seconds=reductions,
+    )
+
+
+def probed(model: Model, stage: StageLayout, rank: int) -> Cost:
+    """What a timed reduction takes: at rank 0 an uncompressed one; otherwise every matrix is factored."""
+    return model.powersgd(stage, rank, always=True) if rank else model.none(stage)
+
+
+def cost_at(model: Model, ranks: Ranks, stage: StageLayout) -> Cost:
+    rank = ranks[stage.stage]
+    return model.none(stage) if rank is None else model.powersgd(stage, rank)
+
+
+def edgc_run(study: str) -> RunConfig:
+    """The run with EDGC of a paper-scale study."""
+    return next(run for run in matrix.runs(study, "paper") if run.edgc.method == "edgc")
+
+
+def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(a row per bandwidth and recorded entropy, a row per change of ranks) of a study's EDGC run."""
+    run = edgc_run(study)
+    # The network of the model does not change.
+    config, iterations = replace(run.edgc, remeasure_above=None), run.train.iterations
+    rows: list[dict[str, Any]] = []
+    moves: list[dict[str, Any]] = []
+    for at in models:
+        dense = at.slowest(at.none)
+        base = {overlap: cluster_step.step(at, at.none, overlap=overlap).seconds for overlap in (False, True)}
+        for name, entropy in recorded().items():
+            trace = follow(Course(((iterations, at),)), entropy, config)
+            slowest = at.slowest(trace.mean_cost)
+            steps = {overlap: trace.mean_seconds(overlap=overlap) for overlap in base}
+            about = {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}
+            rows.append(
+                about
+                | {"r_min": _text(trace.r_min), "r_max": _text(trace.r_max)}
+                | {"mean_ranks": "/".join(f"{trace.mean_rank(s.stage):.4g}" for s in at.stages)}
+                | {"share_uncompressed": f"{trace.share(0, None):.6g}"}
+                | {"share_at_r_max": f"{trace.share(0, trace.r_max) if trace.r_max else 0.0:.6g}"}
+                | {"share_at_r_min": f"{trace.share(0, trace.r_min) if trace.r_min else 0.0:.6g}"}
+                | {"bytes": round(slowest.bytes)}
+                | {"seconds_communication": f"{slowest.communication:.9g}"}
+                | {"seconds_compress": f"{slowest.compress:.9g}"}
+                | {"reduction_communication_percent": _saved(slowest.communication, dense.communication)}
+                | {"reduction_with_compress_percent": _saved(slowest.seconds, dense.seconds)}
+                | {"reduction_time_percent": _saved(steps[False], base[False])}
+                | {"reduction_time_overlap_percent": _saved(steps[True], base[True])}
+                | {"kind": KIND}
+            )
+            moves += [
+                about
+                | {"iteration": iteration, "share": f"{(iteration - 1) / iterations:.6g}", "phase": phase}
+                | {"ranks": "/".join("dense" if rank is None else str(rank) for rank in ranks), "kind": KIND}
+                for iteration, phase, ranks in trace.moves
+            ]
+    return rows, moves
+
+
+def _text(rank: int | None) -> str:
+    return "" if rank is None else str(rank)
+
+
+def _saved(cost: float, reference: float) -> str:
+    return f"{reduction(cost, reference):.4f}"
+
+
+def entropies(trend: pd.DataFrame) -> pd.DataFrame:
+    """Columns ``run``, ``share`` (of the run) and ``entropy`` (nats) of the layers' matrices."""
+    rows = trend[trend["group"] == GROUP]
+    share = rows["iteration"] / rows.groupby("variant")["iteration"].transform("max")
+    return pd.DataFrame({"run": rows["variant"], "share": share.round(6), "entropy": rows[ENTROPY].round(6)})
+
+
+@main_guard
+def main(trend: Annotated[Path, typer.Argument(help="trend.csv of study entropy_trend")]) -> None:
+    """Write recorded_entropy.csv: the entropy of every run of the study, uncompressed GPTs and a BERT."""
+    atomic_write(PATH, entropies(pd.read_csv(trend)).to_csv(index=False, lineterminator="\n"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,242 @@
+"""Clusters beyond the paper's: more replicas, a mixture of experts, two sites with a slow link between them.
+
+Everything is simulated, from the assumptions of one of the paper's studies (:mod:`experiments.simulation.cost`) and:
+
+* More GPUs are more replicas: the batch of a replica stays, so the global batch grows. Megatron's buckets grow with
+  the replicas as its default does.
+* Mixture of experts: every layer's MLP becomes ``experts`` of the same size, ``per_token`` of which a token passes,
+  spread evenly over the ``expert_parallel`` neighbouring replicas that exchange tokens: dispatch and return, forward
+  and backward, each token's hidden state in fp32, waited for. An expert's gradient is averaged over the replicas that
+  hold it. Routing is even and costs nothing, no token is dropped.
+* Two sites hold half of the replicas each. Gradients are averaged within the sites, exchanged between them over one
+  link that all of them share, and distributed again; compressed ones stay compressed all the way. Pipelines and
+  tensor-parallel groups do not cross it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from edgc.errors import UserError
+from experiments.common.yaml_settings import Settings, validate
+from experiments.simulation.cluster_model import load_model
+from experiments.simulation.cost import Composed, Cost, Model, all_gather_seconds, all_reduce_seconds
+from experiments.simulation.placement import FP32_BYTES, ParameterTensor, Payload, StageLayout
+from experiments.spec.matrix import load_study, study_path
+
+LEAST_BUCKET, BUCKET_PER_REPLICA = (
+    40_000_000,
+    1_000_000,
+)  # Megatron-Core, DistributedDataParallelConfig.bucket_size
+
+
+class Experts(Settings):
+    """A mixture of experts in every layer; ``expert_parallel`` replicas hold one set of experts together."""
+
+    count: PositiveInt
+    per_token: PositiveInt
+    expert_parallel: PositiveInt
+
+
+class Sites(Settings):
+    """Two sites: one-way latency of the link between them, and the bandwidth of a node within a site."""
+
+    latency_seconds: Annotated[float, Field(ge=0.0)]
+    node_gbits_per_second: PositiveFloat
+
+
+class Scenario(Settings):
+    """One cluster. ``gbits_per_second`` is swept: of a node, or of the link between the sites where there are two.
+
+    ``reference`` is the bandwidth at which assumptions are varied.
+    """
+
+    label: str
+    data: PositiveInt
+    gbits_per_second: Annotated[list[PositiveFloat], Field(min_length=2)]
+    reference: PositiveFloat
+    experts: Experts | None = None
+    sites: Sites | None = None
+
+
+Shares = list[Annotated[float, Field(gt=0.0, le=1.0)]]
+
+
+class Case(Settings):
+    """Per stage, the share of the bandwidth that its reductions have and of the speed that its devices have; from
+    ``start`` to ``end`` of the run, shares of it."""
+
+    label: str
+    links: Shares | None = None
+    devices: Shares | None = None
+    start: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    end: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+
+
+class Disturbances(Settings):
+    """What :mod:`experiments.simulation.disturbances` computes; ``entropy`` names a run of ``recorded_entropy.csv``."""
+
+    gbits_per_second: PositiveFloat
+    entropy: str
+    cases: Annotated[dict[str, Case], Field(min_length=1)]
+
+
+class Scenarios(Settings):
+    """The ``scenarios:`` section: the study whose model, GPUs and assumptions are used, and what is drawn."""
+
+    of: str
+    methods: Annotated[list[str], Field(min_length=1)]
+    clusters: Annotated[dict[str, Scenario], Field(min_length=1)]
+    disturbances: Disturbances | None = None
+
+
+@dataclass(frozen=True)
+class TwoSites(Model):
+    """``gbits`` is the link between the sites."""
+
+    node_gbits: float = 0.0
+    site_latency: float = 0.0
+
+    @property
+    def bandwidth(self) -> float:
+        return self.node_gbits * 1e9 / 8 / self.sharing
+
+    @property
+    def per_site(self) -> int:
+        return self.shape.data // 2
+
+    @property
+    def collective_latency(self) -> float:
+        return 2 * (self.per_site - 1) * self.latency + 2 * self.site_latency
+
+    def _across(self, size: float) -> float:
+        """Seconds until both sites have exchanged what every shard of the model has of ``size`` bytes."""
+        shards = self.shape.tensor * self.shape.pipeline
+        return 2 * self.site_latency + shards * size / (self.gbits * 1e9 / 8)
+
+    def _reduce(self, payload: Payload) -> float:
+        return sum(
+            all_reduce_seconds(m, self.per_site, self.latency, self.bandwidth) + self._across(m)
+            for m in payload.messages
+        )
+
+    def _gather(self, size: float) -> float:
+        """Within a site, what all its replicas have to the other one, and that within the site."""
+        within = all_gather_seconds(size, self.per_site, self.latency, self.bandwidth)
+        return 2 * within + self._across(self.per_site * size)
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts(Composed):
+    """``stages`` hold the experts of one GPU."""
+
+    experts: Experts | None = None
+
+    def _chosen(self) -> Experts:
+        assert self.experts is not None
+        return self.experts
+
+    def _parts(self, stage: StageLayout) -> tuple[tuple[Model, StageLayout], tuple[Model, StageLayout]]:
+        """What all replicas hold, and what every ``expert_parallel``-th one holds."""
+        fewer = replace(self.shape, data=self.shape.data // self._chosen().expert_parallel)
+        shared = tuple(t for t in stage.tensors if ".experts." not in t.name)
+        own = tuple(t for t in stage.tensors if ".experts." in t.name)
+        return (
+            (self.plain(), replace(stage, tensors=shared)),
+            (self.plain(shape=fewer), replace(stage, tensors=own)),
+        )
+
+    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+        shared, own = (cost(model, part) for model, part in self._parts(stage))
+        return shared + own
+
+    def active_weights(self, stage: StageLayout) -> float:
+        (model, shared), (_, own) = self._parts(stage)
+        local = self._chosen().count // self._chosen().expert_parallel
+        return model.active_weights(shared) + model.active_weights(own) * self._chosen().per_token / local
+
+    def exchange(self, stage: StageLayout) -> float:
+        group = self._chosen().expert_parallel
+        layers = sum(end - first for first, end in stage.layer_ranges)
+        entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden / self.shape.tensor
+        size = FP32_BYTES * entries * self._chosen().per_token * (group - 1) / group
+        return 2 * layers * ((group - 1) * self.latency + size / self.bandwidth)
+
+
+def with_experts(stage: StageLayout, local: int) -> StageLayout:
+    """Every MLP ``local`` times."""
+    tensors: list[ParameterTensor] = []
+    for tensor in stage.tensors:
+        before, found, after = tensor.name.partition(".mlp.")
+        names = [f"{before}.mlp.experts.{i}.{after}" for i in range(local)] if found else [tensor.name]
+        tensors += [replace(tensor, name=name) for name in names]
+    return replace(stage, tensors=tuple(tensors))
+
+
+def load_scenarios(study: str) -> Scenarios:
+    """The ``scenarios`` section of a study.
+
+    Raises:
+        UserError: there is none, or a replica count that its experts or its sites do not divide.
+    """
+    values, path = load_study(study).scenarios, study_path(study)
+    if values is None:
+        raise UserError(f"study {study} has no scenarios section", where=path, fix="use a study that has one")
+    found: Scenarios = validate(Scenarios, values, f"{path}, scenarios")
+    for name, cluster in found.clusters.items():
+        where, experts = f"{path}, scenarios.clusters.{name}", cluster.experts
+        if experts and cluster.sites:
+            raise UserError("experts over two sites are not modelled", where=where, fix="use one of them")
+        if cluster.sites and cluster.data % 2:
+            raise UserError(
+                f"data = {cluster.data} is odd", where=where, fix="use an even number for two sites"
+            )
+        if experts and (cluster.data % experts.expert_parallel or experts.count % experts.expert_parallel):
+            fix = "use sizes that it divides"
+            raise UserError(
+                f"expert_parallel = {experts.expert_parallel} does not divide data or count",
+                where=where,
+                fix=fix,
+            )
+        if experts and experts.per_token > experts.count:
+            raise UserError("experts.per_token is more than count", where=where, fix="use at most count")
+    if found.disturbances is not None:
+        check_cases(found, f"{path}, scenarios.disturbances")
+    return found
+
+
+def check_cases(scenarios: Scenarios, where: str) -> None:
+    """Raises UserError where a case does not fit the stages of the model."""
+    assert scenarios.disturbances is not None
+    stages = len(load_model(scenarios.of).stages)
+    for name, case in scenarios.disturbances.cases.items():
+        for key in ("links", "devices"):
+            given = getattr(case, key)
+            if given is not None and len(given) != stages:
+                fix = f"give {stages} numbers, one for each pipeline stage of {scenarios.of}"
+                raise UserError(f"cases.{name}.{key} has {len(given)} numbers", where=where, fix=fix)
+        if case.start >= case.end:
+            raise UserError(
+                f"cases.{name}: start = {case.start:g} is not below end = {case.end:g}", where=where
+            )
+
+
+def model_of(of: str, cluster: Scenario, gbits: float) -> Model:
+    """The model of study ``of`` with the replicas, experts and sites of ``cluster``."""
+    base = load_model(of)
+    shape = replace(base.shape, data=cluster.data)
+    buckets = max(LEAST_BUCKET, BUCKET_PER_REPLICA * cluster.data)
+    inputs = base.cluster.assuming("compute", "bucket_elements", buckets)
+    fields = (inputs, base.sharing, base.micro_batches, base.micro_batch, gbits)
+    if cluster.sites:
+        node, latency = cluster.sites.node_gbits_per_second, cluster.sites.latency_seconds
+        return TwoSites(shape, base.stages, *fields, node_gbits=node, site_latency=latency)
+    if cluster.experts:
+        local = cluster.experts.count // cluster.experts.expert_parallel
+        stages = tuple(with_experts(stage, local) for stage in base.stages)
+        return MixtureOfExperts(shape, stages, *fields, experts=cluster.experts)
+    return Model(shape, base.stages, *fields)

@@ -1,0 +1,189 @@
+"""From study and scale files to the list of runs. Imports no torch: Snakemake calls it for every plan.
+
+A study file::
+
+    study: rank_sweep
+    title: ...
+    question: what the study answers
+    base: {...}                      # laid over the scale's defaults; of its compression settings a variant takes
+                                     # those that its method can use
+    variants: {name: {label: ..., ...}}
+    seeds: [1]
+    figures: [rank_sweep]
+    evaluation: {...}                # of a study that evaluates: experiments/spec/task_catalogue.py
+    scales: {ci: {base: {...}, variants: {...}, seeds: [...]}}   # laid over the keys above at that scale
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.yaml_settings import Settings, deep_merge, load_yaml, validate
+from experiments.spec.settings import RunConfig, lay, resolve
+from experiments.spec.study_checks import check_run, check_seeds, check_study, nearest
+from experiments.spec.task_catalogue import Evaluation
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class StudyLayer(Settings):
+    """The part of a study that a scale may override."""
+
+    base: dict[str, Any] = {}
+    variants: dict[str, dict[str, Any]] = {}
+    seeds: list[int] = []
+    evaluation: dict[str, Any] = {}
+
+
+class Study(StudyLayer):
+    """A study file.
+
+    ``cluster`` holds inputs of the cluster model, ``scenarios`` clusters that it is asked about, ``needs`` studies
+    whose runs are evaluated, ``only_by_name`` the scales at which the study is too long for `all` and is made by its
+    own target alone.
+    """
+
+    study: str
+    title: str
+    question: str
+    figures: list[str] = []
+    scales: dict[str, StudyLayer] = {}
+    only_by_name: list[str] = []
+    cluster: dict[str, Any] | None = None
+    scenarios: dict[str, Any] | None = None
+    needs: dict[str, Any] | None = None
+
+
+class Scale(Settings):
+    """A scale file: defaults of every run, seeds, and how runs are launched."""
+
+    scale: str
+    title: str
+    defaults: dict[str, Any]
+    seeds: list[int] = Field(min_length=1)
+
+
+def study_path(study: str) -> Path:
+    return ROOT / "studies" / f"{study}.yaml"
+
+
+def scale_path(scale: str) -> Path:
+    return ROOT / "scales" / f"{scale}.yaml"
+
+
+def studies() -> list[str]:
+    """Names of all study files, sorted."""
+    return sorted(path.stem for path in (ROOT / "studies").glob("*.yaml"))
+
+
+def scales() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "scales").glob("*.yaml"))
+
+
+def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        raise UserError(f"unknown {kind} {path.stem!r}", where=path.parent, fix=nearest(path.stem, known))
+    values = load_yaml(path)
+    if values.get(kind) != path.stem:
+        raise UserError(
+            f"{kind} = {values.get(kind)!r} is not the file's name", where=path, fix=f"write {path.stem}"
+        )
+    return values
+
+
+def load_study(study: str) -> Study:
+    path = study_path(study)
+    result: Study = validate(Study, _load(path, "study", studies()), path)
+    check_study(result, path, scales(), studies())
+    return result
+
+
+def load_scale(scale: str) -> Scale:
+    path = scale_path(scale)
+    result: Scale = validate(Scale, _load(path, "scale", scales()), path)
+    check_seeds(result.seeds, "seeds", path)
+    return result
+
+
+def runs(study: str, scale: str) -> list[RunConfig]:
+    """All runs of ``study`` at ``scale``, in the order of the file, seeds innermost.
+
+    Raises:
+        UserError: naming the key, the file and the fix.
+    """
+    definition, at = load_study(study), load_scale(scale)
+    layer = definition.scales.get(scale, StudyLayer())
+    base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)
+    variants = deep_merge(definition.variants, layer.variants)
+    found = []
+    for variant, overrides in variants.items():
+        for seed in layer.seeds or definition.seeds or at.seeds:
+            values = lay(base, overrides, study_path(study))
+            values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
+            values.setdefault("label", variant)
+            found.append(resolve(values, study_path(study)))
+            check_run(found[-1], study_path(study))
+    return found
+
+
+def evaluation(study: str, scale: str) -> Evaluation:
+    """What ``study`` evaluates its models on at ``scale``.
+
+    Raises:
+        UserError: naming the key, the file and the fix; also where no task is named.
+    """
+    definition, path = load_study(study), study_path(study)
+    layer = definition.scales.get(scale, StudyLayer())
+    values = deep_merge(definition.evaluation, layer.evaluation)
+    found: Evaluation = validate(Evaluation, values, f"{path}, evaluation")
+    if definition.needs is None:
+        fix = "choose a study with the key `needs`"
+        raise UserError(f"study {study} evaluates no models", where=path, fix=fix)
+    if not (found.held_out or found.standard):
+        fix = "set held_out: true or name tasks under standard"
+        raise UserError(f"no task at scale {scale}", where=f"{path}, evaluation", fix=fix)
+    return found
+
+
+def find(study: str, scale: str, name: str) -> RunConfig:
+    """The run called ``name`` (``<variant>-s<seed>``)."""
+    matrix = runs(study, scale)
+    for run in matrix:
+        if run.name == name:
+            return run
+    known = ", ".join(run.name for run in matrix)
+    raise UserError(
+        f"study {study} has no run {name!r} at scale {scale}", where=study_path(study), fix=f"known: {known}"
+    )
+
+
+@main_guard
+def main(study: Annotated[str, typer.Option()], scale: Annotated[str, typer.Option()] = "ci") -> None:
+    """Print the runs of a study."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "run", "label", "model", "parallel", "iterations", "compression", title=f"{study} at scale {scale}"
+    )
+    for run in runs(study, scale):
+        model, parallel = run.model, run.parallel
+        table.add_row(
+            run.name,
+            run.label,
+            f"{model.architecture} {model.layers}x{model.hidden}",
+            f"TP{parallel.tensor} PP{parallel.pipeline} DP{parallel.data}",
+            str(run.train.iterations),
+            " ".join(f"{key}={value}" for key, value in run.compression.items()),
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,281 @@
+"""The settings of one training run, validated before anything is started.
+
+A run is resolved from three layers, later ones winning: the scale's ``defaults``, the study's ``base`` and the
+study's variant (each also as overridden for that scale). Of the compression settings in the first two, a run takes
+those that its method can use (:func:`lay`). Unknown keys and bad values become one-line errors that name the key, the
+file and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from edgc import presets
+from edgc.config import EDGCConfig
+from experiments.common.yaml_settings import Settings, deep_merge, validate
+
+VOCAB_MULTIPLE = 128  # Megatron-LM: --make-vocab-size-divisible-by 128, times the tensor-parallel size
+Rate = Field(ge=0.0, le=1.0)
+
+
+class DataConfig(Settings):
+    """Where the text comes from; ``path`` is the folder of prepared data, below ``results/<scale>/data``."""
+
+    source: Literal["stdlib", "openwebtext", "folder"] = "stdlib"
+    tokenizer: Literal["bpe", "gpt2"] = "bpe"
+    vocab_size: PositiveInt | None = 4096
+    path: str = "stdlib"
+    dataset: str | None = None
+    revision: str | None = None
+    max_documents: PositiveInt | None = None
+
+
+class ModelConfig(Settings):
+    """A GPT or BERT transformer; sizes in units (hidden) and tokens (sequence_length).
+
+    With ``experts`` every layer's MLP is a mixture of that many, of which each token goes through
+    ``experts_per_token``; they have no biases.
+    """
+
+    architecture: Literal["gpt", "bert"] = "gpt"
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    ffn_hidden: PositiveInt | None = None
+    sequence_length: PositiveInt
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    tie_embeddings: bool = True
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    init_std: float = Field(0.02, gt=0.0)
+    experts: PositiveInt | None = None
+    experts_per_token: PositiveInt = 2
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.experts is not None and self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} is above experts = {self.experts}; change one of them"
+            )
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"hidden = {self.hidden} is not divisible by heads = {self.heads}; change one of them"
+            )
+        return self
+
+
+class ParallelConfig(Settings):
+    """Degrees of parallelism. Give ``data`` or the ``world`` size; world = tensor * pipeline * data.
+
+    The ``expert`` degree divides ``data``; ``sequence`` shards activations over the tensor-parallel ranks.
+    """
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    data: PositiveInt = 1
+    virtual_pipeline: PositiveInt | None = None
+    expert: PositiveInt = 1
+    sequence: bool = False
+    world: PositiveInt = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        """Fill in whichever of ``data`` and ``world`` is missing; values of a wrong type are left to the fields."""
+        if not isinstance(values, Mapping):
+            return values
+        model, data, world = (
+            (values.get("tensor", 1), values.get("pipeline", 1)),
+            values.get("data"),
+            values.get("world"),
+        )
+        if not all(isinstance(value, int) and value > 0 for value in (*model, data or 1, world or 1)):
+            return values
+        ranks = model[0] * model[1]
+        if world is None:
+            return {**values, "world": ranks * (data or 1)}
+        if world % ranks or (data is not None and world != ranks * data):
+            given = (
+                f"tensor * pipeline = {ranks}"
+                if data is None
+                else f"tensor * pipeline * data = {ranks * data}"
+            )
+            relation = "divisible by" if data is None else "equal to"
+            raise ValueError(
+                f"world = {world} is not {relation} {given}; change world or the degrees of parallelism"
+            )
+        return {**values, "data": world // ranks}
+
+
+class TrainConfig(Settings):
+    """Optimisation and bookkeeping of one run; intervals in iterations, batches in sequences.
+
+    ``bucket_elements`` is the size at which the first stage's gradients are cut into buckets under
+    ``overlap_grad_reduce``; None is Megatron's default.
+    """
+
+    iterations: PositiveInt
+    micro_batch: PositiveInt
+    global_batch: PositiveInt
+    lr: float = Field(gt=0.0)
+    min_lr: float = Field(0.0, ge=0.0)
+    lr_warmup_fraction: float = Rate
+    lr_decay_iterations: PositiveInt | None = None
+    weight_decay: float = Field(0.01, ge=0.0)
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    clip_grad: float = Field(1.0, ge=0.0)
+    eval_interval: PositiveInt
+    eval_batches: PositiveInt
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    overlap_grad_reduce: bool = False
+    bucket_elements: PositiveInt | None = None
+    distributed_optimizer: bool = False
+    checkpoint: bool = False  # the weights at the end, for export
+    checkpoint_interval: int = Field(0, ge=0)  # whole states that a killed run goes on from; 0 = none
+
+
+class ProbeConfig(Settings):
+    """What studies of gradients record beside the loss: every ``every`` iterations (0 = never).
+
+    ``spectra`` adds singular values (:mod:`experiments.training.probes.spectra`), ``entry_rates`` entropies by every
+    rule that samples these shares of the entries (:mod:`experiments.training.probes.sampling`).
+    """
+
+    every: int = Field(0, ge=0)
+    estimators: tuple[Literal["histogram", "gaussian", "vasicek", "released"], ...] = ()
+    correlation: bool = False
+    max_entries: PositiveInt = 1_000_000
+    spectra: bool = False
+    entry_rates: tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> ProbeConfig:
+        for key in ("spectra", "entry_rates"):
+            if getattr(self, key) and not self.every:
+                raise ValueError(f"{key} without probed iterations; give every")
+        return self
+
+    def due(self, iteration: int) -> bool:
+        """Whether ``iteration`` is probed: the first one and every ``every``-th."""
+        return self.every > 0 and (iteration == 1 or iteration % self.every == 0)
+
+
+class RunConfig(Settings):
+    """One training run. ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself; what a ``preset`` in it
+    stands for is written out, so that ``run.yaml`` does not depend on what the preset will be later."""
+
+    scale: str
+    study: str
+    variant: str
+    label: str
+    seed: int = Field(ge=0)
+    data: DataConfig = DataConfig()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    compression: dict[str, Any] = {}
+    probe: ProbeConfig = ProbeConfig()
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-s{self.seed}"
+
+    @property
+    def edgc(self) -> EDGCConfig:
+        return EDGCConfig.from_dict(self.compression, prefix="compression.")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that one data-parallel replica works through in an iteration."""
+        return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @field_validator("compression")
+    @classmethod
+    def _write_out(cls, compression: dict[str, Any]) -> dict[str, Any]:
+        return presets.resolved(compression, prefix="compression.")
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        chunk = self.train.micro_batch * self.parallel.data
+        if self.train.global_batch % chunk:
+            raise ValueError(
+                f"train.global_batch = {self.train.global_batch} is not divisible by micro_batch * data = {chunk}; "
+                "choose a multiple"
+            )
+        stages = self.parallel.pipeline * (self.parallel.virtual_pipeline or 1)
+        if self.model.layers % stages:
+            raise ValueError(
+                f"model.layers = {self.model.layers} is not divisible by pipeline * virtual_pipeline = {stages}; "
+                "change parallel.pipeline or model.layers"
+            )
+        if self.model.heads % self.parallel.tensor:
+            raise ValueError(
+                f"model.heads = {self.model.heads} is not divisible by parallel.tensor = {self.parallel.tensor}; "
+                "change one of them"
+            )
+        experts, degree = self.model.experts, self.parallel.expert
+        if degree > 1 and (experts is None or experts % degree or self.parallel.data % degree):
+            raise ValueError(
+                f"parallel.expert = {degree} must divide model.experts = {experts} and parallel.data = "
+                f"{self.parallel.data}; change one of them"
+            )
+        if self.parallel.sequence and self.parallel.tensor == 1:
+            raise ValueError("parallel.sequence needs parallel.tensor above 1; set it to false")
+        if self.parallel.sequence and self.model.sequence_length % self.parallel.tensor:
+            raise ValueError(
+                f"model.sequence_length = {self.model.sequence_length} is not divisible by parallel.tensor = "
+                f"{self.parallel.tensor}; change one of them"
+            )
+        if self.model.architecture == "bert" and (self.parallel.pipeline > 1 or self.parallel.tensor > 1):
+            raise ValueError("bert runs with parallel.pipeline = 1 and parallel.tensor = 1; set both to 1")
+        return self
+
+
+def padded_vocabulary(vocab_size: int, tensor: int, multiple: int = VOCAB_MULTIPLE) -> int:
+    """Vocabulary rounded up to a multiple of ``multiple * tensor``, as Megatron-LM pads its embedding."""
+    block = multiple * tensor
+    return -(-vocab_size // block) * block
+
+
+def lay(base: Mapping[str, Any], overrides: Mapping[str, Any], where: object = None) -> dict[str, Any]:
+    """The settings of a variant, ``overrides``, laid over those that all variants of a study have in common.
+
+    Of the common compression settings those are left out that the variant's method cannot use; what the variant itself
+    says stays, and is refused if its method cannot use it.
+    """
+    common, own = base.get("compression"), overrides.get("compression", {})
+    if not (isinstance(common, Mapping) and isinstance(own, Mapping)):
+        return deep_merge(base, overrides)
+    common, own = (presets.resolved(v, where=where, prefix="compression.") for v in (common, own))
+    fit = EDGCConfig.usable(deep_merge(common, own))
+    common = {key: value for key, value in common.items() if key in fit}
+    return deep_merge({**base, "compression": common}, {**overrides, "compression": own})
+
+
+def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
+    """Validate one merged run, the compression section included."""
+    if isinstance(compression := values.get("compression"), Mapping):
+        compression = presets.resolved(compression, where=where, prefix="compression.")
+        values = {**values, "compression": compression}
+    run: RunConfig = validate(RunConfig, values, where)
+    EDGCConfig.from_dict(run.compression, where=where, prefix="compression.")
+    return run
+
+
+def recorded(values: Mapping[str, Any], where: object) -> RunConfig:
+    """The run that ``values``, a ``run.yaml``, is the record of; its ``provenance`` is left out.
+
+    Earlier versions recorded compression settings that the method could not use; they had no effect and are left out.
+    """
+    values = {key: value for key, value in values.items() if key != "provenance"}
+    if isinstance(compression := values.get("compression"), Mapping):
+        values["compression"] = EDGCConfig.usable(compression)
+    return resolve(values, where)

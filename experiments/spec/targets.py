@@ -1,0 +1,65 @@
+"""Names that the pipeline can make, so that a misspelt one is refused before anything is planned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgc.errors import UserError
+from experiments.spec import matrix
+from experiments.spec.study_checks import nearest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMED_RULE = re.compile(r"^ *rule +([a-z_]+):", re.MULTILINE)
+FOLDERS = ("data", "figures", "benchmarks", "logs")
+FILES = ("claims.csv", "report.html", "regression.csv")
+
+
+def targets() -> list[str]:
+    """The named targets: every study, and what the Snakefile names beside them."""
+    named = NAMED_RULE.findall((ROOT / "Snakefile").read_text(encoding="utf-8"))
+    return [*matrix.studies(), *named, "everything", "texts"]
+
+
+def check_targets(wanted: Sequence[str], scale: str, folder: Path) -> None:
+    """Refuse targets that nothing makes.
+
+    Args:
+        wanted: names, or paths of files.
+        scale: of the runs.
+        folder: of the scale's results. Of a path in it the first names are looked at; others are left to Snakemake.
+
+    Raises:
+        UserError: naming the nearest names.
+    """
+    known = targets()
+    for name in wanted:
+        if "/" not in name and not Path(name).suffix:
+            if name not in known:
+                raise UserError(
+                    f"unknown target {name!r}", where="the command line", fix=nearest(name, known)
+                )
+            continue
+        path = Path(name)
+        if path.is_relative_to(folder):
+            _check_path(path, path.relative_to(folder).parts, scale)
+
+
+def _check_path(path: Path, parts: tuple[str, ...], scale: str) -> None:
+    from paper_figures import FIGURES
+
+    where = "the command line"
+    studies = matrix.studies()
+    if parts and parts[0] not in (*studies, *FOLDERS, *FILES):
+        fix = nearest(parts[0], [*studies, *FOLDERS, *FILES])
+        raise UserError(f"unknown target {str(path)!r}: nothing makes {parts[0]}", where=where, fix=fix)
+    if len(parts) == 2 and parts[0] == "figures" and Path(parts[1]).stem not in FIGURES:
+        fix = nearest(Path(parts[1]).stem, FIGURES)
+        raise UserError(f"unknown target {str(path)!r}: no such figure", where=where, fix=fix)
+    if len(parts) == 3 and parts[0] in studies and not matrix.load_study(parts[0]).needs:
+        runs = [run.name for run in matrix.runs(parts[0], scale)]
+        if parts[1] not in runs:
+            raise UserError(
+                f"unknown target {str(path)!r}: no such run", where=where, fix=nearest(parts[1], runs)
+            )

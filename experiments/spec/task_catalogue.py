@@ -1,0 +1,165 @@
+"""Which tasks a study evaluates, and what lm-eval's own files say about its standard tasks.
+
+lm-eval's task files are read as text: importing lm-eval takes seconds, and a plan or a check does not need it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import PositiveInt, field_validator
+
+from edgc.errors import UserError
+from experiments.common.yaml_settings import Settings
+
+# Name in lm-eval -> its file below lm_eval/tasks. Building an index of all its tasks would take 12 to 25 s.
+STANDARD = {
+    "lambada_openai": "lambada/lambada_openai.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "mathqa": "mathqa/mathqa.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "race": "race/race.yaml",
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "wikitext": "wikitext/wikitext.yaml",
+    "boolq": "super_glue/boolq/default.yaml",
+    "openbookqa": "openbookqa/openbookqa.yaml",
+    "copa": "super_glue/copa/default.yaml",
+}
+# What lm-eval takes where a task file does not say `higher_is_better`.
+HIGHER_IS_BETTER = {
+    "acc": True,
+    "acc_norm": True,
+    "perplexity": False,
+    "word_perplexity": False,
+    "byte_perplexity": False,
+    "bits_per_byte": False,
+}
+
+
+def unknown(name: str) -> str:
+    """What is wrong with a name that is no standard task, and what was meant."""
+    close = difflib.get_close_matches(name, STANDARD, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known tasks: {', '.join(STANDARD)}"
+    return f"unknown standard task {name!r}; {hint}"
+
+
+class Evaluation(Settings):
+    """What a study with ``needs`` evaluates its models on, and how.
+
+    ``held_out``: the tasks made from the held-out text; ``standard``: names of lm-eval's tasks, whose data is
+    fetched beforehand; ``batch_size``: documents at once; ``device``: ``auto`` takes a GPU where there is one.
+    """
+
+    held_out: bool = False
+    standard: list[str] = []
+    batch_size: PositiveInt = 16
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @field_validator("standard")
+    @classmethod
+    def _known(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in STANDARD:
+                raise ValueError(unknown(name))
+        if len(set(names)) < len(names):
+            raise ValueError("a task is named twice; name each once")
+        return names
+
+
+@dataclass(frozen=True)
+class StandardTask:
+    """What lm-eval's files say about a task; ``split`` is the one that is evaluated.
+
+    ``files`` are all that define the task: its YAML, what that includes, and the modules that they call.
+    """
+
+    name: str
+    version: str
+    dataset: str
+    config: str | None
+    split: str
+    metrics: dict[str, bool]
+    files: tuple[Path, ...]
+
+    @property
+    def folder(self) -> Path:
+        return self.files[0].parent
+
+
+def standard_task(name: str) -> StandardTask:
+    """Read a task's files.
+
+    Raises:
+        UserError: unknown name, or an lm-eval without this task.
+    """
+    if name not in STANDARD:
+        message, _, fix = unknown(name).partition("; ")
+        raise UserError(message, fix=fix)
+    path = tasks_folder() / STANDARD[name]
+    if not path.is_file():
+        fix = "install the versions of requirements.lock"
+        raise UserError(f"this lm-eval has no task {name}", where=path, fix=fix)
+    files: list[Path] = []
+    content = _read(path, files)
+    metrics = {
+        entry["metric"]: bool(entry.get("higher_is_better", HIGHER_IS_BETTER[entry["metric"]]))
+        for entry in content["metric_list"]
+    }
+    return StandardTask(
+        name=name,
+        version=str(content["metadata"]["version"]),
+        dataset=content["dataset_path"],
+        config=content.get("dataset_name"),
+        split=content.get("test_split") or content["validation_split"],
+        metrics=metrics,
+        files=tuple(dict.fromkeys(files)),
+    )
+
+
+def standard_tasks(names: Sequence[str]) -> list[StandardTask]:
+    return [standard_task(name) for name in names]
+
+
+def lm_eval_version() -> str:
+    return importlib.metadata.version("lm_eval")
+
+
+def tasks_folder() -> Path:
+    """lm-eval's folder of tasks, found without importing it."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("lm-eval is not installed", fix="install the versions of requirements.lock")
+    return Path(spec.submodule_search_locations[0], "tasks")
+
+
+def _read(path: Path, files: list[Path]) -> dict[str, Any]:
+    """The YAML at ``path`` over what it includes, as lm-eval merges them; appends all files to ``files``."""
+
+    class Loader(yaml.SafeLoader):
+        """``!function module.name`` becomes its text."""
+
+    modules: list[Path] = []
+
+    def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+        module = path.parent / (node.value.rpartition(".")[0].replace(".", "/") + ".py")
+        if module.is_file():
+            modules.append(module)
+        return str(node.value)
+
+    Loader.add_constructor("!function", function)
+    content: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    files.extend([path, *modules])
+    includes = content.pop("include", [])
+    merged: dict[str, Any] = {}
+    for include in includes if isinstance(includes, list) else [includes]:
+        merged |= _read(path.parent / include, files)
+    return merged | content

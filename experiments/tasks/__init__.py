@@ -1,1 +1,0 @@
-"""Offline lm-eval tasks made from the held-out text; see :mod:`experiments.tasks.make`."""

@@ -1,0 +1,259 @@
+"""Everything a rank builds before its first iteration: process groups, model, optimizer, schedule, EDGC."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from edgc.groups import gather_objects
+from edgc.megatron import Attachment, attach
+from edgc.megatron.cpu_shims import install
+from edgc.megatron.pipeline import CompressedP2P
+from experiments.spec.settings import RunConfig
+from experiments.training.experts import ExpertShare, ExpertTraffic, TokenCounts, draw_experts, share_of
+from experiments.training.model import build_model, dtype_of, transformer_config
+from experiments.training.probes.entropy import GradientProbe
+from experiments.training.probes.recorder import Recorder, observer_of
+from experiments.training.probes.sampling import SamplingProbe
+from experiments.training.probes.spectra import SpectraProbe
+
+# Of fp16. Megatron's own default of 2**32 skips some 16 steps before the first one counts.
+INITIAL_LOSS_SCALE = 2.0**16
+
+
+@dataclass
+class Session:
+    """One rank of a training job, ready to run."""
+
+    run: RunConfig
+    chunks: list[DistributedDataParallel]
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+    attachment: Attachment
+    recorders: list[Recorder]
+    device: torch.device
+    pipeline: CompressedP2P | None = None
+    expert_traffic: ExpertTraffic | None = None
+
+    @property
+    def stage(self) -> int:
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+
+    @property
+    def is_last_stage(self) -> bool:
+        return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+    def pipeline_arguments(self, micro_batches: int, *, forward_only: bool = False) -> dict[str, Any]:
+        """What the next call of the forward-backward function needs where backward traffic is compressed."""
+        if self.pipeline is None:
+            return {}
+        if not forward_only:
+            self.pipeline.begin_iteration(micro_batches)
+        return self.pipeline.schedule_arguments()
+
+
+def initialise(run: RunConfig) -> torch.device:
+    """Join the process groups of this job and seed every generator; returns this rank's device."""
+    on_gpu = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if on_gpu:
+        torch.cuda.set_device(local_rank)
+    else:
+        torch.set_num_threads(1)
+        install()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    _end_earlier_sessions()
+    parallel_state.initialize_model_parallel(
+        run.parallel.tensor,
+        run.parallel.pipeline,
+        run.parallel.virtual_pipeline,
+        expert_model_parallel_size=run.parallel.expert,
+        create_gloo_process_groups=dist.get_backend() == "gloo",
+    )
+    random.seed(run.seed)
+    torch.manual_seed(run.seed)
+    # On CPU the tracker's public switch keeps forks of the generator away from torch.cuda.
+    tensor_parallel.model_parallel_cuda_manual_seed(run.seed, inference_rng_tracker=not on_gpu)
+    return torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+
+
+def _end_earlier_sessions() -> None:
+    """End the process groups of sessions that this process has had before: the threads of gloo's would pile up."""
+    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in left:
+        dist.destroy_process_group(group)
+    if left:
+        gc.collect()
+
+
+def build(run: RunConfig, vocab_size: int) -> Session:
+    """Build this rank's part of the job. ``torch.distributed`` environment variables must be set."""
+    device = initialise(run)
+    config = transformer_config(run)
+    overlap, virtual = run.train.overlap_grad_reduce, run.parallel.virtual_pipeline
+    share = share_of(run)
+    chunks = build_chunks(run, vocab_size, config)
+    for chunk in chunks:
+        chunk.broadcast_params()
+    optimizer, scheduler = build_optimizer(run, chunks)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
+    leaders, leaders_group = _stage_leaders(share is not None)
+    attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
+    recorders = _recorders(run, chunks, attachment, share, leaders, leaders_group)
+    attachment.engine.observer = observer_of(recorders)
+    pipeline = attachment.pipeline if run.parallel.pipeline > 1 else None
+    expert_traffic = None
+    if share is not None:
+        expert_traffic = attachment.engine.open_channel = ExpertTraffic()
+    return Session(
+        run,
+        chunks,
+        optimizer,
+        scheduler,
+        attachment,
+        recorders,
+        device,
+        pipeline=pipeline,
+        expert_traffic=expert_traffic,
+    )
+
+
+def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> list[DistributedDataParallel]:
+    """This rank's model chunks, one without an interleaved schedule, each with its gradient buffers."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=run.train.precision != "fp32",
+        overlap_grad_reduce=run.train.overlap_grad_reduce,
+        bucket_size=run.train.bucket_elements,
+        use_distributed_optimizer=run.train.distributed_optimizer,
+    )
+    chunks = []
+    share = share_of(run)
+    virtual = run.parallel.virtual_pipeline
+    for index in range(virtual or 1):
+        vp_stage = index if virtual else None
+        where = dict(ignore_virtual=virtual is None, vp_stage=vp_stage)
+        module = build_model(
+            run,
+            vocab_size,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            vp_stage=vp_stage,
+            config=config,
+        )
+        if share is not None and config.use_cpu_initialization:
+            draw_experts(module, share, run.seed)
+        if run.train.precision != "fp32":
+            from megatron.core.transformer.module import Float16Module
+
+            module = Float16Module(config, module)
+        chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0))
+    return chunks
+
+
+def _recorders(
+    run: RunConfig,
+    chunks: Sequence[DistributedDataParallel],
+    attachment: Attachment,
+    share: ExpertShare | None,
+    leaders: list[int],
+    group: dist.ProcessGroup | None,
+) -> list[Recorder]:
+    """What the run's probes are to record on this rank."""
+    if not run.probe.every:
+        return []
+    reports, engine = dist.get_rank() in leaders, attachment.engine
+    about = run.probe, run.edgc, engine.stage
+    tokens = TokenCounts([chunk.module for chunk in chunks]) if share is not None else None
+    recorders: list[Recorder] = [
+        GradientProbe(*about, reports=reports, experts=share, tokens=tokens, leaders=leaders, group=group)
+    ]
+    if run.probe.spectra:
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        recorders.append(
+            SpectraProbe(*about, engine.compressor, reports=reports, experts=share, group=replicas)
+        )
+    if run.probe.entry_rates:
+        recorders.append(SamplingProbe(*about, reports=reports))
+    return recorders
+
+
+def build_optimizer(
+    run: RunConfig, chunks: list[DistributedDataParallel]
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Megatron's Adam over ``chunks``, and the schedule of its learning rate."""
+    train = run.train
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=train.lr,
+            min_lr=train.min_lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            clip_grad=train.clip_grad,
+            bf16=train.precision == "bf16",
+            fp16=train.precision == "fp16",
+            params_dtype=dtype_of(run),
+            initial_loss_scale=INITIAL_LOSS_SCALE,
+            use_distributed_optimizer=train.distributed_optimizer,
+        ),
+        chunks,
+        # It makes them only where the ranks talk through gloo, see initialise.
+        use_gloo_process_groups=dist.get_backend() == "gloo",
+    )
+    decay = train.lr_decay_iterations or train.iterations
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=min(max(1, round(train.lr_warmup_fraction * decay)), decay - 1),
+        lr_decay_steps=decay,
+        lr_decay_style="cosine",
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=train.iterations,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def _stage_leaders(experts: bool) -> tuple[list[int], dist.ProcessGroup | None]:
+    """Global ranks that speak for their stage, by stage, and their group.
+
+    Data- and tensor-parallel rank 0; with ``experts`` under expert parallelism one rank for each share of them.
+    """
+    replica = (
+        parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
+    )
+    mine = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        replica,
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    places = gather_objects(mine)
+    leaders = [
+        rank
+        for _, rank in sorted((place[0], rank) for rank, place in enumerate(places) if not any(place[1:]))
+    ]
+    return leaders, dist.new_group(leaders) if len(leaders) > 1 else None

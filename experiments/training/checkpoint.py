@@ -1,0 +1,239 @@
+"""Checkpoints of a run in Megatron's distributed format: the weights at its end, and its whole state on the way there.
+
+What a run needs to go on exactly lies in ``.checkpoints/iter_<iteration>/`` in its folder: model and optimizer as
+Megatron saves them, EDGC's state (:mod:`edgc.megatron.checkpoint`), and ``trainer/`` with what else differs between
+ranks: learning-rate schedule, random generators, probe rows, error feedback of the pipeline's traffic.
+``metrics.jsonl`` is the run's log so far, from which the history is read; ``run.yaml`` holds the settings, which have
+to be the same. The data need no state: batches follow from the seed and the iteration.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from edgc import manifest, rank_files
+from edgc.megatron import checkpoint
+from experiments.common.files import atomic_write
+from experiments.common.yaml_settings import load_yaml
+from experiments.spec.settings import RunConfig
+from experiments.training.build import Session
+from experiments.training.resume import refuse_other, settings_of
+
+KEEP = 2
+TRAINER = "trainer"
+METRICS = "metrics.jsonl"
+# Each rank writes and reads its own part; may be read with another data-parallel size.
+SHARDING = {"distrib_optim_sharding_type": "dp_reshardable"}
+
+
+def save_model(chunks: Sequence[DistributedDataParallel], run: RunConfig, folder: Path) -> None:
+    """Write the weights of all ranks to ``folder`` and the run's settings beside them, those last.
+
+    ``run.yaml`` marks the checkpoint as whole. Called by every rank.
+    """
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    _save(_model_state(chunks), folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        atomic_write(folder / "run.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on.
+
+    Attributes:
+        iteration: how many iterations lie behind it.
+        seconds: how long they took, with everything between them.
+        resumed_at: at which iterations the run has been resumed so far, this time included.
+        metrics: the log up to there.
+        watch: state of the watch for failure signatures.
+    """
+
+    iteration: int
+    seconds: float
+    resumed_at: list[int]
+    metrics: Path
+    watch: dict[str, Any]
+
+
+class Checkpoints:
+    """What a killed run goes on from. Every method is called by every rank, between two iterations.
+
+    Args:
+        session: this rank's part of the job.
+        root: folder of the run's checkpoints.
+        fingerprint: of the prepared data, which have to stay the same.
+    """
+
+    def __init__(self, session: Session, root: Path, fingerprint: str) -> None:
+        self.session, self.root = session, root
+        self.interval = session.run.train.checkpoint_interval
+        self.settings = settings_of(session.run, fingerprint)
+
+    def due(self, iteration: int) -> bool:
+        """Whether to save after ``iteration``; the last one is followed by the end of the run."""
+        last = self.session.run.train.iterations
+        return self.interval > 0 and iteration % self.interval == 0 and iteration < last
+
+    def save(
+        self,
+        iteration: int,
+        *,
+        seconds: float,
+        resumed_at: Sequence[int],
+        metrics: Path,
+        watch: Mapping[str, Any],
+    ) -> None:
+        """Publish the state after ``iteration``; the newest ones are kept.
+
+        Args:
+            metrics: the log on rank 0.
+            watch: see :class:`Resumed`.
+        """
+        session = self.session
+        state = {
+            "iteration": iteration,
+            "seconds": seconds,
+            "resumed_at": list(resumed_at),
+            "scheduler": session.scheduler.state_dict(),
+            "recorders": {recorder.file: recorder.state_dict() for recorder in session.recorders},
+            "random": _random_state(),
+            "watch": dict(watch),
+        }
+        with checkpoint.publish(self.root, iteration, keep=KEEP) as folder:
+            _save(self._sharded(is_loading=False), folder)
+            checkpoint.save(folder, session.attachment, iteration=iteration)
+            rank_files.write(folder / TRAINER, state, dict)
+            if dist.get_rank() == 0:
+                shutil.copyfile(metrics, folder / METRICS)
+                (folder / "run.yaml").write_text(yaml.safe_dump(self.settings, sort_keys=False))
+
+    def resume(self) -> Resumed | None:
+        """Load the newest whole checkpoint, if there is one; damaged ones are reported in a line each.
+
+        Raises:
+            UserError: it is of other settings or data.
+        """
+        folder = checkpoint.latest(self.root, report=_say)
+        if folder is None:
+            return None
+        refuse_other(load_yaml(folder / "run.yaml"), self.settings, folder)
+        session = self.session
+        _allocate(session.optimizer)
+        state = dist_checkpointing.load(self._sharded(is_loading=True), str(folder))
+        for key, chunk in zip(_model_keys(session.chunks), session.chunks, strict=True):
+            chunk.module.load_state_dict(state[key])
+        with torch.no_grad():  # a distributed optimizer copies into views of fp32 parameters
+            session.optimizer.load_state_dict(state["optimizer"])
+        _restore_steps(session.optimizer)
+        checkpoint.load(folder, session.attachment)
+        inner, name = folder / TRAINER, rank_files.file_of(dist.get_rank())
+        own = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
+        session.scheduler.load_state_dict(own["scheduler"])
+        for recorder in session.recorders:
+            recorder.load_state_dict(own["recorders"][recorder.file])
+        _set_random_state(own["random"])
+        run, iteration = session.run, int(own["iteration"])
+        if dist.get_rank() == 0:
+            _say(f"{run.study}/{run.name} goes on after iteration {iteration} of {run.train.iterations}")
+        resumed_at = [*own["resumed_at"], iteration]
+        return Resumed(iteration, float(own["seconds"]), resumed_at, folder / METRICS, own["watch"])
+
+    def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
+        state = _model_state(self.session.chunks)
+        state["optimizer"] = self.session.optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=SHARDING
+        )
+        return state
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------ Megatron's part
+
+
+def _model_keys(chunks: Sequence[DistributedDataParallel]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+
+
+def _model_state(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+    return {
+        key: chunk.module.sharded_state_dict() for key, chunk in zip(_model_keys(chunks), chunks, strict=True)
+    }
+
+
+def _save(state: dict[str, Any], folder: Path) -> None:
+    # Megatron takes a queue that a process of its own serves, for saving in the background; starting it imports
+    # everything anew, seconds for each checkpoint. A save that is waited for runs in this process.
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+    dist_checkpointing.save(state, str(folder))
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The distributed optimizers among those that an optimizer is made of, where they are torch's Adam."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    adam = torch.optim.Adam
+    return [p for p in parts if isinstance(p, DistributedOptimizer) and isinstance(p.optimizer, adam)]
+
+
+def _allocate(optimizer: Any) -> None:
+    """Give torch's Adam the state that it has after a step: a distributed optimizer loads only into what is there."""
+    for part in _parts(optimizer):
+        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+            if not part.optimizer.state[parameter]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                part.optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+
+
+def _restore_steps(optimizer: Any) -> None:
+    """Tell torch's Adam how many steps it has made.
+
+    Megatron reads the number into the groups of parameters alone, and gives all parameters one tensor for it, still at
+    zero, to which Adam would add in place.
+    """
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            steps = float(group.pop("step"))
+            for parameter in group["params"]:
+                part.optimizer.state[parameter]["step"] = torch.tensor(steps)
+
+
+# ------------------------------------------------------------------ the trainer's part
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))

@@ -1,0 +1,251 @@
+"""Start one training run: check everything, claim the run folder, start the ranks, publish the result.
+
+A run with ``train.checkpoint_interval`` that was killed goes on from its newest whole checkpoint.
+
+Over several nodes one launcher runs on each; that of node 0 owns the folder and says how the run ended
+(:mod:`experiments.cluster.nodes`).
+
+Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
+published; 2 bad input, nothing was touched; 130 interrupted by Ctrl-C, nothing was published.
+"""
+
+from __future__ import annotations
+
+import os
+
+from experiments.common import interrupts
+
+if __name__ == "__main__":
+    interrupts.while_starting()
+
+# Before torch is imported: one thread per rank, and no thread pools in the server that forks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# After Ctrl-C the launcher leaves its semaphores to this process, which would warn before it removes them.
+os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from edgc.errors import UserError
+from experiments.cluster.nodes import (
+    EXIT_INTERRUPTED,
+    EXIT_LOST_PEER,
+    ending_with_others,
+    error_elsewhere,
+    error_of,
+    follow,
+    forget_errors,
+)
+from experiments.common.cli import EXIT_BAD_INPUT, main_guard
+from experiments.common.files import check_writable, no_space
+from experiments.common.yaml_settings import load_yaml
+from experiments.data.folder import DataInfo, check_config, check_whole, load_info
+from experiments.data.integrity import check_indices
+from experiments.spec.matrix import find
+from experiments.spec.settings import RunConfig, recorded, resolve
+from experiments.spec.study_checks import check_run
+from experiments.training import provenance
+from experiments.training.outputs import write_manifest
+from experiments.training.ranks import check_devices, start_ranks, warm_up
+from experiments.training.resume import refuse_other, settings_of
+from experiments.training.run_folder import RunFolder
+
+
+def read_data(run: RunConfig, results: Path) -> tuple[Path, DataInfo]:
+    """Folder and description of the prepared data of a run, each file as it was written.
+
+    Raises:
+        UserError: if it was not prepared, was prepared with other settings, or a file of it is damaged.
+    """
+    folder = results / run.scale / "data" / run.data.path
+    marker = folder / "data.yaml"
+    if not marker.exists():
+        fix = f"run `python -m experiments.data prepare --scale {run.scale}` first"
+        raise UserError("training data is missing", where=marker, fix=fix)
+    info = load_info(folder)
+    check_config(info, run.data, folder)
+    check_whole(folder, info)
+    check_indices(folder)
+    return folder, info
+
+
+def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Start the ranks and turn their end into a summary; exits when there is nothing to publish."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    nodes = arguments[4]
+    try:
+        with ending_with_others(folder.attempt, nodes):
+            start_ranks(*arguments)
+    except ChildFailedError as failure:
+        _, first = failure.get_first_failure()
+        if first.exitcode == EXIT_BAD_INPUT:
+            folder.discard()
+            raise SystemExit(EXIT_BAD_INPUT) from None
+        gone = first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER
+        try:
+            error = error_elsewhere(folder.attempt, nodes) if gone else error_of(first)
+        except UserError:
+            folder.discard()
+            raise
+        if error is not None:
+            return _failed(run, error, folder)
+        how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
+        raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
+    except SignalException:
+        raise _interrupted(f"{run.study}/{run.name}", folder) from None
+    except RendezvousError as problem:
+        raise _interrupted(f"{run.study}/{run.name}: the nodes did not meet ({problem})", folder) from None
+    return dict(json.loads((folder.attempt / "summary.json").read_text()))
+
+
+def _failed(run: RunConfig, error: str, folder: RunFolder) -> dict[str, Any]:
+    """The summary of a run that failed by itself; a full disk is no result, so the run goes on when there is space."""
+    if no_space(error, folder.path):
+        raise _interrupted(f"no space left in {folder.path}", folder) from None
+    print(f"failed: {run.study}/{run.name}: {error}", file=sys.stderr)
+    return {"status": "failed", "error": error}
+
+
+def _interrupted(what: str, folder: RunFolder, code: int = EXIT_INTERRUPTED) -> SystemExit:
+    """Say so, throw the attempt away, and keep the checkpoints."""
+    folder.discard()
+    newest = folder.newest_checkpoint()
+    kept = f"goes on from {newest.name}" if newest else "starts from the beginning"
+    print(f"interrupted: {what}; the next launch {kept}", file=sys.stderr)
+    return SystemExit(code)
+
+
+def _refuse_other_run(run: RunConfig, data: DataInfo, folder: RunFolder) -> None:
+    """Refuse to go on from a checkpoint of other settings; the ranks look again at the one that they use.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    newest = folder.newest_checkpoint()
+    if newest is not None:
+        try:
+            saved = load_yaml(newest / "run.yaml")
+        except UserError:
+            return  # damaged: the ranks will say so, and use an older one
+        refuse_other(saved, settings_of(run, data.fingerprint), newest)
+
+
+def launch(
+    run: RunConfig,
+    results: Path,
+    nodes: int = 1,
+    node: int = 0,
+    rendezvous: str = "localhost:0",
+    address: str | None = None,
+    fresh: bool = False,
+) -> str:
+    """Run one training job and publish its folder; returns its status, and "" on other nodes than 0.
+
+    Args:
+        results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
+        nodes, node: how many machines take part and which one this is; node 0 owns the folder.
+        rendezvous: ``host:port`` of node 0 when there are several.
+        address: name or address under which the other nodes reach this one; by default its host name.
+        fresh: start from the beginning where a killed run has left checkpoints.
+    """
+    check_writable(results)
+    folder = RunFolder(results / run.scale / run.study / run.name)
+    try:
+        data_dir, data = read_data(run, results)
+    except UserError as refusal:
+        if node > 0:
+            nothing = (run, results, 0, folder.attempt, nodes, rendezvous, address, node, True)
+            follow(lambda: start_ranks(*nothing), folder.attempt, node, refusal)
+        raise
+    warm_up(nodes)
+    arguments = (run, data_dir, data.vocab_size, folder.attempt, nodes, rendezvous, address)
+    if node > 0:
+        follow(lambda: start_ranks(*arguments, node=node), folder.attempt, node)
+        return ""
+    check_devices(run, nodes)
+    if not fresh:
+        _refuse_other_run(run, data, folder)
+    folder.claim()
+    try:
+        forget_errors(folder.attempt)
+        if fresh:
+            folder.forget()
+        record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
+        (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
+        outcome = _outcome(run, folder, arguments)
+        interrupts.ignore()  # the run has ended, and is published in a moment
+        resumed_at = outcome.pop("resumed_at", [])
+        if resumed_at:
+            record["provenance"]["resumed_at"] = resumed_at
+            (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
+        identity = {key: getattr(run, key) for key in ("study", "variant", "seed", "scale", "label")}
+        summary = {"run": run.name, **identity, **outcome}
+        metrics = folder.attempt / "metrics.jsonl"
+        metrics.touch()
+        (folder.attempt / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        write_manifest(folder.attempt)
+        (folder.attempt / "status").write_text(summary["status"] + "\n")
+        folder.publish()
+        if summary["status"] != "failed":
+            folder.forget()
+    except KeyboardInterrupt:
+        raise _interrupted(f"{run.study}/{run.name}", folder, interrupts.EXIT) from None
+    except OSError as error:
+        if no_space(str(error), folder.path):
+            raise _interrupted(f"no space left in {folder.path}", folder) from None
+        raise
+    finally:
+        folder.release()
+    return str(summary["status"])
+
+
+def read_run(path: Path) -> RunConfig:
+    """A run from one complete file, such as the ``run.yaml`` of a run folder."""
+    values = load_yaml(path)
+    run = recorded(values, path) if "provenance" in values else resolve(values, path)
+    check_run(run, path)
+    return run
+
+
+@main_guard
+def main(
+    study: Annotated[str | None, typer.Option(help="name of a file in experiments/studies")] = None,
+    run: Annotated[str | None, typer.Option(help="name of the run: <variant>-s<seed>")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a complete run file instead, e.g. another run's run.yaml")
+    ] = None,
+    scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
+    results: Annotated[Path, typer.Option(help="root of all results")] = Path("results"),
+    nodes: Annotated[int, typer.Option(help="machines that take part")] = 1,
+    node: Annotated[int, typer.Option(help="index of this machine")] = 0,
+    rendezvous: Annotated[str, typer.Option(help="host:port of node 0")] = "localhost:0",
+    address: Annotated[
+        str | None, typer.Option(help="of this machine for the others; default: its name")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="drop the checkpoints of a killed run")] = False,
+) -> None:
+    """Train one run of a study, or of a file, and publish its folder."""
+    if config is not None:
+        chosen = read_run(config)
+    elif study is not None and run is not None:
+        chosen = find(study, scale, run)
+    else:
+        raise UserError("no run given", where="the command line", fix="give --study and --run, or --config")
+    status = launch(chosen, results, nodes, node, rendezvous, address, fresh)
+    if status:
+        print(f"{chosen.study}/{chosen.name}: {status}")
+
+
+if __name__ == "__main__":
+    interrupts.while_training()
+    with interrupts.leaving_at_once():
+        typer.run(main)

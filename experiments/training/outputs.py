@@ -1,0 +1,146 @@
+"""Whether a run folder still holds what its training has written. Imports no torch.
+
+A run that has ended leaves ``manifest.json`` beside its files, with the size and checksum of each. Folders without one,
+such as runs restored from an archive, are judged by their contents: the log of a run that has ended closes with an
+``end`` event, and log, summary and ``status`` agree on how it ended.
+
+A damaged file is never a result: it is refused in one line. A run that *failed* is one; it keeps its place in every
+table, with whatever it has written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edgc import manifest
+from edgc.errors import UserError
+from edgc.telemetry import read_events
+from experiments.common.yaml_settings import load_yaml
+from experiments.training.run_folder import STATUSES
+
+CHECKSUM_BYTES = 64 * 2**20  # larger files, such as weights, are recorded by their size alone
+SETTINGS, LOG, SUMMARY, STATUS = "run.yaml", "metrics.jsonl", "summary.json", "status"
+NAMES = (SETTINGS, LOG, SUMMARY, STATUS)
+# Of `run.yaml`, in the order written: a file that was cut short lacks the last ones.
+KEYS = ("scale", "study", "variant", "label", "seed", "model", "train", "compression", "probe")
+COMPLETE = ("ok", "diverged")  # went on until they were told to stop, so their log has an end
+UNFINISHED = "unfinished"
+
+
+def write_manifest(folder: Path) -> None:
+    """Record every file of a run that has ended; called before ``status`` is there."""
+    names = [name for name in manifest.files_below(folder) if not name.startswith("tensorboard/")]
+    manifest.write(folder, manifest.Manifest({}, {name: _entry(folder / name) for name in names}))
+
+
+def _entry(path: Path) -> manifest.Entry:
+    size = path.stat().st_size
+    return manifest.Entry(size, "") if size > CHECKSUM_BYTES else manifest.entry(path)
+
+
+def damaged(path: Path, problem: str) -> UserError:
+    """The error about one file of a run folder, with the folder to delete."""
+    folder = path.parent.parent if path.parent.name == "checkpoint" else path.parent
+    fix = f"delete the folder {folder} and start again: the run is made again"
+    return UserError(f"run folder is damaged: {path.name} {problem}", where=path, fix=fix)
+
+
+def check(folder: Path, below: Sequence[str] = ("",)) -> bool:
+    """Compare the files whose names begin with one of ``below`` with the manifest; False where there is none.
+
+    Raises:
+        UserError: naming the first file that is missing, cut short or altered.
+    """
+    if not (folder / manifest.NAME).exists():
+        return False
+    try:
+        recorded = manifest.read(folder).files
+    except manifest.DamagedCheckpoint as error:
+        raise damaged(folder / manifest.NAME, error.problem) from None
+    for name, expected in recorded.items():
+        if not name.startswith(tuple(below)):
+            continue
+        problem = manifest.problem(folder / name, expected)
+        if problem is not None:
+            raise damaged(folder / name, problem)
+    return True
+
+
+def read_status(folder: Path) -> str:
+    """How the run ended; ``unfinished`` where it has not.
+
+    Raises:
+        UserError: the file says something else.
+    """
+    path = folder / STATUS
+    if not path.is_file():
+        return UNFINISHED
+    status = path.read_text(encoding="utf-8", errors="replace").strip()
+    if status not in STATUSES:
+        raise damaged(path, f"holds {status!r}, not one of {', '.join(STATUSES)}")
+    return status
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """``run.yaml``.
+
+    Raises:
+        UserError: it is missing or cut short.
+    """
+    path = folder / SETTINGS
+    try:
+        values = load_yaml(path)
+    except UserError as error:
+        raise damaged(path, f"cannot be used: {error.message}") from None
+    missing = [key for key in KEYS if key not in values]
+    if missing:
+        raise damaged(path, f"lacks {missing[0]}")
+    return values
+
+
+def read_summary(folder: Path, status: str) -> dict[str, Any]:
+    """``summary.json``; empty where a run has none because it is unfinished or failed.
+
+    Raises:
+        UserError: it is missing, cut short, or of a run that ended in another way.
+    """
+    path = folder / SUMMARY
+    if not path.is_file():
+        if status in COMPLETE:
+            raise damaged(path, "is missing")
+        return {}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise damaged(path, "is not valid JSON") from None
+    if not isinstance(summary, dict):
+        raise damaged(path, "is not a mapping")
+    said = summary.get("status", status)
+    if said != status and status != UNFINISHED:
+        raise damaged(path, f"says {said!r}, the file status {status!r}")
+    return summary
+
+
+def read_log(folder: Path, status: str) -> list[dict[str, Any]]:
+    """Events of ``metrics.jsonl``.
+
+    A run that failed or has not ended may stop in the middle of a line, which is left out; it may also have no log.
+
+    Raises:
+        UserError: a line in it is damaged, or a run that went to its end has no ``end`` event.
+    """
+    path = folder / LOG
+    if not path.is_file():
+        if status in COMPLETE:
+            raise damaged(path, "is missing")
+        return []
+    try:
+        events = read_events(path, torn=status not in COMPLETE)
+    except UserError as error:
+        raise damaged(path, f"is cut short or altered: {error.message}") from None
+    if status in COMPLETE and (not events or events[-1]["event"] != "end"):
+        raise damaged(path, "is cut short: it has no end event")
+    return events

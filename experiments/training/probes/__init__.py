@@ -1,0 +1,1 @@
+"""Studies of gradients: what they record while a run trains."""

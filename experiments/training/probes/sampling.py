@@ -1,0 +1,112 @@
+"""What the sampling study records: the entropy of every matrix by every sampling rule, beside that of all its entries.
+
+All rules are applied to the same local gradients of one uncompressed run, so that they differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from edgc.clock import mark, seconds_between
+from edgc.compressors import Gradient
+from edgc.compressors.powersgd import compressible
+from edgc.config import SAMPLINGS, EDGCConfig
+from edgc.entropy import estimate, moments
+from edgc.sampling import Sampler
+from experiments.spec.settings import ProbeConfig
+
+ESTIMATORS = ("histogram", "gaussian")
+SQUARES = "square_sum"
+
+
+class SamplingProbe:
+    """Collects rows for ``sampling.parquet`` at the iterations at which gradients are probed.
+
+    A row is of one iteration, stage, parameter, ``rule`` (of ``edgc.config.SAMPLINGS``, or ``all`` entries), entry
+    ``rate`` and ``estimator``: ``rows``, ``columns``, ``entropy`` (nats), ``seconds`` that reading and estimating
+    took, and of all entries ``log_sigma`` and ``excess_kurtosis``. Estimator ``square_sum`` is log of the root mean
+    square of all entries plus the constant of a normal distribution: one pass, no sample.
+
+    Args:
+        config: at which iterations, and ``entry_rates``.
+        edgc: settings of the run; the seed of its sampler is taken.
+        stage: pipeline stage of this rank.
+        reports: whether this rank's replica is the one described.
+    """
+
+    file = "sampling.parquet"
+    keys = ("iteration", "stage", "parameter", "rule", "rate", "estimator")
+
+    def __init__(self, config: ProbeConfig, edgc: EDGCConfig, stage: int, *, reports: bool) -> None:
+        self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
+        self.rows: list[dict[str, Any]] = []
+        self._samplers = {
+            (rule, rate): Sampler(replace(edgc.entropy, sampling=rule, entry_rate=rate, iteration_rate=1.0))
+            for rule in SAMPLINGS
+            for rate in config.entry_rates
+        }
+
+    def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
+        """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""
+        if not (self.reports and self.config.due(iteration)):
+            return
+        for gradient in gradients:
+            if compressible(gradient.tensor.shape, self.edgc.min_compression_elements):
+                self._measure(iteration, gradient.name, gradient.tensor.detach())
+
+    def _measure(self, iteration: int, name: str, gradient: Tensor) -> None:
+        flat = gradient.reshape(-1)
+        shape = moments(flat)
+        about = {
+            "iteration": iteration,
+            "stage": self.stage,
+            "parameter": name,
+            "rows": gradient.shape[0],
+            "columns": gradient.shape[1],
+            "log_sigma": math.log(shape.sigma) if shape.sigma > 0 else math.nan,
+            "excess_kurtosis": shape.excess_kurtosis,
+        }
+
+        def add(rule: str, rate: float, estimator: str, measure: Callable[[], float]) -> None:
+            begun = mark(flat.device)
+            value = measure()
+            taken = seconds_between(begun, mark(flat.device))
+            place = {"rule": rule, "rate": rate, "estimator": estimator}
+            self.rows.append(about | place | {"entropy": value, "seconds": taken})
+
+        add("all", 1.0, SQUARES, lambda: _of_squares(flat))
+        for estimator in ESTIMATORS:
+            add("all", 1.0, estimator, lambda kind=estimator: estimate(flat, kind))  # type: ignore[misc]
+            for (rule, rate), sampler in self._samplers.items():
+                add(
+                    rule,
+                    rate,
+                    estimator,
+                    lambda kind=estimator, taker=sampler: estimate(
+                        taker.take(gradient, iteration, name), kind
+                    ),  # type: ignore[misc]
+                )
+
+    def end_iteration(self, iteration: int, skipped: bool) -> None:
+        """Rows of a skipped iteration are dropped: a gradient in it was not finite."""
+        if skipped:
+            self.rows = [row for row in self.rows if row["iteration"] != iteration]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on after a whole iteration."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of the same rank."""
+        self.rows = list(state["rows"])
+
+
+def _of_squares(flat: Tensor) -> float:
+    """The entropy of a normal distribution with the mean square of ``flat`` as its variance."""
+    mean = float(flat.dot(flat)) / max(1, flat.numel())
+    return 0.5 * math.log(2 * math.pi * math.e * mean) if mean > 0 else math.nan

@@ -1,0 +1,72 @@
+"""What a result must carry to be traced: versions, commit, hardware kind, data fingerprint."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from experiments.spec.settings import RunConfig
+
+PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "lm_eval", "snakemake")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the source tree and whether it has local changes; None where there is no repository."""
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+def hardware() -> dict[str, Any]:
+    """Kind of machine, without its name."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpu": _cpu_model(), "cores": os.cpu_count(), "gpus": gpus, "system": platform.system()}
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def collect(run: RunConfig, fingerprint: str) -> dict[str, Any]:
+    """Provenance of one run. ``fingerprint`` is that of its prepared data."""
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "world": run.parallel.world,
+        "data_fingerprint": fingerprint,
+        "versions": versions(),
+        "git": git_state(),
+        "hardware": hardware(),
+    }

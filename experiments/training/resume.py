@@ -1,0 +1,47 @@
+"""Whether a checkpoint is of the very run that is to go on from it: settings and data. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgc.checks import dotted
+from edgc.config import EDGCConfig
+from edgc.errors import UserError
+from experiments.spec.settings import RunConfig
+
+# Free to differ: they change nothing that the run computes.
+FREE = ("label", "train.checkpoint_interval")
+
+
+def settings_of(run: RunConfig, fingerprint: str | None) -> dict[str, Any]:
+    """All settings of a run, in JSON's types, with the fingerprint of its prepared data."""
+    settings = run.model_dump(mode="json")
+    settings["data"]["fingerprint"] = fingerprint
+    return settings
+
+
+def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
+    """Compare the settings in ``checkpoint`` with those of the run that would go on from it.
+
+    Raises:
+        UserError: naming the first setting that differs, with both values.
+    """
+    before, after = dotted(_effective(saved)), dotted(_effective(now))
+    missing = object()
+    keys = [key for key in {**before, **after} if key not in FREE]
+    other = [key for key in keys if before.get(key, missing) != after.get(key, missing)]
+    if other:
+        key = other[0]
+        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+        what = f"{key} = {after.get(key)!r}, but the run's checkpoint has {before.get(key)!r}{more}"
+        fix = "restore the setting, or start anew with `python -m experiments.training.launch ... --fresh`"
+        raise UserError(what, where=checkpoint / "run.yaml", fix=fix)
+
+
+def _effective(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``settings`` without those of compression that its method cannot use: earlier versions recorded them."""
+    if not isinstance(compression := settings.get("compression"), Mapping):
+        return settings
+    return {**settings, "compression": EDGCConfig.usable(compression)}

@@ -1,0 +1,160 @@
+"""Files of one run: written whole or not at all, by one process at a time.
+
+A run folder holds ``run.yaml``, ``metrics.jsonl``, ``summary.json`` and ``status``. While a run goes on, its files
+lie in ``.attempt/`` inside the folder; they are renamed into place when the run has ended, ``status`` last, so that
+a folder with a ``status`` file is complete whatever happened. What a killed run goes on from lies in
+``.checkpoints/`` inside the folder, which neither a new attempt nor Snakemake touches; it is removed once the run has
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import IO
+
+from edgc.errors import UserError
+from experiments.common.files import check_writable
+
+STATUSES = ("ok", "diverged", "failed", "interrupted")
+CHECKPOINTS = ".checkpoints"
+
+
+class RunFolder:
+    """One run's folder, claimed for the life of this object.
+
+    Claiming supersedes an older launcher that still holds the folder: that is an orphan of a killed pipeline (the
+    pipeline itself runs once per results folder), and its half-finished attempt is thrown away. On this machine it is
+    killed; under Slurm, where it may be on any node, its job is cancelled. Of two jobs the one submitted later stays.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.attempt = path / ".attempt"
+        self.checkpoints = path / CHECKPOINTS
+        self._lock: IO[str] | None = None
+
+    def claim(self, patience_seconds: float | None = None) -> None:
+        """Take the folder's lock and start an empty attempt.
+
+        Raises:
+            UserError: if another process keeps the folder (on another machine, for instance) for longer than the
+                given time; by default 30 s, and under Slurm 180 s, for a file server keeps the lock of a node that
+                died a while.
+        """
+        check_writable(self.path)
+        job = slurm_job()
+        if patience_seconds is None:
+            patience_seconds = 180.0 if job else 30.0
+        deadline = time.monotonic() + patience_seconds
+        # The locks lie beside the folder: Snakemake may delete its files while an orphan still holds them.
+        handle = self.path.with_name(f".{self.path.name}.lock").open("a+", encoding="utf-8")
+        _lock_exclusively(handle, deadline, stop_holder=True)
+        handle.seek(0)
+        handle.truncate()
+        handle.write(f"{os.getpid()} {socket.gethostname()} {job or 0}\n")
+        handle.flush()
+        self._lock = handle
+        # A killed launcher's ranks outlive it for a moment, and may still write into the attempt.
+        with _ranks_lock(self.path).open("a") as ranks:
+            _lock_exclusively(ranks, deadline)
+            if self.attempt.exists():
+                shutil.rmtree(self.attempt)
+            self.attempt.mkdir(parents=True)
+
+    def publish(self) -> None:
+        """Move the attempt's files into place, ``status`` last."""
+        names = sorted(entry.name for entry in self.attempt.iterdir() if entry.name != "status")
+        (self.path / "status").unlink(missing_ok=True)
+        for name in [*names, "status"]:
+            target = self.path / name
+            if target.is_dir():
+                shutil.rmtree(target)
+            (self.attempt / name).replace(target)
+        self.attempt.rmdir()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.attempt, ignore_errors=True)
+
+    def forget(self) -> None:
+        """Remove the checkpoints: the next launch starts from the beginning."""
+        # Renamed first: half of them gone must not look like damage.
+        gone = self.checkpoints.with_name(f"{CHECKPOINTS}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.checkpoints.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The folder of the newest checkpoint; whether it is whole is not looked at."""
+        return max(self.checkpoints.glob("iter_*"), default=None)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def hold_as_rank(attempt: Path) -> None:
+    """Make later launches wait, before they clear ``attempt``, until this process has ended."""
+    _held.append(_ranks_lock(attempt.parent).open("a"))
+    fcntl.flock(_held[-1], fcntl.LOCK_SH)
+
+
+_held: list[IO[str]] = []  # a lock lives as long as its open file
+
+
+def _ranks_lock(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.ranks.lock")
+
+
+def slurm_job() -> int | None:
+    """Number of the Slurm job that this process is part of."""
+    text = os.environ.get("SLURM_JOB_ID", "")
+    return int(text) if text.isdigit() else None
+
+
+def _lock_exclusively(handle: IO[str], deadline: float, stop_holder: bool = False) -> None:
+    cancelled: set[str] = set()
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if stop_holder:
+                handle.seek(0)
+                _stop_orphan(handle.read().split(), cancelled)
+            if time.monotonic() > deadline:
+                fix = "stop the process that holds it"
+                raise UserError("run folder is in use", where=handle.name, fix=fix) from None
+            time.sleep(0.1)
+
+
+def _stop_orphan(holder: list[str], cancelled: set[str]) -> None:
+    """End an older launcher, if the recorded process still is one; its ranks die with it.
+
+    Raises:
+        UserError: the holder is a later job of Slurm's than this one, which is then the orphan itself.
+    """
+    if len(holder) != 3 or not (holder[0].isdigit() and holder[2].isdigit()):
+        return  # half written
+    (pid, host, job), own = holder, slurm_job() or 0
+    if int(job) and int(job) != own:
+        if own and int(job) > own:
+            raise UserError(f"Slurm job {job}, submitted later, makes this run", fix="leave it to that job")
+        if job not in cancelled:
+            cancelled.add(job)
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run(["scancel", job], capture_output=True, timeout=60)
+    elif host == socket.gethostname() and int(pid) != os.getpid():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            if b"experiments.training.launch" in command:
+                os.kill(int(pid), signal.SIGKILL)

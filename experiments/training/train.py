@@ -1,0 +1,295 @@
+"""One rank of one training run: Megatron's schedule, optimizer and data-parallel buckets, EDGC attached.
+
+Started by ``experiments.training.launch`` on every rank, at every scale. Deterministic from the run's seed: two runs on
+one machine give the same losses bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from edgc.compressors.channel import all_reduce_bytes
+from edgc.compressors.powersgd import compressible
+from edgc.groups import gather_objects
+from edgc.plans import Plan
+from edgc.signatures import SignatureWatch
+from edgc.telemetry import plain, read_events
+from experiments.data.batches import MicroBatch, train_batches, validation_batches
+from experiments.data.folder import load_info
+from experiments.spec.settings import RunConfig
+from experiments.training.build import Session, build
+from experiments.training.checkpoint import METRICS, Checkpoints, save_model
+from experiments.training.experts import is_expert
+from experiments.training.metrics import History, RankStep, Step, gather_step
+from experiments.training.run_folder import CHECKPOINTS
+from experiments.training.run_log import RunLog, perplexity
+
+DIVERGED_LOSS = 2.0  # times log(vocabulary), the loss of a uniform guess
+DIVERGED_STEPS = 10
+SKIPPED_STEPS = 20  # in a row, because of gradients that are not finite
+
+
+class Trainer:
+    """Runs the iterations of one session and reports them.
+
+    Args:
+        session: this rank's part of the job.
+        data_dir: folder of prepared data.
+        vocab_size: of the tokenizer.
+        attempt: folder for the run's files; rank 0 writes metrics and TensorBoard, stage leaders their probes.
+            Checkpoints lie beside it, so that they outlive an attempt.
+    """
+
+    def __init__(self, session: Session, data_dir: Path, vocab_size: int, attempt: Path) -> None:
+        self.session, self.run, self.data_dir, self.attempt = session, session.run, data_dir, attempt
+        self.vocab_size = vocab_size
+        self.log = RunLog(session.run, attempt, speaks=dist.get_rank() == 0)
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.replicas = int(parallel_state.get_data_parallel_world_size())
+        self.forward_backward = get_forward_backward_func()
+        self.history = History()
+        fingerprint = load_info(data_dir).fingerprint
+        self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), fingerprint)
+        self.signatures: set[str] = set()
+        self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def _forward_step(self, batches: Iterator[MicroBatch], model: Any) -> Any:
+        device = self.session.device
+        batch = next(batches)
+        tokens, labels = batch["tokens"].to(device), batch["labels"].to(device)
+        mask = batch["loss_mask"].to(device)
+        if self.run.model.architecture == "bert":
+            assert batch["attention_mask"] is not None
+            output = model(tokens, batch["attention_mask"].to(device), lm_labels=labels)
+            output = output[0] if isinstance(output, tuple) else output
+        else:
+            # Without a mask the model uses its own causal one.
+            output = model(tokens, batch["position_ids"].to(device), None, labels=labels)
+
+        def loss_function(losses: torch.Tensor) -> Any:
+            loss = (losses.float() * mask).sum() / mask.sum()
+            # The schedule divides the returned loss in place.
+            return loss, {"loss": loss.detach().clone()}
+
+        return output, loss_function
+
+    def _schedule(self, batches: Iterator[MicroBatch], *, forward_only: bool) -> float:
+        """Run the next global batch's micro-batches; the mean loss on the last stage, nan elsewhere."""
+        micro_batches = list(itertools.islice(batches, self.run.micro_batches))
+        chunks = self.session.chunks
+        virtual = self.run.parallel.virtual_pipeline
+        iterators = [iter(micro_batches) for _ in chunks]
+        losses = self.forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if virtual else iterators[0],
+            model=list(chunks) if virtual else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=self.run.model.sequence_length,
+            micro_batch_size=self.run.train.micro_batch,
+            forward_only=forward_only,
+            **self.session.pipeline_arguments(len(micro_batches), forward_only=forward_only),
+        )
+        if not losses:
+            return math.nan
+        return float(torch.stack([item["loss"] for item in losses]).mean())
+
+    def _train_step(self, iteration: int, batches: Iterator[MicroBatch]) -> Step:
+        session = self.session
+        for chunk in session.chunks:
+            chunk.zero_grad_buffer()
+        session.optimizer.zero_grad()
+        loss = self._schedule(batches, forward_only=False)
+        updated, gradient_norm, _ = session.optimizer.step()
+        if updated:
+            session.scheduler.step(increment=1)
+        done = session.attachment.engine.last
+        assert done is not None
+        assert done.iteration == iteration
+        for recorder in session.recorders:
+            recorder.end_iteration(iteration, done.skipped)
+        norm = math.nan if gradient_norm is None else float(gradient_norm)
+        traffic = session.pipeline.traffic if session.pipeline is not None else None
+        experts = session.expert_traffic.take() if session.expert_traffic is not None else None
+        return gather_step(
+            RankStep.of(session.stage, self.replica, loss, norm, done, traffic, experts), session.device
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean validation loss in nats per token, over the same batches for every run."""
+        for chunk in self.session.chunks:
+            chunk.eval()
+        batches = iter(validation_batches(self.run, self.data_dir, self.replica, self.replicas))
+        losses = [self._schedule(batches, forward_only=True) for _ in range(self.run.train.eval_batches)]
+        for chunk in self.session.chunks:
+            chunk.train()
+        total = torch.tensor([math.nan, 0.0], dtype=torch.float64, device=self.session.device)
+        if self.session.is_last_stage:
+            total = torch.tensor(
+                [sum(losses) / len(losses), 1.0], dtype=torch.float64, device=self.session.device
+            )
+        rows = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, total)
+        values = [float(row[0]) for row in rows if row[1] > 0]
+        return sum(values) / len(values)
+
+    # ------------------------------------------------------------------ the run
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end or to divergence; returns the summary (the same on every rank)."""
+        run, started = self.run, time.perf_counter()
+        tokens = run.train.global_batch * run.model.sequence_length
+        status, engine = "ok", self.session.attachment.engine
+        with self.log:
+            resumed = self.checkpoints.resume()
+            dense = self._start(anew=resumed is None)
+            iteration = behind = 0
+            validation, resumed_at = math.nan, list[int]()
+            if resumed is not None:
+                iteration = behind = resumed.iteration
+                resumed_at = resumed.resumed_at
+                started -= resumed.seconds
+                validation = self._replay(resumed.metrics)
+                self.watch.load_state_dict(resumed.watch)
+            batches = train_batches(run, self.data_dir, self.replica, self.replicas, behind)
+            for iteration in range(behind + 1, run.train.iterations + 1):
+                begun = time.perf_counter()
+                plan = engine.plan
+                step = self._train_step(iteration, batches)
+                seconds = time.perf_counter() - begun
+                self.history.add(step, seconds, tokens)
+                self.session.attachment.add_loss(step.loss)
+                lr = self.session.optimizer.param_groups[0]["lr"]
+                self.log.step(iteration, step, lr, seconds, tokens)
+                self.log.decision(engine)
+                self._look_for_signatures(iteration, step, plan, dense)
+                if self._diverged():
+                    status = "diverged"
+                    break
+                if iteration % run.train.eval_interval == 0 or iteration == run.train.iterations:
+                    validation = self.evaluate()
+                    self.log.evaluation(iteration, step.loss, validation)
+                if self.checkpoints.due(iteration):
+                    taken = time.perf_counter() - started
+                    metrics = self.attempt / METRICS
+                    self.checkpoints.save(
+                        iteration,
+                        seconds=taken,
+                        resumed_at=resumed_at,
+                        metrics=metrics,
+                        watch=self.watch.state_dict(),
+                    )
+            if status == "ok" and not math.isfinite(validation):
+                status = "diverged"
+            seconds_total = time.perf_counter() - started
+            self.log.events.write(
+                "end", status=status, iterations=iteration, seconds=seconds_total, error=None
+            )
+        self._write_records()
+        if run.train.checkpoint and status == "ok":
+            save_model(self.session.chunks, run, self.attempt / "checkpoint")
+        return {
+            "status": status,
+            "error": None,
+            "resumed_at": resumed_at,
+            "signatures": sorted(self.signatures),
+            "validation_loss": plain(validation),
+            "validation_perplexity": plain(perplexity(validation)),
+            **self.history.summary(dense, seconds_total),
+        }
+
+    def _look_for_signatures(self, iteration: int, step: Step, plan: Plan, dense: int) -> None:
+        """Judge the iteration that ran under ``plan``; findings go to the log."""
+        decision = self.session.attachment.decision
+        if decision is not None and decision.timing:
+            self.watch.uncompressed = max(timing.seconds_uncompressed for timing in decision.timing)
+        predicted = self.session.attachment.engine.controller.predicted(plan.ranks)
+        for finding in self.watch.add(step.observed(iteration, plan, dense, predicted)):
+            self.signatures.add(finding.signature)
+            self.log.signature(finding)
+
+    def _replay(self, metrics: Path) -> float:
+        """Take over the log of the iterations before a checkpoint; returns the last validation loss."""
+        events = read_events(metrics)
+        self.log.replay(events)
+        self.history.replay(events)
+        self.signatures = {event["signature"] for event in events if event["event"] == "signature"}
+        losses = [event["loss"] for event in events if event["event"] == "eval"]
+        return losses[-1] if losses and losses[-1] is not None else math.nan
+
+    def _start(self, *, anew: bool) -> int:
+        """What one replica, all stages, sends in an uncompressed step (bytes); logs the start event of a new run."""
+        every = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
+        limit = self.run.edgc.min_compression_elements
+        copies = int(parallel_state.get_expert_data_parallel_world_size())  # of an expert
+        params = params_compressible = dense = 0
+        for parameters, replicas in (
+            ([p for p in every if not is_expert(p)], self.replicas),
+            ([p for p in every if is_expert(p)], copies),
+        ):
+            mine = torch.tensor(
+                [
+                    sum(p.numel() for p in parameters),
+                    sum(p.numel() for p in parameters if compressible(p.shape, limit)),
+                    sum(p.main_grad.numel() * p.main_grad.element_size() for p in parameters),
+                ],
+                dtype=torch.float64,
+                device=self.session.device,
+            )
+            dist.all_reduce(mine)
+            total, total_compressible, size = (int(value) // replicas for value in mine.tolist())
+            params, params_compressible = params + total, params_compressible + total_compressible
+            # A replica holds the share of the experts that its rank has.
+            dense += all_reduce_bytes(size * replicas // self.replicas, replicas)
+        if anew:
+            self.log.events.write(
+                "start",
+                study=self.run.study,
+                run=self.run.name,
+                iterations=self.run.train.iterations,
+                world=dist.get_world_size(),
+                stages=self.run.parallel.pipeline,
+                params=params,
+                params_compressible=params_compressible,
+                bytes_dense=dense,
+            )
+        return dense
+
+    def _diverged(self) -> bool:
+        """Twenty skipped steps in a row, or ten far worse than guessing; the same answer on every rank."""
+        limit = DIVERGED_LOSS * math.log(self.vocab_size)
+        recent = self.history.losses[-DIVERGED_STEPS:]
+        far = len(recent) == DIVERGED_STEPS and min(recent) > limit
+        return far or self.session.attachment.skipped_in_a_row >= SKIPPED_STEPS
+
+    def _write_records(self) -> None:
+        """Every rank hands its rows to rank 0, which writes the tables."""
+        for recorder in self.session.recorders:
+            rows = [row for rows in gather_objects(recorder.rows) for row in rows]
+            if dist.get_rank() == 0 and rows:
+                table = pd.DataFrame(rows).sort_values(list(recorder.keys), ignore_index=True)
+                table.to_parquet(self.attempt / recorder.file, index=False)
+
+
+def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:
+    """The whole of one rank; returns the summary on rank 0, None elsewhere."""
+    session = build(run, vocab_size)
+    summary = Trainer(session, data_dir, vocab_size, attempt).train()
+    reporter = dist.get_rank() == 0
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return summary if reporter else None

@@ -1,0 +1,1 @@
+"""What came out, held against the paper and against earlier results."""

@@ -1,0 +1,202 @@
+"""Runs of a study in one committed file, and the tables and figures that follow from them again.
+
+``runs.tar.xz`` holds what the analysis reads of every run folder, in the order of the study's runs. The same runs give
+the same bytes: names of users, times and modes are left out.
+
+``python -m experiments.verdicts.archive replay --scale S`` computes the committed tables and figures again from such
+files and compares them byte for byte. ``restore`` puts the runs back into the results folder, where the pipeline goes
+on with them; ``save`` keeps those of a study that is not finished yet (``runs-so-far.tar.xz``), so that its training
+can be spread over nights and machines.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.files import atomic_write
+from experiments.spec import matrix
+
+NAME = "runs.tar.xz"
+SO_FAR = "runs-so-far.tar.xz"  # of a study of which only some runs have ended: no tables follow from it
+FIRST = ("run.yaml", "metrics.jsonl", "summary.json")  # `status` is unpacked last: a run with one is whole
+LAST = "status"
+app = typer.Typer(add_completion=False)
+
+
+def pack(folder: Path, names: Sequence[str]) -> bytes:
+    """The run folders ``names`` under ``folder`` as a compressed archive, in this order.
+
+    Raises:
+        UserError: if a run has no ``status``, that is, has not ended.
+    """
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=9) as archive:
+        for name in names:
+            if not (folder / name / LAST).is_file():
+                fix = f"train it first: snakemake -c2 {folder.name}"
+                raise UserError(f"run {name} has not ended", where=folder, fix=fix)
+            tables = sorted(path.name for path in (folder / name).glob("*.parquet"))
+            for file in (*FIRST, *tables, LAST):
+                path = folder / name / file
+                if path.is_file():
+                    entry = tarfile.TarInfo(f"{name}/{file}")
+                    entry.size, entry.mode = path.stat().st_size, 0o644
+                    with path.open("rb") as content:
+                        archive.addfile(entry, content)
+    return buffer.getvalue()
+
+
+def unpack(archive: Path, folder: Path) -> list[str]:
+    """Put the runs of ``archive`` into ``folder``; returns their names in order.
+
+    Raises:
+        UserError: if it cannot be read, or a run of it is in the folder already; nothing is written then.
+    """
+    with _opened(archive) as opened:
+        files = opened.getmembers()
+        names = _runs(opened)
+        there = [name for name in names if (folder / name).exists()]
+        if there:
+            fix = "remove it, or give another results folder with --results"
+            raise UserError(f"run {there[0]} is there already", where=folder, fix=fix)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            opened.extract(file, folder, filter="data")
+            # Younger than the study's YAML and its text, or the pipeline would train the run again.
+            (folder / file.name).touch()
+    return names
+
+
+@contextmanager
+def _opened(archive: Path) -> Iterator[tarfile.TarFile]:
+    try:
+        with tarfile.open(archive, mode="r:xz") as opened:
+            yield opened
+    except (OSError, EOFError, tarfile.TarError) as error:
+        fix = "restore it from version control"
+        raise UserError(f"cannot unpack the runs: {error}", where=archive, fix=fix) from None
+
+
+def save(study: str, names: Sequence[str], fresh: Path, reference: Path) -> int:
+    """Keep those of the runs ``names`` that have ended, beside what a finished study keeps; returns how many.
+
+    Raises:
+        UserError: if none has ended, or fewer than are kept already.
+    """
+    ended = [name for name in names if (fresh / study / name / LAST).is_file()]
+    target = reference / study / SO_FAR
+    before = members(target) if target.is_file() else []
+    lost = [name for name in before if name in names and name not in ended]
+    if lost or not ended:
+        what = f"run {lost[0]} is kept and not in the results" if lost else f"no run of {study} has ended"
+        fix = f"make restore STUDY={study} first" if lost else f"train it first: snakemake -c2 {study}"
+        raise UserError(what, where=fresh / study, fix=fix)
+    atomic_write(target, pack(fresh / study, ended))
+    return len(ended)
+
+
+def members(archive: Path) -> list[str]:
+    """Names of the runs in ``archive``, in order."""
+    with _opened(archive) as opened:
+        return _runs(opened)
+
+
+def _runs(opened: tarfile.TarFile) -> list[str]:
+    return list(dict.fromkeys(name.partition("/")[0] for name in opened.getnames()))
+
+
+def replay(reference: Path, studies: Sequence[str], scratch: Path) -> Iterator[tuple[Path, bool]]:
+    """Compute the committed files of ``studies`` again; yields each with whether its bytes came out the same.
+
+    Args:
+        reference: committed results of a scale.
+        studies: those with an archive.
+        scratch: an empty folder to compute in; its last name appears in captions, so it has to be the scale's.
+    """
+    import paper_figures
+    from experiments.analyse.__main__ import analyse
+    from paper_figures.__main__ import render
+
+    for study in studies:
+        analyse(study, scratch / study, unpack(reference / study / NAME, scratch / study))
+        for table in sorted((reference / study).glob("*.csv")):
+            yield table, _same(table, scratch / study / table.name)
+    for name, needed in paper_figures.FIGURES.items():
+        figure = reference / "figures" / f"{name}.png"
+        if figure.is_file() and set(needed) <= set(studies):
+            render(name, scratch, scratch / "figures")
+            yield figure, _same(figure, scratch / "figures" / figure.name)
+
+
+def _same(committed: Path, computed: Path) -> bool:
+    return computed.is_file() and committed.read_bytes() == computed.read_bytes()
+
+
+def archived(reference: Path, study: str | None = None, kinds: Sequence[str] = (NAME,)) -> list[Path]:
+    """Files with runs of all studies, or of ``study`` alone, under ``reference``.
+
+    Raises:
+        UserError: if there are none.
+    """
+    found = sorted(path for kind in kinds for path in reference.glob(f"{study or '*'}/{kind}"))
+    if not found:
+        fix = "see which there are: ls results/reference/*/*/runs*.tar.xz"
+        raise UserError(f"no runs are kept of {study or 'any study'}", where=reference, fix=fix)
+    return found
+
+
+Scale = Annotated[str, typer.Option(help="ci, workstation or paper")]
+Study = Annotated[str | None, typer.Option(help="this study alone")]
+Results = Annotated[Path, typer.Option(help="results folder")]
+
+
+@app.command("replay")
+@main_guard
+def replay_command(scale: Scale = "ci", study: Study = None, results: Results = Path("results")) -> None:
+    """Compute the committed tables and figures again from the committed runs, and compare them byte for byte."""
+    reference = results / "reference" / scale
+    names = [path.parent.name for path in archived(reference, study)]
+    different = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for path, same in replay(reference, names, Path(scratch) / scale):
+            print(f"{'same' if same else 'DIFFERENT':9}  {path}")
+            different += not same
+    if different:
+        print(f"error: {different} files came out different", file=sys.stderr)
+        raise SystemExit(1)
+
+
+@app.command("save")
+@main_guard
+def save_command(
+    study: Annotated[str, typer.Option(help="its runs")],
+    scale: Scale = "ci",
+    results: Results = Path("results"),
+) -> None:
+    """Keep the runs of an unfinished study that have ended, to be committed."""
+    names = [run.name for run in matrix.runs(study, scale)]
+    kept = save(study, names, results / scale, results / "reference" / scale)
+    print(f"{results / 'reference' / scale / study / SO_FAR}: {kept} of {len(names)} runs")
+
+
+@app.command("restore")
+@main_guard
+def restore_command(scale: Scale = "ci", study: Study = None, results: Results = Path("results")) -> None:
+    """Put the committed runs into the results folder."""
+    for path in archived(results / "reference" / scale, study, (NAME, SO_FAR)):
+        print(f"{path.parent.name}: {len(unpack(path, results / scale / path.parent.name))} runs")
+
+
+if __name__ == "__main__":
+    app()

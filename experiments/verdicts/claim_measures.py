@@ -1,0 +1,267 @@
+"""Our value for each claim of the paper, read from the tables of one scale.
+
+A measure returns every value that it finds, one per run where the evidence is a run, and never judges.
+Without evidence it raises :class:`Missing` with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.common import written_tables
+
+
+class Missing(Exception):
+    """There is no evidence for a claim; the text says why."""
+
+
+EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Values of one claim. ``kind`` is ``measured`` or ``simulated`` as the evidence itself says."""
+
+    values: tuple[float | str, ...]
+    evidence: str  # path below the scale's folder
+    note: str = ""
+    kind: str = "measured"
+
+
+def _read(root: Path, relative: str) -> pd.DataFrame:
+    path = root / relative
+    if not path.is_file():
+        raise Missing(f"{relative} does not exist")
+    frame = written_tables.read(path)
+    if frame.empty:
+        raise Missing(f"{relative} has no rows")
+    return frame
+
+
+def _finished(frame: pd.DataFrame, relative: str) -> tuple[pd.DataFrame, str]:
+    """The rows of finished runs, and a remark about the others: they are named, never silently dropped."""
+    other = frame[frame["status"] != "ok"]
+    fine = frame[frame["status"] == "ok"]
+    if fine.empty:
+        raise Missing(f"no finished run in {relative}")
+    lost = ", ".join(
+        f"{v}-s{s} {status}" for v, s, status in other[["variant", "seed", "status"]].drop_duplicates().values
+    )
+    return fine, f"not counted: {lost}" if lost else ""
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _numbers(column: pd.Series) -> tuple[float, ...]:
+    return tuple(float(v) for v in column if math.isfinite(v))
+
+
+def cluster_communication(root: Path) -> Measured:
+    """Change of the slowest stage's time for gradient reduction, compression included, per bandwidth of the sweep."""
+    relative = "gpt2_12p1b_h100/table.csv"
+    frame = _read(root, relative)
+    rows = frame[(frame["method"] == "edgc") & (frame["stage"].astype(str) == "slowest")]
+    if rows.empty:
+        raise Missing(f"no row of method edgc, stage slowest in {relative}")
+    values = _numbers(-rows["reduction_with_compress_percent"])
+    speeds = rows["gbits_per_second"]
+    note = (
+        f"{min(values):.4g} to {max(values):.4g} % between {speeds.min():g} and {speeds.max():g} Gbit/s per node; "
+        "network and mean rank are assumed, no overlap; n counts bandwidths"
+    )
+    return Measured(values, relative, note, "simulated")
+
+
+def cluster_training_time(root: Path) -> Measured:
+    """Percent change of the simulated step of EDGC at its assumed mean rank, a value per bandwidth, no overlap."""
+    relative = "gpt2_12p1b_h100/steps.csv"
+    frame = _read(root, relative)
+    rows = frame[frame["method"] == "edgc"]
+    after, beside = (
+        -rows.loc[rows["overlap"] == overlap, "reduction_time_percent"] for overlap in (False, True)
+    )
+    values = _numbers(after)
+    if not values:
+        raise Missing(f"no row of method edgc in {relative}")
+    speeds = rows["gbits_per_second"]
+    note = (
+        f"{min(values):.4g} to {max(values):.4g} % between {speeds.min():g} and {speeds.max():g} Gbit/s per node, "
+        f"{beside.min():.4g} to {beside.max():.4g} % if reductions run beside backward; network, mean rank and share "
+        "of the peak are assumed; n counts bandwidths"
+    )
+    return Measured(values, relative, note, "simulated")
+
+
+def entropy_cost(root: Path) -> Measured:
+    """Percent change of the seconds per step spent on entropy at alpha 0.1, beta 0.25 against reading everything."""
+    relative = "sampling_ablation/timings.csv"
+    fine, lost = _finished(_read(root, relative), relative)
+    rows = fine[(fine["alpha"].round(6) == 0.1) & (fine["beta"].round(6) == 0.25)]
+    values = _numbers(rows["change_percent"])
+    if not values:
+        raise Missing(
+            f"no finished run at alpha 0.1 and beta 0.25 with a twin at alpha = beta = 1 in {relative}"
+        )
+    share = fine.loc[(fine["alpha"] == 1) & (fine["beta"] == 1), "share_of_step"].mean()
+    return Measured(
+        values, relative, _join(f"reading everything takes {100 * share:.2g} % of a step here", lost)
+    )
+
+
+def _window(root: Path, column: str) -> Measured:
+    relative = "window_ablation/table.csv"
+    fine, lost = _finished(_read(root, relative), relative)
+    lengths = sorted(int(w) for w in fine["window"].unique())
+    # At small scales the three lengths stand for the paper's 500, 1000 and 2500: its w = 1000 is the middle
+    # one.
+    length = 1000 if 1000 in lengths else lengths[len(lengths) // 2]
+    # Its first variant: the others differ in what comes after the entropy, such as the step limit.
+    rows = fine[fine["window"] == length].drop_duplicates("seed")
+    values = _numbers(rows[column])
+    if not values:
+        reason = next((str(text) for text in rows["cc_note"].dropna() if text), "correlation undefined")
+        raise Missing(f"w = {length}: {reason}")
+    others = ", ".join(
+        f"w = {w}: {fine.loc[fine['window'] == w, column].mean():.3f}" for w in lengths if w != length
+    )
+    counts = rows["windows_after_warmup" if column == "cc_after_warmup" else "windows"]
+    note = f"w = {length} of {int(rows['iterations'].max())} iterations, {int(counts.min())} windows; others: {others}"
+    return Measured(values, relative, _join(note, lost))
+
+
+def window_correlation(root: Path) -> Measured:
+    """CC of stage 0 over the windows after warm-up."""
+    return _window(root, "cc_after_warmup")
+
+
+def window_correlation_whole_run(root: Path) -> Measured:
+    """CC of stage 0 over all windows."""
+    return _window(root, "cc")
+
+
+def edgc_gap(root: Path) -> Measured:
+    """Gap in nats of EDGC (cqm) to the uncompressed run of the same seed; the paper's factors are fp32."""
+    relative = "methods/table.csv"
+    frame = _read(root, relative)
+    rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm") & (frame["factor_dtype"] == "fp32")]
+    if rows.empty:
+        raise Missing(f"no EDGC (cqm) run in {relative}")
+    fine, lost = _finished(rows, relative)
+    values = _numbers(fine["gap_nats"])
+    if not values:
+        raise Missing(f"no uncompressed run of the same seeds in {relative}")
+    share = 100 * fine["bytes_ratio"].mean()
+    note = f"range {min(values):.4f} to {max(values):.4f} over seeds at {share:.1f} % of the fp32 bytes"
+    return Measured(values, relative, _join(note, lost))
+
+
+def zero_shot_on_par(root: Path) -> Measured:
+    """Verdict of the equivalence test on every task's first metric, EDGC (cqm); tasks at chance do not count.
+
+    A model at chance is on par with any other at chance, which says nothing of compression.
+    """
+    relative = "zero_shot/summary.csv"
+    frame = _read(root, relative)
+    edgc = frame[frame["variant"] == EDGC_CQM]
+    if edgc.empty:
+        raise Missing(f"no EDGC run in {relative}")
+    rows = edgc[(edgc["primary"].astype(str) == "True") & edgc["verdict"].notna()]
+    if rows.empty:
+        raise Missing(f"no finished EDGC run with an uncompressed one of its seed in {relative}")
+    seen = rows[rows["above_chance"].astype(str) == "True"]
+    lost = ", ".join(dict.fromkeys(rows.loc[~rows.index.isin(seen.index), "task"]))
+    at_chance = f"not above chance without compression, not counted: {lost}" if lost else ""
+    if seen.empty:
+        raise Missing(at_chance)
+    note = [
+        f"{word}: "
+        + ", ".join(f"{r['task']} {r['gap']:+.2g} of {r['margin']:g}" for _, r in group.iterrows())
+        for word in ("on par", "different", "not decided")
+        if not (group := seen[seen["verdict"] == word]).empty
+    ]
+    if set(seen["verdict"]) == {"not decided"}:
+        raise Missing(_join("too few documents", *note, at_chance))
+    return Measured(tuple(str(v) for v in seen["verdict"]), relative, _join(*note, at_chance))
+
+
+def _trend(root: Path, architecture: str) -> Measured:
+    relative = "entropy_trend/table.csv"
+    frame = _read(root, relative)
+    fine, lost = _finished(frame[frame["architecture"] == architecture], relative)
+    rows = fine[
+        (fine["estimator"] == "histogram")
+        & (fine["group"] == "<all>")
+        & (fine["verdict"] != "too few probes")
+    ]
+    if rows.empty:
+        raise Missing(f"no {architecture} run with enough histogram probes in {relative}")
+    r = rows.iloc[0]
+    note = (
+        f"{r['variant']}-s{r['seed']}: {r['start']:.2f} at the start, {r['minimum']:.2f} at iteration "
+        f"{r['iteration_minimum']:.0f}, {r['end']:.2f} nats at the end; log sigma fell after the steep phase in "
+        f"{100 * r['share_log_sigma_fell_after']:.0f} % of the parameters"
+    )
+    return Measured(tuple(str(v) for v in rows["verdict"]), relative, _join(note, lost))
+
+
+def entropy_trend_gpt(root: Path) -> Measured:
+    """Verdict on the trajectory of the mean entropy over parameters (histogram estimator), GPT."""
+    return _trend(root, "gpt")
+
+
+def entropy_trend_bert(root: Path) -> Measured:
+    """The same for BERT."""
+    return _trend(root, "bert")
+
+
+def _moments(root: Path) -> tuple[pd.DataFrame, str, str]:
+    relative = "entropy_trend/moments.csv"
+    fine, lost = _finished(_read(root, relative), relative)
+    return fine[fine["group"] == "<all>"], relative, lost
+
+
+def zero_centring(root: Path) -> Measured:
+    """Whether the share of entries near zero grew, per run."""
+    rows, relative, lost = _moments(root)
+    rows = rows.dropna(subset=["centring"])
+    if rows.empty:
+        raise Missing(f"no share near zero in {relative}")
+    note = ", ".join(
+        f"{r['variant']}-s{r['seed']}: {100 * r['near_zero_start']:.3g} to {100 * r['near_zero_end']:.3g} %"
+        for _, r in rows.iterrows()
+    )
+    return Measured(tuple(str(v) for v in rows["centring"]), relative, _join(note, lost))
+
+
+def correlation_early_over_late(root: Path) -> Measured:
+    """Mean |Pearson| between same-shaped matrices of different layers: first third of training over last third."""
+    rows, relative, lost = _moments(root)
+    rows = rows[rows["correlation_layers_early"].notna() & (rows["correlation_layers_late"] > 0)]
+    if rows.empty:
+        raise Missing(f"no correlation between layers in {relative}")
+    note = ", ".join(
+        f"{r['variant']}-s{r['seed']}: {r['correlation_layers_early']:.3f} to {r['correlation_layers_late']:.3f}"
+        for _, r in rows.iterrows()
+    )
+    return Measured(
+        _numbers(rows["correlation_layers_early"] / rows["correlation_layers_late"]),
+        relative,
+        _join(note, lost),
+    )
+
+
+MEASURES: dict[str, Callable[[Path], Measured]] = {
+    function.__name__: function
+    for function in (
+        cluster_communication, cluster_training_time, entropy_cost, window_correlation,
+        window_correlation_whole_run, edgc_gap, zero_shot_on_par,
+        entropy_trend_gpt, entropy_trend_bert, zero_centring, correlation_early_over_late,
+    )
+}  # fmt: skip

@@ -1,0 +1,205 @@
+"""A verdict on every claim of the paper.
+
+``python -m experiments.verdicts.claims --scale ci --results results [--print]``;
+``--results results/reference`` judges by what is committed.
+
+The claims and the rules behind the verdicts stand in ``results/paper_claims.yaml`` and were written before
+the runs. Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence
+states.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import Field, model_validator
+
+from edgc.errors import UserError
+from experiments.analyse.tables import write_table
+from experiments.common.cli import main_guard
+from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, validate
+from experiments.verdicts.claim_measures import MEASURES, Measured, Missing
+
+CLAIMS = Path(__file__).resolve().parents[2] / "results" / "paper_claims.yaml"
+COLUMNS = (
+    "id",
+    "claim",
+    "paper_value",
+    "our_value",
+    "unit",
+    "kind",
+    "scale",
+    "n",
+    "verdict",
+    "evidence",
+    "note",
+)
+SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
+Value = float | str
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "min": min,
+    "max": max,
+}
+
+
+class Condition(Settings):
+    """One bound on the value; exactly one key is given."""
+
+    at_most: float | None = None
+    at_least: float | None = None
+    within: float | None = None
+    one_of: tuple[str, ...] | None = None
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Condition:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("a condition has exactly one key; give one of at_most, at_least, within, one_of")
+        return self
+
+    def holds(self, value: Value) -> bool:
+        if self.one_of is not None:
+            return value in self.one_of
+        if isinstance(value, str):
+            return False
+        if self.at_most is not None:
+            return value <= self.at_most
+        if self.at_least is not None:
+            return value >= self.at_least
+        return self.within is not None and abs(value) <= self.within
+
+
+class Rule(Settings):
+    """Conditions tried in this order; when none holds, the claim is not supported."""
+
+    supported: Condition
+    partly: Condition | None = None
+
+    def verdict(self, value: Value) -> str:
+        if self.supported.holds(value):
+            return SUPPORTED
+        return PARTLY if self.partly is not None and self.partly.holds(value) else NOT_SUPPORTED
+
+
+class Claim(Settings):
+    """One entry of ``paper_claims.yaml``."""
+
+    id: str
+    claim: str
+    paper_value: float | str
+    unit: str
+    kind: Literal["measured", "simulated"]
+    study: str
+    measure: str
+    statistic: Literal["mean", "median", "min", "max", "worst"]
+    rule: Rule
+    at_best: Literal["supported", "partly"] = "supported"
+    least: int = Field(1, ge=1)
+    scales: tuple[str, ...] = ()
+    why_not: str = ""
+
+    @model_validator(mode="after")
+    def _known(self) -> Claim:
+        if self.measure not in MEASURES:
+            raise ValueError(f"measure {self.measure} does not exist; use one of {', '.join(MEASURES)}")
+        return self
+
+    def combine(self, values: Sequence[Value]) -> Value:
+        """One value out of several, by the claim's statistic."""
+        if self.statistic == "worst":
+            order = (SUPPORTED, PARTLY, NOT_SUPPORTED)
+            return max(values, key=lambda value: order.index(self.rule.verdict(value)))
+        numbers = [value for value in values if not isinstance(value, str)]
+        return STATISTICS[self.statistic](numbers)
+
+
+class Claims(Settings):
+    """The whole file."""
+
+    claims: list[Claim] = Field(min_length=1)
+
+
+def load_claims(path: Path = CLAIMS) -> list[Claim]:
+    """The claims with their rules; ``UserError`` names the key at fault."""
+    found: Claims = validate(Claims, load_yaml(path), path)
+    names = [claim.id for claim in found.claims]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise UserError(f"claim {twice} appears twice", where=path, fix="give every claim its own id")
+    ends_whole(path)
+    return found.claims
+
+
+def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
+    """One row of ``claims.csv``. ``root`` is the folder of the scale, e.g. ``results/ci``, or what is kept of it,
+    ``results/reference/ci``."""
+    row: dict[str, Any] = dict.fromkeys(COLUMNS)
+    row |= {"id": claim.id, "claim": claim.claim, "paper_value": claim.paper_value, "unit": claim.unit}
+    row |= {"kind": claim.kind, "scale": scale, "n": 0, "verdict": NOT_TESTABLE}
+    if claim.scales and scale not in claim.scales:
+        return row | {"note": claim.why_not or f"testable at {', '.join(claim.scales)} only"}
+    try:
+        found: Measured = MEASURES[claim.measure](root)
+    except Missing as reason:
+        return row | {"note": f"no evidence: {reason}"}
+    depth = 3 if root.parent.name == "reference" else 2
+    evidence = Path(*root.parts[-depth:], found.evidence).as_posix()
+    row |= {"kind": found.kind, "n": len(found.values), "evidence": evidence, "note": found.note}
+    if found.kind != claim.kind:
+        return row | {"note": f"the claim asks for {claim.kind} evidence, this is {found.kind}"}
+    value = claim.combine(found.values)
+    row["our_value"] = value if isinstance(value, str) else float(f"{value:.6g}")
+    if len(found.values) < claim.least:
+        return row | {"note": f"{len(found.values)} values, {claim.least} needed; {found.note}".rstrip("; ")}
+    verdict = claim.rule.verdict(value)
+    if verdict == SUPPORTED and claim.at_best == PARTLY:
+        verdict = PARTLY
+    return row | {"verdict": verdict}
+
+
+@main_guard
+def main(
+    scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
+    results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
+    claims: Annotated[Path, typer.Option(help="the claims and their rules")] = CLAIMS,
+    show: Annotated[bool, typer.Option("--print", help="also print the table")] = False,
+) -> None:
+    """Write results/<scale>/claims.csv."""
+    root = results.resolve() / scale
+    if not root.is_dir():
+        fix = f"run the studies first: snakemake -c2 all --config scale={scale}"
+        raise UserError(f"no results at scale {scale}", where=results / scale, fix=fix)
+    rows = [judge(claim, scale, root) for claim in load_claims(claims)]
+    import pandas as pd
+
+    write_table(root / "claims.csv", pd.DataFrame(rows, columns=list(COLUMNS)))
+    if show:
+        print_table(rows, scale)
+    print(results / scale / "claims.csv")
+
+
+def print_table(rows: Sequence[dict[str, Any]], scale: str) -> None:
+    """The rows as a table on the terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    colours = {SUPPORTED: "green", PARTLY: "yellow", NOT_SUPPORTED: "red", NOT_TESTABLE: "dim"}
+    table = Table("claim", "paper", "ours", "unit", "kind", "n", "verdict", title=f"Claims at scale {scale}")
+    for row in rows:
+        ours = "" if row["our_value"] is None else str(row["our_value"])
+        verdict = f"[{colours[row['verdict']]}]{row['verdict']}[/]"
+        note = f"\n[dim]{escape(str(row['note']))}[/]" if row["note"] else ""
+        cells = (str(row["paper_value"]), ours, row["unit"], row["kind"], str(row["n"]))
+        table.add_row(escape(row["claim"]) + note, *(escape(str(cell)) for cell in cells), verdict)
+    console = Console()
+    Console(width=None if console.is_terminal else 140).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

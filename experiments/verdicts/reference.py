@@ -1,0 +1,167 @@
+"""Write the committed reference from finished results: ``python -m experiments.verdicts.reference --scale ci``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+import yaml
+
+import paper_figures
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.files import atomic_write
+from experiments.spec import matrix
+from experiments.verdicts import archive
+from experiments.verdicts.regression import TOLERANCES, Check, load_tolerances, read_table
+
+KEPT = (
+    "table.csv",
+    "summary.csv",
+    "moments.csv",
+    "fit.csv",
+    "limits.csv",
+    "stages.csv",
+    "steps.csv",
+    "traces.csv",
+    "levels.csv",
+    "pareto.csv",
+    "experts.csv",
+    "spread.csv",
+    "errors.csv",
+    "stiffness.csv",
+    "break_even.csv",
+    "sensitivity.csv",
+    "disturbances.csv",
+    "cqm.csv",
+    "traffic.csv",
+    "excess.csv",
+    "verdicts.csv",
+    "warm_up.csv",
+    "grid.csv",
+    "sampling_error.csv",
+    "time_to_target.csv",
+    "timings.csv",  # of the machine that trained; never compared
+    "summary.json",
+)
+
+
+def provenance(fresh: Path, studies: Sequence[str]) -> dict[str, Any]:
+    """Versions, commit, data and kind of hardware of runs; no names of machines or users."""
+    records = []
+    for path in sorted(path for study in studies for path in fresh.glob(f"{study}/*/run.yaml")):
+        record = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("provenance") or {}
+        records.append(
+            {key: record.get(key) for key in ("started", "versions", "git", "hardware", "data_fingerprint")}
+        )
+    if not records:
+        raise UserError(
+            "no run to take the provenance from", where=fresh, fix="run the studies first: make reproduce"
+        )
+    result: dict[str, Any] = {"runs": len(records)}
+    dates = sorted(str(record["started"])[:10] for record in records if record["started"])
+    if dates:
+        result["dates"] = [dates[0], dates[-1]]
+    for key in ("versions", "git", "hardware", "data_fingerprint"):
+        different = []
+        for record in records:
+            if record[key] is not None and record[key] not in different:
+                different.append(record[key])
+        result[key] = different if len(different) > 1 else different[0] if different else None
+    return result
+
+
+def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
+    """Copy the tables of every checked study, the claims and the provenance to ``reference``."""
+    _need_results(fresh)
+    for check in checks:
+        read_table(fresh, check, f"make it with: snakemake -c2 {check.study}")
+    studies = list(dict.fromkeys(check.study for check in checks))
+    record = provenance(fresh, studies)
+    sources = [fresh / study / name for study in studies for name in KEPT]
+    return _copy([*sources, fresh / "claims.csv"], fresh, reference, record, reference)
+
+
+def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
+    """Copy the tables of one study, whether it is checked or not, with a provenance of its own.
+
+    Of an evaluation it is that of the runs that are evaluated; a simulated one says that it has none.
+    """
+    _need_results(fresh)
+    if not (fresh / study / "table.csv").is_file():
+        fix = f"make it with: snakemake -c2 {study}"
+        raise UserError(f"study {study} has no table", where=fresh, fix=fix)
+    sources = [fresh / study / name for name in KEPT]
+    trained = list(matrix.load_study(study).needs or [study])
+    record = {"runs": 0, "kind": "simulated"} if _simulated(fresh / study) else provenance(fresh, trained)
+    return _copy(sources, fresh, reference, record, reference / study)
+
+
+def _simulated(folder: Path) -> bool:
+    """Whether every row of a study says so."""
+    table = pd.read_csv(folder / "table.csv")
+    return "kind" in table and bool((table["kind"] == "simulated").all())
+
+
+def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) -> list[Path]:
+    """Copy the runs ``names`` of a study, as one file, and the figures that need nothing else to ``reference``.
+
+    What had been saved of it while it was unfinished goes.
+    """
+    content = archive.pack(fresh / study, names) if names else None
+    alone = [figure for figure, needed in paper_figures.FIGURES.items() if needed == (study,)]
+    figures = [Path("figures") / f"{figure}.png" for figure in alone]
+    written = [reference / path for path in figures if (fresh / path).is_file()]
+    for target in written:
+        atomic_write(target, (fresh / target.relative_to(reference)).read_bytes())
+    if content is None:  # the study trains nothing
+        return written
+    atomic_write(reference / study / archive.NAME, content)
+    (reference / study / archive.SO_FAR).unlink(missing_ok=True)
+    return [*written, reference / study / archive.NAME]
+
+
+def _need_results(fresh: Path) -> None:
+    if not fresh.is_dir():
+        raise UserError("there are no results", where=fresh, fix="run the studies first: make reproduce")
+
+
+def _copy(
+    sources: Sequence[Path], fresh: Path, reference: Path, record: dict[str, Any], beside: Path
+) -> list[Path]:
+    written = []
+    for source in sources:
+        if source.is_file():
+            target = reference / source.relative_to(fresh)
+            atomic_write(target, source.read_bytes())
+            written.append(target)
+    atomic_write(beside / "provenance.yaml", yaml.safe_dump(record, sort_keys=False))
+    return [*written, beside / "provenance.yaml"]
+
+
+@main_guard
+def main(
+    scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
+    results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
+    reference: Annotated[Path | None, typer.Option(help="default: RESULTS/reference/SCALE")] = None,
+    tolerances: Annotated[Path, typer.Option(help="the checks, which say what belongs to it")] = TOLERANCES,
+    study: Annotated[str | None, typer.Option(help="this study alone, checked or not")] = None,
+    runs: Annotated[bool, typer.Option(help="with --study: its runs and figures too")] = False,
+) -> None:
+    """Copy the tables that the regression check compares, or those of one study, with their provenance."""
+    fresh, known = results / scale, reference or results / "reference" / scale
+    written = (
+        update_study(study, fresh, known) if study else update(load_tolerances(tolerances), fresh, known)
+    )
+    if study and runs:
+        names = [run.name for run in matrix.runs(study, scale)]
+        written += keep_runs(study, names, fresh, known)
+    for path in written:
+        print(path)
+
+
+if __name__ == "__main__":
+    typer.run(main)
