@@ -55,6 +55,17 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def plain(value: Any) -> Any:
+    """``value`` with non-finite floats as None (JSON has no NaN) and tuples as lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
 def need(state: object, keys: Iterable[str], where: str) -> None:
     """Refuse a saved state that is no mapping or lacks one of ``keys``; ``where`` is its place in the whole."""
     fix = "load what state_dict() returned, of the same version of edgc"

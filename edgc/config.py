@@ -106,7 +106,8 @@ class TimingConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Settings):
-    """Compression of the activation gradients that pipeline stages send backwards (see :mod:`edgc.megatron.pipeline`).
+    """Compression of the activation gradients that pipeline stages send backwards (see
+    :mod:`edgc.megatron.pipeline_traffic`).
 
     It is apart from ``method``, and without effect where there is one stage. Optimus-CC's compressed backpropagation
     (Song et al., ASPLOS 2023) is ``epilogue_only=True`` with ``rank=16`` in its authors' scripts (12 in their README).

@@ -18,22 +18,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from edgc.checkpoints.saved_state import compare_settings
 from edgc.checks import need
-from edgc.clock import Stopwatch
 from edgc.compressors import Channel, Gradient, PowerSGD, Statistics, build
 from edgc.compressors.base import Compressor, Steps
-from edgc.compressors.powersgd import saves_bytes
+from edgc.compressors.powersgd.algorithm import saves_bytes
+from edgc.compressors.quantised_warm_up import THROUGH, WarmUp
 from edgc.config import EDGCConfig
-from edgc.controller import Controller, Decision, Plan
-from edgc.entropy_meter import EntropyMeter, Measured
-from edgc.hand_over import THROUGH, WarmUp
-from edgc.layer_ranks import LayerRanks
-from edgc.mean_error import Measured as MeanMeasured
-from edgc.mean_error import relative
-from edgc.saved_state import compare_settings
-from edgc.spectral import error_curve
-from edgc.trials import Trials
-from edgc.window import Window, gather, report
+from edgc.control.controller import Controller, Decision, Plan
+from edgc.control.layer_ranks import LayerRanks
+from edgc.entropy.meter import EntropyMeter, Measured
+from edgc.measurement.mean_error import Measured as MeanMeasured
+from edgc.measurement.mean_error import relative
+from edgc.measurement.spectral import error_curve
+from edgc.measurement.window import Window, gather, report
+from edgc.runtime.clock import Stopwatch
+from edgc.timing.trials import Trials
 
 RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 Observer = Callable[[int, Sequence[Gradient]], None]
@@ -50,7 +50,8 @@ class Iteration:
         entropy, entropy_full: in nats; nan if not measured.
         exposed: time in which the step waited for averaged gradients; None if nobody measured it.
         skipped: whether the whole step was given up because of a gradient that was not finite.
-        mean_error_sq, mean_input_sq: at window ends, what :class:`edgc.mean_error.Measured` says of the window; nan
+        mean_error_sq, mean_input_sq: at window ends, what :class:`edgc.measurement.mean_error.Measured` says of the
+        window; nan
             elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
     """
 

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from edgc.checks import need
-from edgc.clock import Stopwatch, mark
 from edgc.compressors.channel import Channel
 from edgc.errors import UserError
-from edgc.profiling import parts
+from edgc.runtime.clock import Stopwatch, mark
+from edgc.runtime.profiling import parts
 
 Steps = Generator[None, None, None]
 
@@ -94,7 +94,7 @@ class Statistics:
     def worker_error(self) -> float | None:
         """The root of error_sq / input_sq, the share of its own M that this replica kept back; None if nothing was
         compressed. How far workers differ counts in it, which the error of their mean does not have
-        (:mod:`edgc.mean_error`)."""
+        (:mod:`edgc.measurement.mean_error`)."""
         return math.sqrt(float(self.error_sq) / float(self.input_sq)) if self.compressed else None
 
     @property

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.clock import Stopwatch, mark
-from edgc.profiling import named
+from edgc.runtime.clock import Stopwatch, mark
+from edgc.runtime.profiling import named
 
 
 class Channel:

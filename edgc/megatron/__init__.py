@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgc.megatron.attaching import attach
-    from edgc.megatron.attachment import Attachment
+    from edgc.megatron.adapter import attach
+    from edgc.megatron.handle import Attachment
 
 __all__ = ["Attachment", "attach"]
 
@@ -17,6 +17,6 @@ __all__ = ["Attachment", "attach"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from edgc.megatron import attaching
+    from edgc.megatron import adapter
 
-    return getattr(attaching, name)
+    return getattr(adapter, name)

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from edgc.clock import mark
 from edgc.compressors import Gradient
-from edgc.compressors.wires import finite
+from edgc.compressors.powersgd.messages import finite
+from edgc.runtime.clock import mark
 
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """Reduces its gradients through an :class:`edgc.engine.Engine` instead of one collective.
 
-    Megatron has no injection API for this, so :func:`edgc.megatron.attach` sets the class of existing bucket groups
+    Megatron has no injection API for this, so :func:`edgc.megatron.adapter` sets the class of existing bucket groups
     and then calls :meth:`edgc_join`.
     """
 

@@ -32,10 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from edgc import manifest, rank_files
-from edgc.groups import gather_objects
-from edgc.manifest import DamagedCheckpoint, Manifest
-from edgc.megatron.attachment import Attachment
+from edgc.checkpoints import manifest, rank_files
+from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.megatron.checkpoint_state import (
     FOLDER,
     Layout,
@@ -47,6 +45,8 @@ from edgc.megatron.checkpoint_state import (
     state_of,
     within,
 )
+from edgc.megatron.handle import Attachment
+from edgc.runtime.groups import gather_objects
 
 __all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "save"]
 
@@ -79,10 +79,10 @@ def load(folder: str | Path, attachment: Attachment, *, changed_settings: bool =
     """Go on from what :func:`save` left in ``folder``; returns its iteration.
 
     Every rank takes over its own state. If only the number of replicas differs, error feedback is redistributed so that
-    the averaged gradient owes what it owed (:mod:`edgc.saved_state`): the run goes on, but not bit for bit.
+    the averaged gradient owes what it owed (:mod:`edgc.checkpoints.saved_state`): the run goes on, but not bit for bit.
 
     Args:
-        changed_settings: see :meth:`~edgc.megatron.attachment.Attachment.load_state_dict`.
+        changed_settings: see :meth:`~edgc.megatron.handle.Attachment.load_state_dict`.
 
     Raises:
         DamagedCheckpoint: on every rank, if any file is missing or altered; an older checkpoint may do.

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from edgc import manifest, rank_files, saved_state
+from edgc.checkpoints import manifest, rank_files, saved_state
+from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.errors import UserError
-from edgc.manifest import DamagedCheckpoint, Manifest
-from edgc.megatron.attachment import Attachment
+from edgc.megatron.handle import Attachment
 
 FOLDER = "edgc"  # inside a checkpoint
 

@@ -25,10 +25,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.wires import finite
+from edgc.compressors.powersgd.messages import finite
 from edgc.engine import Engine
 from edgc.errors import UserError
-from edgc.groups import gather_objects, groups_of, timeout_of
+from edgc.runtime.groups import gather_objects, groups_of, timeout_of
 
 _GROUPS = ["tp", "pp", "embd", "pos_embd", "dp_cp"]  # those that finalize_model_grads asks for
 _WHERE = "fused_embedding"

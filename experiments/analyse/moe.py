@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc.rank_model import StageModel, next_rank
+from edgc.control.rank_model import StageModel, next_rank
 from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, WARM_UP, group_of
 from experiments.analyse.methods import setting
 from experiments.analyse.runs import Run

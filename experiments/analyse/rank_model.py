@@ -9,7 +9,7 @@ gradient, and X = M, the mean over the replicas of gradient plus error feedback,
   ``WARM_UP`` of the run, r0 the rank in use, H the entropy of X in the probed iteration alone (CQM takes means over
   windows, and over the matrices of a stage);
 * ``anchored_gradient`` (for M): the same with the entropy of G, which is the one that EDGC measures;
-* ``spectral`` (for M): :mod:`edgc.spectral`, from the singular values that PowerSGD has at iteration t;
+* ``spectral`` (for M): :mod:`edgc.measurement.spectral`, from the singular values that PowerSGD has at iteration t;
 * ``tail`` (for M): the same from as many exact singular values, which tells the tail's error from PowerSGD's.
 
 Actual is the error of the ``best`` approximation of rank r, from a singular value decomposition; for M also what
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc.rank_model import error as error_of
-from edgc.spectral import MatrixSpectrum
+from edgc.control.rank_model import error as error_of
+from edgc.measurement.spectral import MatrixSpectrum
 from experiments.analyse.entropy_trend import LAYER_GROUPS, WARM_UP, group_of
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import quartiles

@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 
 from edgc.config import EDGCConfig, EntropyConfig
-from edgc.controller import Controller, Report
-from edgc.entropy import combine
-from edgc.sampling import Sampler
+from edgc.control.controller import Controller, Report
+from edgc.entropy.estimators import combine
+from edgc.entropy.sampler import Sampler
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, quartiles
 from experiments.analyse.tables import identity

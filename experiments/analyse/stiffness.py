@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc.rank_model import StageModel, error, next_rank
-from edgc.sampling import Sampler
+from edgc.control.rank_model import StageModel, error, next_rank
+from edgc.entropy.sampler import Sampler
 from experiments.analyse.runs import Run
 
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the smaller side: the ranks that are looked at

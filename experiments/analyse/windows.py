@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc import warm_up
+from edgc.control import warm_up
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import pearson
 from experiments.analyse.tables import ranks_text

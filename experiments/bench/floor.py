@@ -1,7 +1,8 @@
 """The least time that one step of the algorithm can take on a machine.
 
-The algorithm is two-sided PowerSGD with error feedback of its own on every worker (:mod:`edgc.compressors.powersgd`).
-What passes through memory, for matrices that do not fit into a cache together, is at least::
+The algorithm is two-sided PowerSGD with error feedback of its own on every worker
+(:mod:`edgc.compressors.powersgd.algorithm`). What passes through memory, for matrices that do not fit into a cache
+together, is at least::
 
     read G, read E, write M       M = G + E, and P = M Q while a block of M is in a cache
     read M, write E               Q = M^T P^ and E = M - P^ Q^T while a block of M is in a cache

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from edgc.clock import Stopwatch, mark
-from edgc.compressors.blocks import Blocks
+from edgc.compressors.quantization.blocks import Blocks
+from edgc.runtime.clock import Stopwatch, mark
 
 
 def watch_packing() -> Stopwatch:

@@ -19,8 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
-from edgc.clock import Mark, mark, seconds_between
 from edgc.config import EDGCConfig
+from edgc.runtime.clock import Mark, mark, seconds_between
 from experiments.bench.children import serve
 from experiments.bench.gpt import GPT, Size, batch
 from experiments.bench.kernels import kernels

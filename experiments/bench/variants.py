@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.clock import Stopwatch, mark
 from edgc.compressors import Channel, build
-from edgc.compressors.warm_start import random_factor
+from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
+from edgc.runtime.clock import Stopwatch, mark
 from experiments.bench.gradients import Shape, entries, name, named, views
 from experiments.bench.torch_hook import Hook
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgc import manifest
+from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.common.files import atomic_write
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from edgc import manifest
+from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.data.corpus import SPLITS
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from edgc import manifest
+from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import check_writable

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from edgc.compressors import warm_start
+from edgc.compressors.powersgd import state
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 
@@ -67,7 +67,7 @@ def stand_in_for_cuda() -> None:
         )
     functional: Any = torch.nn.functional
     functional.dropout = _dropout
-    warm_start.random_factor = _drawn
+    state.random_factor = _drawn
 
 
 def _drawn(seed: int, draw: int, name: str, length: int, rank: int) -> Tensor:

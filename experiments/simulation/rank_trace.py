@@ -1,7 +1,7 @@
 """The ranks that EDGC would take on a described cluster: training's own controller, fed with recorded entropies.
 
-The controller (:class:`edgc.controller.Controller`) has the settings of the study's EDGC run. It is told the entropy
-that a small run had at the same share of its training (``recorded_entropy.csv``), the seconds of a reduction by
+The controller (:class:`edgc.control.controller.Controller`) has the settings of the study's EDGC run. It is told the
+entropy that a small run had at the same share of its training (``recorded_entropy.csv``), the seconds of a reduction by
 :mod:`experiments.simulation.cost`, and those of backward by :mod:`experiments.simulation.cluster_step`; so it searches
 r_max, ends warm-up, moves stage 0 and aligns the other stages as it would there. Two things are assumed: that the
 entropy of a large model moves over a run as that of a model of a million parameters did, and that the network does not
@@ -25,9 +25,9 @@ import pandas as pd
 import typer
 
 from edgc.config import EDGCConfig
-from edgc.controller import Controller, Report
+from edgc.control.controller import Controller, Report
+from edgc.control.policies import Ranks
 from edgc.errors import UserError
-from edgc.policies import Ranks
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.simulation import cluster_step

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from edgc.compressors.powersgd import compressible
+from edgc.compressors.powersgd.algorithm import compressible
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
@@ -219,7 +219,7 @@ class VirtualRank:
             gc.collect()
 
     def _attach(self, chunks: list[Any], config: EDGCConfig) -> Attachment:
-        """As :func:`edgc.megatron.attach`, with the other stages' answers to its one question from the layout."""
+        """As :func:`edgc.megatron.adapter`, with the other stages' answers to its one question from the layout."""
         shape = placement.from_settings(self.run.model, self.run.parallel, self.run.data.vocab_size)
 
         def gather_objects(mine: Any, group: Any = None) -> list[Any]:

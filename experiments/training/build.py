@@ -21,10 +21,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from edgc.groups import gather_objects
 from edgc.megatron import Attachment, attach
 from edgc.megatron.cpu_shims import install
-from edgc.megatron.pipeline import CompressedP2P
+from edgc.megatron.pipeline_traffic import CompressedP2P
+from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import RunConfig
 from experiments.training.experts import ExpertShare, ExpertTraffic, TokenCounts, draw_experts, share_of
 from experiments.training.model import build_model, dtype_of, transformer_config

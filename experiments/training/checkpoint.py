@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from edgc import manifest, rank_files
+from edgc.checkpoints import manifest, rank_files
 from edgc.megatron import checkpoint
 from experiments.common.files import atomic_write
 from experiments.common.yaml_settings import load_yaml

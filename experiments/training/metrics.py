@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from edgc.compressors.activation import Traffic
+from edgc.control.plan import Plan
 from edgc.engine import Iteration
-from edgc.mean_error import relative
-from edgc.plans import Plan
-from edgc.signatures import Observation
-from edgc.telemetry import plain
+from edgc.measurement.mean_error import relative
+from edgc.megatron.activation import Traffic
+from experiments.training.events import plain
+from experiments.training.signatures import Observation
 
 SECONDS = ("compress", "communicate", "decompress", "entropy", "exposed")
 PIPELINE_SUMS = ("pipeline_bytes", "pipeline_bytes_dense")
@@ -124,7 +124,8 @@ class Step:
     def observed(
         self, iteration: int, plan: Plan, bytes_dense: int, predicted: Sequence[float]
     ) -> Observation:
-        """The iteration as :mod:`edgc.signatures` judges it; ``predicted`` are seconds per stage under ``plan``."""
+        """The iteration as :mod:`experiments.training.signatures` judges it; ``predicted`` are seconds per stage under
+        ``plan``."""
 
         def seconds(part: str) -> list[float]:
             return [stage[f"seconds_{part}"] for stage in self.stages]

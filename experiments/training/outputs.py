@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edgc import manifest
+from edgc.checkpoints import manifest
 from edgc.errors import UserError
-from edgc.telemetry import read_events
 from experiments.common.yaml_settings import load_yaml
+from experiments.training.events import read_events
 from experiments.training.run_folder import STATUSES
 
 CHECKSUM_BYTES = 64 * 2**20  # larger files, such as weights, are recorded by their size alone

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgc.engine import Engine
-from edgc.signatures import Finding
-from edgc.telemetry import EventLog
 from experiments.spec.settings import RunConfig
+from experiments.training.events import EventLog
 from experiments.training.metrics import Step
+from experiments.training.signatures import Finding
 
 SCALARS = {
     "train/loss": "loss",

@@ -20,20 +20,20 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.compressors.channel import all_reduce_bytes
-from edgc.compressors.powersgd import compressible
-from edgc.groups import gather_objects
-from edgc.plans import Plan
-from edgc.signatures import SignatureWatch
-from edgc.telemetry import plain, read_events
+from edgc.compressors.powersgd.algorithm import compressible
+from edgc.control.plan import Plan
+from edgc.runtime.groups import gather_objects
 from experiments.data.batches import MicroBatch, train_batches, validation_batches
 from experiments.data.folder import load_info
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session, build
 from experiments.training.checkpoint import METRICS, Checkpoints, save_model
+from experiments.training.events import plain, read_events
 from experiments.training.experts import is_expert
 from experiments.training.metrics import History, RankStep, Step, gather_step
 from experiments.training.run_folder import CHECKPOINTS
 from experiments.training.run_log import RunLog, perplexity
+from experiments.training.signatures import SignatureWatch
 
 DIVERGED_LOSS = 2.0  # times log(vocabulary), the loss of a uniform guess
 DIVERGED_STEPS = 10

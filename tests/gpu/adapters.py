@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
-from edgc.device import host_decides
+from edgc.runtime.device import host_decides
 from experiments.bench.variants import Mirror
 from tests.integration.ddp_runs import METHODS as USUAL
 from tests.integration.ddp_runs import SMALL, WIDTH, batch, copied, same

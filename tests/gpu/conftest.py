@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from edgc.device import masked_path
+from edgc.runtime.device import masked_path
 
 
 def _name() -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient, Statistics, build
 from edgc.config import FACTOR_DTYPES, METHODS, EDGCConfig
-from edgc.device import masked_path
+from edgc.runtime.device import masked_path
 from tests.lockstep import reduce_together
 
 CPU = torch.device("cpu")

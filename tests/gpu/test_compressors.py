@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from edgc.device import masked_path
+from edgc.runtime.device import masked_path
 from tests.gpu.steps import (
     AT_RANDOM,
     CASES,

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
-from edgc.device import masked_path
-from edgc.groups import timeout_of
+from edgc.runtime.device import masked_path
+from edgc.runtime.groups import timeout_of
 from tests.integration.ddp_cases import world
 from tests.integration.ddp_runs import EDGC, SMALL, Case, Run, copied, same
 from tests.workers import said

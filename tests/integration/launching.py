@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from edgc.telemetry import read_events
 from experiments.data import prepare
 from experiments.spec.settings import DataConfig
+from experiments.training.events import read_events
 
 ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from edgc.device import masked_path
 from edgc.megatron import cpu_shims
+from edgc.runtime.device import masked_path
 from experiments.spec.settings import RunConfig
 from tests.integration.layout_cases import FP16, OVERLAP, SHARDED
 from tests.integration.megatron_cases import EDGC, _iteration, configuration, session_of, train

@@ -23,7 +23,7 @@ with cpu_shims.without_compiler():
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    from edgc.megatron.pipeline import CompressedP2P
+    from edgc.megatron.pipeline_traffic import CompressedP2P
     from experiments.spec.settings import RunConfig
     from experiments.training.build import Session
 

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from edgc.controller import Decision
-from edgc.plans import StageTiming
+from edgc.control.controller import Decision
+from edgc.timing.stage_times import StageTiming
 from experiments.bench import stages
 from tests.integration import dac_cases
 from tests.unit.test_network_change import by_formula

@@ -15,9 +15,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from edgc import manifest
-from edgc.signatures import TOLD_BY_TIMES
-from edgc.telemetry import read_events
+from edgc.checkpoints import manifest
+from experiments.training.events import read_events
+from experiments.training.signatures import TOLD_BY_TIMES
 from tests.integration.launching import (
     ENDS_WITHIN_SECONDS,
     Launcher,

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from edgc.telemetry import read_events
 from experiments.analyse.runs import load_run
 from experiments.training import outputs
+from experiments.training.events import read_events
 from tests.integration.launching import (
     RUN,
     Launcher,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors.activation import ActivationCompressor
 from edgc.compressors.base import Statistics
 from edgc.errors import UserError
+from edgc.megatron.activation import ActivationCompressor
 
 
 class OnGPU(ActivationCompressor):

@@ -1,4 +1,4 @@
-"""edgc.alignment: the fit of T(r) and the ranks per pipeline stage."""
+"""edgc.timing.alignment: the fit of T(r) and the ranks per pipeline stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.alignment import LinearTime, align
+from edgc.timing.alignment import LinearTime, align
 
 INFINITE = (math.inf,) * 4
 

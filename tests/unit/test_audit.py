@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc import policies
-from edgc.alignment import LinearTime, align
 from edgc.compressors import Channel, Gradient, PowerSGD
-from edgc.compressors.warm_start import random_factor
+from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
-from edgc.entropy import combine, estimate
-from edgc.rank_model import StageModel
-from edgc.rank_search import RankSearch
+from edgc.control import policies
+from edgc.control.rank_model import StageModel
+from edgc.entropy.estimators import combine, estimate
+from edgc.timing.alignment import LinearTime, align
+from edgc.timing.rank_search import RankSearch
 from tests.lockstep import reduce_together
 from tests.unit import published_formulas as published
 

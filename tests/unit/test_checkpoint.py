@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgc import manifest, rank_files
+from edgc.checkpoints import manifest, rank_files
+from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.errors import UserError
-from edgc.manifest import DamagedCheckpoint, Manifest
 from edgc.megatron import checkpoint
 from edgc.megatron.checkpoint_state import Layout, Place, read, redistributed, state_of
 

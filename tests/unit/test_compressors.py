@@ -1,7 +1,7 @@
 """The contract of base.py, kept by every method: many reductions on real gloo groups of 1, 2 and 4 workers.
 
 One launch per number of workers does everything; the tests look at its records. One more, of two workers, does it the
-way it is done on a GPU, where nobody looks at values (:mod:`edgc.device`).
+way it is done on a GPU, where nobody looks at values (:mod:`edgc.runtime.device`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from edgc.compressors import (
     TopK,
     build,
 )
-from edgc.compressors.powersgd import compressible
-from edgc.compressors.randomk import draw
-from edgc.compressors.topk import chosen, largest
+from edgc.compressors.entrywise.randomk import draw
+from edgc.compressors.entrywise.topk import chosen, largest
+from edgc.compressors.powersgd.algorithm import compressible
 from edgc.config import EDGCConfig
-from edgc.device import host_decides, masked_path
 from edgc.errors import UserError
+from edgc.runtime.device import host_decides, masked_path
 from tests.lockstep import Room
 from tests.workers import run_workers
 

@@ -1,4 +1,4 @@
-"""edgc.controller as a state machine: phases, limits, resume, and equal decisions from equal numbers."""
+"""edgc.control.controller as a state machine: phases, limits, resume, and equal decisions from equal numbers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.config import POLICIES, EDGCConfig, EntropyConfig, TimingConfig
-from edgc.controller import Controller, Decision, Plan, Report
-from edgc.cost_gate import GateVerdict
+from edgc.control.controller import Controller, Decision, Plan, Report
+from edgc.control.rank_model import StageModel, next_rank
 from edgc.errors import UserError
-from edgc.rank_model import StageModel, next_rank
+from edgc.timing.cost_gate import GateVerdict
 
 SHAPES = [(256, 256), (256, 1024)]
 NAN = math.nan
@@ -758,5 +758,5 @@ def test_the_controller_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, edgc.controller; sys.exit('torch' in sys.modules)"
+    code = "import sys, edgc.control.controller; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

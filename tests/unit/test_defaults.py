@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from edgc import EDGCConfig
+from edgc.checkpoints.saved_state import merge
 from edgc.compressors import Gradient, Statistics, build
-from edgc.compressors.activation import ActivationCompressor
 from edgc.config import ESTIMATORS, FACTOR_DTYPES, METHODS, EntropyConfig
-from edgc.device import masked_path
 from edgc.engine import Engine
-from edgc.entropy import estimate, moments, near_zero_share
-from edgc.sampling import Sampler
-from edgc.saved_state import merge
+from edgc.entropy.estimators import estimate, moments, near_zero_share
+from edgc.entropy.sampler import Sampler
+from edgc.megatron.activation import ActivationCompressor
+from edgc.runtime.device import masked_path
 from tests.lockstep import reduce_together
 
 ROOT = Path(__file__).resolve().parents[2]

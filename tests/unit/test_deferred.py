@@ -15,7 +15,7 @@ from torch import Tensor
 from edgc import EDGCConfig
 from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, build
 from edgc.config import EntropyConfig
-from edgc.entropy_meter import EntropyMeter
+from edgc.entropy.meter import EntropyMeter
 from tests.workers import run_workers
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgc import diagnosis, doctor
-from edgc.link import Cost, Link, break_even
+from edgc.doctor import __main__ as doctor
+from edgc.doctor import diagnosis
+from edgc.timing.link import Cost, Link, break_even
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,9 +10,9 @@ import torch
 
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig, EntropyConfig
+from edgc.control.policies import by_change
 from edgc.engine import Engine
 from edgc.errors import UserError
-from edgc.policies import by_change
 
 WINDOW, WINDOWS = 4, 12
 CONFIG = EDGCConfig(

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from edgc.checkpoints.saved_state import merge
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.errors import UserError
-from edgc.saved_state import merge
-from edgc.sketches import BUCKETS
+from edgc.measurement.sketches import BUCKETS
 from tests.workers import run_workers
 
 SHAPES = {"a": (96, 64), "b": (64,), "c": (33, 64)}

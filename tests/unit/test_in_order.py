@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.bucket_worker import Bucket, BucketWorker
+from edgc.buckets import Bucket, BucketWorker
 from edgc.compressors import Gradient
-from edgc.device import masked_path
 from edgc.errors import UserError
 from edgc.in_order import InOrder
+from edgc.runtime.device import masked_path
 
 
 def logging_steps(key: int, waits: int, log: list[tuple[int, int]]) -> Generator[None, None, None]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from edgc.compressors import Gradient
 from edgc.config import EntropyConfig
+from edgc.control.layer_ranks import allocate
 from edgc.engine import Engine
-from edgc.layer_ranks import allocate
 from tests.unit import test_spectral_engine
 from tests.workers import run_workers
 

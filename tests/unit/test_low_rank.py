@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors import low_rank
-from edgc.compressors.low_rank import Batched, Matrices, RowBlocks, batch_view
 from edgc.compressors.norms import square_sum, square_sums
+from edgc.compressors.powersgd import matrices as module
+from edgc.compressors.powersgd.matrices import Batched, Matrices, RowBlocks, batch_view
 
 BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
 OK = torch.tensor(True)
@@ -21,8 +21,8 @@ OK = torch.tensor(True)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in matrices of a test's size, the last one shorter."""
-    monkeypatch.setattr(low_rank, "_BLOCK", 1000)
-    monkeypatch.setattr(low_rank, "_ROWS", 7)
+    monkeypatch.setattr(module, "_BLOCK", 1000)
+    monkeypatch.setattr(module, "_ROWS", 7)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import edgc.compressors.randomk as randomk
+import edgc.compressors.entrywise.randomk as randomk
 from edgc.compressors import Compressor, Gradient, Statistics, build
-from edgc.compressors.activation import ActivationCompressor
 from edgc.config import EDGCConfig
-from edgc.device import Later, masked_path
+from edgc.megatron.activation import ActivationCompressor
+from edgc.runtime.device import Later, masked_path
 from tests.host_reads import HostRead, NoHostReads
 from tests.lockstep import Room, reduce_together
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient, PowerSGD, Quantize, RandomK, Sign, TopK
 from edgc.config import EDGCConfig
-from edgc.device import masked_path
+from edgc.control.policies import spectral
 from edgc.engine import Engine
-from edgc.mean_error import FEWER, MeanError, Measured, relative
-from edgc.policies import spectral
-from edgc.sketches import BUCKETS, sketch
-from edgc.spectral import error_curve
+from edgc.measurement.mean_error import FEWER, MeanError, Measured, relative
+from edgc.measurement.sketches import BUCKETS, sketch
+from edgc.measurement.spectral import error_curve
+from edgc.runtime.device import masked_path
 from tests.lockstep import Room, reduce_together
 from tests.workers import run_workers
 

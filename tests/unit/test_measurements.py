@@ -1,4 +1,4 @@
-"""edgc.measurements: what a stage's reductions took, from what its ranks have kept."""
+"""edgc.measurement.means: what a stage's reductions took, from what its ranks have kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from edgc.clock import Stopwatch
 from edgc.compressors import Statistics
-from edgc.measurements import WindowTimes, stage_seconds
+from edgc.measurement.means import WindowTimes, stage_seconds
+from edgc.runtime.clock import Stopwatch
 
 NAN = math.nan
 

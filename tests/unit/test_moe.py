@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
+from edgc.control.rank_model import error as error_of
+from edgc.control.rank_model import rank_for_error
 from edgc.errors import UserError
-from edgc.rank_model import error as error_of
-from edgc.rank_model import rank_for_error
 from experiments.analyse import moe
 from experiments.analyse.__main__ import analyse
 from experiments.spec.settings import ProbeConfig

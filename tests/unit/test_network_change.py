@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.change_detector import PATIENCE, ChangeDetector
 from edgc.config import POLICIES, EDGCConfig, EntropyConfig
-from edgc.controller import Controller, Decision, Plan, Report
+from edgc.control.controller import Controller, Decision, Plan, Report
 from edgc.errors import UserError
-from edgc.plans import StageTiming
+from edgc.timing.change_detector import PATIENCE, ChangeDetector
+from edgc.timing.stage_times import StageTiming
 
 SHAPES = [(256, 256), (256, 1024)]
 NAN = math.nan

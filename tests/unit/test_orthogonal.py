@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors.orthogonal import Orthonormal
+from edgc.compressors.powersgd.orthogonal import Orthonormal
 
 
 def decide(x: Tensor) -> Tensor:

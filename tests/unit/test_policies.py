@@ -1,4 +1,4 @@
-"""edgc.policies: what each rule asks for, and the limits on a step."""
+"""edgc.control.policies: what each rule asks for, and the limits on a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgc import policies
-from edgc.rank_model import StageModel
+from edgc.control import policies
+from edgc.control.rank_model import StageModel
 
 
 def test_cqm_asks_for_the_rank_of_equal_error() -> None:

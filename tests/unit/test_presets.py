@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgc.config import EDGCConfig
-from edgc.controller import Controller
+from edgc.control.controller import Controller
 from edgc.errors import UserError
 from edgc.presets import PRESETS
 from experiments.spec import matrix

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-import edgc.compressors.blocks as blocks_module
+import edgc.compressors.quantization.blocks as blocks_module
 from edgc.compressors import Channel
-from edgc.compressors.blocks import FACTORS, Blocks
-from edgc.compressors.quantization import QuantisedMean, quantised_mean
+from edgc.compressors.quantization.blocks import FACTORS, Blocks
+from edgc.compressors.quantization.mean import QuantisedMean, quantised_mean
 from tests.workers import run_workers
 
 BITS = (8, 4, 2, 1)

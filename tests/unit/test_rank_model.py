@@ -1,4 +1,4 @@
-"""edgc.rank_model: the Marchenko-Pastur error against Monte Carlo and quadrature, and exact inversion."""
+"""edgc.control.rank_model: the Marchenko-Pastur error against Monte Carlo and quadrature, and exact inversion."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgc import rank_model
-from edgc.rank_model import StageModel, error, next_rank, rank_for_error
+from edgc.control import rank_model
+from edgc.control.rank_model import StageModel, error, next_rank, rank_for_error
 
 GPT_STAGE = [(4096, 256), *[(256, 256), (768, 256), (1024, 256), (256, 1024)] * 4]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from edgc.compressors import Gradient, PowerSGD
-from edgc.compressors.warm_start import random_factor
+from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.analyse import runs, stiffness

@@ -1,4 +1,4 @@
-"""edgc.rank_search: what is timed, when it ends, and the r_max that follows."""
+"""edgc.timing.rank_search: what is timed, when it ends, and the r_max that follows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from edgc.rank_search import RankSearch, bytes_limit
+from edgc.timing.rank_search import RankSearch, bytes_limit
 
 
 def run(search: RankSearch, seconds: Callable[[int], tuple[float, ...]]) -> list[int]:

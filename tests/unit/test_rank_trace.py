@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.config import EDGCConfig
-from edgc.controller import Controller
-from edgc.policies import Ranks
+from edgc.control.controller import Controller
+from edgc.control.policies import Ranks
 from experiments.analyse.entropy_trend import grouped, trajectories
 from experiments.analyse.runs import load_run
 from experiments.simulation import cluster_step, rank_trace

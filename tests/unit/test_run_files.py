@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from edgc.errors import UserError
-from edgc.telemetry import EventLog, read_events
 from experiments.analyse.runs import load_run, load_runs
 from experiments.training import outputs
+from experiments.training.events import EventLog, read_events
 from tests.unit import synthetic_runs as synthetic
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from edgc.telemetry import read_events
 from experiments.spec.settings import DataConfig, RunConfig
+from experiments.training.events import read_events
 from experiments.training.metrics import SECONDS, History, Step
 from experiments.training.run_log import RunLog
 

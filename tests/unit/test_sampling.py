@@ -1,4 +1,4 @@
-"""edgc.sampling: rates, coverage, seeds, and that a sample is enough."""
+"""edgc.entropy.sampler: rates, coverage, seeds, and that a sample is enough."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.config import EntropyConfig
-from edgc.entropy import Sampler, estimate
-from edgc.sampling import MAX_COPIES
+from edgc.entropy.estimators import Sampler, estimate
+from edgc.entropy.sampler import MAX_COPIES
 
 
 def sampler(sampling: str = "diagonal", alpha: float = 0.1, beta: float = 0.25, seed: int = 0) -> Sampler:

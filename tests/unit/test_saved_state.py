@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgc.checkpoints.saved_state import merge, state_for
 from edgc.errors import UserError
-from edgc.saved_state import merge, state_for
 
 
 def state(rank: int, world: int, errors: dict[str, torch.Tensor] | None) -> dict[str, Any]:

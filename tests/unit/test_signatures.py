@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.signatures import FIXES, IN_A_ROW, SHORTEST_WINDOW, Finding, Observation, SignatureWatch
+from experiments.training.signatures import (
+    FIXES,
+    IN_A_ROW,
+    SHORTEST_WINDOW,
+    Finding,
+    Observation,
+    SignatureWatch,
+)
 
 WINDOW = 10
 WARM_UP = 4 * WINDOW

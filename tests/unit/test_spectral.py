@@ -1,4 +1,4 @@
-"""edgc.spectral: errors at other ranks from the singular values at one, against true singular value decompositions."""
+"""edgc.measurement.spectral: errors at other ranks from the singular values at one, against true decompositions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.spectral import MatrixSpectrum, SmoothedCurves, error_curve
+from edgc.measurement.spectral import MatrixSpectrum, SmoothedCurves, error_curve
 
 ROWS, COLUMNS = 256, 384
 

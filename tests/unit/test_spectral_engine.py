@@ -17,9 +17,9 @@ import torch.distributed as dist
 import edgc.engine
 from edgc.compressors import Gradient, PowerSGD
 from edgc.config import EDGCConfig, EntropyConfig
+from edgc.control.policies import spectral
 from edgc.engine import Engine
-from edgc.policies import spectral
-from edgc.spectral import MatrixSpectrum, error_curve
+from edgc.measurement.spectral import MatrixSpectrum, error_curve
 from tests.workers import run_workers
 
 SHAPES = [(64, 96), (80, 48)]

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd import compressible
+from edgc.compressors.powersgd.algorithm import compressible
 from edgc.config import EDGCConfig
-from edgc.entropy import Sampler, estimate, moments
-from edgc.groups import gather_objects
+from edgc.entropy.estimators import Sampler, estimate, moments
+from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import ProbeConfig
 from experiments.training.experts import ExpertShare, TokenCounts, place_of
 

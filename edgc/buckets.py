@@ -1,0 +1,262 @@
+"""Reduces the buckets of one model while backward goes on.
+
+On a CPU a thread of its own does it, for collectives of gloo and the work between them block whoever waits. On a GPU
+nothing blocks, and the caller's thread enqueues everything on a stream beside backward's. A second thread would be
+wrong there: kernels of NCCL wait on the device for those of their peers, so two ranks that launch collectives of
+different groups (ours and tensor parallelism's) in different orders can wait for each other for ever, and do so under
+``CUDA_DEVICE_MAX_CONNECTIONS=1``, which runs kernels in the order of their launches. From one thread all ranks launch
+in the order of the program: a bucket's next collectives where backward makes a bucket ready, as Megatron's own are.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.compressors import Gradient
+from edgc.control.controller import Decision
+from edgc.engine import Engine, Iteration
+from edgc.errors import UserError
+from edgc.in_order import InOrder
+from edgc.runtime.device import host_decides
+
+Log = Callable[[Iteration, Decision | None], None]
+Layout = list[list[str]]
+
+
+class Flush:
+    """In the queue: see :meth:`BucketWorker.flush`."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that become ready together; ``future`` gets ``buffer``, which they are views of, once averaged.
+
+    ``last`` is DDP's word that this one closes the iteration; in the first iteration of a static graph, where DDP
+    numbers every bucket 0, it says so of none. On a GPU ``ready`` is reached when the gradients have been computed.
+    ``group`` is for a bucket of other replicas than the worker's; ``compress`` and ``shards`` are those of
+    :meth:`edgc.engine.Engine.reduce`. ``scale`` is the loss scale of its iteration, if somebody knows it.
+    """
+
+    last: bool
+    gradients: list[Gradient]
+    buffer: Tensor
+    future: torch.futures.Future[Any]
+    ready: torch.cuda.Event | None = None
+    group: dist.ProcessGroup | None = None
+    compress: bool = True
+    shards: tuple[Tensor, ...] = ()
+    scale: float | None = None
+
+
+class BucketWorker:
+    """Takes buckets in the order of :meth:`put`; collectives start in an order that follows from it alone.
+
+    Args:
+        engine: not used by anybody else while buckets are under way.
+        group: used here alone, so that no other collective can come between.
+        device: of the gradients.
+        parameters: number of gradients in an iteration.
+        closes: whether the engine's iteration is closed here after the last bucket; if not, the caller does when it
+            has all futures. On a GPU the host would have to wait to know whether all gradients were finite; most
+            iterations (:attr:`edgc.engine.Engine.closes_at_once`) are therefore closed when the next one begins or
+            when somebody asks for it (:meth:`settle`).
+
+    Attributes:
+        inline: whether the caller's thread does the work, as on a GPU.
+        log: called at the end of every iteration; on a CPU before its last future is set.
+        error: what stopped the worker; every later bucket gets it. None while all is well.
+        skipped: steps (of an engine that does not wait with its state: reductions) given up so far because a gradient
+            was not finite.
+        layout: names of the gradients per reduction in the last iteration.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        parameters: int,
+        *,
+        closes: bool = True,
+    ) -> None:
+        self.engine = engine
+        self.closes = closes
+        self.group = group
+        self.parameters = parameters
+        self.log: Log | None = None
+        self.error: Exception | None = None
+        self.skipped: int | Tensor = 0
+        self.layout: Layout = []
+        self._replay: Layout = []
+        self._replays = 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pipeline: InOrder[Bucket | None] = InOrder()
+        self._held: list[Bucket] = []
+        self._unfinished: list[Bucket] = []
+        self._current: Layout = []
+        self._seen: set[str] = set()
+        self._unsettled = False  # whether an iteration has ended and is not closed
+        self._stopped = False
+        self._queue: queue.SimpleQueue[Bucket | Flush | None] = queue.SimpleQueue()
+        self.inline = not host_decides(device)
+        self._thread: threading.Thread | None = None
+        if not self.inline:
+            self._thread = threading.Thread(target=self._run, name="edgc-buckets", daemon=True)
+            self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an iteration has begun and not ended."""
+        return bool(self._seen) and self.error is None
+
+    def replay(self, layout: Layout) -> None:
+        """Reduce the gradients of the next iterations in these groups, until DDP has settled its buckets.
+
+        DDP cuts buckets anew after the first or, in a static graph, second iteration of a process. That changes
+        nothing but the rounding of sums; with the groups of the run that was saved, a resumed one is the same bit for
+        bit. Buckets that fit are taken as they come, the others wait for the last one.
+        """
+        self._replay, self._replays = layout, 2 if layout else 0
+
+    def put(self, bucket: Bucket) -> None:
+        """Reduce a bucket; its future gets an error if this has been stopped."""
+        if self._stopped:
+            bucket.future.set_exception(RuntimeError("edgc: a bucket came after the reductions were ended"))
+        else:
+            self._do(bucket)
+
+    def _do(self, item: Bucket | Flush) -> None:
+        if not self.inline:
+            self._queue.put(item)
+            return
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            self._process(item)
+
+    def flush(self) -> None:
+        """Take everything that was put so far to its end, without waiting for further buckets.
+
+        The order of collectives then depends on where among the buckets this is called: the same on every rank.
+        """
+        if not self._stopped:
+            self._do(Flush())
+
+    def stop(self) -> None:
+        """Take no more buckets; the thread ends after those it has. Waits at most a second, for a peer may be lost."""
+        self._stopped = True
+        self._queue.put(None)
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            while (item := self._queue.get()) is not None:
+                self._process(item)
+
+    def _process(self, item: Bucket | Flush) -> None:
+        if isinstance(item, Bucket):
+            self._unfinished.append(item)
+        try:
+            if self.error is None and isinstance(item, Bucket):
+                self._take(item)
+            elif self.error is None:
+                self._finished(self._pipeline.drain())
+        except Exception as error:
+            self.error = self._described(error)
+        if self.error is not None:
+            self._pipeline.close()
+            while self._unfinished:
+                self._unfinished.pop(0).future.set_exception(self.error)
+
+    def _take(self, bucket: Bucket) -> None:
+        """Start the reduction of a bucket; after the last one, finish the iteration."""
+        names = [gradient.name for gradient in bucket.gradients]
+        if not self._seen:
+            self.settle()
+            if bucket.scale is not None:
+                self.engine.rescale(bucket.scale)
+        if not self._seen.isdisjoint(names):
+            raise RuntimeError(f"{names[0]} came again before all gradients of the iteration had come")
+        self._seen.update(names)
+        bucket.last = bucket.last or len(self._seen) == self.parameters
+        if self.stream is not None and bucket.ready is not None:
+            self.stream.wait_event(bucket.ready)
+        done = len(self._current)
+        if self._held or (self._replays and self._replay[done : done + 1] != [names]):
+            self._held.append(bucket)
+        else:
+            self._start(bucket.gradients, bucket)
+        if bucket.last:
+            self._finish_iteration()
+
+    def _start(self, gradients: list[Gradient], bucket: Bucket | None) -> None:
+        self._current.append([gradient.name for gradient in gradients])
+        # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
+        ahead = self.engine.waits - 1
+        if bucket is None:
+            exchange = self.engine.exchange(gradients, self.group)
+        else:
+            group = bucket.group or self.group
+            exchange = self.engine.exchange(gradients, group, compress=bucket.compress, shards=bucket.shards)
+        self._finished(self._pipeline.start(bucket, exchange, ahead))
+
+    def _finished(self, buckets: list[Bucket | None]) -> None:
+        """Hand over averaged buckets, but for the last of the iteration."""
+        for bucket in buckets:
+            if bucket is not None and not bucket.last:
+                self._unfinished.remove(bucket)
+                bucket.future.set_result(bucket.buffer)
+
+    def _finish_iteration(self) -> None:
+        if self._held:
+            gradients = {gradient.name: gradient for bucket in self._held for gradient in bucket.gradients}
+            rest = self._replay[len(self._current) :]
+            if set(gradients) != {name for names in rest for name in names}:
+                what = "the saved state is of a model with other parameters"
+                raise UserError(what, fix="load it into the model it was saved from")
+            for names in rest:
+                self._start([gradients[name] for name in names], None)
+        self._finished(self._pipeline.drain())
+        self._unsettled = self.closes
+        if not self.inline or self.engine.closes_at_once:
+            self.settle()
+        # Everything about this iteration is settled before backward can return.
+        self.layout, self._current, self._replays = self._current, [], max(0, self._replays - 1)
+        self._held.clear()
+        self._seen.clear()
+        unfinished, self._unfinished = self._unfinished, []
+        for bucket in unfinished:
+            bucket.future.set_result(bucket.buffer)
+
+    def settle(self) -> None:
+        """Close the iteration that has ended, if that was put off; only between two iterations."""
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        given_up = self.engine.deferred and self.engine.given_up
+        self.engine.end_iteration(skipped=given_up)
+        assert self.engine.last is not None
+        self.skipped += given_up if self.engine.deferred else self.engine.last.statistics.skipped
+        if self.log is not None:
+            self.log(self.engine.last, self.engine.decision)
+
+    def _described(self, error: Exception) -> Exception:
+        """The error in one line, with where it happened; a mistake of the user's as it is."""
+        if isinstance(error, UserError):
+            return error
+        reason = " ".join(str(error).split()) or "no message"
+        # Of the world, and nothing here may fail: an error of this thread's own would leave its callers waiting.
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        described = RuntimeError(
+            f"edgc: gradient reduction stopped on rank {rank} in iteration "
+            f"{self.engine.iteration}: {type(error).__name__}: {reason}"
+        )
+        described.__cause__ = error
+        return described

@@ -1,0 +1,174 @@
+"""One file per rank in a folder that is published whole: tensors and plain values, read back without running code.
+
+The functions that say so are collective: every rank of the world calls them, and what goes wrong on one rank is raised
+on all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.checkpoints import manifest
+from edgc.checkpoints.manifest import Entry, Manifest
+from edgc.errors import UserError
+from edgc.runtime.groups import gather_objects
+
+T = TypeVar("T")
+
+
+def file_of(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
+
+
+def partial_name(folder: Path) -> Path:
+    """Where ``folder`` is written before it is renamed."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+# ------------------------------------------------------------------ all ranks together
+
+
+def world() -> tuple[int, int]:
+    """This rank and the number of ranks; (0, 1) without process groups."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def together(action: Callable[[], T]) -> T:
+    """Do ``action`` on this rank and return what it returns, if it went well on every rank. Collective.
+
+    Raises:
+        UserError: on every rank, for the first rank where it was raised; an ``OSError`` becomes one.
+    """
+    result, problem = _attempt(action)
+    for found in gather_objects(problem):
+        if found is not None:
+            raise found
+    return result  # type: ignore[return-value]  # without a problem there is a result
+
+
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Do ``action`` on rank 0; what it returns, or raises, on every rank. Collective."""
+    result, problem = _attempt(action) if world()[0] == 0 else (None, None)
+    first, found = gather_objects((result, problem))[0]
+    if found is not None:
+        raise found
+    return first  # type: ignore[return-value]
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    try:
+        return action(), None
+    except UserError as error:
+        return None, error
+    except OSError as error:
+        what = f"the checkpoint cannot be written or read: {error.strerror or error}"
+        where = error.filename if error.filename is not None else None
+        return None, UserError(what, where=where, fix="make room, or choose another folder")
+
+
+def write(folder: Path, state: Mapping[str, Any], about: Callable[[], Mapping[str, Any]]) -> None:
+    """Save the state of every rank in ``folder``, which appears when all have done so. Collective.
+
+    Args:
+        state: of this rank: nested dictionaries, lists and tuples of tensors and plain values.
+        about: called on every rank; its value is kept in the manifest, under ``ranks``, in rank order.
+
+    Raises:
+        TypeError: ``state`` holds something else.
+        UserError: a file cannot be written.
+    """
+    rank, _ = world()
+    partial = partial_name(folder)
+    portable = own_copy(state)
+    on_first_rank(lambda: fresh(partial))
+    mine = together(lambda: save(partial / file_of(rank), portable))
+    rows = gather_objects((mine, dict(about())))
+
+    def finish() -> None:
+        files = {file_of(index): item for index, (item, _) in enumerate(rows)}
+        manifest.write(partial, Manifest({"ranks": [place for _, place in rows]}, files))
+        manifest.publish(partial, folder)
+
+    on_first_rank(finish)
+
+
+# ------------------------------------------------------------------ one file
+
+
+def fresh(folder: Path) -> None:
+    """Make ``folder`` an empty one."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+class _Hashing:
+    """Writes to a file and keeps the checksum of what it was given to write."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.bytes += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def save(path: Path, state: Mapping[str, Any]) -> Entry:
+    """Write ``state`` to ``path`` and to the disk; size and checksum of what was written."""
+    with path.open("wb") as file:
+        hashing: Any = _Hashing(file)
+        torch.save(state, hashing)
+        file.flush()
+        os.fsync(file.fileno())
+    return Entry(hashing.bytes, hashing.digest.hexdigest())
+
+
+def load(folder: Path, content: Manifest, name: str, *, lazily: bool = False) -> dict[str, Any]:
+    """A state from ``folder``, on this rank's device where it was on a GPU, after its file was checked.
+
+    Args:
+        lazily: leave tensors in the file until they are used; for states that are not kept.
+
+    Raises:
+        DamagedCheckpoint: the file is not what was written.
+    """
+    manifest.check(folder, content, [name])
+    state: dict[str, Any] = torch.load(folder / name, map_location=_here, weights_only=True, mmap=lazily)
+    return state
+
+
+def _here(storage: Any, location: str) -> Any:
+    return storage if location == "cpu" else storage.cuda()
+
+
+def own_copy(value: Any, path: str = "state") -> Any:
+    """``value`` with every tensor in memory of just its own size, and mappings as dictionaries.
+
+    Raises:
+        TypeError: for what is neither a tensor nor a plain value, naming its place.
+    """
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return tensor if alone else tensor.clone()
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, Mapping):
+        return {own_copy(key, path): own_copy(item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        items: Sequence[Any] = [own_copy(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return type(value)(items)
+    raise TypeError(f"{path} is a {type(value).__name__}; a checkpoint holds tensors and plain values")

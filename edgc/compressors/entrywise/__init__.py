@@ -1,0 +1,1 @@
+"""Methods that send some entries, or all of them in fewer bits, with error feedback."""

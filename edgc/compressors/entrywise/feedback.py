@@ -1,0 +1,309 @@
+"""What the entrywise methods (topk, randomk, quantize, sign) share: which gradients, error feedback, skipped steps.
+
+Every matrix with enough entries goes through the method, in one flat fp32 vector a call; vectors and small matrices
+go dense in messages of their own at the same time. For worker w with gradient G_w and error E_w::
+
+    M_w = G_w + E_w
+    the method averages M_w as far as it gets it across: result R, the same on all workers, and K_w not sent
+    G_w = R in the gradient's type ;  E_w = K_w + (R - G_w)
+
+so that mean_w(G_w + E_w) after equals mean_w(G_w + E_w) before. The second term is zero for fp32; for narrower types
+it keeps the rounding of the result from being lost. What goes dense takes its E along in the gradient's own type; E is
+empty then. If anything in the result is not finite, every worker sees so: the gradients of the call become NaN and the
+state stays as it was.
+
+On a GPU nobody looks whether the result is finite (:mod:`edgc.runtime.device`): everything is written under a mask.
+What stays as it was is E, and an E that has been sent stays, too, as zeros. Not so the count of a parameter's
+reductions, a number of the host's that random draws depend on: there it counts those that were given up, which then
+have had a draw of their own. It is the same on every rank, and saved, so that a resumed run draws what the first one
+would have drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgc.checks import need
+from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
+from edgc.compressors.channel import Channel
+from edgc.compressors.none import dense_steps
+from edgc.compressors.norms import square_sums
+from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.powersgd.matrices import within
+from edgc.compressors.powersgd.messages import finite
+from edgc.errors import UserError
+from edgc.runtime.device import host_decides
+
+
+@dataclass
+class Flat:
+    """The gradients of a call end to end in flat fp32 vectors, each at a multiple of ``align``.
+
+    Attributes:
+        work: M; what is kept, afterwards.
+        spare: the errors of last time, free once M is known to get across; then the result.
+        buffers: whatever else a method wants to keep from call to call.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    work: Tensor
+    spare: Tensor
+    buffers: dict[str, Any]
+
+    @classmethod
+    def of(cls, gradients: Sequence[Gradient], align: int) -> Flat:
+        sizes = [-(-g.tensor.numel() // align) * align for g in gradients]
+        *offsets, total = accumulate(sizes, initial=0)
+        shapes = tuple(g.tensor.shape for g in gradients)
+        device = gradients[0].tensor.device
+        work, spare = (torch.empty(total, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(tuple(g.name for g in gradients), shapes, tuple(offsets), work, spare, {})
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        """Flat views of the gradients' own parts of ``work``, ``spare`` or a vector like them."""
+        return [
+            vector[offset : offset + shape.numel()]
+            for offset, shape in zip(self.offsets, self.shapes, strict=True)
+        ]
+
+    def swap(self) -> None:
+        """What is left in ``work`` is kept until the next call has brought what follows from it."""
+        self.work, self.spare = self.spare, self.work
+
+    def clear_gaps(self) -> None:
+        """Zeros between the gradients of ``work``."""
+        ends = [*self.offsets[1:], len(self.work)]
+        for offset, shape, end in zip(self.offsets, self.shapes, ends, strict=True):
+            self.work[offset + shape.numel() : end].zero_()
+
+
+#: Whether the result is finite, the same on every rank, and what writes it to a vector laid out like ``Flat.work``.
+Result = tuple[Tensor, Callable[[Tensor], None]]
+
+
+class Feedback(Compressor):
+    """A method that sends a part of every entry or every part of some, and keeps the rest as error feedback.
+
+    Args:
+        min_elements: matrices with fewer entries are sent dense.
+        error_feedback: off only to show what it is worth, and for methods that are unbiased without.
+        seed: of whatever is drawn at random; must agree on all workers.
+    """
+
+    align = 1
+    draws_at_random = False
+
+    def __init__(self, *, min_elements: int = 1024, error_feedback: bool = True, seed: int = 0) -> None:
+        self.min_elements = min_elements
+        self.error_feedback = error_feedback
+        self.seed = seed
+        self.errors: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self._flats: dict[tuple[Any, ...], Flat] = {}
+
+    @abstractmethod
+    def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
+        """Average ``flat.work``, and leave in it what this worker did not get across; yields at least once.
+
+        An entry that is not finite on one worker must make the result not finite on all of them.
+        """
+
+    def steps(
+        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
+    ) -> Steps:
+        lossy: list[Gradient] = []
+        dense: list[Gradient] = []
+        for gradient in gradients:
+            through = rank is not None and compressible(gradient.tensor.shape, self.min_elements)
+            (lossy if through else dense).append(gradient)
+        drained = self._add_errors(dense)
+        messages = dense_steps([gradient.tensor for gradient in dense], channel)
+        next(messages)
+        if not lossy:
+            yield
+            next(messages, None)
+            if drained or self.deferred:
+                # Without a state to protect, what is not finite may go where it goes.
+                self._settle_dense(gradients, dense, drained, finite(_tensors(dense)), statistics)
+            return
+        flat = self._load(lossy, channel.world, statistics)
+        arrived, write = yield from self._average(flat, channel)
+        next(messages, None)
+        # The same bits on every worker, and so the same decision.
+        ok = arrived & finite(_tensors(dense))
+        if self._settle_dense(gradients, dense, drained, ok, statistics):
+            self._finish(lossy, flat, write, ok, statistics)
+
+    def _settle_dense(
+        self,
+        gradients: Sequence[Gradient],
+        dense: Sequence[Gradient],
+        drained: Sequence[Gradient],
+        ok: Tensor,
+        statistics: Statistics,
+    ) -> bool:
+        """Forget what was sent along with ``dense``, or give up ``gradients``; whether to go on with the others."""
+        if host_decides(ok.device):
+            if not ok:
+                for gradient in gradients:
+                    gradient.tensor.fill_(math.nan)
+                statistics.gradient_sq = statistics.input_sq = 0.0
+                statistics.skipped += 1
+                return False
+            self._forget(drained)
+            return True
+        for gradient in dense:
+            gradient.tensor.masked_fill_(~ok, math.nan)
+        for gradient in drained:
+            self._then(partial(self._sent, gradient.name, ok))
+        statistics.gradient_sq, statistics.input_sq = (
+            torch.where(ok, norm, 0.0) if isinstance(norm, Tensor) else norm
+            for norm in (statistics.gradient_sq, statistics.input_sq)
+        )
+        statistics.skipped = statistics.skipped + (~ok).int()
+        return True
+
+    def _load(self, gradients: Sequence[Gradient], world: int, statistics: Statistics) -> Flat:
+        """M = G + E, leaving E alone."""
+        key = (world, *((g.name, g.tensor.shape, g.tensor.device) for g in gradients))
+        flat = self._flats.get(key)
+        if flat is None:
+            # Names that are now called in other company do not come back in the old one.
+            names = {gradient.name for gradient in gradients}
+            self._flats = {old: kept for old, kept in self._flats.items() if names.isdisjoint(kept.names)}
+            flat = self._flats[key] = Flat.of(gradients, self.align)
+        flat.clear_gaps()
+        for gradient, part in zip(gradients, flat.parts(flat.work), strict=True):
+            m = part.view(gradient.tensor.shape)
+            m.copy_(gradient.tensor)
+            statistics.gradient_sq += _square_sum(part)
+            if gradient.name in self.errors:
+                m.add_(self._error(gradient))
+            statistics.input_sq += _square_sum(part)
+        return flat
+
+    def _finish(
+        self,
+        gradients: Sequence[Gradient],
+        flat: Flat,
+        write: Callable[[Tensor], None],
+        ok: Tensor,
+        statistics: Statistics,
+    ) -> None:
+        decides = host_decides(ok.device)
+        if not decides and self.error_feedback:
+            # Before the result takes the place of the errors of last time.
+            for gradient, kept in zip(gradients, flat.parts(flat.work), strict=True):
+                self._keep_old(gradient, kept.view(gradient.tensor.shape), ok)
+        into = flat.spare
+        if self.deferred:
+            # The errors of last time must stay until the new ones are settled.
+            if "result" not in flat.buffers:
+                flat.buffers["result"] = torch.empty_like(flat.work)
+            into = flat.buffers["result"]
+        write(into)
+        for gradient, part, result in zip(gradients, flat.parts(flat.work), flat.parts(into), strict=True):
+            tensor, kept, mean = (
+                gradient.tensor,
+                part.view(gradient.tensor.shape),
+                result.view(gradient.tensor.shape),
+            )
+            if tensor.dtype == torch.float32:
+                tensor.copy_(mean)
+            else:
+                tensor.copy_(within(mean.clone(), tensor.dtype))
+                mean.sub_(tensor)
+                kept.add_(mean if decides else mean.masked_fill_(~ok, 0))
+            error_sq = _square_sum(part)
+            if not decides:
+                tensor.masked_fill_(~ok, math.nan)
+                error_sq = torch.where(ok, error_sq, 0.0)
+            statistics.error_sq += error_sq
+            self._then(partial(self._adopt, gradient.name, kept))
+        self._then(flat.swap)
+
+    def _keep_old(self, gradient: Gradient, kept: Tensor, ok: Tensor) -> None:
+        """``kept`` becomes the error of last time where the result is not finite."""
+        if gradient.name in self.errors:
+            torch.where(ok, kept, self._error(gradient), out=kept)
+        else:
+            kept.masked_fill_(~ok, 0)
+
+    def _adopt(self, name: str, kept: Tensor) -> None:
+        if self.error_feedback:
+            self.errors[name] = kept
+        if self.draws_at_random:
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def _error(self, gradient: Gradient) -> Tensor:
+        error, tensor = self.errors[gradient.name], gradient.tensor
+        if error.shape != tensor.shape:
+            raise UserError(
+                f"error feedback of {gradient.name} is {tuple(error.shape)}, its gradient {tuple(tensor.shape)}",
+                fix="load the compressor's state of this very model",
+            )
+        return error.to(tensor.device)
+
+    def _drain(self, gradients: Sequence[Gradient]) -> None:
+        self._forget(self._add_errors(gradients))
+
+    def _add_errors(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Add E where there is one; returns those."""
+        drained = [gradient for gradient in gradients if gradient.name in self.errors]
+        for gradient in drained:
+            gradient.tensor.add_(self._error(gradient))
+        return drained
+
+    def _forget(self, gradients: Sequence[Gradient]) -> None:
+        for gradient in gradients:
+            self._then(partial(self.errors.__delitem__, gradient.name))
+
+    def _sent(self, name: str, ok: Tensor) -> None:
+        """:meth:`_forget` where nobody looks whether the result was finite."""
+        self.errors[name] = self.errors[name].to(ok.device).masked_fill_(ok, 0)
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        return self.errors
+
+    def rescale(self, factor: float) -> None:
+        for error in self.errors.values():
+            error.mul_(factor)
+
+    def _generator(self, name: str, *parts: object) -> torch.Generator:
+        """Random numbers of this method, step, name and ``parts``; the same wherever those are."""
+        text = "/".join(map(str, (type(self).__name__, self.seed, self.counts.get(name, 0), name, *parts)))
+        digest = hashlib.sha256(text.encode()).digest()
+        return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        errors = {name: tensor.clone() for name, tensor in self.errors.items()}
+        return {"errors": errors, "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        need(state, ("errors", "counts"), "compressor")
+        errors = state["errors"].items() if self.error_feedback else ()
+        self.errors = {name: tensor.clone() for name, tensor in errors}
+        self.counts = dict(state["counts"])
+
+
+def _square_sum(vector: Tensor) -> float | Tensor:
+    """The squared norm of a flat fp32 vector; on a GPU a tensor, so that nobody waits for it."""
+    total = square_sums(vector.view(1, 1, -1))[0]
+    return float(total) if host_decides(vector.device) else total
+
+
+def _tensors(gradients: Iterable[Gradient]) -> Iterable[Tensor]:
+    return (gradient.tensor for gradient in gradients)

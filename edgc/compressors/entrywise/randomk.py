@@ -1,0 +1,83 @@
+"""Random entries of every matrix, the same on all workers, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from edgc.compressors.channel import Channel
+from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
+from edgc.compressors.entrywise.topk import chosen
+
+
+class RandomK(Feedback):
+    """k entries of every matrix, drawn anew at every step; only their values are sent, and can be all-reduced.
+
+    The draw depends on the seed, the parameter's name and how often it was reduced, so that every worker draws the
+    same entries (with the same version of torch). k as in :class:`~edgc.compressors.entrywise.topk.TopK`.
+
+    Args:
+        density: share of the entries that is sent, above 0 and at most 1.
+        min_elements, error_feedback, seed: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
+    """
+
+    draws_at_random = True
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        *,
+        min_elements: int = 1024,
+        error_feedback: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(min_elements=min_elements, error_feedback=error_feedback, seed=seed)
+        self.density = density
+
+    def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
+        drawn = [
+            draw(shape.numel(), chosen(shape.numel(), self.density), self._generator(name)).add_(offset)
+            for name, shape, offset in zip(flat.names, flat.shapes, flat.offsets, strict=True)
+        ]
+        places = torch.cat(drawn)
+        if flat.work.device.type == "cuda":
+            # From pinned memory, or the host would wait until the GPU comes to it.
+            places = places.pin_memory()
+        places = places.to(flat.work.device, non_blocking=True)
+        values = flat.work[places]
+        # An entry that is not finite and was not drawn must be heard of too: 0, or NaN if there is one.
+        low, high = torch.aminmax(flat.work)
+        values.add_((low - low) + (high - high))
+        flat.work.index_fill_(0, places, 0)
+        channel.mean_(values)
+        yield
+
+        def write(out: Tensor) -> None:
+            out.zero_()
+            out[places] = values
+
+        return values.isfinite().all(), write
+
+
+def draw(entries: int, k: int, generator: torch.Generator) -> Tensor:
+    """k different whole numbers below ``entries``, ascending, every set of k equally likely; on the CPU.
+
+    Args:
+        generator: of the CPU, so that the draw is the same wherever the gradients are.
+    """
+    if k == entries:
+        return torch.arange(entries, dtype=torch.int64, device="cpu")
+    if 2 * k > entries:
+        return _permutation(entries, generator)[:k].sort().values
+    found = torch.empty(0, dtype=torch.int64, device="cpu")
+    while len(found) < k:
+        size = (k + k // 2 + 8,)
+        more = torch.randint(entries, size, generator=generator, dtype=torch.int64, device="cpu")
+        found = torch.unique(torch.cat([found, more]))
+    return found[_permutation(len(found), generator)[:k]].sort().values
+
+
+def _permutation(entries: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(entries, generator=generator, dtype=torch.int64, device="cpu")

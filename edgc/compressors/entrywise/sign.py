@@ -1,0 +1,19 @@
+"""One bit an entry: its sign, times the mean magnitude of its block, with error feedback."""
+
+from __future__ import annotations
+
+from edgc.compressors.entrywise.quantize import Quantize
+
+
+class Sign(Quantize):
+    """Signs of blocks of 64, averaged like :class:`~edgc.compressors.entrywise.quantize.Quantize`: 1.25 bits an entry.
+
+    The mean of the workers is rounded to signs once more by the worker that owns the shard, which keeps what that
+    loses, as 1-bit Adam's server does (Tang et al., ICML 2021).
+
+    Args:
+        min_elements, error_feedback: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
+    """
+
+    def __init__(self, *, min_elements: int = 1024, error_feedback: bool = True) -> None:
+        super().__init__(1, min_elements=min_elements, error_feedback=error_feedback)

@@ -1,0 +1,1 @@
+"""PowerSGD: low-rank approximation by power iteration, with error feedback and warm start."""

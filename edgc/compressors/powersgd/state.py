@@ -1,0 +1,222 @@
+"""What PowerSGD keeps from step to step: error feedback, and the factor that its power iteration begins with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgc.checks import need
+from edgc.compressors.base import Gradient
+from edgc.compressors.norms import square_sums
+from edgc.compressors.powersgd.matrices import Matrices
+from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace
+from edgc.errors import UserError
+
+
+def random_factor(seed: int, draw: int, name: str, length: int, rank: int) -> Tensor:
+    """Orthonormal columns, length x rank, that depend on the arguments alone: the same on every worker."""
+    digest = hashlib.sha256(f"{seed}/{draw}/{name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.linalg.qr(
+        torch.randn(length, rank, generator=generator, dtype=torch.float32, device="cpu")
+    ).Q
+
+
+def cut(factor: Tensor, rank: int) -> Tensor:
+    """The leading directions of a factor, length x r, by energy.
+
+    The left singular vectors of Q are the right singular vectors of the last approximation P^ Q^T.
+    """
+    u: Tensor = torch.linalg.svd(factor, full_matrices=False).U
+    return u[:, :rank]
+
+
+def extend(factor: Tensor, fresh: Tensor) -> Tensor:
+    """``factor`` with the columns of ``fresh`` appended, made orthonormal and orthogonal to it."""
+    basis, fresh = torch.linalg.qr(factor).Q, fresh.to(factor.device)
+    # Twice is enough: projecting once leaves rounding of the size of eps times the condition number.
+    for _ in range(2):
+        fresh = torch.linalg.qr(fresh - basis @ (basis.mT @ fresh)).Q
+    return torch.cat([factor, fresh], dim=1)
+
+
+def keep(mean: Tensor, factor: Tensor, finite: Tensor, decide: bool) -> Tensor:
+    """``factor`` becomes ``mean``, both [B, ., .], scaled by a power of two to a norm of about one each.
+
+    So no scale of the gradients underflows in M Q, and no bit changes. A zero matrix leaves the old factor: from zero
+    it could never recover; and so does one that is not finite, if ``decide`` is off and nobody has looked before.
+
+    Returns:
+        Whether all of ``factor`` was replaced, a 0-dim bool tensor; without ``decide`` nobody has looked at it.
+    """
+    norms = square_sums(mean)
+    if not decide:
+        # The exponents of norms that are not finite or zero do not matter.
+        scale = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None]
+        good = (norms > 0) & finite
+        torch.where(good[:, None, None], mean * scale, factor, out=factor)
+        return good.all()
+    for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
+        if norm > 0:
+            torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
+    return (norms > 0).all()
+
+
+class State:
+    """Error feedback and warm start of one worker, by parameter name.
+
+    While a workspace is in use the tensors are views into it.
+
+    Args:
+        error_dtype: of E; None for no error feedback.
+        warm_start: whether factors are kept.
+        seed: of random columns.
+        one_sided: whether factors are of both sides in turn.
+
+    Attributes:
+        errors: E, m x n.
+        draws: how often random columns were drawn.
+    """
+
+    def __init__(
+        self, *, error_dtype: torch.dtype | None, warm_start: bool, seed: int, one_sided: bool
+    ) -> None:
+        self.error_dtype, self.warm_start, self.seed, self.one_sided = (
+            error_dtype,
+            warm_start,
+            seed,
+            one_sided,
+        )
+        self.errors: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+        self._sides: dict[str, int] = {}
+        self._turning: list[Group] = []
+        self.draws: dict[str, int] = {}
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """Q, n x r (one-sided: or P, m x r), with a norm of about one."""
+        self._look()
+        return self._factors
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """One-sided, which of the two factors it is."""
+        self._look()
+        return self._sides
+
+    def _look(self) -> None:
+        """Refer to the factors of the sides that are next. On a GPU the host may wait here, so a step does not ask."""
+        turning, self._turning = self._turning, []
+        for group in turning:
+            for i, name in enumerate(group.x.names):
+                self._refer(group, i, name)
+                self._sides[name] = group.side
+
+    def _refer(self, group: Group, i: int, name: str) -> None:
+        factor = group.factor(group.side)[i]
+        self._factors[name] = factor.mT if group.side == RIGHT else factor
+
+    def side(self, name: str) -> int:
+        """Of the factor to begin with."""
+        return self.sides.get(name, RIGHT)
+
+    def group(self, members: Sequence[Gradient], rank: int, deferred: bool) -> Group:
+        """Matrices of one shape with their state, in memory of their own or taken over; twice if ``deferred``.
+
+        Raises:
+            UserError: the state is of matrices of other shapes.
+        """
+        shapes = [gradient.tensor.shape for gradient in members]
+        rows, columns = shapes[0]
+        rank, device, count = min(rank, rows, columns), members[0].tensor.device, len(members)
+        error = None
+        if self.error_dtype is not None:
+            kept = [self.errors.get(gradient.name) for gradient in members]
+            for gradient, old in zip(members, kept, strict=True):
+                if old is not None and old.shape != gradient.tensor.shape:
+                    what = f"error feedback of {gradient.name} is {tuple(old.shape)}, its gradient {(rows, columns)}"
+                    raise UserError(what, fix="load the compressor's state of this very model")
+            if count == 1 and kept[0] is not None and kept[0].device == device:
+                error = kept[0][None]
+            else:
+                error = torch.zeros(count, rows, columns, dtype=self.error_dtype, device=device)
+                for mine, old in zip(error, kept, strict=True):
+                    if old is not None:
+                        mine.copy_(old)
+        x = Matrices([gradient.name for gradient in members], (rows, columns), rank, error)
+        x.spare = torch.empty_like(error) if deferred and error is not None else None
+        left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
+        right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
+        group = Group(x, (left, right), self.side(members[0].name))
+        self.begin(group)
+        return group
+
+    def begin(self, group: Group) -> None:
+        """The factors to begin with: the warm start, cut or extended to the rank, or random columns."""
+        length, rank = group.x.shape[group.side], group.x.rank
+        for name, factor in zip(group.x.names, group.factor(group.side), strict=True):
+            q, draw = self.factors.get(name), self.draws.get(name, 0) + 1
+            missing = rank - (0 if q is None else q.shape[1])
+            if missing > 0:
+                fresh = random_factor(self.seed, draw, name, length, missing)
+                q = fresh if q is None else extend(q, fresh)
+                group.drawn.add(name)
+            elif missing < 0 and q is not None:
+                q = cut(q, rank)
+            assert q is not None
+            if q.shape[0] != length:
+                what = f"the warm start of {name} is {tuple(q.shape)}, but should have {length} rows"
+                raise UserError(what, fix="load the compressor's state of this very model")
+            (factor.mT if group.side == RIGHT else factor).copy_(q)
+
+    def commit(self, work: Workspace) -> None:
+        """Refer to what a reduction has left in its workspace."""
+        for group in work.groups:
+            for i, name in enumerate(group.x.names):
+                if name in group.drawn:
+                    self.draws[name] = self.draws.get(name, 0) + 1
+                if group.x.error is not None and not (work.registered and group.x.spare is None):
+                    self.errors[name] = group.x.error[i]
+                if self.warm_start and not self.one_sided and not work.registered:
+                    self._refer(group, i, name)
+            if self.warm_start and self.one_sided and group not in self._turning:
+                self._turning.append(group)
+            group.drawn.clear()
+        work.registered = True
+
+    def forget(self, name: str) -> None:
+        """What error feedback held of ``name`` has been sent."""
+        del self.errors[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy of everything."""
+        return {
+            "errors": {name: tensor.clone() for name, tensor in self.errors.items()},
+            "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
+            "sides": dict(self.sides),
+            "draws": dict(self.draws),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Copy everything from :meth:`to_dict`; workspaces made before are no longer of use.
+
+        Without error feedback no errors are taken over, and factors only of as many sides as this state has.
+
+        Raises:
+            UserError: the state is of another method.
+        """
+        need(state, ("errors", "factors", "sides", "draws"), "compressor")
+        errors = {} if self.error_dtype is None else state["errors"]
+        self.errors = {name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()}
+        both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
+        factors = state["factors"] if both and self.warm_start else {}
+        self._factors = {name: tensor.clone() for name, tensor in factors.items()}
+        self._sides = dict(state["sides"])
+        self._turning = []
+        self.draws = dict(state["draws"])

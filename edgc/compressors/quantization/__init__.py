@@ -1,0 +1,1 @@
+"""Rounding to a few bits by blocks, and means of what was rounded."""

@@ -1,0 +1,263 @@
+"""Block quantisation to 8, 4, 2 or 1 bits.
+
+A block of ``size`` consecutive entries shares one step s; an entry x becomes the nearest level to x/s:
+
+======  =============  ====================================================================================
+bits    levels         step
+======  =============  ====================================================================================
+8       -127 ... 127   amax / 127
+4       -7 ... 7       f amax / 7, with the f of 1, .9, ..., .5 that has the least squared error
+2       -1, 0, 1       f amax, likewise
+1       -1, 1          mean of |x|
+======  =============  ====================================================================================
+
+The step is sent as bfloat16: the exponents of fp32 in half its bytes. Levels are multiples of the rounded step, so
+its rounding is part of the quantisation and not an error on top, and level times step is exact in fp32. Steps below
+2**-117 are sent as zero, steps whose highest level would not be finite are clamped; error feedback gets the rest.
+Where an entry is not finite, all 8/bits blocks of its group come out as NaN.
+Stochastic rounding is that of QSGD (Alistarh et al., NeurIPS 2017), per block and with f = 1: the result is x on
+average, down to a step of 2**-117.
+
+A message is the steps of all blocks, then the levels: byte (g, i) holds the levels of entry i of the 8/bits blocks of
+group g, as balanced digits of a signed byte (for 1 bit: as bits).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from edgc.compressors.quantization.scratch import Scratch
+from edgc.runtime.device import host_decides
+
+FACTORS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+_LEVELS = {8: 127, 4: 7, 2: 1, 1: 1}
+_SMALLEST_STEP = 2.0**-117
+# Entries in work at a time: on a CPU few enough for its last cache, enough that starting an operation costs little.
+_CHUNK_PER_THREAD, _CHUNK_ON_GPU = 1 << 18, 1 << 22
+
+
+class Blocks:
+    """Quantiser of flat fp32 vectors. Its scratch, of fixed size, is one for all quantisers that a thread uses.
+
+    Args:
+        bits: 8, 4, 2 or 1.
+        size: entries that share a step.
+        stochastic: round at random so that the result is x on average, instead of to the nearest.
+
+    Raises:
+        ValueError: if ``bits`` or ``size`` is not one of these, or 1 bit is to be stochastic.
+    """
+
+    def __init__(self, bits: int, size: int = 64, *, stochastic: bool = False) -> None:
+        if bits not in _LEVELS or size < 1 or (stochastic and bits == 1):
+            raise ValueError(f"no quantiser of bits={bits}, size={size}, stochastic={stochastic}")
+        self.bits, self.size, self.stochastic = bits, size, stochastic
+        self.levels = _LEVELS[bits]
+        self.per_byte = 8 // bits
+        self.group = size * self.per_byte
+        # The largest bfloat16 (8 significant bits) whose product with the highest level is finite.
+        mantissa, exponent = math.frexp(torch.finfo(torch.float32).max / self.levels)
+        self._largest_step = math.ldexp(math.floor(mantissa * 256), exponent - 8)
+        self._used: dict[torch.device, Scratch] = {}  # so that it lives as long as somebody may want it again
+
+    def bytes(self, elements: int) -> int:
+        """Length of the message of so many entries; they are padded to whole groups of 8/bits blocks."""
+        return -(-elements // self.group) * (2 * self.per_byte + self.size)
+
+    def pack(
+        self,
+        x: Tensor,
+        out: Tensor,
+        *,
+        residual: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Quantise ``x`` into the message ``out``.
+
+        Args:
+            x: flat, contiguous, fp32.
+            out: uint8, contiguous, of ``bytes(n)`` for some n of at least ``x.numel()``; the rest becomes zeros.
+            residual: becomes what did not get across, x minus the unpacked message; may be ``x`` itself.
+            generator: of stochastic rounding.
+        """
+        if not x.numel():
+            # Of a short vector only the first ranks have a part.
+            out.zero_()
+            return
+        steps, codes = self._views(out)
+        whole, total = self._scratch(x.device), x.numel()
+        for first in range(0, len(steps), whole.blocks):
+            begin, scratch = first * self.size, whole.cut(len(steps) - first)
+            end = min(begin + scratch.blocks * self.size, total)
+            group = first // self.per_byte
+            if end <= begin:
+                steps[first:].zero_()
+                codes[group:].zero_()
+                return
+            part = x[begin:end]
+            full = end - begin == scratch.blocks * self.size
+            if not full:
+                padded = scratch.padded.view(-1)
+                padded[: end - begin].copy_(part)
+                padded[end - begin :].zero_()
+                part = padded
+            blocks = part.view(-1, self.size)
+            self._choose_steps(blocks, scratch)
+            # The receiver multiplies by the rounded step, so from here on it is the step.
+            sent = steps[first : first + scratch.blocks]
+            scratch.step.copy_(sent.copy_(scratch.step))
+            self._choose_levels(blocks, scratch, generator)
+            self._fold(codes[group : group + len(scratch.folded)], scratch)
+            if residual is not None:
+                missed = residual[begin:end]
+                result = missed.view(-1, self.size) if full else blocks
+                torch.addcmul(blocks, scratch.levels, scratch.step[:, None], value=-1, out=result)
+                if not full:
+                    missed.copy_(part[: end - begin])
+
+    def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None:
+        """``out``, flat fp32 and as long as what was packed, becomes ``weight`` times it, or gains that."""
+        if not out.numel():
+            return
+        steps, codes = self._views(message)
+        whole, total = self._scratch(out.device), out.numel()
+        for begin in range(0, total, whole.blocks * self.size):
+            first, group = begin // self.size, begin // self.group
+            scratch = whole.cut(len(steps) - first)
+            step, levels = scratch.step.copy_(steps[first : first + scratch.blocks]), scratch.levels
+            if weight != 1:
+                step.mul_(weight)
+            self._unfold(codes[group : group + len(scratch.folded)], scratch)
+            target = out[begin : begin + scratch.blocks * self.size]
+            if target.numel() < scratch.blocks * self.size:
+                values = levels.mul_(step[:, None]).view(-1)[: target.numel()]
+                target.add_(values) if add else target.copy_(values)
+            elif add:
+                target.view(-1, self.size).addcmul_(levels, step[:, None])
+            else:
+                torch.mul(levels, step[:, None], out=target.view(-1, self.size))
+
+    def finite(self, message: Tensor) -> Tensor:
+        """Whether everything in a message is finite, a 0-dim tensor; it takes only the steps to know."""
+        return self._views(message)[0].amax().isfinite()
+
+    def _views(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """The steps of a message (bfloat16, one a block) and its levels (int8, groups x size)."""
+        groups = message.numel() // (2 * self.per_byte + self.size)
+        cut = 2 * self.per_byte * groups
+        return message[:cut].view(torch.bfloat16), message[cut:].view(torch.int8).view(groups, self.size)
+
+    def _choose_steps(self, blocks: Tensor, scratch: Scratch) -> None:
+        """The step of every block, not yet rounded to what is sent."""
+        magnitude, step = torch.abs(blocks, out=scratch.magnitude), scratch.step
+        if self.bits == 1:
+            # Divided before they are added: the sum itself could overflow.
+            torch.mv(magnitude.mul_(1 / self.size), scratch.ones, out=step)
+        else:
+            torch.amax(magnitude, dim=1, out=step)
+        # Zero, or NaN for blocks that are not finite and those that share their bytes.
+        broken = torch.sub(step, step, out=scratch.broken).view(-1, self.per_byte)
+        torch.sum(broken, dim=1, out=scratch.spoiled)
+        if self.stochastic:
+            # Rounded up, or the largest entry might lie beyond the highest level.
+            step.mul_((1 + 2**-7) / self.levels)
+        else:
+            if self.bits in (4, 2):
+                self._best_factors(scratch)
+                step.mul_(scratch.factor)
+            step.mul_(1 / self.levels)
+        torch.threshold_(step, _SMALLEST_STEP, 0)
+        step.clamp_(max=self._largest_step).view(-1, self.per_byte).add_(scratch.spoiled[:, None])
+
+    def _best_factors(self, scratch: Scratch) -> None:
+        """``scratch.factor`` becomes the f of every block with the least squared error.
+
+        Begins with the magnitudes of the entries, which it overwrites, and with their maximum in ``scratch.step``.
+        """
+        inverse, error, least, work = scratch.inverse, scratch.error, scratch.least, scratch.levels
+        on_cpu = host_decides(least.device)
+        torch.reciprocal(scratch.step, out=inverse).mul_(self.levels).nan_to_num_(0, 0, 0)
+        scaled = scratch.magnitude.mul_(inverse[:, None])
+        scratch.factor.fill_(1)
+        for f in FACTORS:
+            if self.levels == 1:
+                # Up to what f does not change: that of all zeros, less 2 f sum(relu(scaled - f / 2)).
+                torch.clamp(scaled, min=f / 2, out=work)
+                torch.mv(work, scratch.ones, out=error)
+                error.sub_(self.size * f / 2).mul_(-f)
+            elif f == 1:
+                torch.round(scaled, out=work)
+                torch.mv(work.sub_(scaled).square_(), scratch.ones, out=error)
+            else:
+                # The maximum alone is off by levels (1 - f). Once that is more than any block's error, f is too
+                # small, and so are the rest; a GPU would have to wait for the answer.
+                if on_cpu and float(least.amax()) <= (self.levels * (1 - f)) ** 2:
+                    break
+                torch.mul(scaled, 1 / f, out=work).round_().clamp_(max=self.levels)
+                torch.sub(scaled, work, alpha=f, out=work)
+                torch.mv(work.square_(), scratch.ones, out=error)
+            if f == 1:
+                least.copy_(error)
+            else:
+                scratch.factor.masked_fill_(torch.lt(error, least, out=scratch.better), f)
+                torch.minimum(error, least, out=least)
+
+    def _choose_levels(self, blocks: Tensor, scratch: Scratch, generator: torch.Generator | None) -> None:
+        """The levels as floats; under a step of zero or NaN they do not matter."""
+        levels = scratch.levels
+        if self.bits == 1:
+            torch.ge(blocks, 0, out=levels).mul_(2).sub_(1)
+            return
+        inverse = torch.reciprocal(scratch.step, out=scratch.inverse).nan_to_num_(0, 0, 0)
+        if self.stochastic:
+            levels.uniform_(generator=generator).addcmul_(blocks, inverse[:, None]).floor_()
+        else:
+            torch.mul(blocks, inverse[:, None], out=levels).round_()
+        levels.clamp_(-self.levels, self.levels)
+
+    def _fold(self, codes: Tensor, scratch: Scratch) -> None:
+        """Levels to bytes: sums of the levels of 8/bits blocks, each times a power of two, are whole and fit."""
+        if self.bits == 8:
+            codes.copy_(scratch.levels)
+            return
+        digits, folded = scratch.levels.view(-1, self.per_byte, self.size), scratch.folded
+        if self.bits == 1:
+            # -1 and 1 as bits 0 and 1: half the sum of 2**k times them, less a half, is that byte less 128.
+            torch.mul(digits[:, 0], 0.5, out=folded).sub_(0.5)
+        else:
+            folded.copy_(digits[:, 0])
+        for place in range(1, self.per_byte):
+            folded.add_(digits[:, place], alpha=2.0 ** (place * self.bits - (self.bits == 1)))
+        codes.copy_(folded)
+
+    def _unfold(self, codes: Tensor, scratch: Scratch) -> None:
+        """Bytes to levels, the inverse of :meth:`_fold`."""
+        levels = scratch.levels
+        if self.bits == 8:
+            levels.copy_(codes)
+            return
+        digits, rest, digit = levels.view(-1, self.per_byte, self.size), scratch.rest, scratch.digit
+        if self.bits == 1:
+            torch.bitwise_xor(codes, -128, out=rest)
+            for place in range(8):
+                torch.bitwise_right_shift(rest, place, out=digit).bitwise_and_(1)
+                digits[:, place].copy_(digit)
+            levels.mul_(2).sub_(1)
+            return
+        rest.copy_(codes)
+        half = 1 << (self.bits - 1)
+        for place in range(self.per_byte - 1):
+            # The lowest digit is what is left over the nearest multiple of 2**bits.
+            torch.add(rest, half, out=digit).bitwise_right_shift_(self.bits)
+            digits[:, place].copy_(rest.sub_(digit, alpha=1 << self.bits))
+            rest.copy_(digit)
+        digits[:, -1].copy_(rest)
+
+    def _scratch(self, device: torch.device) -> Scratch:
+        chunk = _CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _CHUNK_ON_GPU
+        scratch = Scratch.shared(max(1, chunk // self.group), self.per_byte, self.size, device)
+        self._used[device] = scratch
+        return scratch

@@ -1,0 +1,114 @@
+"""The mean of quantised vectors over the ranks: quantise, all-to-all, average, quantise again, all-gather.
+
+Like a ring all-reduce it moves every entry twice, (W-1)/W of a vector each way, but in the bits of the quantiser
+(:mod:`edgc.compressors.quantization.blocks`, which has the levels and the format of a message).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from edgc.compressors.base import Steps
+from edgc.compressors.channel import Channel
+from edgc.compressors.quantization.blocks import Blocks
+
+__all__ = ["Blocks", "QuantisedMean", "quantised_mean"]
+
+
+class QuantisedMean:
+    """Buffers of one mean of quantised vectors; reuse them for vectors of the same length, one mean at a time.
+
+    Args:
+        elements: length of the vectors.
+        world: number of ranks.
+        blocks: quantiser, used for both roundings.
+        device: of the vectors.
+    """
+
+    def __init__(self, elements: int, world: int, blocks: Blocks, device: torch.device) -> None:
+        self.elements, self.world, self.blocks = elements, world, blocks
+        self.shard = -(-elements // (world * blocks.group)) * blocks.group
+        self._sent, self._received = (
+            torch.empty((world, blocks.bytes(self.shard)), dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        self._sum = torch.empty(self.shard, dtype=torch.float32, device=device)
+
+    def steps(
+        self,
+        vector: Tensor,
+        channel: Channel,
+        residual: Tensor | None,
+        generator: torch.Generator | None = None,
+    ) -> Steps:
+        """Quantise, exchange shards, average them, quantise the mean, gather it; then :meth:`unpack` has it.
+
+        Args:
+            vector: this rank's, flat, contiguous, fp32; at least one entry; read at the start only.
+            channel: with the ``world`` given above, of at least two ranks.
+            residual: becomes what this rank did not get across; may be ``vector`` itself. Every entry has one rank
+                that owns it: it rounds the mean once more and keeps that error times ``world``, so that the mean
+                of (result + residual) is the mean of the vectors.
+            generator: of stochastic rounding, this rank's own.
+        """
+        for rank, message in enumerate(self._sent):
+            self.blocks.pack(
+                self._piece(vector, rank),
+                message,
+                residual=None if residual is None else self._piece(residual, rank),
+                generator=generator,
+            )
+        channel.all_to_all(self._received, self._sent)
+        yield
+        mine = self._piece(vector if residual is None else residual, channel.rank)
+        mean = self._sum[: mine.numel()]
+        for rank, message in enumerate(self._received):
+            # Weighted before they are added: the sum of the ranks could overflow.
+            self.blocks.unpack(message, mean, weight=1 / self.world, add=rank > 0)
+        message = self._sent[:1]
+        self.blocks.pack(mean, message[0], residual=mean, generator=generator)
+        if residual is not None:
+            mine.add_(mean, alpha=self.world)
+        channel.all_gather(self._received, message)
+        yield
+
+    def finite(self) -> Tensor:
+        """Whether the result is finite, a 0-dim tensor, the same on every rank."""
+        return torch.stack([self.blocks.finite(message) for message in self._received]).all()
+
+    def unpack(self, out: Tensor) -> None:
+        """``out``, flat fp32, becomes the result, the same bits on every rank."""
+        for rank, message in enumerate(self._received):
+            self.blocks.unpack(message, self._piece(out, rank))
+
+    def _piece(self, vector: Tensor, rank: int) -> Tensor:
+        return vector[rank * self.shard : (rank + 1) * self.shard]
+
+
+def quantised_mean(
+    vector: Tensor,
+    channel: Channel,
+    blocks: Blocks,
+    kept: Tensor | None,
+    buffers: QuantisedMean | None = None,
+) -> Steps:
+    """``vector`` becomes the mean over the ranks of the vectors as they are after quantisation.
+
+    With one rank nothing is sent and so nothing is rounded: the vector stays as it is and nothing is kept.
+
+    Args:
+        vector: flat, contiguous, fp32; the same length on every rank.
+        channel: to average over.
+        blocks: quantiser.
+        kept: of the same length; becomes what this rank did not get across (see :meth:`QuantisedMean.steps`).
+            None if nobody wants to know. Meaningless if the mean is not finite.
+        buffers: to be reused from an earlier call of the same length, world, quantiser and device.
+    """
+    if channel.world == 1 or vector.numel() == 0:
+        if kept is not None:
+            kept.zero_()
+        return
+    if buffers is None:
+        buffers = QuantisedMean(vector.numel(), channel.world, blocks, vector.device)
+    yield from buffers.steps(vector, channel, kept)
+    buffers.unpack(vector)

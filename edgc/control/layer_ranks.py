@@ -1,0 +1,110 @@
+"""Ranks of single matrices: a stage's bytes given to the matrices where they lower the predicted error most.
+
+Ours; an option of policy ``spectral`` (``per_layer``). The policy sets a stage's common rank; these ranks send no more
+bytes than it would.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from edgc.compressors import Gradient
+from edgc.measurement.means import mean_curve
+from edgc.measurement.spectral import Curve, MatrixSpectrum
+from edgc.runtime.groups import gather_objects
+
+
+def allocate(
+    curves: Mapping[str, Curve], sides: Mapping[str, int], ranks: Sequence[int], common: int
+) -> dict[str, int]:
+    """The ranks, each of ``ranks``, with a small sum of errors whose factors are no larger than at ``common``.
+
+    Rank by rank to the matrix that gains most per byte, as long as it gains anything and the bytes last. With convex
+    curves, which those of singular values are, that is the smallest sum where all matrices have equal sides, and else
+    at most the gain of one step above it.
+
+    Args:
+        curves: per matrix its squared error at each of ``ranks``, never rising.
+        sides: rows plus columns of each matrix: the entries of its factors per rank.
+        ranks: ascending, the first at most ``common``.
+    """
+    left = (common - ranks[0]) * sum(sides[name] for name in curves)
+    places = dict.fromkeys(curves, 0)
+
+    def bid(name: str) -> tuple[float, str]:
+        place = places[name]
+        cost = (ranks[place + 1] - ranks[place]) * sides[name]
+        return -(curves[name][place] - curves[name][place + 1]) / cost, name
+
+    bids = [bid(name) for name in curves] if len(ranks) > 1 else []
+    heapq.heapify(bids)
+    while bids:
+        gain, name = heapq.heappop(bids)
+        cost = (ranks[places[name] + 1] - ranks[places[name]]) * sides[name]
+        if cost > left or gain == 0:
+            continue
+        left -= cost
+        places[name] += 1
+        if places[name] + 1 < len(ranks):
+            heapq.heappush(bids, bid(name))
+    return {name: ranks[place] for name, place in places.items()}
+
+
+class LayerRanks:
+    """Ranks decided at the end of the last window, by the error curves of the mean of every matrix in it."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """All matrices have the common rank again."""
+        self.ranks: dict[str, int] = {}
+        self._curves: dict[str, Curve] = {}
+        self._sides: dict[str, int] = {}
+
+    def take(self, matrices: Mapping[str, MatrixSpectrum], ranks: Sequence[int]) -> None:
+        """Take in the spectra of a window, before :meth:`decide`."""
+        known = {name: matrix for name, matrix in matrices.items() if matrix.known}
+        total = sum(matrix.input_sq for matrix in known.values())
+        self._curves = {
+            name: tuple(error / total for error in matrix.errors_sq(ranks)) for name, matrix in known.items()
+        }
+        self._sides = {name: sum(matrix.shape) for name, matrix in known.items()}
+
+    def decide(
+        self, stage: int, common: int | None, ranks: Sequence[int], group: dist.ProcessGroup | None
+    ) -> None:
+        """Share out the bytes of rank ``common`` (None: nothing is compressed) by the means over the stage's ranks, at
+        the end of a window.
+
+        Collective over ``group``; on all ranks of a stage with the same outcome.
+        """
+        mine = {name: (curve, self._sides[name]) for name, curve in self._curves.items()}
+        found: dict[str, list[Curve]] = {}
+        sides: dict[str, int] = {}
+        for place, measured in gather_objects((stage, mine), group):
+            for name, (curve, size) in measured.items():
+                if place == stage:
+                    found.setdefault(name, []).append(curve)
+                    sides[name] = size
+        curves = {name: mean for name in sorted(found) if (mean := mean_curve(found[name])) is not None}
+        if common is None or not ranks or common < ranks[0]:
+            self.ranks = {}
+        elif curves:
+            self.ranks = allocate(curves, sides, ranks, common)
+        self._curves, self._sides = {}, {}
+
+    def given(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
+        """``gradients`` with their ranks; those without one have the common rank."""
+        return [replace(item, rank=self.ranks.get(item.name)) for item in gradients]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": dict(self.ranks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.ranks = dict(state["ranks"])

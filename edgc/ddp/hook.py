@@ -1,0 +1,375 @@
+"""EDGC for PyTorch's ``DistributedDataParallel``: ``edgc.ddp.register(model, config, iterations=...)``.
+
+Buckets are reduced beside backward, several in flight (:mod:`edgc.buckets`). Ranks pair collectives by order, and
+ours depends on the sequence of buckets alone, never on timing (:mod:`edgc.in_order`). State is keyed by parameter name,
+so it survives buckets being cut anew after the first iteration.
+
+What follows from how DDP works:
+
+* An iteration is one synchronised backward; those under ``no_sync`` only accumulate. (With a static graph torch itself
+  fails, with or without a hook, if the very first backward is under ``no_sync``: its issue 143580.)
+* A parameter that this rank did not use has a gradient of zero, but its error feedback is sent. If no rank used it,
+  DDP throws the result away, and what was sent of the error with it.
+* If any rank's gradient is not finite, the bucket is not finite on any rank, so every rank's ``GradScaler`` (or own
+  check) skips the same step. Error feedback, warm starts and the controller's means of all buckets are then as if the
+  step had never been, at the price of a second error feedback (``whole_steps``).
+* A ``GradScaler`` multiplies gradients by a loss scale that changes. It has to be given to :func:`register`: error
+  feedback is kept in the unit of the gradients, and entropies are those of the gradients without the scale. With scales
+  that are powers of two, as torch's are, ranks, bytes and decisions are those of a run without one, bit for bit.
+* Parameters of more than two dimensions are compressed as matrices, first dimension by the rest.
+"""
+
+# No `from __future__ import annotations`: DDP checks the hook's annotations and wants them as objects.
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from edgc.buckets import Bucket, BucketWorker, Log
+from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
+from edgc.checks import integer, need
+from edgc.compressors import Gradient
+from edgc.compressors.powersgd.algorithm import compressible, mean_bits
+from edgc.config import EDGCConfig
+from edgc.control.controller import Decision
+from edgc.engine import Engine, Iteration, Observer
+from edgc.errors import UserError, copied
+from edgc.runtime.groups import gather_objects, own_group
+from edgc.usable import refuse_stages
+
+__all__ = ["Handle", "register"]
+
+
+class Scaler(Protocol):
+    """What is asked of a ``GradScaler``."""
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` times the loss scale."""
+
+
+class Handle:
+    """EDGC on one rank of a DDP job; made by :func:`register`.
+
+    It must not refer to the model: the model holds it, by ways that the garbage collector does not see.
+
+    Attributes:
+        engine: reduces the gradients; not to be called from outside.
+        group: process group of the reductions.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: dict[Tensor, str],
+        parameters: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        model_group: dist.ProcessGroup,
+        scaler: Scaler | None = None,
+    ) -> None:
+        self.engine = engine
+        self.group = group
+        self._names = names
+        self._model_group = model_group
+        self._scaler = scaler
+        self._worker = BucketWorker(engine, group, device, parameters)
+        self._stop = weakref.finalize(self, self._worker.stop)
+
+    @property
+    def last(self) -> Iteration | None:
+        """The last iteration: bytes, rank, entropy, times and errors; None before the first."""
+        self._settle()
+        return self.engine.last
+
+    @property
+    def decision(self) -> Decision | None:
+        """The controller's decision at the end of the last iteration; None if it took none."""
+        self._settle()
+        return self.engine.decision
+
+    def add_loss(self, loss: float) -> None:
+        """Tell policy ``loss`` the training loss, without a loss scale, after every backward, on at least one rank.
+
+        Raises:
+            UserError: inside an iteration.
+        """
+        self._refuse_inside_iteration()
+        self.engine.add_loss(loss)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were given up so far because a gradient was not finite; stateless methods do not look.
+
+        Without ``whole_steps`` it counts reductions.
+        """
+        self._settle()
+        return int(self._worker.skipped)
+
+    @property
+    def log(self) -> Log | None:
+        """Called with what :attr:`last` and :attr:`decision` are, after each iteration and in another thread."""
+        return self._worker.log
+
+    @log.setter
+    def log(self, log: Log | None) -> None:
+        self._worker.log = log
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs, besides model and optimizer, to go on: save one per rank.
+
+        A run that goes on with it equals one that never stopped, bit for bit if it was saved after the first two
+        iterations, in which DDP settles its buckets.
+
+        Raises:
+            UserError: inside an iteration.
+        """
+        self._refuse_inside_iteration()
+        return {
+            "world": dist.get_world_size(self.group),
+            "rank": dist.get_rank(self.group),
+            "engine": self.engine.state_dict(),
+            "layout": self._worker.layout,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: State | Sequence[State], *, changed_settings: bool = False) -> None:
+        """Go on from this rank's :meth:`state_dict`, or from those of all ranks in a list.
+
+        The list is for another number of ranks than it was saved from: error feedback is then redistributed so that
+        the average owes what it owed before (:mod:`edgc.checkpoints.saved_state`).
+
+        Args:
+            changed_settings: go on with the settings given to :func:`register` where the state is of others (but of the
+                same method), instead of refusing it.
+
+        Raises:
+            UserError: inside an iteration; for a state that is not this rank's or not this model's, that lacks
+                something, or that is of other settings, which are named.
+
+        Warns:
+            UserWarning: when error feedback was redistributed.
+        """
+        self._refuse_inside_iteration()
+        world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        own = state_for(state, world=world, rank=rank)
+        need(own, ("layout", "skipped"), "state")
+        refuse_other_parameters(own, {name: _matrix_shape(p) for p, name in self._names.items()})
+        stream = self._worker.stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        # The tensors belong to the worker's stream, which alone uses and frees them.
+        with torch.cuda.stream(stream):
+            self.engine.load_state_dict(own["engine"], changed_settings=changed_settings)
+        self._worker.skipped = own["skipped"]
+        self._worker.replay(own["layout"])
+
+    def remove(self) -> None:
+        """End EDGC: from now on DDP averages plainly. What error feedback still holds is dropped.
+
+        To be called on every rank between the same two iterations.
+        """
+        self._refuse_inside_iteration()
+        self._stop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle of the model averages plainly, as with the hooks of torch; it can be registered anew."""
+        return _Unregistered, ()
+
+    def _refuse_inside_iteration(self) -> None:
+        if self._worker.busy:
+            raise UserError("edgc.ddp was called inside an iteration", fix="call it after backward")
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._worker.busy:
+            self._worker.settle()
+
+    def _loss_scale(self, device: torch.device) -> float | None:
+        """What the gradients of this iteration come multiplied by; None if it is known or nobody knows it."""
+        if self._scaler is None or (self._worker.inline and self._worker.busy):
+            return None
+        scale = float(self._scaler.scale(torch.ones((), dtype=torch.float32, device=device)))
+        if not 0 < scale < math.inf:
+            raise UserError(f"the loss scale is {scale}", where="edgc.ddp", fix="use a finite scale above 0")
+        return scale
+
+    def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """What DDP calls for every bucket, always in the same order of buckets."""
+        if not self._stop.alive:
+            return allreduce_hook(self._model_group, bucket)
+        if self._worker.error is not None:
+            raise copied(self._worker.error)
+        buffer = bucket.buffer()
+        on_gpu = buffer.device.type == "cuda"
+        gradients = [
+            Gradient(self._names[parameter], _matrix(parameter, view))
+            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        ]
+        storage = buffer.untyped_storage().data_ptr()
+        if any(gradient.tensor.untyped_storage().data_ptr() != storage for gradient in gradients):
+            raise RuntimeError(
+                "edgc.ddp: this version of torch does not give gradients as views of their bucket"
+            )
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if on_gpu else None
+        )
+        ready = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
+        # DDP reads the future in C++, where an error set from Python is seen only by way of `then`.
+        checked = future.then(_value)
+        scale = self._loss_scale(buffer.device)
+        self._worker.put(Bucket(bucket.is_last(), gradients, buffer, future, ready, scale=scale))
+        if bucket.is_last() and torch._C._current_graph_task_id() >= 0:
+            # Raises an error of the worker in the thread that called backward, as it is and in one line.
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _wait(future))
+        return checked
+
+
+class _Unregistered:
+    """What a copied model has in place of its handle."""
+
+    def _reduce(self, bucket: Any) -> Any:
+        raise RuntimeError("edgc.ddp: this is a copy of a registered model; register it anew")
+
+
+def _hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return handle._reduce(bucket)
+
+
+def _wait(future: torch.futures.Future[Tensor]) -> None:
+    try:
+        future.wait()
+    except Exception as error:
+        # The future keeps what it raises, and is itself kept by the model, so the frames must not be.
+        raise copied(error.with_traceback(None)) from error.__cause__
+
+
+def _value(future: torch.futures.Future[Tensor]) -> Tensor:
+    return future.value()
+
+
+def register(
+    model: DistributedDataParallel,
+    config: EDGCConfig,
+    *,
+    iterations: int,
+    scaler: Scaler | None = None,
+    whole_steps: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    observer: Observer | None = None,
+    log: Log | None = None,
+) -> Handle:
+    """Average the gradients of ``model`` as ``config`` says, from the next backward on.
+
+    To be called on every rank of the model's process group, for several models in the same order on every rank.
+
+    Args:
+        model: wrapped, not yet compiled, without a communication hook.
+        iterations: length of the run in synchronised backward passes (warm-up is a share of it).
+        scaler: the ``torch.amp.GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on every
+            rank or on none. With one scaler for several optimizers, all of them must skip the same steps.
+        whole_steps: undo a step with a gradient that is not finite in the state of every bucket, not only of those
+            that have such a gradient; takes the memory of a second error feedback.
+        process_group: of the same ranks as the model's, for this registration alone, if it is to have a timeout or a
+            backend of your own; by default one is made. With NCCL it is a communicator beside DDP's own.
+        observer: called with the iteration and each bucket's local gradients before they are reduced, in another
+            thread.
+        log: called after each iteration, see :attr:`Handle.log`.
+
+    Raises:
+        UserError: for a model or settings that this cannot work with, on every rank; also for settings of pipeline
+            stages, of which there is one here.
+    """
+    parameters = _parameters(model)
+    shapes = [_matrix_shape(parameter) for parameter in parameters.values()]
+    described = [*zip(parameters, shapes, strict=True)]
+    _same_on_all_ranks(model, (config, iterations, scaler is not None, whole_steps, described))
+    integer("iterations", iterations, 1)
+    refuse_stages(config, "edgc.ddp.register")
+    compressed = [
+        ((shape[0], shape[1]), 8 * parameter.element_size())
+        for shape, parameter in zip(shapes, parameters.values(), strict=True)
+        if compressible(shape, config.min_compression_elements)
+    ]
+    group = process_group or own_group(model.process_group)
+    engine = Engine(
+        config,
+        stage=0,
+        shapes=[[shape for shape, _ in compressed]],
+        iterations=iterations,
+        exchange_group=group,
+        observer=observer,
+        deferred=whole_steps,
+        overlapped=True,
+        gradient_bits=mean_bits(compressed),
+    )
+    # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    device = next(iter(parameters.values())).device
+    handle = Handle(engine, names, len(parameters), device, group, model.process_group, scaler)
+    handle.log = log
+    model.register_comm_hook(handle, _hook)
+    return handle
+
+
+def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """The parameters whose gradients DDP averages, by name.
+
+    Raises:
+        UserError: if this model's gradients cannot be reduced here.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        what = f"edgc.ddp.register was given a {type(model).__name__}"
+        raise UserError(
+            what, fix="wrap the module in DistributedDataParallel first, and compile it afterwards"
+        )
+    model._comm_hooks = [pair for pair in model._comm_hooks if not isinstance(pair[1], _Unregistered)]
+    if model._comm_hooks:
+        what = "the model already has a communication hook"
+        raise UserError(what, fix="register once per model, and wrap it without mixed_precision")
+    for name, module in model.module.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise UserError(f"module {name} has sparse gradients", fix="build it with sparse=False")
+    parameters = {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
+    if len({parameter.device for parameter in parameters.values()}) > 1:
+        raise UserError("the model's parameters are on several devices", fix="use one device per process")
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise UserError(
+                f"parameter {name} has type {parameter.dtype}", fix="use real floating-point types"
+            )
+    return parameters
+
+
+def _same_on_all_ranks(model: DistributedDataParallel, mine: Any) -> None:
+    """Refuse on every rank what differs between ranks, before it becomes collectives that do not match."""
+    gathered = gather_objects(repr(mine), model.process_group)
+    other = [rank for rank, item in enumerate(gathered) if item != gathered[0]]
+    if other:
+        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(map(str, other))}"
+        raise UserError(what, where="edgc.ddp.register", fix="give the same on every rank")
+
+
+def _matrix_shape(parameter: Tensor) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    return shape if len(shape) <= 2 else (shape[0], parameter[0].numel())
+
+
+def _matrix(parameter: Tensor, view: Tensor) -> Tensor:
+    """The gradient as the matrix (or vector) that it is.
+
+    ``view`` has the parameter's shape, but DDP lays gradients out in memory as their parameters lie: under a
+    transposed parameter its entries are in the wrong places.
+    """
+    if view.dim() == 2 and not parameter.is_contiguous() and parameter.mT.is_contiguous():
+        return view.view(view.shape[::-1]).mT
+    return view.flatten(1) if view.dim() > 2 else view

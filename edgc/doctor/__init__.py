@@ -1,0 +1,1 @@
+"""Would compression pay on this cluster? ``python -m edgc.doctor`` measures it."""

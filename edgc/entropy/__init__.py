@@ -1,0 +1,1 @@
+"""GDS (Gradient Data Sampler): the entropy of gradients from a share of their entries and iterations."""

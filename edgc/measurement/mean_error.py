@@ -1,0 +1,213 @@
+"""The error of the mean, ||mean_w(M_w) - M^||, known to every replica without sending what is missing.
+
+With error feedback mean_w(M_w) - M^ = mean_w(E_w) at every step. A worker's E_w says little about that mean: the
+differences between workers, which cancel in it, make ||E_w|| large. So every worker draws a linear sketch of its own
+E_w, with random signs that are the same on all replicas; the mean of the sketches is the sketch of the mean, and its
+squared norm an unbiased estimate of ||mean_w(E_w)||^2.
+
+Signs of different matrices and iterations are independent (:mod:`edgc.measurement.sketches`), so their sketches add up:
+one vector a window, whose squared norm estimates the sum of ||mean_w(E_w)||^2 over matrices and sampled iterations.
+
+What it is relative to is ||mean_w(M_w)||^2 = ||R||^2 + 2 <R, mean_w(E_w)> + ||mean_w(E_w)||^2, R the result that is
+the same on every replica. The first two are exact: the inner product is linear in E_w and averaged along. For PowerSGD
+R is a projection: its norm is that of the averaged factor, and the inner product 0, up to the rounding of factors.
+
+At a window's end the replicas average one message of some 4 kB, through a channel of the engine, so that its bytes
+count. Parameters that are reduced over another group than most (experts) are left out, as are steps that were skipped;
+without error feedback nothing is known.
+
+Everything is in the gradients' unit without their loss scale. Nothing here makes the host wait for a GPU, except
+:meth:`MeanError.close` and the singular values that come from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.compressors import Channel, Compressor, Gradient
+from edgc.compressors.norms import products
+from edgc.measurement.sketches import BUCKETS, sketch
+from edgc.measurement.spectral import MatrixSpectrum, Shape
+
+# Buckets: of all matrices together BUCKETS, with which the norm is off by 3 %; of one matrix alone fewer.
+FEWER = 64
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a window says, the same on every replica but for matrices of other groups.
+
+    Attributes:
+        error_sq, input_sq: sums over sampled iterations of ||mean(M) - M^||^2 and ||mean(M)||^2; nan if unknown.
+        spectra: of the mean, per matrix, averaged over sampled iterations; in alphabetical order.
+    """
+
+    error_sq: float = math.nan
+    input_sq: float = math.nan
+    spectra: dict[str, MatrixSpectrum] = field(default_factory=dict)
+
+
+@dataclass
+class _Sums:
+    """Sums over sampled iterations of one matrix's squared singular values, of what the worker's own approximation
+    leaves out, and of its sketch (None: not sketched)."""
+
+    shape: Shape
+    values: list[float]
+    left: float = 0.0
+    count: int = 0
+    sketch: Tensor | None = None
+
+
+class MeanError:
+    """One rank's sketches of the current window.
+
+    Args:
+        seed: of the signs; must agree on all replicas.
+
+    Attributes:
+        group: of the replicas: the largest over which anything compressed was reduced, the first of equal ones.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.group: dist.ProcessGroup | None = None
+        self._world = 1
+        self.start_iteration()
+        self._start_window()
+
+    def start_iteration(self) -> None:
+        self._reduced: list[tuple[Sequence[Gradient], Compressor, dist.ProcessGroup | None]] = []
+
+    def _start_window(self) -> None:
+        self._sums: Tensor | None = None  # the sketch, ||R||^2, <R, E>
+        self._matrices: dict[str, _Sums] = {}
+
+    def reduced(self, gradients: Sequence[Gradient], channel: Channel, compressor: Compressor) -> None:
+        """``gradients``, which stay as they are until :meth:`measure`, were reduced with a loss over ``channel``."""
+        if channel.world > self._world:
+            if self._world > 1:
+                self._start_window()
+            self.group, self._world = channel.group, channel.world
+        self._reduced.append((gradients, compressor, channel.group))
+
+    def measure(
+        self, iteration: int, scale: float, skipped: int | Tensor, spectra: Mapping[str, MatrixSpectrum]
+    ) -> None:
+        """Take in what the reductions of an iteration have kept.
+
+        Args:
+            scale: what the gradients are multiplied by.
+            skipped: how many of the reductions were given up; if any, the iteration does not count.
+            spectra: of the mean, of the matrices whose singular values are asked for.
+        """
+        if not isinstance(skipped, Tensor) and skipped:
+            return
+        sketches = {}
+        for gradients, compressor, group in self._reduced:
+            for gradient in gradients if group is self.group else ():
+                error = compressor.kept.get(gradient.name)
+                if error is None:
+                    continue
+                found = torch.zeros(BUCKETS + 2, dtype=torch.float64, device=error.device)
+                found[:BUCKETS] = sketch(error, f"{self.seed}/{iteration}/{gradient.name}") / scale
+                sent_sq = compressor.sent_sq(gradient.name)
+                if sent_sq is None:
+                    found[BUCKETS:] = products(gradient.tensor, error) / scale**2
+                else:
+                    found[BUCKETS] = sent_sq / scale**2
+                if isinstance(skipped, Tensor):
+                    found = torch.where(skipped.to(error.device) == 0, found, 0.0)
+                self._sums = _added(self._sums, found)
+                sketches[gradient.name] = found[:BUCKETS].view(-1, FEWER).sum(0)
+        for name, spectrum in spectra.items():
+            self._add(name, spectrum, sketches.get(name), scale**2)
+
+    def _add(self, name: str, spectrum: MatrixSpectrum, sketched: Tensor | None, unit: float) -> None:
+        values = [value / unit for value in spectrum.singular_sq]
+        known = self._matrices.get(name)
+        # Singular values at another rank are not of the same approximation.
+        if known is None or len(known.values) != len(values) or (known.sketch is None) != (sketched is None):
+            known = self._matrices[name] = _Sums(spectrum.shape, [0.0] * len(values))
+        known.values = [a + b for a, b in zip(known.values, values, strict=True)]
+        known.left += max(0.0, spectrum.input_sq / unit - math.fsum(values))
+        known.count += 1
+        if sketched is not None:
+            known.sketch = _added(known.sketch, sketched)
+
+    def message(self) -> Tensor | None:
+        """What is to become its mean over :attr:`group` at the window's end, fp64; None on all its ranks if nothing
+        was sketched."""
+        if self._sums is None or self._world == 1:
+            return None
+        parts = [item.sketch for _, item in sorted(self._matrices.items()) if item.sketch is not None]
+        on_gpu = dist.is_initialized() and dist.get_backend(self.group) == "nccl"
+        device = torch.device("cuda") if on_gpu else self._sums.device
+        return torch.cat([part.to(device) for part in (self._sums, *parts)])
+
+    def close(self, mean: Tensor | None) -> Measured:
+        """The window's outcome, given the mean of all replicas' :meth:`message`; the next window begins."""
+        matrices = sorted(self._matrices.items())
+        self._start_window()
+        values = [] if mean is None else mean.tolist()
+        error_sq = input_sq = math.nan
+        if values:
+            error_sq = _square(values[:BUCKETS])
+            input_sq = values[BUCKETS] + 2 * values[BUCKETS + 1] + error_sq
+        spectra, place = {}, BUCKETS + 2
+        for name, item in matrices:
+            left = item.left
+            if item.sketch is not None:
+                left, place = _square(values[place : place + FEWER]), place + FEWER
+            singular_sq = [value / item.count for value in item.values]
+            spectra[name] = MatrixSpectrum(
+                item.shape, singular_sq, math.fsum(singular_sq) + left / item.count
+            )
+        return Measured(error_sq, input_sq, spectra)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window so far, in plain values."""
+        matrices = {
+            name: [list(item.shape), item.values, item.left, item.count, _listed(item.sketch)]
+            for name, item in self._matrices.items()
+        }
+        return {"sums": _listed(self._sums), "matrices": matrices}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from :meth:`state_dict` of the same rank; None begins a window."""
+        self._start_window()
+        if state is None:
+            return
+        self._sums = _tensor(state["sums"])
+        for name, (shape, values, left, count, sketched) in state["matrices"].items():
+            rows, columns = shape
+            self._matrices[name] = _Sums((rows, columns), list(values), left, count, _tensor(sketched))
+
+
+def relative(error_sq: float, input_sq: float) -> float:
+    """The root of ``error_sq / input_sq``; nan where nothing came in or it is not known."""
+    return math.sqrt(error_sq / input_sq) if input_sq > 0 else math.nan
+
+
+def _square(values: Sequence[float]) -> float:
+    return math.fsum(value * value for value in values)
+
+
+def _listed(tensor: Tensor | None) -> list[float] | None:
+    return None if tensor is None else tensor.tolist()
+
+
+def _tensor(values: Sequence[float] | None) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    # A total that was loaded lies on the CPU.
+    return more if total is None else total.to(more.device) + more

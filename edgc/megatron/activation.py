@@ -1,0 +1,252 @@
+"""Low-rank compression of matrices that go from one sender to one receiver, with the sender's error feedback.
+
+For the activation gradients between pipeline stages: compressed backpropagation with lazy error propagation
+(Optimus-CC: Song et al., ASPLOS 2023). A sender has one stream of matrices, or several with a name each. One matrix G
+of a stream is one warm-started power iteration and one message::
+
+    M  = G + E
+    P  = orthonormal basis of M Q
+    Q  = M^T P
+    G^ = P Q^T        what the receiver makes of the message [P | Q]
+    E  = M - G^       goes with the stream's next matrix
+
+P, Q and G^ are what got across, so rounding of factors and of G^ to the gradient's type is in E, and the sum of what
+was received plus E is the sum of what was to be sent. E is fp32 whatever the type of G.
+
+A matrix whose factors would not be smaller is sent as it is; both ends see that from its shape and type alone. If M is
+not finite the whole message is NaN, so that the receiver's gradients are not finite either, and E and Q stay as they
+were; so it is where a factor of a finite M would not be. Equal bits in give equal bits out: copies of a gradient on
+tensor-parallel ranks stay equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgc.compressors.base import Statistics
+from edgc.compressors.norms import square_sums
+from edgc.compressors.powersgd.matrices import within
+from edgc.compressors.powersgd.orthogonal import Orthonormal
+from edgc.compressors.powersgd.state import keep, random_factor
+from edgc.errors import UserError
+from edgc.runtime.clock import mark
+from edgc.runtime.device import host_decides
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The message of a matrix: P, rows x rank, and then Q, columns x rank, flat and of one type."""
+
+    rows: int
+    columns: int
+    rank: int
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Entries of the message."""
+        return self.rank * (self.rows + self.columns)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A message to be filled."""
+        return torch.empty(self.size, dtype=self.dtype, device=device)
+
+    def split(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """P and Q as views."""
+        p, q = message.split([self.rank * self.rows, self.rank * self.columns])
+        return p.view(self.rows, self.rank), q.view(self.columns, self.rank)
+
+    @torch.no_grad()
+    def reconstruct(self, message: Tensor, out: Tensor) -> None:
+        """``out`` becomes P Q^T, within the range of its type; of any shape that holds the matrix, contiguous."""
+        p, q = (factor.float() for factor in self.split(message))
+        matrix = out.detach().view(self.rows, self.columns)
+        if matrix.dtype == torch.float32:
+            torch.mm(p, q.mT, out=matrix)
+        else:
+            matrix.copy_(within(torch.mm(p, q.mT), matrix.dtype))
+
+
+@dataclass
+class Traffic:
+    """Backward traffic of one rank in one iteration.
+
+    Attributes:
+        sent, received: gradients.
+        sent_compressed, received_compressed: those of them that were compressed.
+        dense_bytes: of the gradients that were sent, as Megatron would send them.
+        statistics: ``bytes`` that were sent, norms of what was compressed, its times, and how often a gradient was
+            not finite.
+    """
+
+    sent: int = 0
+    received: int = 0
+    sent_compressed: int = 0
+    received_compressed: int = 0
+    dense_bytes: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class ActivationCompressor:
+    """Compresses streams of matrices; the receiving end needs no state.
+
+    Args:
+        rank: of the approximation, at most; None compresses nothing.
+        factor_dtype: what P and Q are sent in, ``fp32`` or ``bf16``.
+        error_feedback: off only to show what it is worth.
+        always_factor: also factor where that sends more bytes than the matrix (for tests).
+        seed: of the first Q; the same on both ends of tensor parallelism.
+
+    Attributes:
+        errors: E of each stream, rows x columns, fp32.
+        factors: Q^T of each stream, rank x columns, fp32, with a norm of about one.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int | None,
+        factor_dtype: str = "fp32",
+        error_feedback: bool = True,
+        always_factor: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.rank, self.dtype = rank, _DTYPES[factor_dtype]
+        self.error_feedback, self.always_factor, self.seed = error_feedback, always_factor, seed
+        self.errors: dict[str, Tensor] = {}
+        self.factors: dict[str, Tensor] = {}
+        self._orthonormal = Orthonormal()
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout | None:
+        """How a gradient of this shape, last dimension by all others, and type is sent; None is as it is."""
+        if self.rank is None:
+            return None
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        layout = Layout(rows, columns, min(self.rank, rows, columns), self.dtype)
+        smaller = layout.size * self.dtype.itemsize < rows * columns * dtype.itemsize
+        return layout if smaller or self.always_factor else None
+
+    @torch.no_grad()
+    def compress(self, name: str, gradient: Tensor, layout: Layout, statistics: Statistics) -> Tensor:
+        """The message of the next matrix of a stream; ``gradient`` is only read.
+
+        Args:
+            statistics: norms, ``skipped`` and the time are added to it.
+
+        Raises:
+            UserError: the stream's state is of matrices of another shape or rank.
+        """
+        started = mark(gradient.device)
+        message = self._compress(name, gradient, layout, statistics)
+        statistics.compress.add(started, mark(gradient.device))
+        return message
+
+    def _compress(self, name: str, gradient: Tensor, layout: Layout, statistics: Statistics) -> Tensor:
+        decides = self._decides(gradient.device)
+        error, factor = self._state(name, gradient, layout)
+        g, m = gradient.reshape(layout.rows, layout.columns), self._room(layout, gradient.device)
+        gradient_sq = square_sums(m.copy_(g)[None])[0]
+        if error is not None:
+            m.add_(error)
+        input_sq = square_sums(m[None])[0] if error is not None else gradient_sq
+        message = layout.empty(gradient.device)
+        p, q = layout.split(message)
+        ok = input_sq.isfinite()
+        if decides and not ok:
+            return self._give_up(message, statistics)
+        basis = self._basis(m @ factor.mT)
+        p.copy_(basis)
+        right = (p if p.dtype == torch.float32 else p.float()).mT @ m
+        q.copy_(right.mT)
+        ok = ok & message.isfinite().all()
+        if decides and not ok:
+            return self._give_up(message, statistics)
+        received = torch.empty_like(g, memory_format=torch.contiguous_format)
+        layout.reconstruct(message, received)
+        error_sq = square_sums(m.sub_(received)[None])[0]
+        if error is not None:
+            torch.where(ok, m, error, out=error)
+            self.errors[name] = error
+        keep(right[None], factor[None], ok, decides)
+        self.factors[name] = factor
+        for key, norm in (("gradient_sq", gradient_sq), ("input_sq", input_sq), ("error_sq", error_sq)):
+            value = float(norm) if decides else torch.where(ok, norm, 0.0)
+            setattr(statistics, key, getattr(statistics, key) + value)
+        if not decides:
+            message.masked_fill_(~ok, math.nan)
+            statistics.skipped = statistics.skipped + (~ok).int()
+        return message
+
+    def decompress(self, message: Tensor, layout: Layout, out: Tensor, statistics: Statistics) -> None:
+        """:meth:`Layout.reconstruct`, timed."""
+        started = mark(out.device)
+        layout.reconstruct(message, out)
+        statistics.decompress.add(started, mark(out.device))
+
+    # On a CPU the host looks whether everything is finite, and decides. On a GPU it would have to wait; there
+    # everything goes on, and writes are masked.
+
+    def _decides(self, device: torch.device) -> bool:
+        return host_decides(device)
+
+    def _give_up(self, message: Tensor, statistics: Statistics) -> Tensor:
+        statistics.skipped += 1
+        return message.fill_(math.nan)
+
+    def _basis(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        if self._decides(x.device):
+            self._orthonormal(x[None], out[None])
+        else:
+            self._orthonormal.without_decisions(x[None], out[None])
+        return out
+
+    def _state(self, name: str, gradient: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor]:
+        """E, if there is error feedback, and Q^T of a stream, on the gradient's device."""
+        device, shape = gradient.device, (layout.rows, layout.columns)
+        factor, error = self.factors.get(name), None
+        if factor is None:
+            factor = random_factor(self.seed, 0, name, layout.columns, layout.rank).mT.contiguous()
+        if self.error_feedback:
+            error = self.errors.get(name)
+            if error is None:
+                error = torch.zeros(shape, dtype=torch.float32, device=device)
+        rank = (layout.rank, layout.columns)
+        for what, tensor, expected in (("error feedback", error, shape), ("factor", factor, rank)):
+            if tensor is not None and tensor.shape != expected:
+                message = f"the {what} of {name} is {tuple(tensor.shape)}, but should be {expected}"
+                raise UserError(message, fix="load the state of this very model, micro-batch size and rank")
+        return error if error is None else error.to(device), factor.to(device)
+
+    def _room(self, layout: Layout, device: torch.device) -> Tensor:
+        """Memory for M that all streams share."""
+        size = layout.rows * layout.columns
+        if self._scratch.numel() < size or self._scratch.device != device:
+            self._scratch = torch.empty(size, dtype=torch.float32, device=device)
+        return self._scratch[:size].view(layout.rows, layout.columns)
+
+    def rescale(self, factor: float) -> None:
+        """Gradients come multiplied by ``factor`` from now on: error feedback follows."""
+        for error in self.errors.values():
+            error.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the error feedback and the warm start of every stream."""
+        return {
+            "errors": {name: tensor.clone() for name, tensor in self.errors.items()},
+            "factors": {name: tensor.clone() for name, tensor in self.factors.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.errors = {name: tensor.clone() for name, tensor in state["errors"].items()}
+        self.factors = {name: tensor.clone() for name, tensor in state["factors"].items()}

@@ -1,0 +1,164 @@
+"""The one call that a Megatron-Core user adds: ``edgc.megatron.attach(model_chunks, config, iterations=...)``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+from edgc.checks import integer
+from edgc.compressors.powersgd.algorithm import compressible, mean_bits
+from edgc.config import EDGCConfig
+from edgc.engine import Engine, Observer
+from edgc.errors import UserError
+from edgc.megatron.bucket_group import CompressedBucketGroup
+from edgc.megatron.embedding import fuse
+from edgc.megatron.handle import Attachment
+from edgc.megatron.pipeline_traffic import CompressedP2P
+from edgc.runtime.groups import gather_objects
+
+
+def attach(
+    model_chunks: Sequence[DistributedDataParallel] | DistributedDataParallel,
+    config: EDGCConfig,
+    *,
+    iterations: int,
+    optimizer: Any = None,
+    observer: Observer | None = None,
+) -> Attachment:
+    """Reduce the data-parallel gradients of ``model_chunks`` as ``config`` says, from the next iteration on.
+
+    To be called on every rank, after the model is wrapped in Megatron's ``DistributedDataParallel`` and before the
+    first iteration. Gradients are taken from ``param.main_grad``; under tensor parallelism the shapes are those of
+    the local shard, and every tensor-parallel rank compresses its own.
+
+    Tied embeddings: each end stage reduces its own copy, compressed like any matrix, before Megatron adds the two.
+    The sum of two compressed means is the compressed sum, each with its own error feedback, so the copies get the same
+    gradient bit for bit; leaving them dense would send the largest matrix of the model whole. With ``fused_embedding``
+    they are left dense, and both steps are one (:mod:`edgc.megatron.embedding`).
+
+    Pipeline traffic: with ``config.pipeline.rank`` set, ``attachment.pipeline`` is the communicator that compresses it;
+    the training loop has to hand it to Megatron's schedule (:mod:`edgc.megatron.pipeline_traffic`), and the first
+    iteration without it is an error.
+
+    Distributed optimizer: what goes dense is reduce-scattered; of what is compressed the factors are all-reduced, and
+    each rank reconstructs the rows of its shard.
+
+    Args:
+        model_chunks: this rank's chunk, or its list of chunks under an interleaved schedule.
+        iterations: length of the run in iterations (warm-up is a share of it).
+        optimizer: Megatron's, which then does not step on gradients that are not finite; required for fp16, whose loss
+            scale error feedback must follow. Without it, such gradients are NaN on all ranks, and
+            ``attachment.last.skipped`` says so.
+        observer: called with the local gradients of each bucket group before they are reduced; under
+            ``overlap_grad_reduce`` in another thread.
+
+    Raises:
+        UserError: for chunks that already have an attachment, and for what is not supported.
+
+    Warns:
+        UserWarning: for a setting that is about several pipeline stages where there is one.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, DistributedDataParallel) else list(model_chunks)
+    integer("iterations", iterations, 1)
+    for chunk in chunks:
+        _check(chunk, config)
+    dense = [group for chunk in chunks for group in chunk.bucket_groups]
+    expert = [group for chunk in chunks for group in chunk.expert_parallel_bucket_groups]
+    groups = dense + expert
+    names = {
+        parameter: f"chunk{index}.{name}" if len(chunks) > 1 else name
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.module.named_parameters()
+    }
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    fused = fuse(chunks, names) if config.fused_embedding else None
+    elsewhere = fused.parameter if fused is not None else None
+    own = [
+        (tuple(parameter.shape), 8 * parameter.main_grad.element_size())
+        for group in (groups if config.compress_experts else dense)
+        for parameter in sorted(group.params, key=names.__getitem__)
+        if parameter is not elsewhere
+    ]
+    own = [(shape, bits) for shape, bits in own if compressible(shape, config.min_compression_elements)]
+    shapes, gradient_bits = _matrices_of_all_stages(stage, own)
+    overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
+    engine = Engine(
+        config,
+        stage=stage,
+        shapes=shapes,
+        iterations=iterations,
+        observer=observer,
+        deferred=True,
+        overlapped=overlap,
+        gradient_bits=gradient_bits,
+    )
+    for group in groups:
+        group.__class__ = CompressedBucketGroup
+    pipeline = _communicator(chunks[0], config, engine.stages)
+    fp16 = bool(chunks[0].config.fp16)
+    attachment = Attachment(engine, groups, overlap=overlap, fp16=fp16, fused=fused, pipeline=pipeline)
+    for group in groups:
+        compress = config.compress_experts or group not in expert
+        group.edgc_join(attachment, names, compress=compress, elsewhere=elsewhere)
+    if optimizer is not None:
+        attachment.guard(optimizer)
+    if config.method == "edgc" and config.alignment == "measured":
+        for chunk in chunks:
+            attachment.hooks.append(chunk.module.register_forward_hook(attachment.time_backward))
+    return attachment
+
+
+def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
+    """Refuse what cannot work, in one line."""
+    settings = chunk.ddp_config
+    if any(isinstance(group, CompressedBucketGroup) for group in chunk.bucket_groups):
+        raise UserError("these model chunks already have an attachment", fix="call attach once per model")
+    if settings.num_distributed_optimizer_instances > 1:
+        raise UserError(
+            f"num_distributed_optimizer_instances = {settings.num_distributed_optimizer_instances} is not supported",
+            where="DistributedDataParallelConfig",
+            fix="set it to 1",
+        )
+    if settings.use_distributed_optimizer and config.entropy.source == "reduced":
+        raise UserError(
+            "entropy.source = 'reduced' needs whole means, which no rank has with use_distributed_optimizer",
+            fix="use entropy.source: local",
+        )
+    if getattr(settings, "use_megatron_fsdp", False):
+        raise UserError(
+            "use_megatron_fsdp is not supported",
+            where="DistributedDataParallelConfig",
+            fix="set it to False; use_distributed_optimizer is supported",
+        )
+
+
+def _communicator(chunk: DistributedDataParallel, config: EDGCConfig, stages: int) -> CompressedP2P | None:
+    """What compresses the traffic between stages; None unless that is asked for."""
+    settings = config.pipeline
+    alone = {"pipeline.rank": settings.rank is not None, "fused_embedding": config.fused_embedding}
+    for key, asked in alone.items() if stages == 1 and dist.get_rank() == 0 else ():
+        if asked:
+            warnings.warn(f"edgc: {key} has no effect: there is one pipeline stage", stacklevel=3)
+    if settings.rank is None:
+        return None
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return CompressedP2P(pp_group=group, config=chunk.config, pipeline=settings, seed=config.seed)
+
+
+def _matrices_of_all_stages(
+    stage: int, own: list[tuple[tuple[int, ...], int]]
+) -> tuple[list[list[tuple[int, int]]], float]:
+    """Matrix shapes per stage and the mean bits of an entry of the first stage's, the same on every rank.
+
+    The first rank of a stage speaks for it.
+    """
+    by_stage: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    for index, matrices in gather_objects((stage, own)):
+        by_stage.setdefault(index, matrices)
+    shapes = [[(shape[0], shape[1]) for shape, _ in by_stage[index]] for index in sorted(by_stage)]
+    return shapes, mean_bits(by_stage[min(by_stage)])

@@ -1,0 +1,301 @@
+"""EDGC on one rank of a Megatron-Core job: between Megatron's bucket groups and the engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from edgc.buckets import Bucket, BucketWorker
+from edgc.checkpoints.saved_state import refuse_other_parameters, state_for
+from edgc.checks import need
+from edgc.compressors import Gradient
+from edgc.control.controller import Decision
+from edgc.engine import Engine, Iteration
+from edgc.errors import UserError, copied
+from edgc.megatron.bucket_group import CompressedBucketGroup
+from edgc.megatron.embedding import FusedEmbedding
+from edgc.megatron.pipeline_traffic import CompressedP2P
+from edgc.runtime.clock import Mark, Stopwatch, mark, seconds_between
+from edgc.runtime.groups import own_groups
+
+
+class Pending:
+    """A reduction that goes on in another thread."""
+
+    def __init__(self, worker: BucketWorker, future: torch.futures.Future[Tensor]) -> None:
+        self._worker, self._future = worker, future
+
+    def wait(self) -> None:
+        """Raises what went wrong in that thread."""
+        # Always, done or not: what a rank sends must not depend on who is faster.
+        self._worker.flush()
+        self._future.wait()
+
+
+class Attachment:
+    """Made by :func:`edgc.megatron.adapter`.
+
+    With ``overlap_grad_reduce`` reductions go on beside backward (:mod:`edgc.buckets`; on a CPU in a thread, over
+    process groups of its own); without, they happen in the caller's thread. An iteration ends with the last bucket
+    group's ``finish_grad_sync``. There all ranks of all stages learn whether any averaged gradient was not finite (one
+    all-reduce of one number). If so, the step is skipped everywhere: gradients become NaN, the guarded optimizer does
+    not step, and error feedback, warm start and the controller's means stay as they were before the iteration.
+
+    Attributes:
+        engine: reduces the gradients; not to be called from outside.
+        groups: the bucket groups of this rank.
+        skipped: steps skipped so far.
+        skipped_in_a_row: up to and with the last iteration.
+        averaged_at: when the last gradients of the last iteration were averaged here, before any rank waits for those
+            of other stages; a mark of :mod:`edgc.runtime.clock`.
+        hooks: on the model, to be removed at the end.
+        pipeline: the communicator that compresses the traffic between pipeline stages, under ``config.pipeline``. Its
+            error feedback follows the loss scale and is part of the state.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Sequence[CompressedBucketGroup],
+        *,
+        overlap: bool,
+        fp16: bool,
+        fused: FusedEmbedding | None = None,
+        pipeline: CompressedP2P | None = None,
+    ) -> None:
+        self.engine = engine
+        self.groups = list(groups)
+        self._fused = fused
+        self.skipped = self.skipped_in_a_row = 0
+        self.device = groups[0].buckets[0].grad_data.device
+        self.pipeline = pipeline
+        self.hooks: list[Any] = []
+        self.averaged_at: Mark | None = None
+        self._finished = 0
+        self._finite: list[Tensor] = []
+        self._exposed = Stopwatch()
+        self._backward: list[tuple[Mark, Mark]] = []
+        self._worker: BucketWorker | None = None
+        self._own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._needs_scale = fp16  # until an optimizer tells it
+        self._guarded: Any = None  # the optimizer
+        if overlap:
+            parameters = sum(len(group.params) for group in groups) - (fused is not None)
+            self._worker = BucketWorker(engine, None, self.device, parameters, closes=False)
+            if not self._worker.inline:
+                # Collectives of two threads on one group could mix.
+                self._own_groups = own_groups([group.edgc_replicas for group in groups])
+            # The thread must not keep the attachment alive, which ends it.
+            self._stop = weakref.finalize(self, self._worker.stop)
+
+    @property
+    def last(self) -> Iteration | None:
+        """The last iteration: bytes, rank, entropy, times and errors; None before the first."""
+        return self.engine.last
+
+    @property
+    def decision(self) -> Decision | None:
+        """The controller's decision at the end of the last iteration; None if it took none."""
+        return self.engine.decision
+
+    def add_loss(self, loss: float) -> None:
+        """Tell policy ``loss`` the training loss, after every iteration, on at least one rank that knows it."""
+        self.engine.add_loss(loss)
+
+    def guard(self, optimizer: Any) -> None:
+        """Let skipped steps be skipped by ``optimizer``, a Megatron optimizer, and follow its loss scale.
+
+        Error feedback is kept in the unit of the gradients, so it is rescaled when the loss scale changes.
+        """
+        prepare = optimizer.prepare_grads
+        reference = weakref.ref(self)
+
+        def prepare_grads() -> bool:
+            found = bool(prepare())
+            attachment = reference()
+            if attachment is None:
+                return found
+            attachment._follow(float(optimizer.get_loss_scale()))
+            return found or attachment.skipped_in_a_row > 0
+
+        optimizer.prepare_grads = prepare_grads
+        self._guarded = optimizer
+        self._follow(float(optimizer.get_loss_scale()))
+        self._needs_scale = False
+
+    def _follow(self, scale: float) -> None:
+        factor = self.engine.rescale(scale)
+        if self.pipeline is not None:
+            self.pipeline.rescale(factor)
+
+    def reduce(
+        self,
+        gradients: list[Gradient],
+        group: dist.ProcessGroup,
+        *,
+        compress: bool,
+        shards: tuple[Tensor, ...],
+    ) -> Pending | None:
+        """Average the gradients of one bucket group; None if that is done when it returns.
+
+        Raises:
+            UserError: under fp16 without an optimizer.
+        """
+        if self._needs_scale:
+            raise UserError(
+                "edgc.megatron does not know the loss scale",
+                where="attach",
+                fix="give attach the optimizer, or call attachment.guard(optimizer) before the first iteration",
+            )
+        if self._worker is None:
+            self.engine.reduce(gradients, group, compress=compress, shards=shards)
+            return None
+        if self._worker.error is not None:
+            raise copied(self._worker.error)
+        on_gpu = self.device.type == "cuda"
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device] if on_gpu else None)
+        if not gradients:  # of a group that holds nothing but a tied embedding
+            future.set_result(torch.empty(0, dtype=torch.float32, device=self.device))
+            return Pending(self._worker, future)
+        ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
+        own = self._own_groups.get(tuple(dist.get_process_group_ranks(group)), group)
+        self._worker.put(
+            Bucket(False, gradients, gradients[0].tensor, future, ready, own, compress, tuple(shards))
+        )
+        return Pending(self._worker, future)
+
+    def group_finished(self, started: Mark, ended: Mark, finite: Tensor) -> None:
+        """Called once per iteration by every bucket group; the last one closes the iteration.
+
+        Args:
+            started, ended: of the wait for the group's means.
+            finite: whether they are.
+        """
+        self._exposed.add(started, ended)
+        self._finite.append(finite)
+        self._finished += 1
+        if self._finished == len(self.groups):
+            self.averaged_at = ended
+            if self._fused is not None:
+                self._finite.append(self._fused.reduce(self.engine))
+            self._close()
+
+    def _close(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.check_used()
+        bad = torch.stack([flag.to(self.device) for flag in self._finite]).logical_not().any().float()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        skipped = bool(bad)
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            for group in self.groups:
+                for bucket in group.buckets:
+                    bucket.grad_data.fill_(torch.nan)
+        backward = [seconds_between(*span) for span in self._backward]
+        self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
+        self._finished, self._finite, self._exposed, self._backward = 0, [], Stopwatch(), []
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of this rank's gradients, by name."""
+        return {
+            group.edgc_names[parameter]: tuple(parameter.main_grad.shape)
+            for group in self.groups
+            for parameter in group.params
+        }
+
+    def close(self) -> None:
+        """Give Megatron its own reduction back; on every rank, between two iterations.
+
+        What error feedback still holds is dropped. A second call does nothing.
+        """
+        groups, self.groups = self.groups, []
+        for member in groups:
+            member.edgc_leave()
+        if self._worker is not None:
+            self._stop()
+        for group in self._own_groups.values():
+            dist.destroy_process_group(group)
+        self._own_groups = {}
+        if self._fused is not None:
+            self._fused.close()
+        for hook in self.hooks:
+            hook.remove()
+        if self._guarded is not None:
+            del self._guarded.prepare_grads  # the instance's: that of its class comes back
+        self._fused = self._guarded = self.pipeline = None
+        self.hooks = []
+
+    def time_backward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: time the backward pass of each micro-batch, from the output's gradient to the last node."""
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return
+
+        def started(gradient: Tensor) -> None:
+            begin = mark(self.device)
+
+            def finished() -> None:
+                self._backward.append((begin, mark(self.device)))
+
+            torch.autograd.Variable._execution_engine.queue_callback(finished)
+
+        output.register_hook(started)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs, besides model and optimizer, to go on exactly: save one per rank."""
+        return {
+            "world": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            "rank": parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            "place": _place(),
+            "engine": self.engine.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "pipeline": None if self.pipeline is None else self.pipeline.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
+        """Go on from this rank's :meth:`state_dict`, or from what :func:`edgc.checkpoints.saved_state.state_for` made
+        of all.
+
+        Args:
+            changed_settings: go on with the settings of this attachment where the state is of others (but of the same
+                method), instead of refusing it.
+
+        Raises:
+            UserError: the state is another rank's or of another model, lacks something, or is of other settings, which
+                are named.
+        """
+        world = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        state = dict(state_for(state, world=world, rank=rank))
+        need(state, ("place", "skipped", "skipped_in_a_row", "pipeline"), "state")
+        if dict(state["place"]) != _place():
+            here, there = (", ".join(f"{k} {v}" for k, v in p.items()) for p in (_place(), state["place"]))
+            what = f"the saved state is of {there}, but this is {here}"
+            raise UserError(what, fix="save and load one state per rank")
+        refuse_other_parameters(state, self._shapes())
+        if (state["pipeline"] is None) != (self.pipeline is None) and not changed_settings:
+            what = (
+                "the saved state's pipeline is of a run that compressed the traffic between stages otherwise"
+            )
+            raise UserError(what, fix="set pipeline.rank as it was, or load with changed_settings=True")
+        self.engine.load_state_dict(state["engine"], changed_settings=changed_settings)
+        if self.pipeline is not None and state["pipeline"] is not None:
+            self.pipeline.load_state_dict(state["pipeline"])
+        self.skipped = int(state["skipped"])
+        self.skipped_in_a_row = int(state["skipped_in_a_row"])
+
+
+def _place() -> dict[str, int]:
+    """Which part of the model this rank holds."""
+    return {
+        "pipeline stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "tensor-parallel rank": parallel_state.get_tensor_model_parallel_rank(),
+        "expert-parallel rank": parallel_state.get_expert_model_parallel_rank(),
+    }

@@ -1,0 +1,294 @@
+"""Compressed backward traffic between the pipeline stages of Megatron-Core.
+
+Optimus-CC's compressed backpropagation with lazy error propagation (Song et al., ASPLOS 2023), through the public
+``p2p_communicator`` argument of Megatron's forward-backward functions::
+
+    communicator = attachment.pipeline  # of edgc.megatron.attach, where edgc_config.pipeline has a rank
+    for every training iteration:
+        communicator.begin_iteration(micro_batches)
+        forward_backward(..., **communicator.schedule_arguments())
+
+What a stage sends backwards is compressed as in :mod:`edgc.megatron.activation`, each model chunk with its own error
+feedback and warm start; on every tensor-parallel rank its own shard or copy. What micro-batch i left out goes with
+micro-batch i + 1, what the last one left out with the first of the next iteration. Activations are never compressed,
+so evaluation is not touched.
+
+``epilogue_only`` compresses exactly what the receiving stage uses in its cool-down (the epilogue), where no forward
+pass is left to hide a transfer: with w warm-up micro-batches on the receiving stage the last w that it is sent, under
+1F1B w = min(stages - stage - 1, micro_batches). This is what the public code of Optimus-CC marks as flush: the sends
+of a stage's cool-down and of its last steady step. (That code leaves interleaved schedules alone; there w is Megatron's
+number of warm-up steps, less those that start from the loss.) What goes uncompressed leaves the error feedback as it
+is, as in that code.
+
+Error feedback is in units of the scaled loss: the attachment lets it follow (:meth:`CompressedP2P.rescale`), and has it
+in its state.
+
+Why this cannot dead-lock where Megatron would not: a call posts what Megatron's own would post, to the same peers, all
+of it before it waits, so it ends if and only if Megatron's does. Only the sizes of backward messages differ, and both
+ends know them by counting. Messages carry no tag, so where both neighbours are one rank (two stages, interleaved) they
+are told apart by their order alone. There the schedules' calls with traffic in both directions pair off, one on each
+rank, and a call posts its forward messages before its backward messages on every rank. (Megatron's own batched call
+does not: with ``batch_p2p_comm`` it would swap the two there.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _p2p_ops
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from edgc.config import PipelineConfig
+from edgc.errors import UserError
+from edgc.megatron.activation import ActivationCompressor, Layout, Traffic
+from edgc.megatron.pipeline_schedule import BackwardSchedule
+
+_GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]  # those that the schedules ask for
+_REFUSED = ("variable_seq_lengths", "use_ring_exchange_p2p", "mtp_standalone")
+
+
+class CompressedP2P(P2PCommunicator):
+    """Megatron's communicator between pipeline stages, with the backward direction compressed.
+
+    Args:
+        pp_group: the pipeline-parallel group.
+        config: Megatron's ``TransformerConfig`` (or any ``ModelParallelConfig``).
+        pipeline: without a rank everything is sent as it is, and counted.
+        seed: of the first Q (``EDGCConfig.seed``).
+
+    Attributes:
+        compressor: holds error feedback and warm starts.
+        traffic: of the iteration in progress, or of the last one.
+
+    Raises:
+        UserError: Megatron's settings have messages whose shapes are not known beforehand.
+    """
+
+    def __init__(
+        self, *, pp_group: dist.ProcessGroup, config: Any, pipeline: PipelineConfig, seed: int = 0
+    ) -> None:
+        for key in _REFUSED:
+            if getattr(config, key, False):
+                what = f"edgc compresses no pipeline traffic under {key}"
+                raise UserError(
+                    what, where=type(config).__name__, fix=f"set {key} to False, or pipeline.rank to null"
+                )
+        super().__init__(pp_group, config)
+        self.stage, stages = pp_group.rank(), pp_group.size()
+        self.next_stage, self.prev_stage = (self.stage + 1) % stages, (self.stage - 1) % stages
+        self.epilogue_only = pipeline.epilogue_only
+        self.schedule = BackwardSchedule(
+            stages=stages,
+            chunks=config.virtual_pipeline_model_parallel_size,
+            group=config.microbatch_group_size_per_vp_stage or stages,
+            extra_warmup=int(getattr(config, "overlap_moe_expert_parallel_comm", False)),
+        )
+        self.compressor = ActivationCompressor(
+            rank=pipeline.rank,
+            factor_dtype=pipeline.factor_dtype,
+            error_feedback=pipeline.error_feedback,
+            seed=seed,
+        )
+        self.traffic = Traffic()
+        self._to_send: Iterator[tuple[int, bool]] = iter(())
+        self._to_receive: Iterator[tuple[int, bool]] = iter(())
+        self._expected = (0, 0)
+        self._begun = False
+
+    def schedule_arguments(self) -> dict[str, Any]:
+        """What Megatron's forward-backward function is to be called with, besides its usual arguments."""
+        groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        return {"p2p_communicator": self, "pg_collection": groups}
+
+    def begin_iteration(self, micro_batches: int) -> None:
+        """To be called on every rank before each call of the forward-backward function that is to train.
+
+        Args:
+            micro_batches: that this iteration runs through the pipeline (``num_microbatches``).
+
+        Raises:
+            UserError: the last iteration ran through another number of micro-batches than was said.
+        """
+        self._check_last()
+        self._begun = True
+        to_send = self._plan(self.stage, self.prev_stage, micro_batches)
+        to_receive = self._plan(self.next_stage, self.stage, micro_batches)
+        self._expected = (len(to_send), len(to_receive))
+        self._to_send, self._to_receive = iter(to_send), iter(to_receive)
+        self.traffic = Traffic()
+
+    def _plan(self, sender: int, receiver: int, micro_batches: int) -> list[tuple[int, bool]]:
+        """For each gradient over a link: the sender's model chunk, and whether it may be compressed."""
+        chunks = self.schedule.sent(sender, micro_batches)
+        first = len(chunks) - self.schedule.cooldown(receiver, micro_batches) if self.epilogue_only else 0
+        return [(chunk, i >= first) for i, chunk in enumerate(chunks)]
+
+    def check_used(self) -> None:
+        """To be called at the end of every iteration.
+
+        Raises:
+            UserError: the iteration ran without this communicator, so that nothing was compressed.
+        """
+        if self.pp_group.size() > 1 and not self._begun:
+            raise UserError(
+                "pipeline.rank is set, but the schedule ran without attachment.pipeline",
+                where="edgc.megatron",
+                fix="call its begin_iteration(num_microbatches) and pass **attachment.pipeline.schedule_arguments()",
+            )
+        self._begun = False
+
+    def _check_last(self) -> None:
+        done = (self.traffic.sent, self.traffic.received)
+        if done != self._expected:
+            raise UserError(
+                f"the last iteration sent and received {done} gradients, {self._expected} were announced",
+                where="CompressedP2P.begin_iteration",
+                fix="give it the num_microbatches that the forward-backward function is called with",
+            )
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, Any]:
+        if tensor_send_prev is None and not recv_next:
+            result: tuple[Tensor | None, Tensor | None, Any] = super()._communicate(
+                tensor_send_next=tensor_send_next,
+                tensor_send_prev=None,
+                recv_prev=recv_prev,
+                recv_next=False,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+            )
+            return result
+        assert wait_on_reqs or not self.config.batch_p2p_comm
+        activation = self._empty(tensor_shape) if recv_prev else None
+        gradient = self._empty(tensor_shape) if recv_next else None
+        arriving, finish = self._incoming(gradient) if gradient is not None else (None, None)
+        leaving = self._outgoing(tensor_send_prev) if tensor_send_prev is not None else None
+        requests = self._start(tensor_send_next, activation, leaving, arriving)
+        if wait_on_reqs:
+            for request in requests if isinstance(requests, list) else requests.values():
+                request.wait()
+            requests = None
+        if self.config.batch_p2p_comm and self.config.batch_p2p_sync:
+            torch.cuda.synchronize()
+        if requests is None:
+            if finish is not None:
+                finish()
+            return activation, gradient, None
+        if finish is not None:
+            requests["recv_next"] = _Pending(requests["recv_next"], finish)
+        if leaving is not None:
+            requests["send_prev"] = _Pending(requests["send_prev"], keep=leaving)
+        return activation, gradient, requests
+
+    def _empty(self, shape: Any) -> Tensor:
+        """A tensor to receive into, as Megatron makes it."""
+        device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
+        return torch.empty(shape, requires_grad=True, device=device, dtype=dtype)
+
+    def _outgoing(self, gradient: Tensor) -> Tensor:
+        """What goes over the link for the next gradient."""
+        chunk, compress = self._next(self._to_send)
+        layout = self.compressor.layout(gradient.shape, gradient.dtype) if compress else None
+        message, statistics = gradient, self.traffic.statistics
+        if layout is not None:
+            message = self.compressor.compress(f"chunk{chunk}", gradient, layout, statistics)
+            self.traffic.sent_compressed += 1
+        self.traffic.sent += 1
+        self.traffic.dense_bytes += gradient.nbytes
+        statistics.bytes += message.nbytes
+        return message
+
+    def _incoming(self, gradient: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+        """What the next gradient is received into, and what then remains to be done."""
+        _, compressed = self._next(self._to_receive)
+        layout: Layout | None = self.compressor.layout(gradient.shape, gradient.dtype) if compressed else None
+        self.traffic.received += 1
+        if layout is None:
+            return gradient, None
+        self.traffic.received_compressed += 1
+        message = layout.empty(gradient.device)
+        return message, partial(
+            self.compressor.decompress, message, layout, gradient, self.traffic.statistics
+        )
+
+    def _next(self, plan: Iterator[tuple[int, bool]]) -> tuple[int, bool]:
+        try:
+            return next(plan)
+        except StopIteration:
+            raise UserError(
+                "more gradients between pipeline stages than were announced",
+                where="CompressedP2P",
+                fix="call begin_iteration with num_microbatches before each training iteration",
+            ) from None
+
+    def _start(
+        self,
+        send_next: Tensor | None,
+        recv_prev: Tensor | None,
+        send_prev: Tensor | None,
+        recv_next: Tensor | None,
+    ) -> Any:
+        """Post everything; the requests in the container that the schedules expect."""
+        if not self.config.batch_p2p_comm:
+            # Forward before backward, with Megatron's rule for which group carries which of them.
+            return _p2p_ops(
+                tensor_send_prev=send_prev,
+                tensor_recv_prev=recv_prev,
+                tensor_send_next=send_next,
+                tensor_recv_next=recv_next,
+                group=self.pp_group,
+                prev_pipeline_rank=self.prev_rank,
+                next_pipeline_rank=self.next_rank,
+            )
+        wanted = (
+            (dist.irecv, recv_prev, self.prev_rank),
+            (dist.isend, send_next, self.next_rank),
+            (dist.isend, send_prev, self.prev_rank),
+            (dist.irecv, recv_next, self.next_rank),
+        )
+        operations = [
+            dist.P2POp(operation, tensor, peer, self.pp_group)
+            for operation, tensor, peer in wanted
+            if tensor is not None
+        ]
+        return dist.batch_isend_irecv(operations)
+
+    def rescale(self, factor: float) -> None:
+        """Gradients come multiplied by ``factor`` from the next iteration on: error feedback follows."""
+        self.compressor.rescale(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Error feedback and warm starts of this rank, to be taken between iterations."""
+        return self.compressor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of the same rank."""
+        self.compressor.load_state_dict(state)
+
+
+class _Pending:
+    """A request whose message lives as long as it; :meth:`wait` may end with work on what has arrived."""
+
+    def __init__(
+        self, request: Any, finish: Callable[[], None] | None = None, *, keep: Tensor | None = None
+    ) -> None:
+        self._request, self._finish, self._keep = request, finish, keep
+
+    def wait(self) -> None:
+        self._request.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()

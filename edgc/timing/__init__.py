@@ -1,0 +1,1 @@
+"""DAC (Dynamic Alignment Compressor): times of stages, measured, watched, and made into aligned ranks."""

@@ -1,0 +1,133 @@
+"""Search of r_max: time doubling ranks until compression stops paying (paper, section on DAC).
+
+It runs in warm-up, and again when times have changed. The schedule is that of the authors' public code, which starts
+at iteration 10 with two timings per rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from edgc.timing.alignment import LinearTime
+
+
+def bytes_limit(
+    shapes: Sequence[tuple[int, int]], multiple: int, *, factor_bits: float = 32, gradient_bits: float = 32
+) -> int:
+    """Largest multiple at which a stage's factors take fewer bytes than its matrices; 0 if none.
+
+    It is below the stage's largest full rank: there nothing would be left to choose.
+
+    Args:
+        shapes: (rows, columns) of the stage's matrices.
+        factor_bits, gradient_bits: of an entry of a factor, scales included, and of a gradient.
+    """
+    dense, limit = gradient_bits * sum(m * n for m, n in shapes), 0
+    full = max(min(shape) for shape in shapes)
+    while limit + multiple < full:
+        rank = limit + multiple
+        if factor_bits * sum(min(rank, m, n) * (m + n) for m, n in shapes) >= dense:
+            break
+        limit = rank
+    return limit
+
+
+class RankSearch:
+    """Which reduction to time next, and what the timings say. Stage 0 decides; times of all stages are kept.
+
+    Rank 0 stands for the uncompressed reduction. Of repeated timings the shortest counts, the others having
+    been disturbed.
+
+    Args:
+        limit: largest rank to try, a multiple of ``multiple``.
+        multiple: first rank tried; every further one is the double, the last one ``limit``.
+        repeats: timings per rank.
+        stop_at_crossing: end as soon as stage 0 is slower than uncompressed. Without it all ranks are timed,
+            which is wanted when r_max is given and only the line T(r) is asked for.
+    """
+
+    def __init__(self, limit: int, multiple: int, repeats: int, *, stop_at_crossing: bool) -> None:
+        self.limit, self.repeats, self.stop_at_crossing = limit, repeats, stop_at_crossing
+        self.schedule = [0]
+        rank = multiple
+        while rank < limit:
+            self.schedule.append(rank)
+            rank *= 2
+        self.schedule.append(limit)
+        if len(self.schedule) == 2 and not stop_at_crossing:
+            self.schedule.append(2 * limit)  # a line needs two points
+        self._times: list[list[float]] = []
+        self._repeat = 0
+
+    @property
+    def probe(self) -> int | None:
+        """The rank to time next, 0 for uncompressed, None when the search is over."""
+        if self._repeat == 0 and (len(self._times) == len(self.schedule) or self._crossed()):
+            return None
+        return self.schedule[len(self._times) - (self._repeat > 0)]
+
+    @property
+    def started(self) -> bool:
+        return bool(self._times)
+
+    def observe(self, seconds: Sequence[float]) -> None:
+        """Add one timing of ``probe``, per stage, in seconds."""
+        if self.probe is None:
+            raise ValueError("the search is over")
+        if not all(math.isfinite(t) and t >= 0 for t in seconds):
+            raise ValueError(f"probe times must be finite and at least 0, not {tuple(seconds)}")
+        if self._repeat == 0:
+            self._times.append([float(t) for t in seconds])
+        else:
+            self._times[-1] = [min(old, float(t)) for old, t in zip(self._times[-1], seconds, strict=True)]
+        self._repeat = (self._repeat + 1) % self.repeats
+
+    def _crossed(self) -> bool:
+        return self.stop_at_crossing and len(self._times) > 1 and self._times[-1][0] > self._times[0][0]
+
+    def r_max(self, multiple: int) -> tuple[int, str]:
+        """(r_max, reason) once the search is over; 0 when even the smallest rank is slower than uncompressed.
+
+        The crossing is interpolated between the last two ranks and floored to the multiple.
+        """
+        if not self._crossed():
+            return (
+                self.limit,
+                f"rank {self.limit}, the last that saves bytes, is not slower than no compression",
+            )
+        slow = len(self._times) - 1
+        if slow == 1:
+            return 0, f"even rank {self.schedule[1]} is slower than no compression"
+        dense, below, above = self._times[0][0], self._times[slow - 1][0], self._times[slow][0]
+        left, right = self.schedule[slow - 1], self.schedule[slow]
+        crossing = left + (right - left) * (dense - below) / (above - below)
+        rank = max(left // multiple * multiple, math.floor(crossing / multiple + 1e-9) * multiple)
+        return rank, f"compression stops being faster at rank {crossing:.1f}"
+
+    def uncompressed(self) -> list[float]:
+        """Seconds of the uncompressed reduction, per stage."""
+        return list(self._times[0])
+
+    def timed(self, stage: int) -> tuple[tuple[int, float], ...]:
+        """(rank, seconds) of a stage's compressed reductions, ascending."""
+        ranks = self.schedule[1 : len(self._times)]
+        return tuple((rank, times[stage]) for rank, times in zip(ranks, self._times[1:], strict=True))
+
+    def restart(self) -> None:
+        """Forget all timings and begin again."""
+        self._times, self._repeat = [], 0
+
+    def lines(self) -> list[LinearTime] | None:
+        """T(r) of every stage, fitted to the timed ranks; None when fewer than two were timed."""
+        if len(self._times) < 3:
+            return None
+        return [LinearTime.fit(self.timed(stage)) for stage in range(len(self._times[0]))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"times": [list(row) for row in self._times], "repeat": self._repeat}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._times = [[float(t) for t in row] for row in state["times"]]
+        self._repeat = int(state["repeat"])

@@ -1,0 +1,202 @@
+"""What a run knows about the times of its stages: measured or given, watched for changes, and made into ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edgc.config import EDGCConfig
+from edgc.timing.alignment import LinearTime, align
+from edgc.timing.change_detector import ChangeDetector
+from edgc.timing.rank_search import RankSearch
+
+
+@dataclass(frozen=True)
+class StageTiming:
+    """What one measurement says about the times of one stage, in seconds: all that its rank follows from.
+
+    Attributes:
+        backward_seconds: t_b, median over the measurement; None if it was not timed.
+        seconds_uncompressed: of the reduction without compression.
+        timed: (rank, seconds) of the compressed reductions, ascending.
+        seconds_per_rank, seconds_fixed: T(r) = seconds_per_rank * r + seconds_fixed, fitted to ``timed``; None
+            where fewer than two ranks were timed.
+        residual: root mean square error of that fit, as a share of the mean time.
+    """
+
+    stage: int
+    backward_seconds: float | None
+    seconds_uncompressed: float
+    timed: tuple[tuple[int, float], ...]
+    seconds_per_rank: float | None
+    seconds_fixed: float | None
+    residual: float | None
+
+
+class StageTimes:
+    """The times that one run aligns its stages with, and their measurement (``config.alignment``).
+
+    Args:
+        config: the compression settings.
+        stages: number of pipeline stages.
+        overlapped: whether reductions overlap with backward or with each other.
+
+    Attributes:
+        search: the measurement, under way or finished; None where nothing is to be measured.
+        timing: what the last finished measurement says, per stage; empty before, and where times are given.
+    """
+
+    def __init__(self, config: EDGCConfig, stages: int, *, overlapped: bool = False) -> None:
+        self.config, self.stages, self.overlapped = config, stages, overlapped
+        self.search: RankSearch | None = None
+        self.timing: tuple[StageTiming, ...] = ()
+        self._detector: ChangeDetector | None = None
+        self._backward: list[list[float]] = [[] for _ in range(stages)]
+
+    def measure(self, limit: int, *, find_r_max: bool) -> None:
+        """Have reductions timed at ranks up to ``limit``: until they stop paying, or at all of them."""
+        config = self.config
+        self.search = RankSearch(
+            limit, config.rank_multiple, config.search_repeats, stop_at_crossing=find_r_max
+        )
+        if config.remeasure_above is not None:
+            # Without alignment only r_max depends on times, and it on those of stage 0 alone.
+            judged = self.stages if config.alignment == "measured" else 1
+            calibrates = self.overlapped or config.cost_gate
+            self._detector = ChangeDetector(config.remeasure_above, judged, calibrates=calibrates)
+
+    @property
+    def probe(self) -> int | None:
+        """The rank of the next reduction to time, 0 for uncompressed; None when nothing is to be timed."""
+        return None if self.search is None else self.search.probe
+
+    @property
+    def watched(self) -> bool:
+        """Whether measured times of the training step's reductions are asked for."""
+        return self._detector is not None and bool(self.timing) and self.probe is None
+
+    def add(self, probe_seconds: Sequence[float], backward_seconds: Sequence[float] | None) -> bool:
+        """Take in one timing of ``probe`` and of backward, per stage; returns whether it was the last one."""
+        assert self.search is not None
+        self.search.observe(probe_seconds)
+        for kept, seconds in zip(self._backward, backward_seconds or (), strict=False):
+            if math.isfinite(seconds):
+                kept.append(max(0.0, seconds))
+        return self.search.probe is None
+
+    def finish(self, ranks: Sequence[int | None]) -> str:
+        """Fit what was timed; from now on that holds. ``ranks`` are those in use.
+
+        Returns:
+            For a measurement after the first: whether times have changed, in words.
+        """
+        assert self.search is not None
+        before, first = self.predicted(ranks), not self.timing
+        lines: Sequence[LinearTime | None] = self.search.lines() or (None,) * self.stages
+        self.timing = tuple(
+            StageTiming(
+                stage,
+                sorted(kept)[len(kept) // 2] if kept else None,
+                self.search.uncompressed()[stage],
+                self.search.timed(stage),
+                *(
+                    (None,) * 3
+                    if line is None
+                    else (line.seconds_per_rank, line.seconds_fixed, line.relative_residual)
+                ),
+            )
+            for stage, (kept, line) in enumerate(zip(self._backward, lines, strict=True))
+        )
+        self._backward = [[] for _ in range(self.stages)]
+        if first or self._detector is None:
+            return ""
+        changed = self._detector.remeasured(before, self.predicted(ranks))
+        return "times have changed" if changed else "times have not changed"
+
+    def check(self, measured: Sequence[float], ranks: Sequence[int | None]) -> str:
+        """Compare a window's measured times with those predicted for its ranks; start a measurement where they differ.
+
+        Returns:
+            Which stage took how long, if a measurement was started.
+        """
+        if self._detector is None or self.search is None:
+            return ""
+        found = self._detector.judge(measured, self.predicted(ranks))
+        if not found:
+            return ""
+        self.search.restart()
+        shown = ", ".join(f"{mismatch} at {_words(ranks[mismatch.stage])}" for mismatch in found)
+        return f"times are measured anew: {shown}"
+
+    def predicted(self, ranks: Sequence[int | None]) -> tuple[float, ...]:
+        """Seconds of a reduction per stage by the last measurement, nan where that does not say."""
+        if not self.timing:
+            return (math.nan,) * self.stages
+        return tuple(_seconds(timing, rank) for timing, rank in zip(self.timing, ranks, strict=True))
+
+    def ranks(self, first_rank: int, r_min: int | None, r_max: int) -> tuple[tuple[int | None, ...], str]:
+        """The ranks of all stages for stage 0's, and a remark where alignment was asked for in vain."""
+        same: tuple[int | None, ...] = (first_rank,) * self.stages
+        if self.config.alignment == "off" or self.stages == 1:
+            return same, ""
+        if self.config.alignment == "given":
+            given = self.config.timing
+            backward = [given.backward_seconds] * self.stages
+            lines = [LinearTime(given.seconds_per_rank, given.seconds_fixed)] * self.stages
+            uncompressed = [given.seconds_uncompressed or math.inf] * self.stages
+        else:
+            known = [_line(timing) for timing in self.timing]
+            lines = [line for line in known if line is not None]
+            if len(lines) < self.stages:
+                return same, "not aligned: fewer than two ranks were timed"
+            if any(timing.backward_seconds is None for timing in self.timing[:-1]):
+                return same, "not aligned: no backward time was reported"
+            backward = [timing.backward_seconds or 0.0 for timing in self.timing]
+            uncompressed = [timing.seconds_uncompressed for timing in self.timing]
+        multiple = self.config.rank_multiple
+        aligned = align(first_rank, self.stages, backward, lines, uncompressed, r_max, multiple, r_min)
+        return aligned, ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {
+            "search": self.search.state_dict() if self.search else None,
+            "timing": [asdict(timing) for timing in self.timing],
+            "backward": [list(kept) for kept in self._backward],
+            "detector": self._detector.state_dict() if self._detector else None,
+        }
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``state`` is of a run that measures and watches as this one does."""
+        same = (state["search"] is None) == (self.search is None)
+        return same and (state["detector"] is None) == (self._detector is None)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.search is not None:
+            self.search.load_state_dict(state["search"])
+        if self._detector is not None:
+            self._detector.load_state_dict(state["detector"])
+        self._backward = [[float(seconds) for seconds in kept] for kept in state["backward"]]
+        self.timing = tuple(
+            StageTiming(**{**item, "timed": tuple((int(rank), float(t)) for rank, t in item["timed"])})
+            for item in state["timing"]
+        )
+
+
+def _line(timing: StageTiming) -> LinearTime | None:
+    if timing.seconds_per_rank is None or timing.seconds_fixed is None:
+        return None
+    return LinearTime(timing.seconds_per_rank, timing.seconds_fixed)
+
+
+def _seconds(timing: StageTiming, rank: int | None) -> float:
+    if rank is None:
+        return timing.seconds_uncompressed
+    line = _line(timing)
+    return math.nan if line is None else line.time(rank)
+
+
+def _words(rank: int | None) -> str:
+    return "no compression" if rank is None else f"rank {rank}"
