@@ -6,6 +6,15 @@ wrong there: kernels of NCCL wait on the device for those of their peers, so two
 different groups (ours and tensor parallelism's) in different orders can wait for each other for ever, and do so under
 ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which runs kernels in the order of their launches. From one thread all ranks launch
 in the order of the program: a bucket's next collectives where backward makes a bucket ready, as Megatron's own are.
+
+Several buckets are in flight, in an order that depends on their sequence alone. Collectives match between ranks by
+their order. Backward makes buckets ready at different moments on every rank, but in the same sequence; so what is
+started when must follow from that sequence and never from who is faster. (torch's PowerSGD hook starts its second
+all-reduce in the callback of the first, in the order in which these finish: with several buckets the ranks pair
+messages that do not belong together.) A reduction is a generator that yields where it must wait for what it has
+started. A new one is taken to its first wait, then every older one a step further, oldest first, and then the new one
+past all its waits but the last: so the transfers of one overlap with the work of the next, and none waits for it to
+begin.
 """
 
 from __future__ import annotations
@@ -21,14 +30,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.control.controller import Decision
+from edgc.compressors.base import Steps
+from edgc.control.plan import Decision
 from edgc.engine import Engine, Iteration
 from edgc.errors import UserError
-from edgc.in_order import InOrder
 from edgc.runtime.device import host_decides
 
 Log = Callable[[Iteration, Decision | None], None]
 Layout = list[list[str]]
+_END = object()
 
 
 class Flush:
@@ -98,7 +108,7 @@ class BucketWorker:
         self._replay: Layout = []
         self._replays = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pipeline: InOrder[Bucket | None] = InOrder()
+        self._running: list[tuple[Steps, Bucket | None]] = []  # oldest first
         self._held: list[Bucket] = []
         self._unfinished: list[Bucket] = []
         self._current: Layout = []
@@ -167,11 +177,12 @@ class BucketWorker:
             if self.error is None and isinstance(item, Bucket):
                 self._take(item)
             elif self.error is None:
-                self._finished(self._pipeline.drain())
+                self._drain()
         except Exception as error:
             self.error = self._described(error)
         if self.error is not None:
-            self._pipeline.close()
+            while self._running:
+                self._running.pop()[0].close()
             while self._unfinished:
                 self._unfinished.pop(0).future.set_exception(self.error)
 
@@ -198,21 +209,32 @@ class BucketWorker:
 
     def _start(self, gradients: list[Gradient], bucket: Bucket | None) -> None:
         self._current.append([gradient.name for gradient in gradients])
-        # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
-        ahead = self.engine.waits - 1
         if bucket is None:
-            exchange = self.engine.exchange(gradients, self.group)
+            steps = self.engine.exchange(gradients, self.group)
         else:
             group = bucket.group or self.group
-            exchange = self.engine.exchange(gradients, group, compress=bucket.compress, shards=bucket.shards)
-        self._finished(self._pipeline.start(bucket, exchange, ahead))
+            steps = self.engine.exchange(gradients, group, compress=bucket.compress, shards=bucket.shards)
+        new, older = (steps, bucket), list(self._running)
+        self._running.append(new)
+        # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
+        for task in (new, *older, *[new] * (self.engine.waits - 1)):
+            self._advance(task)
 
-    def _finished(self, buckets: list[Bucket | None]) -> None:
-        """Hand over averaged buckets, but for the last of the iteration."""
-        for bucket in buckets:
-            if bucket is not None and not bucket.last:
-                self._unfinished.remove(bucket)
-                bucket.future.set_result(bucket.buffer)
+    def _drain(self) -> None:
+        """Advance all reductions in turn until none is left."""
+        while self._running:
+            for task in list(self._running):
+                self._advance(task)
+
+    def _advance(self, task: tuple[Steps, Bucket | None]) -> None:
+        """Take a reduction to its next wait; hand over its bucket at the end, but for the last of the iteration."""
+        steps, bucket = task
+        if next(steps, _END) is not _END or task not in self._running:
+            return
+        self._running.remove(task)
+        if bucket is not None and not bucket.last:
+            self._unfinished.remove(bucket)
+            bucket.future.set_result(bucket.buffer)
 
     def _finish_iteration(self) -> None:
         if self._held:
@@ -223,7 +245,7 @@ class BucketWorker:
                 raise UserError(what, fix="load it into the model it was saved from")
             for names in rest:
                 self._start([gradients[name] for name in names], None)
-        self._finished(self._pipeline.drain())
+        self._drain()
         self._unsettled = self.closes
         if not self.inline or self.engine.closes_at_once:
             self.settle()

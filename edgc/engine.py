@@ -1,18 +1,15 @@
-"""GDS, controller and compressor of one rank, put together; knows no training framework.
+"""Compressor, plan and measurements of one rank, put together; knows no training framework.
 
-An adapter (:mod:`edgc.megatron`) hands over the gradients of a bucket with :meth:`Engine.reduce`, and calls
-:meth:`Engine.end_iteration` once all buckets of the iteration are done. At window ends, and during the search for
-r_max, the ranks exchange their measurements with one all-gather of a few numbers (a second one where the cost gate has
-measured); every rank then computes the same means in the same order, so that all controllers take the same decision.
+An adapter (:mod:`edgc.ddp`, :mod:`edgc.megatron`) hands over the gradients of a bucket with :meth:`Engine.reduce`, and
+calls :meth:`Engine.end_iteration` once all buckets of the iteration are done. What is measured and decided is the
+:class:`~edgc.monitor.Monitor`'s, which is asked only in iterations in which something is due.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from statistics import median_low
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,56 +17,18 @@ import torch.distributed as dist
 
 from edgc.checkpoints.saved_state import compare_settings
 from edgc.checks import need
-from edgc.compressors import Channel, Gradient, PowerSGD, Statistics, build
-from edgc.compressors.base import Compressor, Steps
-from edgc.compressors.powersgd.algorithm import saves_bytes
+from edgc.compressors import Channel, Compressor, Gradient, Statistics, build
+from edgc.compressors.base import Steps
 from edgc.compressors.quantised_warm_up import THROUGH, WarmUp
 from edgc.config import EDGCConfig
-from edgc.control.controller import Controller, Decision, Plan
-from edgc.control.layer_ranks import LayerRanks
-from edgc.entropy.meter import EntropyMeter, Measured
-from edgc.measurement.mean_error import Measured as MeanMeasured
-from edgc.measurement.mean_error import relative
-from edgc.measurement.spectral import error_curve
-from edgc.measurement.window import Window, gather, report
-from edgc.runtime.clock import Stopwatch
-from edgc.timing.trials import Trials
+from edgc.control.plan import Decision, Plan
+from edgc.monitor import Iteration, Monitor, Shape
+from edgc.runtime.channel import Stopwatch
 
+WARM_UP = ("warmup", "search")  # phases of a plan
 RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 Observer = Callable[[int, Sequence[Gradient]], None]
-Shape = tuple[int, int]
 _STATE = ("settings", "iteration", "scale", "controller", "compressor", "window", "gate", "layer_ranks")
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """What this rank did in one iteration.
-
-    Attributes:
-        rank: None where nothing was compressed.
-        entropy, entropy_full: in nats; nan if not measured.
-        exposed: time in which the step waited for averaged gradients; None if nobody measured it.
-        skipped: whether the whole step was given up because of a gradient that was not finite.
-        mean_error_sq, mean_input_sq: at window ends, what :class:`edgc.measurement.mean_error.Measured` says of the
-        window; nan
-            elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
-    """
-
-    iteration: int
-    rank: int | None
-    entropy: float
-    entropy_full: float
-    seconds_entropy: float
-    statistics: Statistics
-    exposed: Stopwatch | None = None
-    skipped: bool = False
-    mean_error_sq: float = math.nan
-    mean_input_sq: float = math.nan
-
-    @property
-    def mean_error(self) -> float:
-        """What the mean lacked, relative to it, over the window that ends here; nan where that is not known."""
-        return relative(self.mean_error_sq, self.mean_input_sq)
 
 
 class Engine:
@@ -90,8 +49,11 @@ class Engine:
         gradient_bits: of an entry of the first stage's compressible gradients, on average; equal on all ranks.
 
     Attributes:
-        deferred: see above.
-        layer_ranks: ranks of single matrices; None unless they are asked for.
+        monitor: what is measured and decided.
+        plan: what to do in this iteration.
+        waits: how often a reduction of this iteration waits for its collectives, measurements aside.
+        last: what was done in the last iteration; None before the first.
+        decision: the controller's at the end of the last iteration; None if it took none.
     """
 
     def __init__(
@@ -109,38 +71,48 @@ class Engine:
         gradient_bits: float = 32,
     ) -> None:
         self.config = config
-        self.stage = stage
-        self.stages = len(shapes)
+        self.stage, self.stages = stage, len(shapes)
         self.compressor = build(config)
         self.deferred = self.compressor.deferred = deferred
         self.warm_up = WarmUp.of(config, self.compressor, deferred)
-        self.controller = Controller(
-            config, shapes, iterations, overlapped=overlapped, gradient_bits=gradient_bits
-        )
-        self._gradient_bits = gradient_bits
-        self.entropy = EntropyMeter(config)
-        self.exchange_group = exchange_group
         self.observer = observer
         self.open_channel = open_channel
+        self.monitor = Monitor(
+            config,
+            lambda: build(config),
+            # Through whatever reductions are sent at the time: studies exchange it.
+            lambda *options: self.open_channel(*options),
+            stage=stage,
+            shapes=shapes,
+            iterations=iterations,
+            exchange_group=exchange_group,
+            overlapped=overlapped,
+            gradient_bits=gradient_bits,
+        )
+        self.controller, self.entropy = self.monitor.controller, self.monitor.entropy
         self.iteration = 1
-        self.plan: Plan = self.controller.plan(1)
         self.last: Iteration | None = None
         self.decision: Decision | None = None
-        self.decision_entropy_full: tuple[float, ...] = ()
-        self.layer_ranks = LayerRanks() if config.per_layer else None
-        # Through whatever reductions are sent at the time: studies exchange it.
-        self._trials = Trials(
-            lambda: build(config), stage, config.cost_gate, lambda *options: self.open_channel(*options)
-        )
-        self._window = Window(config.window, config.seed)
-        self._replicas = math.nan  # number of this rank's group of replicas, if it has one with others in it
-        self._start_iteration()
+        self._look_ahead()
 
-    def _start_iteration(self) -> None:
+    def _look_ahead(self) -> None:
+        """Plan this iteration, and all that follow until something is due."""
+        self.plan: Plan = self.controller.plan(self.iteration)
+        if self.warm_up is not None:
+            self.warm_up.follow(self.plan.phase in WARM_UP)
+        self.waits = max(
+            self.warm_up.compressor.waits(THROUGH) if self.warm_up is not None and self.warm_up.on else 0,
+            self.compressor.waits(self.rank),
+        )
+        self._next_due = self.monitor.next_due(self.iteration)
+        self._begin()
+
+    def _begin(self) -> None:
         self._statistics = Statistics()
-        self._compressed: set[str] = set()  # names handed over to be compressed
-        self._trials.start_iteration()
-        self._window.mean.start_iteration()
+        self._due = self.iteration >= self._next_due
+        if self._due:
+            self.plan = self.controller.plan(self.iteration)
+            self.monitor.begin(self.iteration)
 
     @property
     def rank(self) -> int | None:
@@ -154,8 +126,10 @@ class Engine:
         Where it ends with collectives, every rank has to come to them at the same point; and where the result of an
         entrywise method is measured, gradients must still be there.
         """
-        entrywise = self.config.method not in (*RANKED, "none", "bf16") and self._samples
-        return entrywise or self.plan.exchange or self._window_ends
+        if not self._due:
+            return False
+        entrywise = self.config.method not in (*RANKED, "none", "bf16") and self.monitor.samples
+        return entrywise or self.plan.exchange or self.monitor.window_ends
 
     @property
     def given_up(self) -> bool:
@@ -165,14 +139,6 @@ class Engine:
     @property
     def _compressors(self) -> tuple[Compressor, ...]:
         return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up.compressor)
-
-    @property
-    def waits(self) -> int:
-        """How often a reduction of this iteration waits for its collectives, measurements aside."""
-        warm_up = (
-            self.warm_up.compressor.waits(THROUGH) if self.warm_up is not None and self.warm_up.on else 0
-        )
-        return max(warm_up, self.compressor.waits(self.rank))
 
     def reduce(
         self,
@@ -207,44 +173,57 @@ class Engine:
 
         Between two yields a driver may advance other reductions, in an order that is the same on every rank.
         """
-        self._look_at_local(gradients)
         channel = self.open_channel(group, shards)
-        if channel.world > 1 and math.isnan(self._replicas):
-            self._replicas = float(min(dist.get_process_group_ranks(group or dist.group.WORLD)))
+        if channel.world > 1 and math.isnan(self.monitor.replicas):
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            self.monitor.replicas = float(min(ranks))
+        if self._due or self.observer is not None:
+            return self._observed(gradients, channel, compress)
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
-        rank = self.rank if channel.world > 1 and compress else None
-        if self.plan.probe_rank is not None and gradients and compress:
-            sent = yield from self._trials.probe(gradients, group, self.plan.probe_rank, shards)
+        gradients = self._ranked(gradients, compress and channel.world > 1)
+        compressor, rank = self._method(gradients, compress and channel.world > 1)
+        return compressor.exchange(gradients, channel, rank, self._statistics)
+
+    def _observed(self, gradients: Sequence[Gradient], channel: Channel, compress: bool) -> Steps:
+        """The same in an iteration in which something is due, with what is measured before and after."""
+        self._look_at(gradients, "local")
+        trials, plan = self.monitor.trials, self.plan
+        if plan.probe_rank is not None and gradients and compress:
+            # Added after the yields, between which other buckets add theirs; so below.
+            sent = yield from trials.probe(gradients, channel.group, plan.probe_rank, channel.shards)
             self._statistics.bytes += sent
-        if self.layer_ranks is not None and rank is not None:
-            gradients = self.layer_ranks.given(gradients)
-        gate = self._trials.gate
+        compress = compress and channel.world > 1
+        gradients = self._ranked(gradients, compress)
+        if plan.gate and self.rank is not None and gradients and compress:
+            sent = yield from trials.compare(gradients, channel.group, self.rank, channel.shards)
+            self._statistics.bytes += sent
+        compressor, rank = self._method(gradients, compress)
+        yield from compressor.exchange(gradients, channel, rank, self._statistics)
+        if self._due and rank is not None:
+            self.monitor.reduced(gradients, channel, compressor, compressor is self.compressor)
+        self._look_at(gradients, "reduced")
+
+    def _ranked(self, gradients: Sequence[Gradient], compress: bool) -> Sequence[Gradient]:
+        """``gradients`` with ranks of their own, where single matrices have some; the others have the common one."""
+        own = self.monitor.layer_ranks
+        if own is None or self.rank is None or not compress:
+            return gradients
+        return [replace(gradient, rank=own.ranks.get(gradient.name)) for gradient in gradients]
+
+    def _method(self, gradients: Sequence[Gradient], compress: bool) -> tuple[Compressor, int | None]:
+        """What ``gradients`` are reduced with, and at which rank."""
+        rank, gate = self.rank if compress else None, self.monitor.trials.gate
         if gate is not None and rank is not None:
-            if self.plan.gate and gradients:
-                # Added after the yields, between which other buckets add theirs.
-                sent = yield from self._trials.compare(gradients, group, rank, shards)
-                self._statistics.bytes += sent
-            if not gate.compresses({gradient.name: gradient.tensor.numel() for gradient in gradients}):
-                rank = None
-        compressor = self.compressor
-        if rank is not None:
-            self._compressed.update(gradient.name for gradient in gradients)
-        elif self.warm_up is not None and self.warm_up.on and channel.world > 1 and compress:
-            compressor, rank = self.warm_up.compressor, THROUGH
-        statistics = yield from compressor.exchange(gradients, channel, rank)
-        self._statistics = self._statistics + statistics
-        if rank is not None and self._samples:
-            self._window.mean.reduced(gradients, channel, compressor)
-        self._look_at_reduced(gradients)
+            sizes = {gradient.name: gradient.tensor.numel() for gradient in gradients}
+            rank = rank if gate.compresses(sizes) else None
+        if rank is None and compress and self.warm_up is not None and self.warm_up.on:
+            return self.warm_up.compressor, THROUGH
+        return self.compressor, rank
 
-    def _look_at_local(self, gradients: Sequence[Gradient]) -> None:
-        if self.observer is not None:
+    def _look_at(self, gradients: Sequence[Gradient], source: str) -> None:
+        if source == "local" and self.observer is not None:
             self.observer(self.iteration, gradients)
-        if self.config.entropy.source == "local":
-            self.entropy.add(self.iteration, gradients)
-
-    def _look_at_reduced(self, gradients: Sequence[Gradient]) -> None:
-        if self.config.entropy.source == "reduced":
+        if self._due and source == self.config.entropy.source:
             self.entropy.add(self.iteration, gradients)
 
     def reduce_across_stages(self, gradients: Sequence[Gradient], group: dist.ProcessGroup) -> None:
@@ -252,9 +231,9 @@ class Engine:
 
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
         """
-        self._look_at_local(gradients)
+        self._look_at(gradients, "local")
         self._statistics.bytes += self.compressor.reduce(gradients, self.open_channel(group), None).bytes
-        self._look_at_reduced(gradients)
+        self._look_at(gradients, "reduced")
 
     def add_loss(self, loss: float) -> None:
         """Take in the training loss of the iteration that has ended, on at least one rank; for policy ``loss``.
@@ -262,7 +241,7 @@ class Engine:
         Those of iterations that end a window come after its decision and count in the next window. Where no rank is
         told any in the first window, its end raises a ``UserError`` on every rank.
         """
-        self._window.add_loss(loss)
+        self.monitor.window.add_loss(loss)
 
     def rescale(self, scale: float) -> float:
         """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows by the factor that
@@ -273,39 +252,6 @@ class Engine:
                 compressor.rescale(factor)
             self.entropy.scale = scale
         return factor
-
-    @property
-    def _samples(self) -> bool:
-        """Whether this iteration's errors are measured: where GDS samples and at window ends."""
-        return self.entropy.samples(self.iteration) or self._window_ends
-
-    @property
-    def _window_ends(self) -> bool:
-        return self.iteration % self.config.window == 0
-
-    def _measure_errors(self, skipped: bool) -> MeanMeasured:
-        """Sketch what this rank has kept, and at a window's end say what the replicas' mean lacks. Collective then."""
-        mean, spectra, grid = self._window.mean, {}, self.controller.rank_grid
-        if self._samples and not skipped:
-            if grid and self._compressed and not self._statistics.skipped:
-                assert isinstance(self.compressor, PowerSGD)
-                spectra = self.compressor.spectra(self._compressed)
-            mean.measure(self.iteration, self.entropy.scale, self._statistics.skipped, spectra)
-        if not self._window_ends:
-            return MeanMeasured()
-        message = mean.message()
-        if message is not None:
-            channel = self.open_channel(mean.group)
-            channel.mean_(message)
-            channel.finish()
-            self._statistics.bytes += channel.bytes
-        measured = mean.close(message)
-        self._window.errors = measured.error_sq, measured.input_sq
-        saves = partial(saves_bytes, factor_dtype=self.config.factor_dtype, gradient_bits=self._gradient_bits)
-        self._window.curve = error_curve(list(measured.spectra.values()), grid, saves)
-        if self.layer_ranks is not None:
-            self.layer_ranks.take(measured.spectra, grid)
-        return measured
 
     def end_iteration(
         self,
@@ -325,69 +271,43 @@ class Engine:
         """
         for compressor in self._compressors:
             compressor.settle(not skipped)
-        entropy = self.entropy.close()
-        if skipped:
-            entropy = Measured(math.nan, math.nan, entropy.seconds)
-        self._window.entropy.add(entropy.sampled)
-        self._window.entropy_full.add(entropy.full)
+        monitor, plan = self.monitor, self.plan
         # Trials disturb the step that they are part of.
-        if not (skipped or self.plan.probe_rank is not None or self.plan.gate):
-            self._window.times.add(self.iteration, self._statistics)
-        measured = self._measure_errors(skipped)
+        if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
+            monitor.window.times.add(self.iteration, self._statistics)
         self.last = Iteration(
             iteration=self.iteration,
             rank=self.rank if self.config.method in RANKED and self._has_compressed() else None,
-            entropy=entropy.sampled,
-            entropy_full=entropy.full,
-            seconds_entropy=entropy.seconds,
             statistics=self._statistics,
             exposed=exposed,
             skipped=skipped,
-            mean_error_sq=measured.error_sq,
-            mean_input_sq=measured.input_sq,
         )
         self.decision = None
-        if self.plan.exchange:
-            self._exchange_and_decide(backward_seconds)
         self.iteration += 1
-        before, self.plan = self.plan, self.controller.plan(self.iteration)
-        if self.warm_up is not None:
-            self.warm_up.follow(self.plan)
-        if self.plan.ranks != before.ranks:
-            self._window.times.clear()
+        if not self._due:
+            self._begin()
+            return
+        entropy, errors = monitor.end(self.last.iteration, self._statistics, self.compressor, skipped)
+        self.last = replace(
+            self.last,
+            entropy=entropy.sampled,
+            entropy_full=entropy.full,
+            seconds_entropy=entropy.seconds,
+            mean_error_sq=errors.error_sq,
+            mean_input_sq=errors.input_sq,
+        )
+        if plan.exchange:
+            self.decision = monitor.decide(self.last.iteration, plan, backward_seconds)
+        self._look_ahead()
+        if self.plan.ranks != plan.ranks:
+            monitor.window.times.clear()
         if self.plan.probe_rank is None:
-            self._trials.end_search()
-        self._start_iteration()
+            monitor.trials.end_search()
 
     def _has_compressed(self) -> bool:
         norm = self._statistics.input_sq
         # A norm on a GPU is there because something was compressed; reading it would wait for the device.
         return norm.is_cuda or float(norm) > 0 if isinstance(norm, torch.Tensor) else norm > 0
-
-    def _exchange_and_decide(self, backward_seconds: Sequence[float]) -> None:
-        probe = backward = math.nan
-        if self.plan.probe_rank is not None:
-            probe = self._trials.probe_seconds
-            finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
-            backward = median_low(finite) if finite else math.nan
-        grid, watches = self.controller.rank_grid, self.controller.watches(self.iteration)
-        row = self._window.row(self.stage, grid, watches, probe, backward, self._replicas)
-        made, self.decision_entropy_full = report(
-            gather(row, self.exchange_group),
-            self.stages,
-            grid,
-            watches=watches,
-            probed=self.plan.probe_rank is not None,
-            gate=self._trials.judge(self.exchange_group) if self.plan.gate else (),
-        )
-        self.decision = self.controller.observe(self.iteration, made)
-        if self.layer_ranks is not None and self.controller.rank_grid != grid:
-            self.layer_ranks.forget()
-        elif self.layer_ranks is not None and self._window_ends:
-            common = self.controller.plan(self.iteration + 1).ranks[self.stage]
-            self.layer_ranks.decide(self.stage, common, grid, self.exchange_group)
-        if self._window_ends:
-            self._window.start()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
@@ -395,12 +315,8 @@ class Engine:
         return {
             "settings": self.config.to_dict(),
             "iteration": self.iteration,
-            "scale": self.entropy.scale,
-            "controller": self.controller.state_dict(),
             "compressor": compressor if self.warm_up is None else self.warm_up.state_dict(compressor),
-            "window": self._window.state_dict(),
-            "gate": self._trials.gate.state_dict() if self._trials.gate is not None else None,
-            "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
+            **self.monitor.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
@@ -415,20 +331,11 @@ class Engine:
         """
         need(state, _STATE, "engine")
         changed = compare_settings(state["settings"], self.config, allowed=changed_settings)
-        self.controller.load_state_dict(state["controller"], changed_settings=changed)
-        self.iteration, self.entropy.scale = int(state["iteration"]), float(state["scale"])
-        self.plan = self.controller.plan(self.iteration)
+        self.monitor.load_state_dict(state, changed_settings=changed)
+        self.iteration = int(state["iteration"])
         compressor = state["compressor"]
         if self.warm_up is not None:
-            compressor = self.warm_up.load_state_dict(compressor, self.plan)
+            on = self.controller.plan(self.iteration).phase in WARM_UP
+            compressor = self.warm_up.load_state_dict(compressor, on)
         self.compressor.load_state_dict(compressor)
-        if changed:
-            self._window.start()
-            self._window.mean.load_state_dict(None)
-        else:
-            self._window.load_state_dict(state["window"])
-        if self._trials.gate is not None:
-            self._trials.gate.load_state_dict(state["gate"] or {})
-        if self.layer_ranks is not None and not changed:
-            self.layer_ranks.load_state_dict(state["layer_ranks"])
-        self._start_iteration()
+        self._look_ahead()

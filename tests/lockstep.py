@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Channel, Compressor, Gradient, Statistics
-from edgc.compressors.channel import after_sum, before_sum
+from edgc.runtime.channel import after_sum, before_sum
 
 
 class Room:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from edgc.compressors.base import Compressor, Gradient, Statistics
-from edgc.compressors.bf16 import BF16
-from edgc.compressors.channel import Channel
+from edgc.compressors.dense import BF16, NoCompression
 from edgc.compressors.entrywise.quantize import Quantize
 from edgc.compressors.entrywise.randomk import RandomK
 from edgc.compressors.entrywise.sign import Sign
 from edgc.compressors.entrywise.topk import TopK
-from edgc.compressors.none import NoCompression
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
+from edgc.runtime.channel import Channel
 
 __all__ = [
     "BF16",

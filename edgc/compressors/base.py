@@ -5,7 +5,7 @@ layout and floating-point type, the same names, shapes, types and order on every
 What is in the buffer afterwards: the same approximation of their mean over the replicas, on every replica bit for bit.
 What is kept: whatever was not sent, as error feedback, keyed by parameter name, so that
 mean(buffer + kept) = mean(gradient + kept before).
-Bytes are counted where a collective is called (:class:`~edgc.compressors.channel.Channel`), never from shapes.
+Bytes are counted where a collective is called (:class:`~edgc.runtime.channel.Channel`), never from shapes.
 How it fails: from finite input nothing non-finite comes out. If any replica's gradient is not finite, the buffer is
 not finite on any replica, and a compressor that keeps state leaves its state as it was. With ``deferred`` on, no
 reduction changes the state before :meth:`Compressor.settle` says so, for the reductions of a whole step together.
@@ -22,19 +22,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from edgc.checks import need
-from edgc.compressors.channel import Channel
 from edgc.errors import UserError
-from edgc.runtime.clock import Stopwatch, mark
-from edgc.runtime.profiling import parts
+from edgc.runtime.channel import Channel, Stopwatch, mark, span, traced
+from edgc.runtime.device import host_decides
 
 Steps = Generator[None, None, None]
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Gradient:
 
 @dataclass
 class Statistics:
-    """Sums over the gradients of one reduction; ``+`` adds two of them.
+    """Sums over the gradients of one reduction, or of several.
 
     Squared norms are of this replica's own tensors and cover what was compressed with a loss: ``gradient_sq`` of G,
     ``input_sq`` of M = G + E, ``error_sq`` of what this replica keeps; on a GPU they may be tensors, so that nobody
@@ -70,8 +71,16 @@ class Statistics:
     error_sq: float | Tensor = 0.0
     skipped: int | Tensor = 0
 
-    def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def add(self, other: Statistics) -> None:
+        """Take in what another reduction has done."""
+        self.bytes += other.bytes
+        self.compress += other.compress
+        self.communicate += other.communicate
+        self.decompress += other.decompress
+        self.gradient_sq = self.gradient_sq + other.gradient_sq
+        self.input_sq = self.input_sq + other.input_sq
+        self.error_sq = self.error_sq + other.error_sq
+        self.skipped = self.skipped + other.skipped
 
     @property
     def seconds_compress(self) -> float:
@@ -134,46 +143,52 @@ class Compressor(ABC):
         return 1
 
     def exchange(
-        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None
-    ) -> Generator[None, None, Statistics]:
+        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
+    ) -> Steps:
         """:meth:`steps` with its times taken; after each yield it waits for its collectives itself.
+
+        Args:
+            statistics: what this reduction has done is added to it when it ends.
 
         Raises:
             ValueError: if ``rank`` is below 1.
         """
         if rank is not None and rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}")
-        statistics = Statistics()
         if not gradients:
-            return statistics
-        device = gradients[0].tensor.device
+            return
+        own, device = Statistics(), gradients[0].tensor.device
         if rank is None and channel.shards:
-            steps = self.scattered(gradients, channel, statistics)
+            steps = self.scattered(gradients, channel, own)
         else:
-            steps = self.steps(gradients, channel, rank, statistics)
-        sent = channel.bytes
-        before, channel.waited = channel.waited, statistics.communicate
+            steps = self.steps(gradients, channel, rank, own)
+        # A reduction that turns out to wait less often, since it compresses nothing or has one worker only, has only
+        # parts called edgc::compress.
+        left = self.waits(rank) if traced() else 1
+        sent, before, channel.waited = channel.bytes, channel.waited, own.communicate
         started = mark(device)
-        for _ in parts(steps, self.waits(rank)):
-            statistics.compress.add(started, mark(device))
+        while True:
+            with span("edgc::compress" if left > 0 else "edgc::decompress"):
+                ended = next(steps, _END) is _END
+            if ended:
+                break
+            left -= 1
+            own.compress.add(started, mark(device))
             yield
             channel.finish()
             started = mark(device)
         # What follows the last collective; a reduction without one has compressed nothing and sent nothing.
-        statistics.decompress.add(started, mark(device))
-        statistics.bytes = channel.bytes - sent
-        channel.waited = before + statistics.communicate
-        return statistics
+        own.decompress.add(started, mark(device))
+        own.bytes = channel.bytes - sent
+        channel.waited = before + own.communicate
+        statistics.add(own)
 
     def reduce(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Statistics:
         """Replace every gradient by (an approximation of) its mean over ``channel``, and wait for it."""
-        exchange = self.exchange(gradients, channel, rank)
-        while True:
-            try:
-                next(exchange)
-            except StopIteration as end:
-                statistics: Statistics = end.value
-                return statistics
+        statistics = Statistics()
+        for _ in self.exchange(gradients, channel, rank, statistics):
+            pass
+        return statistics
 
     def scattered(self, gradients: Sequence[Gradient], channel: Channel, statistics: Statistics) -> Steps:
         """The exact mean, as :meth:`steps` without a rank, but each rank gets only its part of ``channel.shards``,
@@ -182,7 +197,7 @@ class Compressor(ABC):
         channel.scatter_means(channel.shards)
         yield
 
-    def _drain(self, gradients: Sequence[Gradient]) -> None:  # noqa: B027  (most keep nothing)
+    def _drain(self, gradients: Sequence[Gradient]) -> None:  # noqa: B027
         """Add what error feedback holds of ``gradients`` to them, and forget it (see ``deferred``)."""
 
     @property
@@ -226,16 +241,42 @@ class Compressor(ABC):
             raise UserError(what, fix=f"{type(self).__name__} keeps nothing: load a state of the same method")
 
 
-def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One flat view of tensors that follow each other without a gap in one storage; None if they do not."""
-    first = tensors[0]
-    position = first.storage_offset()
-    for tensor in tensors:
-        same = (
-            tensor.dtype == first.dtype
-            and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        )
-        if not (same and tensor.is_contiguous() and tensor.storage_offset() == position):
-            return None
-        position += tensor.numel()
-    return torch.as_strided(first, (position - first.storage_offset(),), (1,), first.storage_offset())
+class KeepsErrors(Compressor):
+    """A method with error feedback.
+
+    Attributes:
+        errors: what was not sent, by parameter name, in the gradients' shapes.
+    """
+
+    errors: dict[str, Tensor]
+
+    def _decides(self, device: torch.device) -> bool:
+        return host_decides(device)
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        return self.errors
+
+    def rescale(self, factor: float) -> None:
+        for error in self.errors.values():
+            error.mul_(factor)
+
+    def _drain(self, gradients: Sequence[Gradient]) -> None:
+        owed = [gradient for gradient in gradients if gradient.name in self.errors]
+        self._add_errors(owed)
+        self._forget(owed, torch.ones((), dtype=torch.bool, device="cpu"))
+
+    def _add_errors(self, gradients: Sequence[Gradient]) -> None:
+        """Add what is kept of ``gradients``, of each of them something."""
+        for gradient in gradients:
+            # A state may have been loaded on another device.
+            error = self.errors[gradient.name] = self.errors[gradient.name].to(gradient.tensor.device)
+            gradient.tensor.add_(error)
+
+    def _forget(self, gradients: Sequence[Gradient], ok: Tensor) -> None:
+        """What was kept of ``gradients`` has been sent, if ``ok``."""
+        for gradient in gradients:
+            if self.deferred or self._decides(ok.device):
+                self._then(partial(self.errors.__delitem__, gradient.name))
+            else:
+                self.errors[gradient.name].masked_fill_(ok, 0)

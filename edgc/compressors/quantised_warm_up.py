@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgc.compressors import PowerSGD, Quantize
-from edgc.compressors.base import Compressor
+from edgc.compressors import Compressor, PowerSGD, Quantize
 from edgc.config import EDGCConfig
-from edgc.control.plan import Plan
 
-PHASES = ("warmup", "search")
 THROUGH = 1  # to a method without ranks the number says only that it is to compress
 
 
@@ -42,9 +39,9 @@ class WarmUp:
         assert isinstance(main, PowerSGD)
         return cls(config, main, deferred)
 
-    def follow(self, plan: Plan) -> None:
-        """Between two iterations, all changes settled: hand over what is kept if compression starts with ``plan``."""
-        before, self.on = self.on, plan.phase in PHASES
+    def follow(self, on: bool) -> None:
+        """Whether it is still warm-up; between two iterations, all changes settled. Hands over what is kept if not."""
+        before, self.on = self.on, on
         if before and not self.on:
             self._main.adopt_errors(self.compressor.errors)
             self._keep({})
@@ -53,9 +50,9 @@ class WarmUp:
         """``main``, the saved state of the main method, with the errors that are kept here."""
         return {**main, "errors": {**main["errors"], **self.compressor.state_dict()["errors"]}}
 
-    def load_state_dict(self, main: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    def load_state_dict(self, main: dict[str, Any], on: bool) -> dict[str, Any]:
         """Take what belongs here from the result of :meth:`state_dict`; returns the rest."""
-        self.on = plan.phase in PHASES
+        self.on = on
         self._keep(main["errors"] if self.on else {})
         return {**main, "errors": {}} if self.on else main
 

@@ -29,10 +29,11 @@ from edgc.checks import integer, need
 from edgc.config import FACTOR_BITS, EDGCConfig
 from edgc.control import warm_up
 from edgc.control.feasibility import check
-from edgc.control.plan import Decision, Phase, Plan, Report
+from edgc.control.plan import Decision, Phase, Plan
 from edgc.control.policies import Ranks
 from edgc.control.policy import Following
 from edgc.errors import UserError
+from edgc.measurement.report import Report
 from edgc.measurement.spectral import Curve
 from edgc.timing.cost_gate import GateSchedule, summary
 from edgc.timing.rank_search import bytes_limit

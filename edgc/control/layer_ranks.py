@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from edgc.compressors import Gradient
 from edgc.measurement.means import mean_curve
 from edgc.measurement.spectral import Curve, MatrixSpectrum
-from edgc.runtime.groups import gather_objects
 
 
 def allocate(
@@ -76,32 +71,31 @@ class LayerRanks:
         }
         self._sides = {name: sum(matrix.shape) for name, matrix in known.items()}
 
-    def decide(
-        self, stage: int, common: int | None, ranks: Sequence[int], group: dist.ProcessGroup | None
-    ) -> None:
-        """Share out the bytes of rank ``common`` (None: nothing is compressed) by the means over the stage's ranks, at
-        the end of a window.
+    @property
+    def measured(self) -> dict[str, tuple[Curve, int]]:
+        """Of this rank's matrices in the window, for :meth:`decide`: error curve, and rows plus columns."""
+        return {name: (curve, self._sides[name]) for name, curve in self._curves.items()}
 
-        Collective over ``group``; on all ranks of a stage with the same outcome.
+    def decide(
+        self, rows: Sequence[Mapping[str, tuple[Curve, int]]], common: int | None, ranks: Sequence[int]
+    ) -> None:
+        """Share out the bytes of rank ``common`` (None: nothing is compressed) at the end of a window.
+
+        Args:
+            rows: :attr:`measured` of all ranks of this stage, in rank order; equal rows have equal outcomes.
         """
-        mine = {name: (curve, self._sides[name]) for name, curve in self._curves.items()}
         found: dict[str, list[Curve]] = {}
         sides: dict[str, int] = {}
-        for place, measured in gather_objects((stage, mine), group):
+        for measured in rows:
             for name, (curve, size) in measured.items():
-                if place == stage:
-                    found.setdefault(name, []).append(curve)
-                    sides[name] = size
+                found.setdefault(name, []).append(curve)
+                sides[name] = size
         curves = {name: mean for name in sorted(found) if (mean := mean_curve(found[name])) is not None}
         if common is None or not ranks or common < ranks[0]:
             self.ranks = {}
         elif curves:
             self.ranks = allocate(curves, sides, ranks, common)
         self._curves, self._sides = {}, {}
-
-    def given(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
-        """``gradients`` with their ranks; those without one have the common rank."""
-        return [replace(item, rank=self.ranks.get(item.name)) for item in gradients]
 
     def state_dict(self) -> dict[str, Any]:
         return {"ranks": dict(self.ranks)}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from edgc.measurement.spectral import Curve
 from edgc.timing.cost_gate import GateVerdict
 from edgc.timing.stage_times import StageTiming
 
@@ -29,37 +27,6 @@ class Plan:
     probe_rank: int | None
     exchange: bool
     gate: bool = False
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was measured; the same numbers on every rank.
-
-    Attributes:
-        entropy: per stage, nats, mean over this window's samples so far and over replicas; nan if none.
-        probe_seconds: per stage, seconds of the reduction asked for by ``probe_rank``; None without a probe.
-        backward_seconds: per stage, backward time of one micro-batch, nan where none was timed; None as a whole
-            where nothing was.
-        error_curve: at a window's end, per stage, predicted squared relative error of the mean of M at every rank of
-            :attr:`Controller.rank_grid`, of this window's samples together, mean over the stage's ranks; None for a
-            stage without spectra, and as a whole where no policy asks for them.
-        gate: what the cost gate has measured, all stages.
-        reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
-            communicate + decompress), nan where that is not known; None where it was not asked for.
-        loss: mean of the finite training losses of this window that some rank was told; nan if none was told, infinite
-            if none that was told is finite.
-        mean_error: at a window's end, per stage, what the replicas' mean lacked relative to it, all shards of the stage
-            together; nan where nothing was compressed with error feedback.
-    """
-
-    entropy: tuple[float, ...]
-    probe_seconds: tuple[float, ...] | None = None
-    backward_seconds: tuple[float, ...] | None = None
-    error_curve: tuple[Curve | None, ...] | None = None
-    gate: tuple[GateVerdict, ...] = ()
-    reduction_seconds: tuple[float, ...] | None = None
-    loss: float = math.nan
-    mean_error: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """EDGC for PyTorch's ``DistributedDataParallel``: ``edgc.ddp.register(model, config, iterations=...)``.
 
 Buckets are reduced beside backward, several in flight (:mod:`edgc.buckets`). Ranks pair collectives by order, and
-ours depends on the sequence of buckets alone, never on timing (:mod:`edgc.in_order`). State is keyed by parameter name,
+ours depends on the sequence of buckets alone, never on timing. State is keyed by parameter name,
 so it survives buckets being cut anew after the first iteration.
 
 What follows from how DDP works:
@@ -35,7 +35,7 @@ from edgc.buckets import Bucket, BucketWorker, Log
 from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
 from edgc.checks import integer, need
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.algorithm import compressible, mean_bits
+from edgc.compressors.sizes import compressible, mean_bits
 from edgc.config import EDGCConfig
 from edgc.control.controller import Decision
 from edgc.engine import Engine, Iteration, Observer

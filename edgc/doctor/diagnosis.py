@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from edgc.compressors import Channel, Gradient, build
 from edgc.config import EDGCConfig
-from edgc.runtime.clock import mark, seconds_between
+from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
 from edgc.timing import trial
 from edgc.timing.link import Cost, Link, break_even

@@ -7,9 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from edgc.compressors.base import Statistics
 from edgc.measurement.spectral import Curve
-from edgc.timing.trial import seconds
 
 
 @dataclass
@@ -64,40 +62,6 @@ def mean_curve(curves: Iterable[Sequence[float]]) -> Curve | None:
     for curve in curves:
         result.add(curve)
     return result.value or None
-
-
-class WindowTimes:
-    """What the reductions of this rank took at up to ``MOST`` evenly spread iterations of a window.
-
-    They are kept by place in the window, so that those of several ranks can be compared iteration by iteration. On a
-    GPU the times are read when somebody asks for them.
-    """
-
-    MOST = 64
-
-    def __init__(self, window: int) -> None:
-        self.window, self.stride = window, -(-window // self.MOST)
-        self._slots: list[Statistics | float] = []
-        self.clear()
-
-    def clear(self) -> None:
-        self._slots = [math.nan] * -(-self.window // self.stride)
-
-    def add(self, iteration: int, done: Statistics) -> None:
-        """Take in what one iteration (1-based) has done, if it is one of those that are kept."""
-        place, rest = divmod((iteration - 1) % self.window, self.stride)
-        if rest == 0:
-            self._slots[place] = done
-
-    @property
-    def values(self) -> list[float]:
-        """Seconds by place, nan where nothing is known: compress + communicate + decompress."""
-        self._slots = [item if isinstance(item, float) else seconds(item) for item in self._slots]
-        return [item for item in self._slots if isinstance(item, float)]
-
-    @values.setter
-    def values(self, values: Iterable[float]) -> None:
-        self._slots = [float(value) for value in values]
 
 
 def stage_seconds(rows: Sequence[tuple[float, Sequence[float]]]) -> float:

@@ -1,22 +1,54 @@
-"""What a rank measures in a window, and the report that all ranks make of what all have measured."""
+"""What a rank measures in a window."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from edgc.checks import need
-from edgc.control.plan import Report
-from edgc.measurement.mean_error import MeanError, relative
-from edgc.measurement.means import Mean, WindowTimes, mean, mean_curve, stage_seconds
+from edgc.compressors import Statistics
+from edgc.measurement.mean_error import MeanError
+from edgc.measurement.means import Mean
 from edgc.measurement.spectral import Curve
-from edgc.timing.cost_gate import GateVerdict
+from edgc.timing.trial import seconds
 
-_COLUMNS = 9  # of a row, before the error curve
+
+class WindowTimes:
+    """What the reductions of this rank took at up to ``MOST`` evenly spread iterations of a window.
+
+    They are kept by place in the window, so that those of several ranks can be compared iteration by iteration. On a
+    GPU the times are read when somebody asks for them.
+    """
+
+    MOST = 64
+
+    def __init__(self, window: int) -> None:
+        self.window, self.stride = window, -(-window // self.MOST)
+        self._slots: list[Statistics | float] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self._slots = [math.nan] * -(-self.window // self.stride)
+
+    def add(self, iteration: int, done: Statistics) -> None:
+        """Take in what one iteration (1-based) has done, if it is one of those that are kept."""
+        place, rest = divmod((iteration - 1) % self.window, self.stride)
+        if rest == 0:
+            self._slots[place] = done
+
+    @property
+    def values(self) -> list[float]:
+        """Seconds by place, nan where nothing is known: compress + communicate + decompress."""
+        self._slots = [item if isinstance(item, float) else seconds(item) for item in self._slots]
+        return [item for item in self._slots if isinstance(item, float)]
+
+    @values.setter
+    def values(self, values: Iterable[float]) -> None:
+        self._slots = [float(value) for value in values]
 
 
 class Window:
@@ -54,7 +86,7 @@ class Window:
     def row(
         self, stage: int, grid: Sequence[int], watches: bool, probe: float, backward: float, replicas: float
     ) -> list[float]:
-        """This rank's numbers for :func:`report`.
+        """This rank's numbers for :func:`edgc.measurement.report.report`.
 
         Args:
             grid: ranks of the error curve.
@@ -81,43 +113,6 @@ class Window:
         self._told = bool(state.get("told", self.loss.count))
         self.mean.load_state_dict(state["mean"])
         self.times.values = state["times"]
-
-
-def report(
-    rows: Sequence[Sequence[float]],
-    stages: int,
-    grid: Sequence[int],
-    *,
-    watches: bool,
-    probed: bool,
-    gate: tuple[GateVerdict, ...],
-) -> tuple[Report, tuple[float, ...]]:
-    """The report on all ranks' :meth:`Window.row`, in rank order, and the entropies of all entries per stage."""
-    by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(stages)]
-    entropy, full, probe, backward = (
-        tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4)
-    )
-    end = _COLUMNS + len(grid)
-    curves = tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
-    errors, inputs = (tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (7, 8))
-    times = tuple(stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage)
-    made = Report(
-        entropy=entropy,
-        probe_seconds=probe if probed else None,
-        backward_seconds=backward if any(map(math.isfinite, backward)) else None,
-        error_curve=curves if grid else None,
-        gate=gate,
-        reduction_seconds=times if watches else None,
-        loss=_loss([row[6] for row in rows]),
-        # Every shard of a stage has as many replicas, so that these are the sums over shards up to one factor.
-        mean_error=tuple(map(relative, errors, inputs)),
-    )
-    return made, full
-
-
-def _loss(losses: Sequence[float]) -> float:
-    """The report's loss of the ranks': infinite, nan or a mean, see :class:`edgc.control.plan.Report`."""
-    return math.inf if math.inf in losses and not any(map(math.isfinite, losses)) else mean(losses)
 
 
 def gather(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:

@@ -30,12 +30,11 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Statistics
-from edgc.compressors.norms import square_sums
-from edgc.compressors.powersgd.matrices import within
+from edgc.compressors.passes import Batched, RowBlocks, square_sums, within
 from edgc.compressors.powersgd.orthogonal import Orthonormal
-from edgc.compressors.powersgd.state import keep, random_factor
+from edgc.compressors.powersgd.state import random_factor
 from edgc.errors import UserError
-from edgc.runtime.clock import mark
+from edgc.runtime.channel import mark
 from edgc.runtime.device import host_decides
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -176,7 +175,7 @@ class ActivationCompressor:
         if error is not None:
             torch.where(ok, m, error, out=error)
             self.errors[name] = error
-        keep(right[None], factor[None], ok, decides)
+        (RowBlocks if decides else Batched).keep(right[None], factor[None], ok)
         self.factors[name] = factor
         for key, norm in (("gradient_sq", gradient_sq), ("input_sq", input_sq), ("error_sq", error_sq)):
             value = float(norm) if decides else torch.where(ok, norm, 0.0)

@@ -9,8 +9,8 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.messages import finite
-from edgc.runtime.clock import mark
+from edgc.compressors.passes import finite
+from edgc.runtime.channel import mark
 
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):

@@ -21,7 +21,7 @@ from edgc.errors import UserError, copied
 from edgc.megatron.bucket_group import CompressedBucketGroup
 from edgc.megatron.embedding import FusedEmbedding
 from edgc.megatron.pipeline_traffic import CompressedP2P
-from edgc.runtime.clock import Mark, Stopwatch, mark, seconds_between
+from edgc.runtime.channel import Mark, Stopwatch, mark, seconds_between
 from edgc.runtime.groups import own_groups
 
 
@@ -53,7 +53,7 @@ class Attachment:
         skipped: steps skipped so far.
         skipped_in_a_row: up to and with the last iteration.
         averaged_at: when the last gradients of the last iteration were averaged here, before any rank waits for those
-            of other stages; a mark of :mod:`edgc.runtime.clock`.
+            of other stages; a mark of :mod:`edgc.runtime.channel`.
         hooks: on the model, to be removed at the end.
         pipeline: the communicator that compresses the traffic between pipeline stages, under ``config.pipeline``. Its
             error feedback follows the loss scale and is part of the state.

@@ -1,7 +1,7 @@
 """A network as two numbers, and what compression gains on it.
 
 A reduction that computes for c seconds and sends B bytes per rank in k rounds, each of which waits for the one before,
-takes ``c + k * latency + B / bandwidth`` seconds. Bytes are counted as in :class:`edgc.compressors.channel.Channel`, by
+takes ``c + k * latency + B / bandwidth`` seconds. Bytes are counted as in :class:`edgc.runtime.channel.Channel`, by
 the ring or direct formula, so the bandwidth is that of one rank's sending. Plain arithmetic.
 """
 

@@ -17,22 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Compressor, Gradient, Statistics, flat_view
-from edgc.compressors.channel import Channel
+from edgc.compressors.base import Compressor, Gradient, Statistics
+from edgc.compressors.dense import flat_view
+from edgc.runtime.channel import Channel
 
 Trial = Generator[None, None, Statistics]
-
-
-def waiting(exchange: Trial, channel: Channel) -> Trial:
-    """``exchange`` over ``channel``, every collective waited for at once: its times are those of a reduction alone."""
-    while True:
-        try:
-            next(exchange)
-        except StopIteration as end:
-            statistics: Statistics = end.value
-            return statistics
-        channel.finish()
-        yield
 
 
 def timed(compressor: Compressor, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Trial:
@@ -44,7 +33,12 @@ def timed(compressor: Compressor, gradients: Sequence[Gradient], channel: Channe
     copied = copies(gradients)
     channel.mean_(torch.zeros(1, dtype=torch.float32, device=copied[0].tensor.device))
     channel.finish()
-    return (yield from waiting(compressor.exchange(copied, channel, rank), channel))
+    statistics = Statistics()
+    for _ in compressor.exchange(copied, channel, rank, statistics):
+        # Waited for at once: its times are those of a reduction alone.
+        channel.finish()
+        yield
+    return statistics
 
 
 @dataclass(frozen=True)

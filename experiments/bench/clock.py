@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from edgc.runtime.clock import mark, seconds_between
+from edgc.runtime.channel import mark, seconds_between
 
 
 @dataclass(frozen=True)

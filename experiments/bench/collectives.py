@@ -61,7 +61,7 @@ def total(messages: Iterable[Sent]) -> float:
 
 def sent_in(kind: str, entries: int, world: int) -> float:
     """Bytes that each of ``world`` ranks sends when a buffer of so many fp32 numbers is reduced, exchanged or gathered
-    (:class:`edgc.compressors.channel.Channel` has the formulas)."""
+    (:class:`edgc.runtime.channel.Channel` has the formulas)."""
     return (2 if kind == ALL_REDUCE else 1) * (world - 1) / world * 4 * entries
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.runtime.clock import Stopwatch
+from edgc.runtime.channel import Stopwatch
 from experiments.bench import floor
 from experiments.bench.children import serve
 from experiments.bench.clock import timed

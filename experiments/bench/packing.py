@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from edgc.compressors.quantization.blocks import Blocks
-from edgc.runtime.clock import Stopwatch, mark
+from edgc.runtime.channel import Stopwatch, mark
 
 
 def watch_packing() -> Stopwatch:

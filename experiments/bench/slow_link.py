@@ -1,7 +1,7 @@
 """Injected delay: a link that takes as long as one of a chosen bandwidth would, on top of what the real one takes.
 
 Nothing is emulated below the collectives: whoever waits for them sleeps for bytes / bandwidth more, bytes counted as
-:class:`edgc.compressors.channel.Channel` counts them. That is enough to give the stages of one machine links of
+:class:`edgc.runtime.channel.Channel` counts them. That is enough to give the stages of one machine links of
 different speeds, and costs no processor time. On a CPU only.
 """
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from edgc.control.controller import Decision
 from edgc.megatron import cpu_shims
-from edgc.runtime.clock import Mark
+from edgc.runtime.channel import Mark
 from experiments.spec.settings import RunConfig
 from experiments.training.events import plain
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc.config import EDGCConfig
-from edgc.runtime.clock import Mark, mark, seconds_between
+from edgc.runtime.channel import Mark, mark, seconds_between
 from experiments.bench.children import serve
 from experiments.bench.gpt import GPT, Size, batch
 from experiments.bench.kernels import kernels

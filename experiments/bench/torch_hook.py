@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as original
 
-from edgc.runtime.clock import Mark, Stopwatch, mark
+from edgc.runtime.channel import Mark, Stopwatch, mark
 from experiments.bench.gradients import Shape, views
 
 

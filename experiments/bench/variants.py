@@ -13,7 +13,7 @@ from torch import Tensor
 from edgc.compressors import Channel, build
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
-from edgc.runtime.clock import Stopwatch, mark
+from edgc.runtime.channel import Stopwatch, mark
 from experiments.bench.gradients import Shape, entries, name, named, views
 from experiments.bench.torch_hook import Hook
 

@@ -4,7 +4,7 @@ The model, Megatron's gradient buffers and optimizer, EDGC's engine and its comp
 built by the same functions. Their tensors have shapes and no memory, their process groups any size and no peers, so
 the last stage of the 12.1 B model is built and taken through a step in seconds. Nothing here is a second formula: bytes
 are counted where tensors are allocated (:class:`~experiments.simulation.meta_device.Ledger`) and where collectives are
-called (:class:`~edgc.compressors.channel.Channel`).
+called (:class:`~edgc.runtime.channel.Channel`).
 
 What differs from a GPU: kernels that allocate scratch memory of their own, the allocator's rounding, and the memory
 that CUDA and NCCL keep for themselves are not seen. It replaces functions of torch for the whole process, so it belongs
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims

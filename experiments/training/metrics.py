@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from edgc.control.plan import Plan
 from edgc.engine import Iteration
-from edgc.measurement.mean_error import relative
+from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic
 from experiments.training.events import plain
 from experiments.training.signatures import Observation

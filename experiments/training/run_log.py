@@ -135,7 +135,7 @@ class RunLog:
             reason=made.reason,
             ranks=made.ranks,
             entropy=made.entropy,
-            entropy_full=engine.decision_entropy_full,
+            entropy_full=engine.monitor.entropy_full,
             r_min=made.r_min,
             r_max=made.r_max,
             target=made.target,

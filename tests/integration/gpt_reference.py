@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
-from edgc.compressors.powersgd.algorithm import compressible, saves_bytes
+from edgc.compressors.sizes import compressible, saves_bytes
 
 VOCABULARY, WIDTH, LENGTH, RANK, SMALLEST = 64, 32, 16, 4, 256
 

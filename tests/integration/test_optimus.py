@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgc.compressors.channel import all_reduce_bytes
+from edgc.runtime.channel import all_reduce_bytes
 from tests.integration import optimus_cases
 from tests.integration.optimus_cases import LAYOUTS, POISONED, SHORT, STEPS
 from tests.workers import run_workers

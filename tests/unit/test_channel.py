@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.compressors import Gradient, NoCompression
-from edgc.compressors.channel import after_sum, before_sum
+from edgc.runtime.channel import after_sum, before_sum
 from tests.lockstep import reduce_together
 
 LARGEST = torch.finfo(torch.float16).max

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import edgc.engine
 from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD, Statistics
-from edgc.compressors.base import flat_view
+from edgc.compressors.dense import flat_view
 from edgc.config import EDGCConfig, EntropyConfig
 from edgc.engine import Engine
-from edgc.runtime.clock import Stopwatch
+from edgc.runtime.channel import Stopwatch
 from edgc.timing import trial
 from edgc.timing.cost_gate import CostGate, GateSchedule, GateVerdict, GroupTimes, label, summary, verdicts
 from tests.workers import run_workers

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors.norms import square_sum, square_sums
-from edgc.compressors.powersgd import matrices as module
-from edgc.compressors.powersgd.matrices import Batched, Matrices, RowBlocks, batch_view
+from edgc.compressors import Gradient
+from edgc.compressors import passes as module
+from edgc.compressors.passes import Batched, Matrices, RowBlocks, batch_view, square_sum, square_sums
 
 BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
 OK = torch.tensor(True)
@@ -34,6 +34,10 @@ def matrices(
 ) -> Matrices:
     error = None if error_dtype is None else draw(count, rows, columns, seed=1).to(error_dtype)
     return Matrices([f"w{i}" for i in range(count)], (rows, columns), rank, error)
+
+
+def bind(x: Matrices, tensors: list[Tensor]) -> None:
+    x.bind([Gradient(name, tensor) for name, tensor in zip(x.names, tensors, strict=True)])
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
@@ -69,7 +73,7 @@ def test_a_reduction_of_one_worker(
         gradients = [g.clone() for g in gradients]
     if layout == "transposed":
         gradients = [g.T.contiguous().T for g in gradients]
-    x.bind(gradients)
+    bind(x, gradients)
     if dtype != torch.float32:
         assert not x.in_place
     elif layout == "flat":
@@ -110,7 +114,7 @@ def test_small_errors_are_measured_and_not_a_difference() -> None:
     left, right = torch.linalg.qr(draw(50, 3)).Q, 10 * draw(3, 40)
     noise = 1e-4 * draw(50, 40, seed=5)
     x = Matrices(["w"], (50, 40), 3, torch.zeros(1, 50, 40))
-    x.bind([left @ right + noise])
+    bind(x, [left @ right + noise])
     basis = left[None]
     run = RowBlocks()
     run.load(x, None, None)
@@ -132,7 +136,7 @@ def test_not_finite_on_a_gpu_leaves_the_error_and_ruins_the_gradient(
     before = x.error.clone()
     gradient = draw(2, 20, 30).to(dtype)
     gradient[1, 3, 4] = torch.inf
-    x.bind(list(gradient))
+    bind(x, list(gradient))
     basis, own = draw(2, 20, 2), draw(2, 2, 30)
     run = Batched()
     run.load(x, own, basis)
@@ -145,7 +149,7 @@ def test_what_a_narrow_gradient_cannot_hold_is_clamped_and_kept() -> None:
     for run in (RowBlocks(), Batched()):
         x = Matrices(["w"], (4, 4), 1, torch.zeros(1, 4, 4))
         gradient = torch.zeros(4, 4, dtype=torch.float16)
-        x.bind([gradient])
+        bind(x, [gradient])
         run.load(x, None, None)
         large = (torch.full((1, 4, 1), 1e3), torch.full((1, 1, 4), 1e3))
         run.store(x, large, large, torch.zeros(1), OK)

@@ -11,7 +11,7 @@ import pytest
 
 from edgc.compressors import Statistics
 from edgc.measurement.means import WindowTimes, stage_seconds
-from edgc.runtime.clock import Stopwatch
+from edgc.runtime.channel import Stopwatch
 
 NAN = math.nan
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD, Statistics
-from edgc.compressors.powersgd.algorithm import saves_bytes
 from edgc.compressors.powersgd.state import random_factor
+from edgc.compressors.sizes import saves_bytes
 from edgc.errors import UserError
 from tests.lockstep import Room, reduce_together
 from tests.workers import run_workers

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from edgc import EDGCConfig
 from edgc.compressors import Channel, Gradient, build
-from edgc.runtime.profiling import named, parts, span
+from edgc.runtime.channel import named, parts, span
 from tests.workers import run_workers
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def test_ranges_of_several_threads() -> None:
         for _ in range(4):
             together()
 
-    # The options by their names of today; what is documented in edgc.runtime.profiling has to work.
+    # The options by their names of today; what is documented in edgc.runtime.channel has to work.
     try:
         everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     except TypeError:

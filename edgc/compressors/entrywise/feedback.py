@@ -35,13 +35,11 @@ from torch import Tensor
 
 from edgc.checks import need
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
-from edgc.compressors.channel import Channel
-from edgc.compressors.none import dense_steps
-from edgc.compressors.norms import square_sums
-from edgc.compressors.powersgd.algorithm import compressible
-from edgc.compressors.powersgd.matrices import within
-from edgc.compressors.powersgd.messages import finite
+from edgc.compressors.dense import dense_steps
+from edgc.compressors.passes import finite, square_sums, within
+from edgc.compressors.sizes import compressible
 from edgc.errors import UserError
+from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
 

@@ -7,10 +7,10 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
 from edgc.compressors.quantization.blocks import Blocks
 from edgc.compressors.quantization.mean import QuantisedMean
+from edgc.runtime.channel import Channel
 
 
 class Quantize(Feedback):

@@ -7,9 +7,9 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
 from edgc.compressors.entrywise.topk import chosen
+from edgc.runtime.channel import Channel
 
 
 class RandomK(Feedback):

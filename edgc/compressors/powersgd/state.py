@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from edgc.checks import need
 from edgc.compressors.base import Gradient
-from edgc.compressors.norms import square_sums
-from edgc.compressors.powersgd.matrices import Matrices
 from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace
 from edgc.errors import UserError
 
@@ -43,28 +40,6 @@ def extend(factor: Tensor, fresh: Tensor) -> Tensor:
     for _ in range(2):
         fresh = torch.linalg.qr(fresh - basis @ (basis.mT @ fresh)).Q
     return torch.cat([factor, fresh], dim=1)
-
-
-def keep(mean: Tensor, factor: Tensor, finite: Tensor, decide: bool) -> Tensor:
-    """``factor`` becomes ``mean``, both [B, ., .], scaled by a power of two to a norm of about one each.
-
-    So no scale of the gradients underflows in M Q, and no bit changes. A zero matrix leaves the old factor: from zero
-    it could never recover; and so does one that is not finite, if ``decide`` is off and nobody has looked before.
-
-    Returns:
-        Whether all of ``factor`` was replaced, a 0-dim bool tensor; without ``decide`` nobody has looked at it.
-    """
-    norms = square_sums(mean)
-    if not decide:
-        # The exponents of norms that are not finite or zero do not matter.
-        scale = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None]
-        good = (norms > 0) & finite
-        torch.where(good[:, None, None], mean * scale, factor, out=factor)
-        return good.all()
-    for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
-        if norm > 0:
-            torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
-    return (norms > 0).all()
 
 
 class State:
@@ -114,7 +89,7 @@ class State:
         """Refer to the factors of the sides that are next. On a GPU the host may wait here, so a step does not ask."""
         turning, self._turning = self._turning, []
         for group in turning:
-            for i, name in enumerate(group.x.names):
+            for i, name in enumerate(group.names):
                 self._refer(group, i, name)
                 self._sides[name] = group.side
 
@@ -149,18 +124,18 @@ class State:
                 for mine, old in zip(error, kept, strict=True):
                     if old is not None:
                         mine.copy_(old)
-        x = Matrices([gradient.name for gradient in members], (rows, columns), rank, error)
-        x.spare = torch.empty_like(error) if deferred and error is not None else None
         left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
         right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
-        group = Group(x, (left, right), self.side(members[0].name))
+        names = [gradient.name for gradient in members]
+        group = Group(names, (rows, columns), rank, error, left, right, self.side(names[0]))
+        group.spare = torch.empty_like(error) if deferred and error is not None else None
         self.begin(group)
         return group
 
     def begin(self, group: Group) -> None:
         """The factors to begin with: the warm start, cut or extended to the rank, or random columns."""
-        length, rank = group.x.shape[group.side], group.x.rank
-        for name, factor in zip(group.x.names, group.factor(group.side), strict=True):
+        length, rank = group.shape[group.side], group.rank
+        for name, factor in zip(group.names, group.factor(group.side), strict=True):
             q, draw = self.factors.get(name), self.draws.get(name, 0) + 1
             missing = rank - (0 if q is None else q.shape[1])
             if missing > 0:
@@ -178,21 +153,17 @@ class State:
     def commit(self, work: Workspace) -> None:
         """Refer to what a reduction has left in its workspace."""
         for group in work.groups:
-            for i, name in enumerate(group.x.names):
+            for i, name in enumerate(group.names):
                 if name in group.drawn:
                     self.draws[name] = self.draws.get(name, 0) + 1
-                if group.x.error is not None and not (work.registered and group.x.spare is None):
-                    self.errors[name] = group.x.error[i]
+                if group.error is not None and not (work.registered and group.spare is None):
+                    self.errors[name] = group.error[i]
                 if self.warm_start and not self.one_sided and not work.registered:
                     self._refer(group, i, name)
             if self.warm_start and self.one_sided and group not in self._turning:
                 self._turning.append(group)
             group.drawn.clear()
         work.registered = True
-
-    def forget(self, name: str) -> None:
-        """What error feedback held of ``name`` has been sent."""
-        del self.errors[name]
 
     def to_dict(self) -> dict[str, Any]:
         """A copy of everything."""
@@ -213,7 +184,8 @@ class State:
         """
         need(state, ("errors", "factors", "sides", "draws"), "compressor")
         errors = {} if self.error_dtype is None else state["errors"]
-        self.errors = {name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()}
+        self.errors.clear()
+        self.errors.update({name: tensor.to(self.error_dtype, copy=True) for name, tensor in errors.items()})
         both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
         factors = state["factors"] if both and self.warm_start else {}
         self._factors = {name: tensor.clone() for name, tensor in factors.items()}

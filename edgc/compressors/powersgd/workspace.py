@@ -7,27 +7,37 @@ at once; they share no names and so no workspace.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Gradient, Steps
-from edgc.compressors.channel import Channel
-from edgc.compressors.norms import square_sums
-from edgc.compressors.powersgd.matrices import Matrices, batch_view
-from edgc.compressors.powersgd.messages import Dense, Wire, blocks_of, finite
+from edgc.compressors.base import Gradient
+from edgc.compressors.dense import Dense
+from edgc.compressors.passes import Matrices, RowBlocks, batch_view
+from edgc.compressors.powersgd.wire import Wire, blocks_of
 from edgc.runtime.device import Later
 
 LEFT, RIGHT = 0, 1
 
 
-class Group:
+class Way(NamedTuple):
+    """How a device is worked on.
+
+    On a CPU the host looks whether a message is finite, and ``decides``. On a GPU it would have to wait; there
+    everything goes on, and writes are masked.
+    """
+
+    decides: bool
+    passes: RowBlocks
+    orthonormalise: Callable[[Tensor, Tensor], None]
+
+
+class Group(Matrices):
     """Matrices of one shape and their factors, left [B, m, r] or right [B, r, n].
 
     Attributes:
-        x: the matrices.
-        factors: the warm-started P, if one-sided, and Q; the latter transposed, as a right factor.
+        left, right: the warm-started P, if one-sided, and Q; the latter transposed, as a right factor.
         drawn: names whose factor is random and new.
         start, summed, basis, own, mean: of the call under way, in the workspace's flat buffers: Q~; P before and
             after orthogonalisation; the factor that this worker sends; its mean.
@@ -39,8 +49,18 @@ class Group:
     own: Tensor
     mean: Tensor
 
-    def __init__(self, x: Matrices, factors: tuple[Tensor | None, Tensor], side: int) -> None:
-        self.x, self.factors, self._side = x, factors, side
+    def __init__(
+        self,
+        names: Sequence[str],
+        shape: tuple[int, int],
+        rank: int,
+        error: Tensor | None,
+        left: Tensor | None,
+        right: Tensor,
+        side: int,
+    ) -> None:
+        super().__init__(names, shape, rank, error)
+        self.left, self.right, self._side = left, right, side
         self._turns: Later | None = None
         self.drawn: set[str] = set()
 
@@ -61,22 +81,26 @@ class Group:
         return LEFT if self.side == RIGHT else RIGHT
 
     def factor(self, side: int) -> Tensor:
-        factor = self.factors[side]
+        factor = self.right if side == RIGHT else self.left
         assert factor is not None
         return factor
 
 
 class Workspace:
-    """Buffers of the reductions with one :func:`signature`.
+    """Buffers of the reductions of the same gradients at the same rank.
 
     Args:
-        gradients, rank: of the first such call.
+        gradients: of the first such call.
         groups: of the gradients that are sent as factors, in the order of their messages.
         factor_dtype, one_sided: options of the compressor.
 
     Attributes:
+        key: what the workspace depends on.
+        way: how its device is worked on.
         registered: whether the compressor's state refers to this workspace.
-        dense: messages of the gradients that are not factored, :attr:`plain` their positions.
+        dense: messages of the gradients that are not factored, :attr:`plain` their positions; :attr:`factored` those of
+            every group.
+        wire: what factors are sent through; None where they are sent as they are, in fp32.
         first, second: flat messages of factors; only ``first`` if one-sided.
         basis, own: flat buffers laid out like the messages.
     """
@@ -84,17 +108,18 @@ class Workspace:
     def __init__(
         self,
         gradients: Sequence[Gradient],
-        rank: int | None,
         groups: Sequence[Group],
         factor_dtype: str,
         one_sided: bool,
+        way: Way,
+        key: object,
     ) -> None:
-        self.signature = signature(gradients, rank)
-        self.groups, self.one_sided = groups, one_sided
+        self.groups, self.way, self.key = groups, way, key
         self.registered = False
-        self._at = {gradient.name: i for i, gradient in enumerate(gradients)}
-        factored = {name for group in groups for name in group.x.names}
-        self.plain = [i for i, gradient in enumerate(gradients) if gradient.name not in factored]
+        at = {gradient.name: i for i, gradient in enumerate(gradients)}
+        self.factored = [[at[name] for name in group.names] for group in groups]
+        members = {i for places in self.factored for i in places}
+        self.plain = [i for i in range(len(gradients)) if i not in members]
         device = gradients[0].tensor.device
         lefts, rights = self._sizes([LEFT] * len(groups)), self._sizes([RIGHT] * len(groups))
         # One-sided, every matrix may have either of its factors sent.
@@ -111,7 +136,7 @@ class Workspace:
         blocks = blocks_of(factor_dtype)
         # Blocks of a quantiser run down the columns of a factor.
         self._by_columns = blocks is not None
-        self.wire = Wire(factor_dtype, max(first, second), device, blocks)
+        self.wire = None if in_message else Wire(max(first, second), device, blocks)
         if one_sided:
             return
         start = flat(second if blocks is not None else 0)
@@ -126,7 +151,7 @@ class Workspace:
             self._carve("start", start, [RIGHT] * len(groups))
         else:
             for group in groups:
-                group.start = group.factor(RIGHT)
+                group.start = group.right
 
     def lay_out_one_sided(self) -> tuple[Tensor, Tensor]:
         """Place bases, own factors and means for the sides that are next; returns the flat means and own factors."""
@@ -137,44 +162,14 @@ class Workspace:
         size = sum(self._sizes(sent))
         return self.first[:size], self.own[:size]
 
-    def send_first(self, dense: Sequence[Tensor], factors: Tensor, channel: Channel) -> Steps:
-        """Average everything dense and, in the same message if they are sent in fp32, the first factors."""
-        if self.wire.kept is None:
-            self.dense.start(dense, channel, factors.numel())
-            yield
-        else:
-            self.dense.start(dense, channel, 0)
-            yield from self.wire.mean(factors, channel)
-
-    def first_finite(self, factors: Tensor) -> Tensor:
-        """Whether that was finite."""
-        return finite([*self.dense.messages, *([] if self.wire.kept is None else [factors])])
-
-    def subtract_kept(self, left_over: Sequence[Tensor]) -> None:
-        """What rounding kept of this worker's factors was not sent: add its norms to ``left_over``, one a group."""
-        if self.wire.kept is None:
-            return
-        for group, norms in zip(self.groups, left_over, strict=True):
-            own = group.own
-            kept = self.wire.kept.as_strided(own.shape, own.stride(), own.storage_offset())
-            norms.add_(square_sums(kept))
-            own.sub_(kept)
-
-    def bind(self, gradients: Sequence[Gradient]) -> None:
-        """Take the gradients of a call that has this workspace's signature."""
-        for group in self.groups:
-            mine = [gradients[self._at[name]] for name in group.x.names]
-            group.x.bind([g.tensor for g in mine], [g.needed for g in mine])
-
     def _sizes(self, sides: Sequence[int]) -> list[int]:
-        xs = [group.x for group in self.groups]
-        return [len(x.names) * x.rank * x.shape[side] for x, side in zip(xs, sides, strict=True)]
+        return [len(g.names) * g.rank * g.shape[side] for g, side in zip(self.groups, sides, strict=True)]
 
     def _carve(self, name: str, flat: Tensor, sides: Sequence[int]) -> None:
         """Give every group its part of a flat buffer, one after another."""
         sizes = self._sizes(sides)
         for group, side, part in zip(self.groups, sides, flat[: sum(sizes)].split(sizes), strict=True):
-            count, rank, length = len(group.x.names), group.x.rank, group.x.shape[side]
+            count, rank, length = len(group.names), group.rank, group.shape[side]
             if side == RIGHT:
                 view = part.view(count, rank, length)
             elif self._by_columns:
@@ -182,12 +177,6 @@ class Workspace:
             else:
                 view = part.view(count, length, rank)
             setattr(group, name, view)
-
-
-def signature(gradients: Sequence[Gradient], rank: int | None) -> tuple[Any, ...]:
-    """What a workspace depends on."""
-    described = ((g.name, tuple(g.tensor.shape), g.tensor.dtype, g.tensor.device, g.rank) for g in gradients)
-    return rank, *described
 
 
 def grouped(gradients: Sequence[Gradient], batches: bool, side: Callable[[str], int]) -> list[list[Gradient]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Steps
-from edgc.compressors.channel import Channel
 from edgc.compressors.quantization.blocks import Blocks
+from edgc.runtime.channel import Channel
 
 __all__ = ["Blocks", "QuantisedMean", "quantised_mean"]
 

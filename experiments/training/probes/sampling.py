@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.sizes import compressible
 from edgc.config import SAMPLINGS, EDGCConfig
 from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler
-from edgc.runtime.clock import mark, seconds_between
+from edgc.runtime.channel import mark, seconds_between
 from experiments.spec.settings import ProbeConfig
 
 ESTIMATORS = ("histogram", "gaussian")

@@ -1,9 +1,9 @@
-"""PowerSGD's passes over whole matrices, as few as there can be, once for a CPU and once for a GPU.
+"""Passes over whole gradients, as few as there can be, once for a CPU and once for a GPU.
 
-On a CPU the time goes where memory does. So a pass walks over blocks of rows that stay in the last-level cache while
-everything is done with them, and nothing is written to memory of its own: M = G + E takes the place of G in the
-gradient's buffer where that is fp32 without gaps. E stays as it was until :meth:`Passes.store`, so a reduction can be
-given up at any time before.
+On a CPU the time goes where memory does. So a pass of PowerSGD walks over blocks of rows that stay in the last-level
+cache while everything is done with them, and nothing is written to memory of its own: M = G + E takes the place of G in
+the gradient's buffer where that is fp32 without gaps. E stays as it was until :meth:`RowBlocks.store`, so a reduction
+can be given up at any time before. On a GPU the host waits for nothing.
 
 Factors are left [B, m, r] and right [B, r, n], for B matrices [m, n] of one shape; all products then run along rows.
 B is 1 on a CPU, where batches gain nothing.
@@ -12,22 +12,64 @@ B is 1 on a CPU, where batches gain nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from edgc.compressors.norms import square_sum, square_sums
+from edgc.compressors.base import Gradient
+from edgc.runtime.device import host_decides
 
 # Entries of a block: 4 MiB of fp32, measured best of 0.5 to 8 MiB. At least so many rows: for fewer, packing the right
 # factor anew for every block takes longer than the product.
 _BLOCK, _ROWS = 1 << 20, 32
 # Share of ||M||^2 below which ||M||^2 - ||Q||^2 would be made of rounding, and ||E||^2 is added up instead.
 _CANCELLED = 1e-3
+# Squares of so many entries are added in fp32, their sums in fp64: relative error below 1e-6.
+_SUM = 1 << 19
+# Outside this range squares may have left that of fp32.
+_SMALLEST, _LARGEST = 1e-24, 1e36
+# Entries that are converted to fp64 at a time.
+_FEW = 4096
 
 Factors = tuple[Tensor, Tensor]  # left, right
+
+
+def square_sum(vector: Tensor) -> float:
+    """The squared norm of a flat fp32 tensor on a CPU."""
+    total = 0.0
+    for start in range(0, vector.numel(), _SUM):
+        part = vector[start : start + _SUM]
+        value = float(torch.dot(part, part))
+        total += value if _SMALLEST < value < _LARGEST else _careful_sum(part)
+    return total
+
+
+def _careful_sum(vector: Tensor) -> float:
+    low, high = torch.aminmax(vector)
+    if not low and not high:
+        return 0.0
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in vector.split(_FEW))
+
+
+def square_sums(batch: Tensor) -> Tensor:
+    """The squared norm of every ``batch[i]``, fp64; each contiguous or the transpose of a contiguous matrix."""
+    return (RowBlocks if host_decides(batch.device) else Batched).square_sums(batch)
+
+
+def finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged."""
+    flags = [
+        low.isfinite() & high.isfinite() for low, high in map(torch.aminmax, filter(Tensor.numel, tensors))
+    ]
+    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device="cpu")
+
+
+def within(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 ``x``, clamped in place to the largest values of ``dtype``."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return x.clamp_(-limit, limit)
 
 
 class Matrices:
@@ -58,20 +100,20 @@ class Matrices:
         """Where the new E goes."""
         return self.error if self.spare is None else self.spare
 
-    def bind(self, gradients: Sequence[Tensor], needed: Sequence[tuple[int, int] | None] = ()) -> None:
-        """Take the gradients of a call, and the ranges of their entries whose mean is needed (None: all)."""
-        self.gradients = gradients
+    def bind(self, gradients: Sequence[Gradient]) -> None:
+        """Take the gradients of a call."""
+        self.gradients = [gradient.tensor for gradient in gradients]
         rows, columns = self.shape
         self.needed = [
-            (0, rows) if part is None else (part[0] // columns, -(-part[1] // columns))
-            for part in needed or [None] * len(gradients)
+            (0, rows) if g.needed is None else (g.needed[0] // columns, -(-g.needed[1] // columns))
+            for g in gradients
         ]
-        batch = batch_view(gradients)
+        batch = batch_view(self.gradients)
         self.in_place = batch is not None
         if batch is None:
             if self._memory is None:
                 size = (len(gradients), *self.shape)
-                self._memory = torch.empty(size, dtype=torch.float32, device=gradients[0].device)
+                self._memory = torch.empty(size, dtype=torch.float32, device=self.gradients[0].device)
             batch = self._memory
         self.m = batch
 
@@ -91,14 +133,39 @@ def batch_view(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(tensors), *first.shape), (*steps, first.shape[1], 1), first.storage_offset())
 
 
-class Passes(Protocol):
-    """The three passes over the matrices of a call."""
+class RowBlocks:
+    """The three passes of PowerSGD over matrices on a CPU, block by block."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    @staticmethod
+    def square_sums(batch: Tensor) -> Tensor:
+        """See :func:`square_sums`."""
+        flat = ((x if x.is_contiguous() else x.mT).reshape(-1) for x in batch)
+        return _fp64([square_sum(x) for x in flat])
 
     def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
         """M = G + E and the norms; with factors given, left = M right^T."""
+        gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
+        for i, rows in _blocks(x):
+            block = x.m[i, rows]
+            if not x.in_place:
+                block.copy_(x.gradients[i][rows])
+            norm = square_sum(block.view(-1))
+            gradient_sq[i] += norm
+            if x.error is not None:
+                block.add_(self._fp32(x.error[i, rows]))
+                norm = square_sum(block.view(-1))
+            input_sq[i] += norm
+            if right is not None and left is not None:
+                torch.mm(block, right[i].mT, out=left[i, rows])
+        x.gradient_sq, x.input_sq = _fp64(gradient_sq), _fp64(input_sq)
 
     def right_factor(self, x: Matrices, left: Tensor, out: Tensor) -> None:
         """out = left^T M."""
+        for matrix, basis, factor in zip(x.m, left, out, strict=True):
+            torch.mm(basis.mT, matrix, out=factor)
 
     def store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
         """E = M - product of ``own`` and, in needed rows at least, G = product of ``mean``; M is gone afterwards.
@@ -113,35 +180,6 @@ class Passes(Protocol):
         Returns:
             ``error_sq``; on a CPU exact also where that difference is small.
         """
-
-
-class RowBlocks:
-    """The passes on a CPU, block by block."""
-
-    def __init__(self) -> None:
-        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
-        gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
-        for i, rows in _blocks(x):
-            block = x.m[i, rows]
-            if not x.in_place:
-                block.copy_(x.gradients[i][rows])
-            norm = square_sum(block.view(-1))
-            gradient_sq[i] += norm
-            if x.error is not None:
-                block.add_(self._fp32(x.error[i, rows]))
-                norm = square_sum(block.view(-1))
-            input_sq[i] += norm
-            if right is not None and left is not None:
-                torch.mm(block, right[i].mT, out=left[i, rows])
-        x.gradient_sq, x.input_sq = _on_host(gradient_sq), _on_host(input_sq)
-
-    def right_factor(self, x: Matrices, left: Tensor, out: Tensor) -> None:
-        for matrix, basis, factor in zip(x.m, left, out, strict=True):
-            torch.mm(basis.mT, matrix, out=factor)
-
-    def store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
         cancelled = (error_sq < _CANCELLED * x.input_sq).tolist()
         measured = [0.0] * len(x.names)
         narrow = x.gradients[0].dtype != torch.float32
@@ -165,7 +203,23 @@ class RowBlocks:
                 if not x.in_place:
                     gradient.copy_(block)
         known = zip(error_sq.tolist(), cancelled, measured, strict=True)
-        return _on_host([exact if small else error for error, small, exact in known])
+        return _fp64([exact if small else error for error, small, exact in known])
+
+    @staticmethod
+    def keep(mean: Tensor, factor: Tensor, finite: Tensor) -> Tensor:
+        """``factor`` becomes ``mean``, both [B, ., .], scaled by a power of two to a norm of about one each.
+
+        So no scale of the gradients underflows in M Q, and no bit changes. A zero matrix leaves the old factor: from
+        zero it could never recover; and so does, on a GPU, one that is not finite.
+
+        Returns:
+            Whether all of ``factor`` was replaced, a 0-dim bool tensor; on a GPU nobody has looked at it.
+        """
+        norms = RowBlocks.square_sums(mean)
+        for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
+            if norm > 0:
+                torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
+        return (norms > 0).all()
 
     def _fp32(self, block: Tensor) -> Tensor:
         return block if block.dtype == torch.float32 else self._room(block).copy_(block)
@@ -176,7 +230,7 @@ class RowBlocks:
         return self._scratch[: block.numel()].view(block.shape)
 
 
-def _on_host(norms: Sequence[float]) -> Tensor:
+def _fp64(norms: Sequence[float]) -> Tensor:
     return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
@@ -191,23 +245,21 @@ def _blocks(x: Matrices) -> Iterator[tuple[int, slice]]:
     )
 
 
-def within(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 ``x``, clamped in place to the largest values of ``dtype``."""
-    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    return x.clamp_(-limit, limit)
+class Batched(RowBlocks):
+    """The same passes on a GPU, whole matrices, several at once; the host waits for nothing."""
 
-
-class Batched:
-    """The passes on a GPU, whole matrices, several at once; the host waits for nothing."""
+    @staticmethod
+    def square_sums(batch: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float64).square()
 
     def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
         if not x.in_place:
             for gradient, m in zip(x.gradients, x.m, strict=True):
                 m.copy_(gradient)
-        x.gradient_sq = x.input_sq = square_sums(x.m)
+        x.gradient_sq = x.input_sq = self.square_sums(x.m)
         if x.error is not None:
             x.m.add_(x.error)
-            x.input_sq = square_sums(x.m)
+            x.input_sq = self.square_sums(x.m)
         if right is not None and left is not None:
             torch.bmm(x.m, right.mT, out=left)
 
@@ -240,3 +292,12 @@ class Batched:
                 for gradient, m in zip(x.gradients, x.m, strict=True):
                     gradient.copy_(m)
         return error_sq
+
+    @staticmethod
+    def keep(mean: Tensor, factor: Tensor, finite: Tensor) -> Tensor:
+        norms = Batched.square_sums(mean)
+        # The exponents of norms that are not finite or zero do not matter.
+        scale = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None]
+        good = (norms > 0) & finite
+        torch.where(good[:, None, None], mean * scale, factor, out=factor)
+        return good.all()

@@ -1,16 +1,90 @@
-"""Collectives of one reduction, asynchronous, with their bytes counted where they are called."""
+"""The way of one reduction over the network: what it sends, what it takes, and what traces call its parts.
+
+Times are wall times of work on a device that never make the device wait: on a GPU a mark is an event in the current
+stream, and the seconds between two marks are read when somebody asks for them.
+
+In the traces of ``torch.profiler``, and in those of tools that listen to it, ``edgc::compress`` is what a reduction
+does before its last wait for a collective, ``edgc::decompress`` what comes after it; ``edgc::all_reduce``,
+``edgc::reduce_scatter``, ``edgc::all_to_all`` and ``edgc::all_gather`` start a collective, and ``edgc::wait`` waits for
+all that were started: on a GPU the stream does, and the host goes on at once. Buckets of DDP and Megatron-Core are
+reduced in a thread of their own. Of other threads than its own torch's profiler shows only kernels, unless it is told
+to take all of them::
+
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=all_threads) as profiler:
+        ...
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 
-from edgc.runtime.clock import Stopwatch, mark
-from edgc.runtime.profiling import named
+Mark = float | torch.cuda.Event
+
+
+def mark(device: torch.device) -> Mark:
+    """Now: seconds on a CPU, an event in the current stream on a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Mark, end: Mark) -> float:
+    """Seconds from one mark to another of the same device; waits until the GPU has reached ``end``."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+@dataclass
+class Stopwatch:
+    """A sum of spans; on a GPU it stays unread until :attr:`seconds` is asked for."""
+
+    total: float = 0.0
+    spans: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def add(self, start: Mark, end: Mark) -> None:
+        if isinstance(start, float) and isinstance(end, float):
+            self.total += end - start
+        else:
+            self.spans.append((start, end))
+
+    @property
+    def seconds(self) -> float:
+        self.total += sum(seconds_between(start, end) for start, end in self.spans)
+        self.spans.clear()
+        return self.total
+
+    def __add__(self, other: Stopwatch) -> Stopwatch:
+        return Stopwatch(self.total + other.total, self.spans + other.spans)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def traced() -> bool:
+    """Whether there is a profiler; also where this version of torch does not say so."""
+    return bool(getattr(profiler, "_is_profiler_enabled", True))
+
+
+def span(name: str) -> contextlib.AbstractContextManager[object]:
+    """What happens inside is called ``name`` in a trace. Without a profiler it is nothing: a range that nobody
+    looks at takes 15 us, and a step has hundreds of them."""
+    return profiler.record_function(name) if traced() else _NOTHING
 
 
 class Channel:
@@ -45,54 +119,53 @@ class Channel:
         self._pending: list[tuple[Any, Tensor | None]] = []  # with what is to become a mean once it is summed
         self._device = torch.device("cpu")
 
-    @named("edgc::all_reduce")
     def mean_(self, tensor: Tensor) -> None:
         """All-reduce ``tensor``, contiguous and of a floating-point type, in place to its mean over the ranks."""
         if self.world == 1 or tensor.numel() == 0:
             return
-        before_sum(tensor, self.world)
-        self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
-        self.bytes += all_reduce_bytes(_bytes(tensor), self.world)
+        with span("edgc::all_reduce"):
+            before_sum(tensor, self.world)
+            self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
+        self.bytes += all_reduce_bytes(tensor.nbytes, self.world)
 
-    @named("edgc::reduce_scatter")
     def scatter_means(self, buffers: Sequence[Tensor]) -> None:
         """Reduce-scatter flat buffers: this rank's part of each becomes its mean, the other parts are undefined."""
         if self.world == 1:
             return
-        for buffer in buffers:
-            own = self.own_part(buffer)
-            before_sum(buffer, self.world)
-            work = dist.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
-            self._start(work, own, divide=True)
-            self.bytes += (self.world - 1) * _bytes(buffer) // self.world
+        with span("edgc::reduce_scatter"):
+            for buffer in buffers:
+                own = self.own_part(buffer)
+                before_sum(buffer, self.world)
+                work = dist.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
+                self._start(work, own, divide=True)
+                self.bytes += (self.world - 1) * buffer.nbytes // self.world
 
     def own_part(self, buffer: Tensor) -> Tensor:
         """This rank's part of a flat buffer that is cut into ``world`` equal parts."""
         return buffer.view(self.world, -1)[self.rank]
 
-    @named("edgc::all_to_all")
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """Part j of ``source``, cut along its first axis into ``world`` equal parts, becomes rank j's part of mine."""
         if self.world == 1:
             output.copy_(source)
             return
-        self._start(dist.all_to_all_single(output, source, group=self.group, async_op=True), source)
-        self.bytes += (self.world - 1) * _bytes(source) // self.world
+        with span("edgc::all_to_all"):
+            self._start(dist.all_to_all_single(output, source, group=self.group, async_op=True), source)
+        self.bytes += (self.world - 1) * source.nbytes // self.world
 
-    @named("edgc::all_gather")
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """``output`` becomes the ``source`` of every rank, in rank order, one after another along the first axis."""
         if self.world == 1:
             output.copy_(source.view_as(output))
             return
-        self._start(dist.all_gather_into_tensor(output, source, group=self.group, async_op=True), source)
-        self.bytes += (self.world - 1) * _bytes(source)
+        with span("edgc::all_gather"):
+            self._start(dist.all_gather_into_tensor(output, source, group=self.group, async_op=True), source)
+        self.bytes += (self.world - 1) * source.nbytes
 
     def _start(self, work: Any, tensor: Tensor, divide: bool = False) -> None:
         self._pending.append((work, tensor if divide else None))
         self._device = tensor.device
 
-    @named("edgc::wait")
     def finish(self) -> None:
         """Wait for everything that was started; on a GPU the current stream waits, not the caller.
 
@@ -103,10 +176,11 @@ class Channel:
             return
         started = mark(self._device)
         pending, self._pending = self._pending, []
-        for work, mean in pending:
-            work.wait()
-            if mean is not None:
-                after_sum(mean, self.world)
+        with span("edgc::wait"):
+            for work, mean in pending:
+                work.wait()
+                if mean is not None:
+                    after_sum(mean, self.world)
         self.waited.add(started, mark(self._device))
 
 
@@ -136,7 +210,3 @@ def _power_above(world: int) -> int:
 def all_reduce_bytes(size: int, world: int) -> int:
     """Bytes that each of ``world`` ranks sends in a ring all-reduce of ``size`` bytes."""
     return 2 * (world - 1) * size // world
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,167 @@
+"""Gradients that are sent entry by entry as they are, in their own type or in bfloat16; no state.
+
+Every other method sends what it does not compress through :class:`Dense`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
+from edgc.runtime.channel import Channel
+
+
+def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One flat view of tensors that follow each other without a gap in one storage; None if they do not."""
+    first = tensors[0]
+    position = first.storage_offset()
+    for tensor in tensors:
+        same = (
+            tensor.dtype == first.dtype
+            and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        )
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == position):
+            return None
+        position += tensor.numel()
+    return torch.as_strided(first, (position - first.storage_offset(),), (1,), first.storage_offset())
+
+
+class Dense:
+    """Tensors that are averaged as they are, one message per type, with room for fp32 factors in the same message.
+
+    Without factors, tensors that follow each other in memory are sent where they lie; all others through buffers that
+    live as long as the object, for calls with tensors of the same shapes and types.
+
+    Args:
+        tensors: any with the shapes and types to be sent.
+        room: fp32 entries to be sent along.
+        device: of all of them.
+
+    Attributes:
+        messages: what is or was on the way.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], room: int, device: torch.device) -> None:
+        self.messages: list[Tensor] = []
+        self._device, self._room = device, room
+        self._sizes: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            self._sizes[tensor.dtype] = self._sizes.get(tensor.dtype, 0) + tensor.numel()
+        self._memory: dict[torch.dtype, Tensor] = {}
+        self._copied: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def room(self) -> Tensor:
+        """The flat fp32 room for factors."""
+        return self._buffer(torch.float32)[self._sizes.get(torch.float32, 0) :]
+
+    def start(self, tensors: Sequence[Tensor], channel: Channel, used: int = 0) -> None:
+        """Start to average ``tensors`` and the first ``used`` entries of the room."""
+        self.messages, self._copied = [], []
+        by_type: dict[torch.dtype, list[Tensor]] = {torch.float32: []} if used else {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, group in by_type.items():
+            extra = used if dtype == torch.float32 else 0
+            message = flat_view(group) if group and not extra else None
+            if message is None:
+                size = self._sizes.get(dtype, 0)
+                message = self._buffer(dtype)[: size + extra]
+                parts = message[:size].split([t.numel() for t in group])
+                pairs = [(t, part.view(t.shape)) for t, part in zip(group, parts, strict=True)]
+                for tensor, part in pairs:
+                    part.copy_(tensor)
+                self._copied += pairs
+            channel.mean_(message)
+            self.messages.append(message)
+
+    def unpack(self) -> None:
+        """Write the means to where the tensors came from."""
+        for tensor, part in self._copied:
+            tensor.copy_(part)
+        # Not longer than needed: these are the caller's.
+        self.messages, self._copied = [], []
+
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._memory:
+            size = self._sizes.get(dtype, 0) + (self._room if dtype == torch.float32 else 0)
+            self._memory[dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return self._memory[dtype]
+
+
+def dense_steps(tensors: Sequence[Tensor], channel: Channel) -> Steps:
+    """Average ``tensors`` in place, without memory between calls."""
+    if not tensors:
+        yield
+        return
+    dense = Dense(tensors, 0, tensors[0].device)
+    dense.start(tensors, channel)
+    yield
+    dense.unpack()
+
+
+class NoCompression(Compressor):
+    """The baseline: the exact mean. Keeps no state; ``rank`` is ignored."""
+
+    def steps(
+        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
+    ) -> Steps:
+        if channel.shards:
+            return self.scattered(gradients, channel, statistics)
+        return dense_steps([gradient.tensor for gradient in gradients], channel)
+
+
+class BF16(Compressor):
+    """All gradients wider than two bytes in one bfloat16 message: half the bytes of fp32; narrower ones as they are.
+
+    Every entry is rounded to 8 significant bits before it is sent, after each of the W - 1 additions, and after the
+    division by W: a relative error of at most 2**-9 each. Nothing is kept, so the rounding is lost; the statistics
+    do not cover it. Finite as long as the sum of the workers is in the range of bfloat16, which is that of fp32.
+    """
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[str, ...], Tensor] = {}
+
+    def steps(
+        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
+    ) -> Steps:
+        if channel.shards and rank is not None:
+            yield from self._scattered_halves(channel)
+            return
+        wide = [gradient for gradient in gradients if gradient.tensor.element_size() > 2 and rank is not None]
+        rest = [
+            gradient.tensor for gradient in gradients if gradient.tensor.element_size() <= 2 or rank is None
+        ]
+        parts: list[Tensor] = []
+        if wide:
+            message = self._message(wide)
+            parts = list(torch.split(message, [gradient.tensor.numel() for gradient in wide]))
+            for gradient, part in zip(wide, parts, strict=True):
+                part.view(gradient.tensor.shape).copy_(gradient.tensor)
+            channel.mean_(message)
+        yield from dense_steps(rest, channel)
+        for gradient, part in zip(wide, parts, strict=True):
+            gradient.tensor.copy_(part.view(gradient.tensor.shape))
+
+    def _scattered_halves(self, channel: Channel) -> Steps:
+        """The shards themselves, which hold all gradients, rounded and reduce-scattered."""
+        wide = [buffer for buffer in channel.shards if buffer.element_size() > 2]
+        halves = [buffer.to(torch.bfloat16) for buffer in wide]
+        channel.scatter_means([*halves, *(b for b in channel.shards if b.element_size() <= 2)])
+        yield
+        for buffer, half in zip(wide, halves, strict=True):
+            channel.own_part(buffer).copy_(channel.own_part(half))
+
+    def _message(self, gradients: Sequence[Gradient]) -> Tensor:
+        """The buffer of these gradients' message, the same memory at every step."""
+        names = tuple(gradient.name for gradient in gradients)
+        total = sum(gradient.tensor.numel() for gradient in gradients)
+        message = self._messages.get(names)
+        if message is None or message.numel() != total or message.device != gradients[0].tensor.device:
+            self._messages = {key: old for key, old in self._messages.items() if set(names).isdisjoint(key)}
+            message = torch.empty(total, dtype=torch.bfloat16, device=gradients[0].tensor.device)
+            self._messages[names] = message
+        return message

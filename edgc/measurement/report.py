@@ -1,0 +1,87 @@
+"""The report that all ranks make of what all have measured, alike: plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgc.measurement.means import mean, mean_curve, stage_seconds
+from edgc.measurement.spectral import Curve
+from edgc.timing.cost_gate import GateVerdict
+
+_COLUMNS = 9  # of a row, before the error curve
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured; the same numbers on every rank.
+
+    Attributes:
+        entropy: per stage, nats, mean over this window's samples so far and over replicas; nan if none.
+        probe_seconds: per stage, seconds of the reduction asked for by ``probe_rank``; None without a probe.
+        backward_seconds: per stage, backward time of one micro-batch, nan where none was timed; None as a whole
+            where nothing was.
+        error_curve: at a window's end, per stage, predicted squared relative error of the mean of M at every rank of
+            :attr:`Controller.rank_grid`, of this window's samples together, mean over the stage's ranks; None for a
+            stage without spectra, and as a whole where no policy asks for them.
+        gate: what the cost gate has measured, all stages.
+        reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
+            communicate + decompress), nan where that is not known; None where it was not asked for.
+        loss: mean of the finite training losses of this window that some rank was told; nan if none was told, infinite
+            if none that was told is finite.
+        mean_error: at a window's end, per stage, what the replicas' mean lacked relative to it, all shards of the stage
+            together; nan where nothing was compressed with error feedback.
+    """
+
+    entropy: tuple[float, ...]
+    probe_seconds: tuple[float, ...] | None = None
+    backward_seconds: tuple[float, ...] | None = None
+    error_curve: tuple[Curve | None, ...] | None = None
+    gate: tuple[GateVerdict, ...] = ()
+    reduction_seconds: tuple[float, ...] | None = None
+    loss: float = math.nan
+    mean_error: tuple[float, ...] = ()
+
+
+def report(
+    rows: Sequence[Sequence[float]],
+    stages: int,
+    grid: Sequence[int],
+    *,
+    watches: bool,
+    probed: bool,
+    gate: tuple[GateVerdict, ...],
+) -> tuple[Report, tuple[float, ...]]:
+    """The report on all ranks' :meth:`edgc.measurement.window.Window.row`, in rank order; and the entropies of all
+    entries, per stage."""
+    by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(stages)]
+    entropy, full, probe, backward = (
+        tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4)
+    )
+    end = _COLUMNS + len(grid)
+    curves = tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
+    errors, inputs = (tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (7, 8))
+    times = tuple(stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage)
+    made = Report(
+        entropy=entropy,
+        probe_seconds=probe if probed else None,
+        backward_seconds=backward if any(map(math.isfinite, backward)) else None,
+        error_curve=curves if grid else None,
+        gate=gate,
+        reduction_seconds=times if watches else None,
+        loss=_loss([row[6] for row in rows]),
+        # Every shard of a stage has as many replicas, so that these are the sums over shards up to one factor.
+        mean_error=tuple(map(relative, errors, inputs)),
+    )
+    return made, full
+
+
+def _loss(losses: Sequence[float]) -> float:
+    """The report's loss of the ranks': infinite, nan or a mean, see :class:`Report`."""
+    return math.inf if math.inf in losses and not any(map(math.isfinite, losses)) else mean(losses)
+
+
+def relative(error_sq: float, input_sq: float) -> float:
+    """The root of ``error_sq / input_sq``; nan where nothing came in or it is not known."""
+    return math.sqrt(error_sq / input_sq) if input_sq > 0 else math.nan

@@ -1,0 +1,230 @@
+"""What one rank measures of its reductions, and the decisions that all ranks take from what all have measured.
+
+At window ends, and during the search for r_max, the ranks exchange their measurements with one all-gather of a few
+numbers (a second one where the cost gate has measured); every rank then computes the same means in the same order, so
+that all controllers take the same decision. In between, most iterations have nothing due, and nobody asks here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median_low
+from typing import Any
+
+import torch.distributed as dist
+
+from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, Statistics
+from edgc.compressors.sizes import saves_bytes
+from edgc.config import EDGCConfig
+from edgc.control.controller import Controller, Decision, Plan
+from edgc.control.layer_ranks import LayerRanks
+from edgc.entropy.meter import EntropyMeter, Measured
+from edgc.measurement.mean_error import Measured as MeanMeasured
+from edgc.measurement.report import relative, report
+from edgc.measurement.spectral import MatrixSpectrum, error_curve
+from edgc.measurement.window import Window, gather
+from edgc.runtime.channel import Stopwatch
+from edgc.runtime.groups import gather_objects
+from edgc.timing.trials import Trials
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What this rank did in one iteration.
+
+    Attributes:
+        rank: None where nothing was compressed.
+        entropy, entropy_full: in nats; nan if not measured.
+        exposed: time in which the step waited for averaged gradients; None if nobody measured it.
+        skipped: whether the whole step was given up because of a gradient that was not finite.
+        mean_error_sq, mean_input_sq: at window ends, what :class:`edgc.measurement.mean_error.Measured` says of the
+        window; nan
+            elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
+    """
+
+    iteration: int
+    rank: int | None
+    statistics: Statistics
+    exposed: Stopwatch | None = None
+    skipped: bool = False
+    entropy: float = math.nan
+    entropy_full: float = math.nan
+    seconds_entropy: float = 0.0
+    mean_error_sq: float = math.nan
+    mean_input_sq: float = math.nan
+
+    @property
+    def mean_error(self) -> float:
+        """What the mean lacked, relative to it, over the window that ends here; nan where that is not known."""
+        return relative(self.mean_error_sq, self.mean_input_sq)
+
+
+class Monitor:
+    """Measurements and controller of one rank; what it is given is documented at :class:`edgc.engine.Engine`.
+
+    Args:
+        make: a new compressor of the run's kind, for trials.
+        open_channel: what messages of measurements are sent through.
+
+    Attributes:
+        entropy: GDS.
+        trials: reductions that are timed on copies, and the verdicts of the cost gate.
+        layer_ranks: ranks of single matrices; None unless they are asked for.
+        samples, window_ends: whether this iteration's errors are measured (where GDS samples and at window ends), and
+            whether it is the last of a window.
+        keeps_times: whether the times of reductions may be asked for.
+        replicas: number of this rank's group of replicas; nan as long as it has none with others in it.
+        entropy_full: of the last decision, per stage and of all entries.
+    """
+
+    def __init__(
+        self,
+        config: EDGCConfig,
+        make: Callable[[], Compressor],
+        open_channel: Callable[..., Channel],
+        *,
+        stage: int,
+        shapes: Sequence[Sequence[Shape]],
+        iterations: int,
+        exchange_group: dist.ProcessGroup | None,
+        overlapped: bool,
+        gradient_bits: float,
+    ) -> None:
+        self.config, self.stage, self.stages = config, stage, len(shapes)
+        self.controller = Controller(
+            config, shapes, iterations, overlapped=overlapped, gradient_bits=gradient_bits
+        )
+        self.entropy = EntropyMeter(config)
+        self.trials = Trials(make, stage, config.cost_gate, open_channel)
+        self.layer_ranks = LayerRanks() if config.per_layer else None
+        self.window = Window(config.window, config.seed)
+        self.keeps_times = config.method == "edgc" and config.remeasure_above is not None
+        self.replicas = math.nan
+        self.entropy_full: tuple[float, ...] = ()
+        self._exchange_group, self._open_channel = exchange_group, open_channel
+        self._saves_bytes = partial(
+            saves_bytes, factor_dtype=config.factor_dtype, gradient_bits=gradient_bits
+        )
+
+    def next_due(self, iteration: int) -> int:
+        """The first iteration from this one on at which something is measured or exchanged, if nothing is decided
+        before; the end of the window at the latest."""
+        while not (
+            self.config.record_full_entropy
+            or self.entropy.samples(iteration)
+            or iteration % self.config.window == 0
+            or self.controller.plan(iteration).exchange
+        ):
+            iteration += 1
+        return iteration
+
+    def begin(self, iteration: int) -> None:
+        """An iteration begins in which something is due."""
+        self.window_ends = iteration % self.config.window == 0
+        self.samples = self.entropy.samples(iteration) or self.window_ends
+        self._compressed: set[str] = set()  # names handed over to be compressed
+        self.trials.start_iteration()
+        self.window.mean.start_iteration()
+
+    def reduced(
+        self, gradients: Sequence[Gradient], channel: Channel, compressor: Compressor, factored: bool
+    ) -> None:
+        """``gradients`` were reduced with a loss over ``channel``; ``factored``: at the plan's rank."""
+        if factored:
+            self._compressed.update(gradient.name for gradient in gradients)
+        if self.samples:
+            self.window.mean.reduced(gradients, channel, compressor)
+
+    def end(
+        self, iteration: int, statistics: Statistics, compressor: Compressor, skipped: bool
+    ) -> tuple[Measured, MeanMeasured]:
+        """Entropy of an iteration that was begun, and at a window's end what the replicas' mean lacks; collective then.
+
+        Args:
+            statistics: of the iteration; bytes are added.
+            skipped: whether the step is given up: nothing of the iteration is taken as a measurement.
+        """
+        entropy = self.entropy.close()
+        if skipped:
+            entropy = replace(entropy, sampled=math.nan, full=math.nan)
+        window, mean = self.window, self.window.mean
+        window.entropy.add(entropy.sampled)
+        window.entropy_full.add(entropy.full)
+        grid = self.controller.rank_grid
+        if self.samples and not skipped:
+            spectra = {}
+            if grid and self._compressed and not statistics.skipped:
+                assert isinstance(compressor, PowerSGD)
+                found = compressor.spectra(self._compressed)
+                spectra = {name: MatrixSpectrum(*item) for name, item in found.items()}
+            mean.measure(iteration, self.entropy.scale, statistics.skipped, spectra)
+        if not self.window_ends:
+            return entropy, MeanMeasured()
+        message = mean.message()
+        if message is not None:
+            channel = self._open_channel(mean.group)
+            channel.mean_(message)
+            channel.finish()
+            statistics.bytes += channel.bytes
+        measured = mean.close(message)
+        window.errors = measured.error_sq, measured.input_sq
+        window.curve = error_curve(list(measured.spectra.values()), grid, self._saves_bytes)
+        if self.layer_ranks is not None:
+            self.layer_ranks.take(measured.spectra, grid)
+        return entropy, measured
+
+    def decide(self, iteration: int, plan: Plan, backward_seconds: Sequence[float]) -> Decision | None:
+        """Exchange measurements with all ranks, and let the controller decide; collective."""
+        probe = backward = math.nan
+        if plan.probe_rank is not None:
+            probe = self.trials.probe_seconds
+            finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
+            backward = median_low(finite) if finite else math.nan
+        grid, watches = self.controller.rank_grid, self.controller.watches(iteration)
+        row = self.window.row(self.stage, grid, watches, probe, backward, self.replicas)
+        made, self.entropy_full = report(
+            gather(row, self._exchange_group),
+            self.stages,
+            grid,
+            watches=watches,
+            probed=plan.probe_rank is not None,
+            gate=self.trials.judge(self._exchange_group) if plan.gate else (),
+        )
+        decision = self.controller.observe(iteration, made)
+        if self.layer_ranks is not None and self.controller.rank_grid != grid:
+            self.layer_ranks.forget()
+        elif self.layer_ranks is not None and self.window_ends:
+            common = self.controller.plan(iteration + 1).ranks[self.stage]
+            rows = gather_objects((self.stage, self.layer_ranks.measured), self._exchange_group)
+            self.layer_ranks.decide([item for stage, item in rows if stage == self.stage], common, grid)
+        if self.window_ends:
+            self.window.start()
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": self.entropy.scale,
+            "controller": self.controller.state_dict(),
+            "window": self.window.state_dict(),
+            "gate": self.trials.gate.state_dict() if self.trials.gate is not None else None,
+            "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool) -> None:
+        """Go on from :meth:`state_dict`; with ``changed_settings`` the window under way begins anew."""
+        self.controller.load_state_dict(state["controller"], changed_settings=changed_settings)
+        self.entropy.scale = float(state["scale"])
+        if changed_settings:
+            self.window.start()
+            self.window.mean.load_state_dict(None)
+        else:
+            self.window.load_state_dict(state["window"])
+        if self.trials.gate is not None:
+            self.trials.gate.load_state_dict(state["gate"] or {})
+        if self.layer_ranks is not None and not changed_settings:
+            self.layer_ranks.load_state_dict(state["layer_ranks"])
