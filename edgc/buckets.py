@@ -218,23 +218,24 @@ class BucketWorker:
         self._running.append(new)
         # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
         for task in (new, *older, *[new] * (self.engine.waits - 1)):
-            self._advance(task)
+            if next(task[0], _END) is _END:
+                self._ended(task)
 
     def _drain(self) -> None:
         """Advance all reductions in turn until none is left."""
         while self._running:
             for task in list(self._running):
-                self._advance(task)
+                if next(task[0], _END) is _END:
+                    self._ended(task)
 
-    def _advance(self, task: tuple[Steps, Bucket | None]) -> None:
-        """Take a reduction to its next wait; hand over its bucket at the end, but for the last of the iteration."""
-        steps, bucket = task
-        if next(steps, _END) is not _END or task not in self._running:
-            return
-        self._running.remove(task)
-        if bucket is not None and not bucket.last:
-            self._unfinished.remove(bucket)
-            bucket.future.set_result(bucket.buffer)
+    def _ended(self, task: tuple[Steps, Bucket | None]) -> None:
+        """Hand over an averaged bucket, but for the last of the iteration; a generator may end more than once."""
+        if task in self._running:
+            self._running.remove(task)
+            bucket = task[1]
+            if bucket is not None and not bucket.last:
+                self._unfinished.remove(bucket)
+                bucket.future.set_result(bucket.buffer)
 
     def _finish_iteration(self) -> None:
         if self._held:

@@ -90,6 +90,9 @@ class Engine:
             gradient_bits=gradient_bits,
         )
         self.controller, self.entropy = self.monitor.controller, self.monitor.entropy
+        self._varies = (
+            config.cost_gate or config.per_layer or self.warm_up is not None
+        )  # from gradient to gradient
         self.iteration = 1
         self.last: Iteration | None = None
         self.decision: Decision | None = None
@@ -105,14 +108,15 @@ class Engine:
             self.compressor.waits(self.rank),
         )
         self._next_due = self.monitor.next_due(self.iteration)
-        self._begin()
-
-    def _begin(self) -> None:
         self._statistics = Statistics()
-        self._due = self.iteration >= self._next_due
-        if self._due:
-            self.plan = self.controller.plan(self.iteration)
-            self.monitor.begin(self.iteration)
+        self._due = False
+        if self.iteration == self._next_due:
+            self._begin_due()
+
+    def _begin_due(self) -> None:
+        self._due = True
+        self.plan = self.controller.plan(self.iteration)
+        self.monitor.begin(self.iteration)
 
     @property
     def rank(self) -> int | None:
@@ -180,8 +184,12 @@ class Engine:
         if self._due or self.observer is not None:
             return self._observed(gradients, channel, compress)
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
-        gradients = self._ranked(gradients, compress and channel.world > 1)
-        compressor, rank = self._method(gradients, compress and channel.world > 1)
+        compress = compress and channel.world > 1
+        if not self._varies:
+            rank = self.plan.ranks[self.stage] if compress else None
+            return self.compressor.exchange(gradients, channel, rank, self._statistics)
+        gradients = self._ranked(gradients, compress)
+        compressor, rank = self._method(gradients, compress)
         return compressor.exchange(gradients, channel, rank, self._statistics)
 
     def _observed(self, gradients: Sequence[Gradient], channel: Channel, compress: bool) -> Steps:
@@ -269,8 +277,6 @@ class Engine:
             skipped: whether the step is given up, the same on every rank of every stage: nothing of the iteration is
                 taken as a measurement, and what was ``deferred`` is dropped.
         """
-        for compressor in self._compressors:
-            compressor.settle(not skipped)
         monitor, plan = self.monitor, self.plan
         # Trials disturb the step that they are part of.
         if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
@@ -284,8 +290,12 @@ class Engine:
         )
         self.decision = None
         self.iteration += 1
+        for compressor in self._compressors:
+            compressor.settle(not skipped)
         if not self._due:
-            self._begin()
+            self._statistics = Statistics()
+            if self.iteration == self._next_due:
+                self._begin_due()
             return
         entropy, errors = monitor.end(self.last.iteration, self._statistics, self.compressor, skipped)
         self.last = replace(

@@ -72,11 +72,8 @@ class Statistics:
     skipped: int | Tensor = 0
 
     def add(self, other: Statistics) -> None:
-        """Take in what another reduction has done."""
+        """Take in what another reduction has done, which shares its stopwatches with this."""
         self.bytes += other.bytes
-        self.compress += other.compress
-        self.communicate += other.communicate
-        self.decompress += other.decompress
         self.gradient_sq = self.gradient_sq + other.gradient_sq
         self.input_sq = self.input_sq + other.input_sq
         self.error_sq = self.error_sq + other.error_sq
@@ -157,7 +154,8 @@ class Compressor(ABC):
             raise ValueError(f"rank must be at least 1, got {rank}")
         if not gradients:
             return
-        own, device = Statistics(), gradients[0].tensor.device
+        device = gradients[0].tensor.device
+        own = Statistics(0, statistics.compress, statistics.communicate, statistics.decompress)
         if rank is None and channel.shards:
             steps = self.scattered(gradients, channel, own)
         else:
@@ -165,7 +163,7 @@ class Compressor(ABC):
         # A reduction that turns out to wait less often, since it compresses nothing or has one worker only, has only
         # parts called edgc::compress.
         left = self.waits(rank) if traced() else 1
-        sent, before, channel.waited = channel.bytes, channel.waited, own.communicate
+        sent, channel.waited = channel.bytes, own.communicate
         started = mark(device)
         while True:
             with span("edgc::compress" if left > 0 else "edgc::decompress"):
@@ -177,11 +175,10 @@ class Compressor(ABC):
             yield
             channel.finish()
             started = mark(device)
+        own.bytes = channel.bytes - sent
+        statistics.add(own)
         # What follows the last collective; a reduction without one has compressed nothing and sent nothing.
         own.decompress.add(started, mark(device))
-        own.bytes = channel.bytes - sent
-        channel.waited = before + own.communicate
-        statistics.add(own)
 
     def reduce(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Statistics:
         """Replace every gradient by (an approximation of) its mean over ``channel``, and wait for it."""

@@ -145,8 +145,11 @@ class RowBlocks:
         flat = ((x if x.is_contiguous() else x.mT).reshape(-1) for x in batch)
         return _fp64([square_sum(x) for x in flat])
 
-    def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
+    def load(
+        self, x: Matrices, gradients: Sequence[Gradient], right: Tensor | None, left: Tensor | None
+    ) -> None:
         """M = G + E and the norms; with factors given, left = M right^T."""
+        x.bind(gradients)
         gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
         for i, rows in _blocks(x):
             block = x.m[i, rows]
@@ -252,7 +255,10 @@ class Batched(RowBlocks):
     def square_sums(batch: Tensor) -> Tensor:
         return torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float64).square()
 
-    def load(self, x: Matrices, right: Tensor | None, left: Tensor | None) -> None:
+    def load(
+        self, x: Matrices, gradients: Sequence[Gradient], right: Tensor | None, left: Tensor | None
+    ) -> None:
+        x.bind(gradients)
         if not x.in_place:
             for gradient, m in zip(x.gradients, x.m, strict=True):
                 m.copy_(gradient)

@@ -221,7 +221,7 @@ class Handle:
         )
         ready = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
         # DDP reads the future in C++, where an error set from Python is seen only by way of `then`.
-        checked = future.then(_value)
+        checked = future.then(torch.futures.Future.value)
         scale = self._loss_scale(buffer.device)
         self._worker.put(Bucket(bucket.is_last(), gradients, buffer, future, ready, scale=scale))
         if bucket.is_last() and torch._C._current_graph_task_id() >= 0:
@@ -247,10 +247,6 @@ def _wait(future: torch.futures.Future[Tensor]) -> None:
     except Exception as error:
         # The future keeps what it raises, and is itself kept by the model, so the frames must not be.
         raise copied(error.with_traceback(None)) from error.__cause__
-
-
-def _value(future: torch.futures.Future[Tensor]) -> Tensor:
-    return future.value()
 
 
 def register(

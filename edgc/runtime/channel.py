@@ -69,9 +69,6 @@ class Stopwatch:
         self.spans.clear()
         return self.total
 
-    def __add__(self, other: Stopwatch) -> Stopwatch:
-        return Stopwatch(self.total + other.total, self.spans + other.spans)
-
 
 _NOTHING = contextlib.nullcontext()
 

@@ -56,8 +56,9 @@ class Spectrum(NamedTuple):
     input_sq: float
 
 
-# Whether everything in the messages was finite, and per group ||M_w||^2 - ||Q_w||^2.
-Factored = Generator[None, None, tuple[Tensor, list[Tensor]]]
+Finite = Generator[
+    None, None, Tensor
+]  # returns whether all messages were; on a CPU it ends at one that is not
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -135,12 +136,10 @@ class PowerSGD(KeepsErrors):
         drained = [gradient for gradient in plain if gradient.name in self.errors]
         if drained:
             self._add_errors(drained)
-        dense, left_over = [gradient.tensor for gradient in plain], list[Tensor]()
+        dense = [gradient.tensor for gradient in plain]
         if work.groups:
-            for group, places in zip(work.groups, work.factored, strict=True):
-                group.bind([gradients[i] for i in places])
             reduce = self._one_sided if self.one_sided else self._two_sided
-            ok, left_over = yield from reduce(work, dense, channel)
+            ok = yield from reduce(work, gradients, dense, channel, statistics)
         else:
             work.dense.start(dense, channel)
             yield
@@ -151,27 +150,32 @@ class PowerSGD(KeepsErrors):
                 gradient.tensor.fill_(math.nan)
             statistics.skipped += 1
             return
-        if work.groups:
-            self._finish(work, left_over, ok, statistics)
         if not work.way.decides:
             for message in work.dense.messages:
                 message.masked_fill_(~ok, math.nan)
             statistics.skipped = statistics.skipped + (~ok).int()
-        work.dense.unpack()
+        if plain:
+            work.dense.unpack()
         if drained:
             self._forget(drained, ok)
 
-    def _two_sided(self, work: Workspace, dense: Sequence[Tensor], channel: Channel) -> Factored:
-        """Both messages; on a CPU it ends after the first that is not finite."""
+    def _two_sided(
+        self,
+        work: Workspace,
+        gradients: Sequence[Gradient],
+        dense: Sequence[Tensor],
+        channel: Channel,
+        statistics: Statistics,
+    ) -> Finite:
         decides, passes, orthonormalise = work.way
-        for group in work.groups:
+        for group, places in zip(work.groups, work.factored, strict=True):
             if group.start is not group.right:
                 # Quantised, the columns of P are to be of one scale.
                 orthonormalise(group.right.mT, group.start.mT)
-            passes.load(group, group.start, group.summed)
-        ok = yield from self._first_message(work, dense, work.first, channel)
+            passes.load(group, [gradients[i] for i in places], group.start, group.summed)
+        ok = finite((yield from self._first_message(work, work.first, dense, channel)))
         if decides and not ok:
-            return ok, []
+            return ok
         # Backwards: what was loaded last is still in the cache.
         for group in reversed(work.groups):
             orthonormalise(group.summed, group.basis)
@@ -183,42 +187,61 @@ class PowerSGD(KeepsErrors):
             yield
         else:
             yield from work.wire.mean(work.second, channel)
-        return ok & finite([work.second]), left_over
+        return self._finish(work, left_over, ok, [work.second], statistics)
 
-    def _one_sided(self, work: Workspace, dense: Sequence[Tensor], channel: Channel) -> Factored:
+    def _one_sided(
+        self,
+        work: Workspace,
+        gradients: Sequence[Gradient],
+        dense: Sequence[Tensor],
+        channel: Channel,
+        statistics: Statistics,
+    ) -> Finite:
         _, passes, orthonormalise = work.way
         message, sent = work.lay_out_one_sided()
-        for group in work.groups:
-            factor = group.factor(group.side)
+        for group, places in zip(work.groups, work.factored, strict=True):
+            factor, members = group.factor(group.side), [gradients[i] for i in places]
             if group.side == RIGHT:
                 orthonormalise(factor.mT, group.basis.mT)
-                passes.load(group, group.basis, group.own)
+                passes.load(group, members, group.basis, group.own)
             else:
                 orthonormalise(factor, group.basis)
-                passes.load(group, None, None)
+                passes.load(group, members, None, None)
                 passes.right_factor(group, group.basis, group.own)
         left_over = [group.input_sq - passes.square_sums(group.own) for group in work.groups]
         message.copy_(sent)
-        ok = yield from self._first_message(work, dense, message, channel)
-        return ok, left_over
+        messages = yield from self._first_message(work, message, dense, channel)
+        return self._finish(work, left_over, finite(()), messages, statistics)
 
     def _first_message(
-        self, work: Workspace, dense: Sequence[Tensor], factors: Tensor, channel: Channel
-    ) -> Generator[None, None, Tensor]:
-        """Average everything dense and, in the same message if they are sent in fp32, the first factors; returns
-        whether that was finite."""
+        self, work: Workspace, factors: Tensor, dense: Sequence[Tensor], channel: Channel
+    ) -> Generator[None, None, Sequence[Tensor]]:
+        """Average everything dense and, in the same message if they are sent in fp32, the first factors; returns what
+        has arrived."""
         if work.wire is None:
             work.dense.start(dense, channel, factors.numel())
             yield
-            return finite(work.dense.messages)
+            return work.dense.messages
         work.dense.start(dense, channel)
         yield from work.wire.mean(factors, channel)
-        return finite([*work.dense.messages, factors])
+        return [*work.dense.messages, factors]
 
     def _finish(
-        self, work: Workspace, left_over: Sequence[Tensor], ok: Tensor, statistics: Statistics
-    ) -> None:
-        """Write M^ and E, count, and keep the factor for the next step."""
+        self,
+        work: Workspace,
+        left_over: Sequence[Tensor],
+        ok: Tensor,
+        messages: Sequence[Tensor],
+        statistics: Statistics,
+    ) -> Tensor:
+        """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too.
+
+        Args:
+            left_over: per group ||M_w||^2 - ||Q_w||^2.
+        """
+        ok = ok & finite(messages)
+        if work.way.decides and not ok:
+            return ok
         for group, error_sq in zip(work.groups, left_over, strict=True):
             if work.wire is not None:
                 # What rounding kept of this worker's factor was not sent.
@@ -237,19 +260,22 @@ class PowerSGD(KeepsErrors):
             statistics.error_sq = statistics.error_sq + lost
             self._last |= {name: (group, i) for i, name in enumerate(group.names)}
         self._then(partial(self._adopt, work, ok))
+        return ok
 
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
         """Error feedback and warm start of the step become those of the next one."""
         for group in work.groups:
-            if group.spare is not None:
+            if group.spare is not None and group.error is not None:
                 group.error, group.spare = group.spare, group.error
+                self.errors.update(zip(group.names, group.error, strict=True))
             if self.one_sided:
                 # The next step begins with the other factor only if there is one: after a gradient of zeros or one
                 # that is not finite there may be none yet.
                 group.turn(work.way.passes.keep(group.mean, group.factor(group.other), ok))
             else:
                 work.way.passes.keep(group.mean, group.right, ok)
-        self._state.commit(work)
+        if not work.registered:
+            self._state.commit(work)
 
     def _workspace(self, gradients: Sequence[Gradient], rank: int | None) -> Workspace:
         key = (rank, *((g.name, g.tensor.shape, g.tensor.dtype, g.tensor.device, g.rank) for g in gradients))

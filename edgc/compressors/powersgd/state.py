@@ -156,14 +156,14 @@ class State:
             for i, name in enumerate(group.names):
                 if name in group.drawn:
                     self.draws[name] = self.draws.get(name, 0) + 1
-                if group.error is not None and not (work.registered and group.spare is None):
+                if group.error is not None:
                     self.errors[name] = group.error[i]
-                if self.warm_start and not self.one_sided and not work.registered:
+                if self.warm_start and not self.one_sided:
                     self._refer(group, i, name)
             if self.warm_start and self.one_sided and group not in self._turning:
                 self._turning.append(group)
             group.drawn.clear()
-        work.registered = True
+        work.registered = self.warm_start and not self.one_sided
 
     def to_dict(self) -> dict[str, Any]:
         """A copy of everything."""

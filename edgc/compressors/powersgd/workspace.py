@@ -97,7 +97,7 @@ class Workspace:
     Attributes:
         key: what the workspace depends on.
         way: how its device is worked on.
-        registered: whether the compressor's state refers to this workspace.
+        registered: whether the compressor's state refers to this workspace for good.
         dense: messages of the gradients that are not factored, :attr:`plain` their positions; :attr:`factored` those of
             every group.
         wire: what factors are sent through; None where they are sent as they are, in fp32.
