@@ -7,7 +7,6 @@ calls :meth:`Engine.end_iteration` once all buckets of the iteration are done. W
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,12 +21,15 @@ from edgc.compressors.base import Steps
 from edgc.compressors.quantised_warm_up import THROUGH, WarmUp
 from edgc.config import EDGCConfig
 from edgc.control.plan import Decision, Plan
-from edgc.monitor import Iteration, Monitor, Shape
+from edgc.monitor import RANKED, Iteration, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
 
 WARM_UP = ("warmup", "search")  # phases of a plan
-RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
-Observer = Callable[[int, Sequence[Gradient]], None]
+Gradients = Sequence[Gradient]
+Observer = Callable[[int, Gradients], None]
+Group = dist.ProcessGroup | None
+Shards = Sequence[torch.Tensor]
+Reduction = tuple[Gradients, Channel, Compressor, int | None]
 _STATE = ("settings", "iteration", "scale", "controller", "compressor", "window", "gate", "layer_ranks")
 
 
@@ -90,9 +92,6 @@ class Engine:
             gradient_bits=gradient_bits,
         )
         self.controller, self.entropy = self.monitor.controller, self.monitor.entropy
-        self._varies = (
-            config.cost_gate or config.per_layer or self.warm_up is not None
-        )  # from gradient to gradient
         self.iteration = 1
         self.last: Iteration | None = None
         self.decision: Decision | None = None
@@ -103,10 +102,9 @@ class Engine:
         self.plan: Plan = self.controller.plan(self.iteration)
         if self.warm_up is not None:
             self.warm_up.follow(self.plan.phase in WARM_UP)
-        self.waits = max(
-            self.warm_up.compressor.waits(THROUGH) if self.warm_up is not None and self.warm_up.on else 0,
-            self.compressor.waits(self.rank),
-        )
+        self.waits = self.compressor.waits(self.rank)
+        if self.warm_up is not None and self.warm_up.on:
+            self.waits = max(self.waits, self.warm_up.compressor.waits(THROUGH))
         self._next_due = self.monitor.next_due(self.iteration)
         self._statistics = Statistics()
         self._due = False
@@ -125,15 +123,8 @@ class Engine:
 
     @property
     def closes_at_once(self) -> bool:
-        """Whether this iteration must be closed before the next thing happens, even if the host waits for a GPU.
-
-        Where it ends with collectives, every rank has to come to them at the same point; and where the result of an
-        entrywise method is measured, gradients must still be there.
-        """
-        if not self._due:
-            return False
-        entrywise = self.config.method not in (*RANKED, "none", "bf16") and self.monitor.samples
-        return entrywise or self.plan.exchange or self.monitor.window_ends
+        """Whether this iteration must be closed before the next thing happens, even if the host waits for a GPU."""
+        return self._due and (self.plan.exchange or self.monitor.closes_at_once)
 
     @property
     def given_up(self) -> bool:
@@ -145,12 +136,7 @@ class Engine:
         return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up.compressor)
 
     def reduce(
-        self,
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup | None,
-        *,
-        compress: bool = True,
-        shards: Sequence[torch.Tensor] = (),
+        self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()
     ) -> None:
         """Average ``gradients`` over ``group`` in place, compressed as the controller says.
 
@@ -158,83 +144,63 @@ class Engine:
             compress: False sends them dense whatever the controller says.
             shards: flat buffers that the gradients are views of, if this rank needs the means only in its own of
                 ``group.size()`` equal parts of each: what goes dense is then reduce-scattered.
-
-        Raises:
-            ValueError: if a gradient has no elements of a floating-point type.
         """
         for _ in self.exchange(gradients, group, compress=compress, shards=shards):
             pass
 
     def exchange(
-        self,
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup | None,
-        *,
-        compress: bool = True,
-        shards: Sequence[torch.Tensor] = (),
+        self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()
     ) -> Steps:
         """:meth:`reduce` as a generator that yields while collectives are under way.
 
         Between two yields a driver may advance other reductions, in an order that is the same on every rank.
         """
-        channel = self.open_channel(group, shards)
-        if channel.world > 1 and math.isnan(self.monitor.replicas):
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            self.monitor.replicas = float(min(ranks))
         if self._due or self.observer is not None:
-            return self._observed(gradients, channel, compress)
-        # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
-        compress = compress and channel.world > 1
-        if not self._varies:
-            rank = self.plan.ranks[self.stage] if compress else None
-            return self.compressor.exchange(gradients, channel, rank, self._statistics)
-        gradients = self._ranked(gradients, compress)
-        compressor, rank = self._method(gradients, compress)
+            return self._observed(gradients, group, compress, shards)
+        gradients, channel, compressor, rank = self._open(gradients, group, compress, shards)
         return compressor.exchange(gradients, channel, rank, self._statistics)
 
-    def _observed(self, gradients: Sequence[Gradient], channel: Channel, compress: bool) -> Steps:
-        """The same in an iteration in which something is due, with what is measured before and after."""
-        self._look_at(gradients, "local")
-        trials, plan = self.monitor.trials, self.plan
-        if plan.probe_rank is not None and gradients and compress:
-            # Added after the yields, between which other buckets add theirs; so below.
-            sent = yield from trials.probe(gradients, channel.group, plan.probe_rank, channel.shards)
-            self._statistics.bytes += sent
+    def _open(self, gradients: Gradients, group: Group, compress: bool, shards: Shards) -> Reduction:
+        """What a reduction is made of: the gradients, with ranks of their own where single matrices have some; its
+        channel; what they are compressed with, and the common rank."""
+        channel = self.open_channel(group, shards)
+        # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         compress = compress and channel.world > 1
-        gradients = self._ranked(gradients, compress)
-        if plan.gate and self.rank is not None and gradients and compress:
-            sent = yield from trials.compare(gradients, channel.group, self.rank, channel.shards)
-            self._statistics.bytes += sent
-        compressor, rank = self._method(gradients, compress)
-        yield from compressor.exchange(gradients, channel, rank, self._statistics)
-        if self._due and rank is not None:
-            self.monitor.reduced(gradients, channel, compressor, compressor is self.compressor)
-        self._look_at(gradients, "reduced")
-
-    def _ranked(self, gradients: Sequence[Gradient], compress: bool) -> Sequence[Gradient]:
-        """``gradients`` with ranks of their own, where single matrices have some; the others have the common one."""
-        own = self.monitor.layer_ranks
-        if own is None or self.rank is None or not compress:
-            return gradients
-        return [replace(gradient, rank=own.ranks.get(gradient.name)) for gradient in gradients]
-
-    def _method(self, gradients: Sequence[Gradient], compress: bool) -> tuple[Compressor, int | None]:
-        """What ``gradients`` are reduced with, and at which rank."""
-        rank, gate = self.rank if compress else None, self.monitor.trials.gate
-        if gate is not None and rank is not None:
+        rank = self.plan.ranks[self.stage] if compress else None
+        own, gate = self.monitor.layer_ranks, self.monitor.trials.gate
+        if rank is not None and own is not None:
+            gradients = [replace(gradient, rank=own.ranks.get(gradient.name)) for gradient in gradients]
+        if rank is not None and gate is not None:
             sizes = {gradient.name: gradient.tensor.numel() for gradient in gradients}
             rank = rank if gate.compresses(sizes) else None
         if rank is None and compress and self.warm_up is not None and self.warm_up.on:
-            return self.warm_up.compressor, THROUGH
-        return self.compressor, rank
+            return gradients, channel, self.warm_up.compressor, THROUGH
+        return gradients, channel, self.compressor, rank
 
-    def _look_at(self, gradients: Sequence[Gradient], source: str) -> None:
+    def _observed(self, local: Gradients, group: Group, compress: bool, shards: Shards) -> Steps:
+        """The same in an iteration in which something is due, with what is measured before and after."""
+        self._look_at(local, "local")
+        trials, plan = self.monitor.trials, self.plan
+        if plan.probe_rank is not None and local and compress:
+            # Added after the yields, between which other buckets add theirs; so below.
+            sent = yield from trials.probe(local, group, plan.probe_rank, shards)
+            self._statistics.bytes += sent
+        gradients, channel, compressor, rank = self._open(local, group, compress, shards)
+        if plan.gate and self.rank is not None and gradients and compress and channel.world > 1:
+            sent = yield from trials.compare(gradients, group, self.rank, shards)
+            self._statistics.bytes += sent
+        yield from compressor.exchange(gradients, channel, rank, self._statistics)
+        if self._due:
+            self.monitor.reduced(gradients, channel, compressor if rank is not None else None)
+        self._look_at(local, "reduced")
+
+    def _look_at(self, gradients: Gradients, source: str) -> None:
         if source == "local" and self.observer is not None:
             self.observer(self.iteration, gradients)
         if self._due and source == self.config.entropy.source:
             self.entropy.add(self.iteration, gradients)
 
-    def reduce_across_stages(self, gradients: Sequence[Gradient], group: dist.ProcessGroup) -> None:
+    def reduce_across_stages(self, gradients: Gradients, group: dist.ProcessGroup) -> None:
         """Average ``gradients`` over ``group`` in place, dense, where it has ranks of several stages.
 
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
@@ -281,31 +247,19 @@ class Engine:
         # Trials disturb the step that they are part of.
         if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
             monitor.window.times.add(self.iteration, self._statistics)
-        self.last = Iteration(
-            iteration=self.iteration,
-            rank=self.rank if self.config.method in RANKED and self._has_compressed() else None,
-            statistics=self._statistics,
-            exposed=exposed,
-            skipped=skipped,
-        )
+        compressors, rank = self._compressors, self.rank if self.config.method in RANKED else None
+        rank = rank if self._statistics.lossy else None
+        self.last = Iteration(self.iteration, rank, self._statistics, exposed=exposed, skipped=skipped)
         self.decision = None
         self.iteration += 1
-        for compressor in self._compressors:
+        for compressor in compressors:
             compressor.settle(not skipped)
         if not self._due:
             self._statistics = Statistics()
             if self.iteration == self._next_due:
                 self._begin_due()
             return
-        entropy, errors = monitor.end(self.last.iteration, self._statistics, self.compressor, skipped)
-        self.last = replace(
-            self.last,
-            entropy=entropy.sampled,
-            entropy_full=entropy.full,
-            seconds_entropy=entropy.seconds,
-            mean_error_sq=errors.error_sq,
-            mean_input_sq=errors.input_sq,
-        )
+        self.last = monitor.end(self.last, self.compressor)
         if plan.exchange:
             self.decision = monitor.decide(self.last.iteration, plan, backward_seconds)
         self._look_ahead()
@@ -313,11 +267,6 @@ class Engine:
             monitor.window.times.clear()
         if self.plan.probe_rank is None:
             monitor.trials.end_search()
-
-    def _has_compressed(self) -> bool:
-        norm = self._statistics.input_sq
-        # A norm on a GPU is there because something was compressed; reading it would wait for the device.
-        return norm.is_cuda or float(norm) > 0 if isinstance(norm, torch.Tensor) else norm > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
@@ -343,9 +292,8 @@ class Engine:
         changed = compare_settings(state["settings"], self.config, allowed=changed_settings)
         self.monitor.load_state_dict(state, changed_settings=changed)
         self.iteration = int(state["iteration"])
-        compressor = state["compressor"]
+        kept = state["compressor"]
         if self.warm_up is not None:
-            on = self.controller.plan(self.iteration).phase in WARM_UP
-            compressor = self.warm_up.load_state_dict(compressor, on)
-        self.compressor.load_state_dict(compressor)
+            kept = self.warm_up.load_state_dict(kept, self.controller.plan(self.iteration).phase in WARM_UP)
+        self.compressor.load_state_dict(kept)
         self._look_ahead()

@@ -21,8 +21,7 @@ from edgc.compressors.sizes import saves_bytes
 from edgc.config import EDGCConfig
 from edgc.control.controller import Controller, Decision, Plan
 from edgc.control.layer_ranks import LayerRanks
-from edgc.entropy.meter import EntropyMeter, Measured
-from edgc.measurement.mean_error import Measured as MeanMeasured
+from edgc.entropy.meter import EntropyMeter
 from edgc.measurement.report import relative, report
 from edgc.measurement.spectral import MatrixSpectrum, error_curve
 from edgc.measurement.window import Window, gather
@@ -31,6 +30,7 @@ from edgc.runtime.groups import gather_objects
 from edgc.timing.trials import Trials
 
 Shape = tuple[int, int]
+RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 
 
 @dataclass(frozen=True)
@@ -131,40 +131,43 @@ class Monitor:
         self.trials.start_iteration()
         self.window.mean.start_iteration()
 
-    def reduced(
-        self, gradients: Sequence[Gradient], channel: Channel, compressor: Compressor, factored: bool
-    ) -> None:
-        """``gradients`` were reduced with a loss over ``channel``; ``factored``: at the plan's rank."""
-        if factored:
-            self._compressed.update(gradient.name for gradient in gradients)
+    @property
+    def closes_at_once(self) -> bool:
+        """Whether this iteration must be closed at its end, even if the host waits for a GPU: where it ends with
+        collectives, every rank has to come to them at the same point; and where the result of an entrywise method is
+        measured, gradients must still be there."""
+        return self.window_ends or (self.samples and self.config.method not in (*RANKED, "none", "bf16"))
+
+    def reduced(self, gradients: Sequence[Gradient], channel: Channel, lossy: Compressor | None) -> None:
+        """``gradients`` were reduced over ``channel``; None: without a loss."""
+        if channel.world > 1 and math.isnan(self.replicas):
+            self.replicas = float(min(dist.get_process_group_ranks(channel.group or dist.group.WORLD)))
+        if lossy is None:
+            return
+        self._compressed.update(gradient.name for gradient in gradients)
         if self.samples:
-            self.window.mean.reduced(gradients, channel, compressor)
+            self.window.mean.reduced(gradients, channel, lossy)
 
-    def end(
-        self, iteration: int, statistics: Statistics, compressor: Compressor, skipped: bool
-    ) -> tuple[Measured, MeanMeasured]:
-        """Entropy of an iteration that was begun, and at a window's end what the replicas' mean lacks; collective then.
-
-        Args:
-            statistics: of the iteration; bytes are added.
-            skipped: whether the step is given up: nothing of the iteration is taken as a measurement.
-        """
-        entropy = self.entropy.close()
-        if skipped:
+    def end(self, done: Iteration, compressor: Compressor) -> Iteration:
+        """``done``, an iteration that was begun, with what was measured; collective at the end of a window."""
+        entropy, statistics = self.entropy.close(), done.statistics
+        if done.skipped:
             entropy = replace(entropy, sampled=math.nan, full=math.nan)
-        window, mean = self.window, self.window.mean
+        window, mean, grid = self.window, self.window.mean, self.controller.rank_grid
         window.entropy.add(entropy.sampled)
         window.entropy_full.add(entropy.full)
-        grid = self.controller.rank_grid
-        if self.samples and not skipped:
+        done = replace(
+            done, entropy=entropy.sampled, entropy_full=entropy.full, seconds_entropy=entropy.seconds
+        )
+        if self.samples and not done.skipped:
             spectra = {}
             if grid and self._compressed and not statistics.skipped:
                 assert isinstance(compressor, PowerSGD)
                 found = compressor.spectra(self._compressed)
                 spectra = {name: MatrixSpectrum(*item) for name, item in found.items()}
-            mean.measure(iteration, self.entropy.scale, statistics.skipped, spectra)
+            mean.measure(done.iteration, self.entropy.scale, statistics.skipped, spectra)
         if not self.window_ends:
-            return entropy, MeanMeasured()
+            return done
         message = mean.message()
         if message is not None:
             channel = self._open_channel(mean.group)
@@ -176,7 +179,7 @@ class Monitor:
         window.curve = error_curve(list(measured.spectra.values()), grid, self._saves_bytes)
         if self.layer_ranks is not None:
             self.layer_ranks.take(measured.spectra, grid)
-        return entropy, measured
+        return replace(done, mean_error_sq=measured.error_sq, mean_input_sq=measured.input_sq)
 
     def decide(self, iteration: int, plan: Plan, backward_seconds: Sequence[float]) -> Decision | None:
         """Exchange measurements with all ranks, and let the controller decide; collective."""

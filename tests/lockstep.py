@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,17 +66,11 @@ def reduce_together(
 ) -> list[Statistics]:
     """One reduction of every worker, each with its own compressor and gradients."""
     room = Room(len(compressors))
-    running: list[Any] = [
-        compressor.exchange(own, channel, rank)
-        for compressor, own, channel in zip(compressors, gradients, room.channels, strict=True)
+    results = [Statistics() for _ in compressors]
+    running = [
+        compressor.exchange(own, channel, rank, done)
+        for compressor, own, channel, done in zip(compressors, gradients, room.channels, results, strict=True)
     ]
-    results: list[Statistics | None] = [None] * len(running)
-    while any(result is None for result in results):
-        for i, exchange in enumerate(running):
-            if results[i] is None:
-                try:
-                    next(exchange)
-                except StopIteration as end:
-                    results[i] = end.value
+    while {next(exchange, "end") for exchange in running} != {"end"}:
         room.meet()
-    return [result for result in results if result is not None]
+    return results

@@ -74,10 +74,16 @@ class Statistics:
     def add(self, other: Statistics) -> None:
         """Take in what another reduction has done, which shares its stopwatches with this."""
         self.bytes += other.bytes
-        self.gradient_sq = self.gradient_sq + other.gradient_sq
-        self.input_sq = self.input_sq + other.input_sq
-        self.error_sq = self.error_sq + other.error_sq
+        self.add_norms(other.gradient_sq, other.input_sq, other.error_sq)
         self.skipped = self.skipped + other.skipped
+
+    def add_norms(
+        self, gradient_sq: float | Tensor, input_sq: float | Tensor, error_sq: float | Tensor
+    ) -> None:
+        """Add squared norms of what was compressed together."""
+        self.gradient_sq = self.gradient_sq + gradient_sq
+        self.input_sq = self.input_sq + input_sq
+        self.error_sq = self.error_sq + error_sq
 
     @property
     def seconds_compress(self) -> float:
@@ -95,6 +101,12 @@ class Statistics:
     def compressed(self) -> bool:
         """Whether anything was compressed with a loss."""
         return float(self.input_sq) > 0
+
+    @property
+    def lossy(self) -> bool:
+        """:attr:`compressed`, without waiting for a GPU: a norm is there because something was compressed."""
+        norm = self.input_sq
+        return (isinstance(norm, Tensor) and norm.is_cuda) or float(norm) > 0
 
     @property
     def worker_error(self) -> float | None:

@@ -28,10 +28,8 @@ _BLOCK, _ROWS = 1 << 20, 32
 _CANCELLED = 1e-3
 # Squares of so many entries are added in fp32, their sums in fp64: relative error below 1e-6.
 _SUM = 1 << 19
-# Outside this range squares may have left that of fp32.
-_SMALLEST, _LARGEST = 1e-24, 1e36
-# Entries that are converted to fp64 at a time.
-_FEW = 4096
+_SMALLEST, _LARGEST = 1e-24, 1e36  # outside this range squares may have left that of fp32
+_FEW = 4096  # entries that are converted to fp64 at a time
 
 Factors = tuple[Tensor, Tensor]  # left, right
 
@@ -47,8 +45,7 @@ def square_sum(vector: Tensor) -> float:
 
 
 def _careful_sum(vector: Tensor) -> float:
-    low, high = torch.aminmax(vector)
-    if not low and not high:
+    if not vector.any():
         return 0.0
     return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in vector.split(_FEW))
 
@@ -141,15 +138,12 @@ class RowBlocks:
 
     @staticmethod
     def square_sums(batch: Tensor) -> Tensor:
-        """See :func:`square_sums`."""
         flat = ((x if x.is_contiguous() else x.mT).reshape(-1) for x in batch)
         return _fp64([square_sum(x) for x in flat])
 
-    def load(
-        self, x: Matrices, gradients: Sequence[Gradient], right: Tensor | None, left: Tensor | None
-    ) -> None:
-        """M = G + E and the norms; with factors given, left = M right^T."""
-        x.bind(gradients)
+    def load(self, x: Matrices, g: Sequence[Gradient], right: Tensor | None, left: Tensor | None) -> None:
+        """M = G + E and the norms, for the gradients ``g``; with factors given, left = M right^T."""
+        x.bind(g)
         gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
         for i, rows in _blocks(x):
             block = x.m[i, rows]
@@ -239,8 +233,7 @@ def _fp64(norms: Sequence[float]) -> Tensor:
 
 def _blocks(x: Matrices) -> Iterator[tuple[int, slice]]:
     """Every matrix by its index, in slices of rows."""
-    rows, columns = x.shape
-    height = max(_ROWS, _BLOCK // columns)
+    rows, height = x.shape[0], max(_ROWS, _BLOCK // x.shape[1])
     return (
         (i, slice(start, min(start + height, rows)))
         for i in range(len(x.names))
@@ -255,10 +248,8 @@ class Batched(RowBlocks):
     def square_sums(batch: Tensor) -> Tensor:
         return torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float64).square()
 
-    def load(
-        self, x: Matrices, gradients: Sequence[Gradient], right: Tensor | None, left: Tensor | None
-    ) -> None:
-        x.bind(gradients)
+    def load(self, x: Matrices, g: Sequence[Gradient], right: Tensor | None, left: Tensor | None) -> None:
+        x.bind(g)
         if not x.in_place:
             for gradient, m in zip(x.gradients, x.m, strict=True):
                 m.copy_(gradient)

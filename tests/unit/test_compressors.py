@@ -32,6 +32,7 @@ from edgc.compressors import (
     Quantize,
     RandomK,
     Sign,
+    Statistics,
     TopK,
     build,
 )
@@ -372,7 +373,7 @@ def companies(make: Callable[[], Compressor], label: str) -> Iterator[Record]:
         came_in = (came_in if step else 0) + torch.cat([double(g.tensor) for g in gradients])
         # All groups in flight at once, advanced in turn.
         exchanges = [
-            (compressor.exchange([gradients[i] for i in group], own, 8), own)
+            (compressor.exchange([gradients[i] for i in group], own, 8, Statistics()), own)
             for group in groups
             for own in [Channel(None)]
         ]
@@ -476,7 +477,9 @@ def test_it_waits_as_often_as_it_says(name: str, rank: int | None) -> None:
     room, compressors = Room(2), [make(), make()]
     generator = torch.Generator().manual_seed(0)
     running = [
-        compressor.exchange([Gradient("a", torch.randn(40, 50, generator=generator))], channel, rank)
+        compressor.exchange(
+            [Gradient("a", torch.randn(40, 50, generator=generator))], channel, rank, Statistics()
+        )
         for compressor, channel in zip(compressors, room.channels, strict=True)
     ]
     waits = 0

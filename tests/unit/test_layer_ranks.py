@@ -99,12 +99,12 @@ def drive(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
         for item in gradients:  # a bucket each
             engine.reduce([item], None)
         engine.end_iteration()
-        assert engine.last is not None and engine.layer_ranks is not None
+        assert engine.last is not None and engine.monitor.layer_ranks is not None
         told.append(
             {
                 "means": [item.tensor for item in gradients],
                 "common": engine.rank,
-                "ranks": dict(engine.layer_ranks.ranks),
+                "ranks": dict(engine.monitor.layer_ranks.ranks),
                 "bytes": engine.last.statistics.bytes,
             }
         )

@@ -36,8 +36,8 @@ def matrices(
     return Matrices([f"w{i}" for i in range(count)], (rows, columns), rank, error)
 
 
-def bind(x: Matrices, tensors: list[Tensor]) -> None:
-    x.bind([Gradient(name, tensor) for name, tensor in zip(x.names, tensors, strict=True)])
+def named(x: Matrices, tensors: list[Tensor]) -> list[Gradient]:
+    return [Gradient(name, tensor) for name, tensor in zip(x.names, tensors, strict=True)]
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
@@ -73,18 +73,17 @@ def test_a_reduction_of_one_worker(
         gradients = [g.clone() for g in gradients]
     if layout == "transposed":
         gradients = [g.T.contiguous().T for g in gradients]
-    bind(x, gradients)
-    if dtype != torch.float32:
-        assert not x.in_place
-    elif layout == "flat":
-        assert x.in_place
-    assert x.in_place == (x.m.data_ptr() == gradients[0].data_ptr())
     before = x.error.double() if x.error is not None else torch.zeros(())
     m = came_in + before
     right = draw(count, x.rank, columns, seed=3)
     left = torch.empty(count, rows, x.rank)
     run = passes()
-    run.load(x, right, left)
+    run.load(x, named(x, gradients), right, left)
+    if dtype != torch.float32:
+        assert not x.in_place
+    elif layout == "flat":
+        assert x.in_place
+    assert x.in_place == (x.m.data_ptr() == gradients[0].data_ptr())
     assert close(x.m, m)
     assert close(x.gradient_sq, came_in.square().sum((1, 2)))
     assert close(x.input_sq, m.square().sum((1, 2)))
@@ -114,10 +113,9 @@ def test_small_errors_are_measured_and_not_a_difference() -> None:
     left, right = torch.linalg.qr(draw(50, 3)).Q, 10 * draw(3, 40)
     noise = 1e-4 * draw(50, 40, seed=5)
     x = Matrices(["w"], (50, 40), 3, torch.zeros(1, 50, 40))
-    bind(x, [left @ right + noise])
     basis = left[None]
     run = RowBlocks()
-    run.load(x, None, None)
+    run.load(x, named(x, [left @ right + noise]), None, None)
     own = torch.empty(1, 3, 40)
     run.right_factor(x, basis, own)
     truth = float((noise - left @ (left.T @ noise)).double().square().sum())
@@ -136,10 +134,9 @@ def test_not_finite_on_a_gpu_leaves_the_error_and_ruins_the_gradient(
     before = x.error.clone()
     gradient = draw(2, 20, 30).to(dtype)
     gradient[1, 3, 4] = torch.inf
-    bind(x, list(gradient))
     basis, own = draw(2, 20, 2), draw(2, 2, 30)
     run = Batched()
-    run.load(x, own, basis)
+    run.load(x, named(x, list(gradient)), own, basis)
     run.store(x, (basis, own), (draw(2, 20, 2), own.clone()), torch.zeros(2), torch.tensor(False))
     assert torch.equal(x.error, before)
     assert torch.isnan(gradient).all()
@@ -149,8 +146,7 @@ def test_what_a_narrow_gradient_cannot_hold_is_clamped_and_kept() -> None:
     for run in (RowBlocks(), Batched()):
         x = Matrices(["w"], (4, 4), 1, torch.zeros(1, 4, 4))
         gradient = torch.zeros(4, 4, dtype=torch.float16)
-        bind(x, [gradient])
-        run.load(x, None, None)
+        run.load(x, named(x, [gradient]), None, None)
         large = (torch.full((1, 4, 1), 1e3), torch.full((1, 1, 4), 1e3))
         run.store(x, large, large, torch.zeros(1), OK)
         assert x.error is not None

@@ -18,7 +18,8 @@ from edgc.compressors import Compressor, Gradient, PowerSGD, Quantize, RandomK, 
 from edgc.config import EDGCConfig
 from edgc.control.policies import spectral
 from edgc.engine import Engine
-from edgc.measurement.mean_error import FEWER, MeanError, Measured, relative
+from edgc.measurement.mean_error import FEWER, MeanError, Measured
+from edgc.measurement.report import relative
 from edgc.measurement.sketches import BUCKETS, sketch
 from edgc.measurement.spectral import error_curve
 from edgc.runtime.device import masked_path
@@ -356,7 +357,9 @@ def drive(
                 "bytes": last.statistics.bytes,
                 "rank": last.rank,
                 "decision": engine.decision,
-                "layers": engine.layer_ranks.ranks if engine.layer_ranks is not None else None,
+                "layers": engine.monitor.layer_ranks.ranks
+                if engine.monitor.layer_ranks is not None
+                else None,
             }
         )
         if iteration == resume_at:

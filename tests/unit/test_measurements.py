@@ -10,7 +10,8 @@ from itertools import pairwise
 import pytest
 
 from edgc.compressors import Statistics
-from edgc.measurement.means import WindowTimes, stage_seconds
+from edgc.measurement.means import stage_seconds
+from edgc.measurement.window import WindowTimes
 from edgc.runtime.channel import Stopwatch
 
 NAN = math.nan

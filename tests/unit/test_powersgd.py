@@ -329,7 +329,7 @@ def test_the_way_of_a_gpu_gives_the_same(options: dict[str, Any]) -> None:
             assert int(gpu.skipped) == 0
             assert float(gpu.error_sq) == pytest.approx(float(cpu.error_sq), rel=tolerance)
             assert float(gpu.input_sq) == pytest.approx(float(cpu.input_sq), rel=tolerance)
-    batched = {len(group.x.names) for group in ways[1][0]._workspaces["p0"].groups}
+    batched = {len(group.names) for group in ways[1][0]._workspaces["p0"].groups}
     assert 2 in batched or 3 in batched, "same-shape neighbours should have been one batch"
 
 
@@ -465,18 +465,12 @@ def counted(workers: list[PowerSGD], gradients: list[list[Gradient]], rank: int)
                 original(*tensors)
 
             setattr(channel, name, count)
+    results = [Statistics() for _ in workers]
     running = [
-        worker.exchange(own, channel, rank)
-        for worker, own, channel in zip(workers, gradients, room.channels, strict=True)
+        worker.exchange(own, channel, rank, done)
+        for worker, own, channel, done in zip(workers, gradients, room.channels, results, strict=True)
     ]
-    results: dict[int, Statistics] = {}
-    while len(results) < len(workers):
-        for i, exchange in enumerate(running):
-            if i not in results:
-                try:
-                    next(exchange)
-                except StopIteration as done:
-                    results[i] = done.value
+    while {next(exchange, "end") for exchange in running} != {"end"}:
         room.meet()
     return sum(sizes), results[0]
 
@@ -552,7 +546,7 @@ def test_several_reductions_in_flight() -> None:
         buckets = [[(draw(0, step)[i : i + 3]) for i in (0, 3, 6)] for _ in range(2)]
         for bucket in buckets[0]:
             alone.reduce(bucket, Channel(None), 4)
-        running = [together.exchange(bucket, Channel(None), 4) for bucket in buckets[1]]
+        running = [together.exchange(bucket, Channel(None), 4, Statistics()) for bucket in buckets[1]]
         while running:
             running = [exchange for exchange in running if next(exchange, "end") != "end"]
         outputs = [total(g.tensor for bucket in side for g in bucket) for side in buckets]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import edgc.engine
 from edgc.compressors import Gradient, PowerSGD
+from edgc.compressors.powersgd.spectrum import Spectrum
 from edgc.config import EDGCConfig, EntropyConfig
 from edgc.control.policies import spectral
 from edgc.engine import Engine
@@ -73,9 +74,13 @@ def given_spectra(worker: int, iteration: int, rank: int) -> dict[str, MatrixSpe
 class Given(PowerSGD):
     asked: tuple[int, int] = (0, 0)
 
-    def spectra(self, names: Container[str] | None = None) -> dict[str, MatrixSpectrum]:
+    def spectra(self, names: Container[str] | None = None) -> dict[str, Spectrum]:
         found = given_spectra(dist.get_rank(), *Given.asked)
-        return {name: item for name, item in found.items() if names is None or name in names}
+        return {
+            name: Spectrum(item.shape, list(item.singular_sq), item.input_sq)
+            for name, item in found.items()
+            if names is None or name in names
+        }
 
 
 def with_given_spectra(resume_at: int | None) -> list[dict[str, Any]]:

@@ -31,34 +31,27 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Generator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from edgc.checks import one_of
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
 from edgc.compressors.passes import Batched, RowBlocks, finite, square_sums
 from edgc.compressors.powersgd.orthogonal import Orthonormal
+from edgc.compressors.powersgd.spectrum import Spectrum, spectrum
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
 from edgc.compressors.powersgd.workspace import RIGHT, Group, Way, Workspace, grouped
 from edgc.compressors.sizes import compressible, saves_bytes
 from edgc.config import FACTOR_DTYPES
-from edgc.errors import UserError
 from edgc.runtime.channel import Channel
 
-
-class Spectrum(NamedTuple):
-    """Of a matrix M: its shape, squared singular values of an approximation, and ||M||^2."""
-
-    shape: tuple[int, int]
-    singular_sq: list[float]
-    input_sq: float
-
-
-Finite = Generator[
-    None, None, Tensor
-]  # returns whether all messages were; on a CPU it ends at one that is not
+Tensors = Sequence[Tensor]
+Members = Sequence[Sequence[Gradient]]  # per group
+# Whether the messages before were finite, the messages to look at, and per group ||M_w||^2 - ||Q_w||^2.
+Factors = Generator[None, None, tuple[Tensor, Tensors, Tensors]]
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -93,22 +86,12 @@ class PowerSGD(KeepsErrors):
         one_sided: bool = False,
         error_dtype: str = "fp32",
     ) -> None:
-        for key, value, allowed in (
-            ("factor_dtype", factor_dtype, FACTOR_DTYPES),
-            ("error_dtype", error_dtype, tuple(_ERROR_DTYPES)),
-        ):
-            if value not in allowed:
-                raise UserError(f"{key} = {value!r} is not valid", fix=f"use one of {', '.join(allowed)}")
-        self.min_elements = min_elements
-        self.always_factor = always_factor
-        self.factor_dtype = factor_dtype
-        self.one_sided = one_sided
-        self._state = State(
-            error_dtype=_ERROR_DTYPES[error_dtype] if error_feedback else None,
-            warm_start=warm_start,
-            seed=seed,
-            one_sided=one_sided,
-        )
+        one_of("factor_dtype", factor_dtype, FACTOR_DTYPES)
+        one_of("error_dtype", error_dtype, tuple(_ERROR_DTYPES))
+        self.min_elements, self.always_factor = min_elements, always_factor
+        self.factor_dtype, self.one_sided = factor_dtype, one_sided
+        kept_as = _ERROR_DTYPES[error_dtype] if error_feedback else None
+        self._state = State(kept_as, warm_start=warm_start, seed=seed, one_sided=one_sided)
         self.errors = self._state.errors
         self._workspaces: dict[str, Workspace] = {}
         self._last: dict[str, tuple[Group, int]] = {}
@@ -138,8 +121,10 @@ class PowerSGD(KeepsErrors):
             self._add_errors(drained)
         dense = [gradient.tensor for gradient in plain]
         if work.groups:
+            members = [[gradients[i] for i in places] for places in work.factored]
             reduce = self._one_sided if self.one_sided else self._two_sided
-            ok = yield from reduce(work, gradients, dense, channel, statistics)
+            arrived = yield from reduce(work, members, dense, channel)
+            ok = self._finish(work, *arrived, statistics)
         else:
             work.dense.start(dense, channel)
             yield
@@ -159,23 +144,16 @@ class PowerSGD(KeepsErrors):
         if drained:
             self._forget(drained, ok)
 
-    def _two_sided(
-        self,
-        work: Workspace,
-        gradients: Sequence[Gradient],
-        dense: Sequence[Tensor],
-        channel: Channel,
-        statistics: Statistics,
-    ) -> Finite:
+    def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Factors:
         decides, passes, orthonormalise = work.way
-        for group, places in zip(work.groups, work.factored, strict=True):
+        for group, mine in zip(work.groups, members, strict=True):
             if group.start is not group.right:
                 # Quantised, the columns of P are to be of one scale.
                 orthonormalise(group.right.mT, group.start.mT)
-            passes.load(group, [gradients[i] for i in places], group.start, group.summed)
+            passes.load(group, mine, group.start, group.summed)
         ok = finite((yield from self._first_message(work, work.first, dense, channel)))
         if decides and not ok:
-            return ok
+            return ok, (), ()
         # Backwards: what was loaded last is still in the cache.
         for group in reversed(work.groups):
             orthonormalise(group.summed, group.basis)
@@ -187,35 +165,28 @@ class PowerSGD(KeepsErrors):
             yield
         else:
             yield from work.wire.mean(work.second, channel)
-        return self._finish(work, left_over, ok, [work.second], statistics)
+        return ok, [work.second], left_over
 
-    def _one_sided(
-        self,
-        work: Workspace,
-        gradients: Sequence[Gradient],
-        dense: Sequence[Tensor],
-        channel: Channel,
-        statistics: Statistics,
-    ) -> Finite:
+    def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Factors:
         _, passes, orthonormalise = work.way
         message, sent = work.lay_out_one_sided()
-        for group, places in zip(work.groups, work.factored, strict=True):
-            factor, members = group.factor(group.side), [gradients[i] for i in places]
+        for group, mine in zip(work.groups, members, strict=True):
+            factor = group.factor(group.side)
             if group.side == RIGHT:
                 orthonormalise(factor.mT, group.basis.mT)
-                passes.load(group, members, group.basis, group.own)
+                passes.load(group, mine, group.basis, group.own)
             else:
                 orthonormalise(factor, group.basis)
-                passes.load(group, members, None, None)
+                passes.load(group, mine, None, None)
                 passes.right_factor(group, group.basis, group.own)
         left_over = [group.input_sq - passes.square_sums(group.own) for group in work.groups]
         message.copy_(sent)
         messages = yield from self._first_message(work, message, dense, channel)
-        return self._finish(work, left_over, finite(()), messages, statistics)
+        return finite(()), messages, left_over
 
     def _first_message(
-        self, work: Workspace, factors: Tensor, dense: Sequence[Tensor], channel: Channel
-    ) -> Generator[None, None, Sequence[Tensor]]:
+        self, work: Workspace, factors: Tensor, dense: Tensors, channel: Channel
+    ) -> Generator[None, None, Tensors]:
         """Average everything dense and, in the same message if they are sent in fp32, the first factors; returns what
         has arrived."""
         if work.wire is None:
@@ -227,18 +198,9 @@ class PowerSGD(KeepsErrors):
         return [*work.dense.messages, factors]
 
     def _finish(
-        self,
-        work: Workspace,
-        left_over: Sequence[Tensor],
-        ok: Tensor,
-        messages: Sequence[Tensor],
-        statistics: Statistics,
+        self, work: Workspace, ok: Tensor, messages: Tensors, left_over: Tensors, statistics: Statistics
     ) -> Tensor:
-        """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too.
-
-        Args:
-            left_over: per group ||M_w||^2 - ||Q_w||^2.
-        """
+        """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
         ok = ok & finite(messages)
         if work.way.decides and not ok:
             return ok
@@ -254,10 +216,7 @@ class PowerSGD(KeepsErrors):
             error_sq = work.way.passes.store(group, own, mean, error_sq.clamp_(min=0), ok)
             norms = group.gradient_sq, group.input_sq, error_sq
             sums = [torch.where(ok, norm.sum(), 0.0) for norm in norms]
-            gradient_sq, input_sq, lost = [float(x) for x in sums] if work.way.decides else sums
-            statistics.gradient_sq = statistics.gradient_sq + gradient_sq
-            statistics.input_sq = statistics.input_sq + input_sq
-            statistics.error_sq = statistics.error_sq + lost
+            statistics.add_norms(*map(float, sums) if work.way.decides else sums)
             self._last |= {name: (group, i) for i, name in enumerate(group.names)}
         self._then(partial(self._adopt, work, ok))
         return ok
@@ -313,8 +272,7 @@ class PowerSGD(KeepsErrors):
 
     def adopt_errors(self, errors: Mapping[str, Tensor]) -> None:
         """Copy what another method has kept of gradients that this one has nothing of; it is sent from now on."""
-        if self._state.error_dtype is not None:
-            dtype = self._state.error_dtype
+        if (dtype := self._state.error_dtype) is not None:
             self._discard(set(errors))
             self.errors.update({name: tensor.to(dtype, copy=True) for name, tensor in errors.items()})
 
@@ -327,27 +285,12 @@ class PowerSGD(KeepsErrors):
 
     def spectra(self, names: Container[str] | None = None) -> dict[str, Spectrum]:
         """Spectra of the mean of the matrices that were factored in their last reduction, of all or of ``names``;
-        computed when asked for.
+        computed when asked for, and before the next reduction of the same gradients.
 
-        The singular values are those of M^, from the averaged factor, the same on all workers. ``input_sq`` adds to
-        their squares what this worker's own approximation leaves of its M_w: with error feedback it is for the caller
-        to put what is missing of the mean in its place (:mod:`edgc.measurement.mean_error`), which is less.
-
-        What they are computed from is overwritten by the next reduction of the same gradients. In alphabetical order:
-        sums over them are to repeat after a resume, whichever matrix was seen first.
-
-        Returns:
-            By name the shape, the squared singular values, and ``input_sq``.
+        In alphabetical order: sums over them are to repeat after a resume, whichever matrix was seen first.
         """
-        found = {}
-        for name, (group, i) in sorted(self._last.items(), key=lambda item: item[0]):
-            if names is None or name in names:
-                mean = group.mean[i].double()
-                gram = mean.mT @ mean if mean.shape[1] == group.rank else mean @ mean.mT
-                values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).tolist()
-                left = float(group.input_sq[i] - square_sums(group.own[i : i + 1])[0])
-                found[name] = Spectrum(group.shape, values, math.fsum(values) + max(0.0, left))
-        return found
+        last = sorted(self._last.items(), key=lambda item: item[0])
+        return {name: spectrum(group, i) for name, (group, i) in last if names is None or name in names}
 
     def state_dict(self) -> dict[str, Any]:
         return self._state.to_dict()

@@ -50,7 +50,9 @@ class Orthonormal:
         """Cholesky-QR in one or two passes; False if that would not be accurate."""
         if _reduced_precision():
             return False
-        small = self._small.setdefault(x.shape[1], _Small(x.shape[1]))
+        small = self._small.get(x.shape[1])
+        if small is None:
+            small = self._small[x.shape[1]] = _Small(x.shape[1])
         inverse = small.factor(x)
         if not inverse <= _TWO_PASSES:
             return False

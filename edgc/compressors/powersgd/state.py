@@ -59,14 +59,10 @@ class State:
     """
 
     def __init__(
-        self, *, error_dtype: torch.dtype | None, warm_start: bool, seed: int, one_sided: bool
+        self, error_dtype: torch.dtype | None, *, warm_start: bool, seed: int, one_sided: bool
     ) -> None:
-        self.error_dtype, self.warm_start, self.seed, self.one_sided = (
-            error_dtype,
-            warm_start,
-            seed,
-            one_sided,
-        )
+        self.error_dtype, self.warm_start = error_dtype, warm_start
+        self.seed, self.one_sided = seed, one_sided
         self.errors: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
         self._sides: dict[str, int] = {}

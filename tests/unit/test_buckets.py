@@ -18,90 +18,7 @@ from hypothesis import strategies as st
 from edgc.buckets import Bucket, BucketWorker
 from edgc.compressors import Gradient
 from edgc.errors import UserError
-from edgc.in_order import InOrder
 from edgc.runtime.device import masked_path
-
-
-def logging_steps(key: int, waits: int, log: list[tuple[int, int]]) -> Generator[None, None, None]:
-    for step in range(waits):
-        log.append((key, step))
-        yield
-    log.append((key, waits))
-
-
-def run(
-    waits: Sequence[int], ahead: Sequence[int] | None = None
-) -> tuple[list[tuple[int, int]], list[list[int]]]:
-    """Every (generator, step) in the order taken, and what each call returned."""
-    pipeline: InOrder[int] = InOrder()
-    log: list[tuple[int, int]] = []
-    finished = [
-        pipeline.start(key, logging_steps(key, count, log), ahead[key] if ahead else 0)
-        for key, count in enumerate(waits)
-    ]
-    finished.append(pipeline.drain())
-    assert len(pipeline) == 0
-    return log, finished
-
-
-def test_the_order_written_out() -> None:
-    log, finished = run([2, 1, 2])
-    assert log == [(0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1), (2, 1), (2, 2)]
-    assert finished == [[], [], [0, 1], [2]]
-
-
-def test_the_order_with_all_waits_but_the_last_passed_at_once() -> None:
-    log, finished = run([2, 1, 2], [1, 0, 1])
-    assert log == [(0, 0), (0, 1), (1, 0), (0, 2), (2, 0), (1, 1), (2, 1), (2, 2)]
-    assert finished == [[], [0], [1], [2]]
-
-
-@given(data=st.data(), waits=st.lists(st.integers(0, 5), max_size=12))
-def test_everything_finishes_once_and_in_its_own_order(data: st.DataObject, waits: list[int]) -> None:
-    ahead = data.draw(st.lists(st.integers(0, 6), min_size=len(waits), max_size=len(waits)))
-    log, finished = run(waits, ahead)
-    for key, count in enumerate(waits):
-        assert [step for other, step in log if other == key] == list(range(count + 1))
-    assert sorted(key for keys in finished for key in keys) == list(range(len(waits)))
-    # What has started before the k-th start cannot depend on generators that come later.
-    for length in range(len(waits)):
-        prefix, _ = run(waits[:length], ahead[:length])
-        started = [item for item in log if item[0] < length]
-        before = log.index((length, 0))
-        assert log[:before] == prefix[:before] and set(started) == set(prefix)
-
-
-@given(waits=st.integers(0, 5), buckets=st.integers(1, 12))
-def test_no_more_than_waits_plus_one_are_in_flight(waits: int, buckets: int) -> None:
-    pipeline: InOrder[int] = InOrder()
-    for key in range(buckets):
-        pipeline.start(key, logging_steps(key, waits, []))
-        assert len(pipeline) <= min(key + 1, waits)
-
-
-def test_an_error_is_passed_on_and_close_ends_the_others() -> None:
-    closed = []
-
-    def survivor() -> Generator[None, None, None]:
-        try:
-            yield
-            yield
-        finally:
-            closed.append(True)
-
-    def failing() -> Generator[None, None, None]:
-        raise KeyError("lost")
-        yield
-
-    pipeline: InOrder[str] = InOrder()
-    pipeline.start("a", survivor())
-    with pytest.raises(KeyError, match="lost"):
-        pipeline.start("b", failing())
-    pipeline.close()
-    assert closed == [True] and len(pipeline) == 0
-
-
-# --------------------------------------------------------------------- the thread
 
 
 @dataclass
@@ -162,6 +79,112 @@ def backward(
 
 def new_worker(engine: FakeEngine, parameters: int = 99) -> BucketWorker:
     return BucketWorker(engine, None, torch.device("cpu"), parameters)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------- the order
+
+
+class Counted(FakeEngine):
+    """Every bucket waits as often as its name says."""
+
+    counts: Sequence[int] = ()
+    ahead: Sequence[int] = ()
+    begun = 0
+
+    def exchange(self, gradients: Sequence[Gradient], group: Any, **how: Any) -> Generator[None, None, None]:
+        key = int(gradients[0].name)
+        self.waits = self.ahead[key] + 1 if self.ahead else 1
+        self.begun += 1
+        return self.steps(key)
+
+    def steps(self, key: int) -> Generator[None, None, None]:
+        for step in range(self.counts[key]):
+            self.log.append((key, step))
+            yield
+        self.log.append((key, self.counts[key]))
+
+
+def order_of(
+    waits: Sequence[int], ahead: Sequence[int] = ()
+) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Every (bucket, step) in the order taken, and which buckets were handed over after each one came."""
+    engine = Counted()
+    engine.counts, engine.ahead = waits, ahead
+    with masked_path():
+        worker = new_worker(engine, parameters=len(waits) + 1)
+    log, handed, open_buckets = engine.log, [], []
+    for key in range(len(waits)):
+        tensor = torch.ones(1)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        open_buckets.append((key, future))
+        worker.put(Bucket(False, [Gradient(str(key), tensor)], tensor, future))
+        handed.append([k for k, f in open_buckets if f.done()])
+        open_buckets = [(k, f) for k, f in open_buckets if not f.done()]
+        assert len(worker._running) == len(open_buckets)
+    worker.flush()
+    handed.append([k for k, f in open_buckets if f.done()])
+    assert not worker._running
+    worker.stop()
+    return log, handed
+
+
+def test_the_order_written_out() -> None:
+    log, handed = order_of([2, 1, 2])
+    assert log == [(0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1), (2, 1), (2, 2)]
+    assert handed == [[], [], [0, 1], [2]]
+
+
+def test_the_order_with_all_waits_but_the_last_passed_at_once() -> None:
+    log, handed = order_of([2, 1, 2], [1, 0, 1])
+    assert log == [(0, 0), (0, 1), (1, 0), (0, 2), (2, 0), (1, 1), (2, 1), (2, 2)]
+    assert handed == [[], [0], [1], [2]]
+
+
+@settings(deadline=None)
+@given(data=st.data(), waits=st.lists(st.integers(0, 5), max_size=12))
+def test_everything_finishes_once_and_in_its_own_order(data: st.DataObject, waits: list[int]) -> None:
+    ahead = data.draw(st.lists(st.integers(0, 6), min_size=len(waits), max_size=len(waits)))
+    log, handed = order_of(waits, ahead)
+    for key, count in enumerate(waits):
+        assert [step for other, step in log if other == key] == list(range(count + 1))
+    assert sorted(key for keys in handed for key in keys) == list(range(len(waits)))
+    # What has started before the k-th start cannot depend on buckets that come later.
+    for length in range(len(waits)):
+        prefix, _ = order_of(waits[:length], ahead[:length])
+        started = [item for item in log if item[0] < length]
+        before = log.index((length, 0))
+        assert log[:before] == prefix[:before] and set(started) == set(prefix)
+
+
+@given(waits=st.integers(0, 5), buckets=st.integers(1, 12))
+def test_no_more_than_waits_plus_one_are_in_flight(waits: int, buckets: int) -> None:
+    _, handed = order_of([waits] * buckets)
+    assert all(key - sum(map(len, handed[: key + 1])) < waits for key in range(buckets))
+
+
+def test_an_error_closes_what_is_in_flight() -> None:
+    closed = []
+
+    class Failing(FakeEngine):
+        def exchange(self, gradients: Sequence[Gradient], group: Any, **how: Any) -> Any:
+            try:
+                if gradients[0].name == "b":
+                    raise KeyError("lost")
+                yield
+                yield
+                yield
+            finally:
+                closed.append(gradients[0].name)
+
+    worker = new_worker(Failing())
+    buckets = backward(worker, [["a"], ["b"]])
+    with pytest.raises(RuntimeError, match="KeyError: 'lost'"):
+        buckets[0].future.wait()
+    assert sorted(closed) == ["a", "b"]
+    worker.stop()
+
+
+# --------------------------------------------------------------------- the thread
 
 
 @settings(max_examples=15, deadline=None)
