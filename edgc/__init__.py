@@ -1,14 +1,44 @@
 """Entropy-driven dynamic gradient compression for distributed training (arXiv 2511.10333).
 
-Settings are here; :mod:`edgc.megatron` attaches them to a Megatron-Core model, :mod:`edgc.ddp` to a model under
-PyTorch's ``DistributedDataParallel``. Needs torch only (and the numpy that torch's collectives of objects use), and
-this package itself not even that, so that settings can be checked on a login node.
+``register`` attaches settings to a model under PyTorch's ``DistributedDataParallel`` (:mod:`edgc.ddp`), ``attach`` to
+a Megatron-Core model (:mod:`edgc.megatron`). Needs torch only (and the numpy that torch's collectives of objects use),
+and until one of the two is asked for not even that, so that settings can be checked on a login node.
 """
 
 from __future__ import annotations
 
-from edgc.config import EDGCConfig, EntropyConfig, TimingConfig
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from edgc.config import EDGCConfig, EntropyConfig, PipelineConfig, TimingConfig
 from edgc.errors import UserError
 
+if TYPE_CHECKING:
+    from edgc.ddp import Handle, register
+    from edgc.megatron import Attachment, attach
+
 __version__ = "0.1.0"
-__all__ = ["EDGCConfig", "EntropyConfig", "TimingConfig", "UserError", "__version__"]
+__all__ = [
+    "Attachment",
+    "EDGCConfig",
+    "EntropyConfig",
+    "Handle",
+    "PipelineConfig",
+    "TimingConfig",
+    "UserError",
+    "__version__",
+    "attach",
+    "register",
+]
+_FROM = {
+    "Handle": "edgc.ddp",
+    "register": "edgc.ddp",
+    "Attachment": "edgc.megatron",
+    "attach": "edgc.megatron",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FROM[name]), name)

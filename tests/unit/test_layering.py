@@ -45,6 +45,58 @@ def test_no_import_points_back(package: str) -> None:
         assert not imported(path) & FORBIDDEN[package], path
 
 
+# Folders and modules of edgc, the lowest first. What one of them imports is in a layer below its own.
+LAYERS = (
+    {"errors"},
+    {"checks", "presets", "runtime"},
+    {"usable"},
+    {"config"},
+    {"checkpoints", "compressors"},
+    {"entropy", "timing"},
+    {"measurement"},
+    {"control"},
+    {"monitor"},
+    {"engine"},
+    {"buckets"},
+    {"ddp", "doctor", "megatron"},
+)
+
+
+def units_of_edgc() -> dict[str, set[str]]:
+    """Which folders and modules each folder or module of edgc imports, while it runs."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "edgc").rglob("*.py")):
+        unit = path.relative_to(ROOT / "edgc").with_suffix("").parts[0]
+        if unit == "__init__":  # the public face, which imports adapters when they are asked for
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
+            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                node.body = []
+        modules = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module == "edgc":
+                modules |= {f"edgc.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules.add(str(node.module))
+        imports = {name.split(".")[1] for name in modules if name.startswith("edgc.")}
+        found.setdefault(unit, set()).update(imports - {unit})
+    return found
+
+
+def test_imports_inside_the_library_point_down() -> None:
+    layer = {unit: index for index, units in enumerate(LAYERS) for unit in units}
+    found = units_of_edgc()
+    assert set(found) == set(layer)
+    assert sum(map(len, found.values())) > 40
+    wrong = [
+        (unit, other) for unit, imports in found.items() for other in imports if layer[other] >= layer[unit]
+    ]
+    assert not wrong
+
+
 def modules_after(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(' '.join(sorted({{name.partition('.')[0] for name in sys.modules}})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -60,7 +112,27 @@ def test_only_the_megatron_package_needs_megatron() -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import edgc", "import experiments.spec.matrix", "import paper_figures"]
+    "statement",
+    [
+        "from edgc import EDGCConfig, UserError",
+        "import edgc.control.controller",
+        "import edgc.control.layer_ranks",
+        "import experiments.spec.matrix",
+        "import paper_figures",
+    ],
 )
-def test_what_snakemake_imports_for_every_plan_is_light(statement: str) -> None:
+def test_settings_decisions_and_what_snakemake_imports_for_every_plan_need_no_torch(statement: str) -> None:
     assert not modules_after(statement) & {"torch", "megatron", "pandas", "matplotlib"}
+
+
+def test_the_public_face_is_whole() -> None:
+    loaded = modules_after(
+        "from edgc import EDGCConfig, EntropyConfig, Handle, TimingConfig, UserError, register"
+    )
+    assert "torch" in loaded and "megatron" not in loaded
+    assert "megatron" in modules_after("from edgc import Attachment, attach")
+    import edgc
+
+    assert all(getattr(edgc, name) is not None for name in edgc.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = edgc.nothing

@@ -1,0 +1,84 @@
+"""How many files of the library one gradient passes on its way through a step under DDP.
+
+Counted are calls of the library's functions, a generator that is resumed among them, from the hook to the closed
+iteration, of an iteration in which nothing is measured and no window ends; comprehensions and lambdas belong to the
+function they are in. A change of file is one between two consecutive calls of a thread; a gradient changes threads
+inside of `buckets.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import edgc
+from edgc import EDGCConfig
+from edgc.ddp import register
+from tests.workers import run_workers
+
+ROOT = Path(edgc.__file__).parent
+QUIET, DUE = 5, 10  # of each ten iterations the last is measured
+Call = tuple[str, str]  # file, function
+
+
+def calls_of(settings: dict[str, Any], iteration: int) -> list[list[Call]]:
+    """What one bucket with one matrix calls in one iteration, by thread, in order."""
+    threads: dict[int, list[Call]] = {}
+    watching = False
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if watching and event == "call" and ROOT in file.parents and not frame.f_code.co_name.startswith("<"):
+            call = file.relative_to(ROOT).as_posix(), frame.f_code.co_qualname
+            threads.setdefault(threading.get_ident(), []).append(call)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
+        handle = register(model, EDGCConfig(**settings), iterations=100)
+        for step in range(1, iteration + 1):
+            loss = model(torch.randn(8, 64)).sum()
+            watching = step == iteration
+            loss.backward()
+            watching = False
+        assert handle.last is not None and handle.last.iteration == iteration
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.setprofile(None)
+    return list(threads.values())
+
+
+def passed(threads: list[list[Call]]) -> tuple[set[str], int]:
+    """Distinct files, and changes of file."""
+    changes = sum(a != b for calls in threads for (a, _), (b, _) in pairwise(calls))
+    return {file for calls in threads for file, _ in calls}, changes
+
+
+@pytest.mark.parametrize(
+    ("settings", "most_files", "most_changes"),
+    [({"method": "powersgd", "rank": 4}, 10, 30), ({"method": "none"}, 6, 18)],
+    ids=["powersgd", "none"],
+)
+def test_a_gradient_passes_few_files(settings: dict[str, Any], most_files: int, most_changes: int) -> None:
+    for threads in run_workers(2, calls_of, settings, QUIET):
+        files, changes = passed(threads)
+        assert {"ddp/hook.py", "buckets.py", "engine.py", "runtime/channel.py", "compressors/base.py"} < files
+        assert len(files) <= most_files
+        assert changes <= most_changes
+
+
+def test_only_an_iteration_in_which_something_is_due_asks_what_measures() -> None:
+    for due in (False, True):
+        settings = {"method": "powersgd", "rank": 4}
+        for threads in run_workers(2, calls_of, settings, DUE if due else QUIET):
+            files, _ = passed(threads)
+            assert ("monitor.py" in files) == ("measurement/mean_error.py" in files) == due
