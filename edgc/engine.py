@@ -251,17 +251,18 @@ class Engine:
         rank = rank if self._statistics.lossy else None
         self.last = Iteration(self.iteration, rank, self._statistics, exposed=exposed, skipped=skipped)
         self.decision = None
-        self.iteration += 1
         for compressor in compressors:
             compressor.settle(not skipped)
         if not self._due:
+            self.iteration += 1
             self._statistics = Statistics()
             if self.iteration == self._next_due:
                 self._begin_due()
             return
         self.last = monitor.end(self.last, self.compressor)
         if plan.exchange:
-            self.decision = monitor.decide(self.last.iteration, plan, backward_seconds)
+            self.decision = monitor.decide(self.iteration, plan, backward_seconds)
+        self.iteration += 1
         self._look_ahead()
         if self.plan.ranks != plan.ranks:
             monitor.window.times.clear()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgc.megatron.adapter import attach
-    from edgc.megatron.handle import Attachment
+    from edgc.megatron.attachment import Attachment
 
 __all__ = ["Attachment", "attach"]
 

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Statistics
-from edgc.compressors.passes import Batched, RowBlocks, square_sums, within
-from edgc.compressors.powersgd.orthogonal import Orthonormal
+from edgc.compressors.passes import square_sums, within
 from edgc.compressors.powersgd.state import random_factor
+from edgc.compressors.powersgd.workspace import ways
 from edgc.errors import UserError
 from edgc.runtime.channel import mark
 from edgc.runtime.device import host_decides
@@ -122,7 +122,7 @@ class ActivationCompressor:
         self.error_feedback, self.always_factor, self.seed = error_feedback, always_factor, seed
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
-        self._orthonormal = Orthonormal()
+        self._on_cpu, self._on_gpu = ways()
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout | None:
@@ -150,7 +150,7 @@ class ActivationCompressor:
         return message
 
     def _compress(self, name: str, gradient: Tensor, layout: Layout, statistics: Statistics) -> Tensor:
-        decides = self._decides(gradient.device)
+        way = self._on_cpu if self._decides(gradient.device) else self._on_gpu
         error, factor = self._state(name, gradient, layout)
         g, m = gradient.reshape(layout.rows, layout.columns), self._room(layout, gradient.device)
         gradient_sq = square_sums(m.copy_(g)[None])[0]
@@ -160,14 +160,16 @@ class ActivationCompressor:
         message = layout.empty(gradient.device)
         p, q = layout.split(message)
         ok = input_sq.isfinite()
-        if decides and not ok:
+        if way.decides and not ok:
             return self._give_up(message, statistics)
-        basis = self._basis(m @ factor.mT)
+        projected = m @ factor.mT
+        basis = torch.empty_like(projected)
+        way.orthonormalise(projected[None], basis[None])
         p.copy_(basis)
         right = (p if p.dtype == torch.float32 else p.float()).mT @ m
         q.copy_(right.mT)
         ok = ok & message.isfinite().all()
-        if decides and not ok:
+        if way.decides and not ok:
             return self._give_up(message, statistics)
         received = torch.empty_like(g, memory_format=torch.contiguous_format)
         layout.reconstruct(message, received)
@@ -175,12 +177,11 @@ class ActivationCompressor:
         if error is not None:
             torch.where(ok, m, error, out=error)
             self.errors[name] = error
-        (RowBlocks if decides else Batched).keep(right[None], factor[None], ok)
+        way.passes.keep(right[None], factor[None], ok)
         self.factors[name] = factor
-        for key, norm in (("gradient_sq", gradient_sq), ("input_sq", input_sq), ("error_sq", error_sq)):
-            value = float(norm) if decides else torch.where(ok, norm, 0.0)
-            setattr(statistics, key, getattr(statistics, key) + value)
-        if not decides:
+        norms = gradient_sq, input_sq, error_sq
+        statistics.add_norms(*(float(x) if way.decides else torch.where(ok, x, 0.0) for x in norms))
+        if not way.decides:
             message.masked_fill_(~ok, math.nan)
             statistics.skipped = statistics.skipped + (~ok).int()
         return message
@@ -191,23 +192,12 @@ class ActivationCompressor:
         layout.reconstruct(message, out)
         statistics.decompress.add(started, mark(out.device))
 
-    # On a CPU the host looks whether everything is finite, and decides. On a GPU it would have to wait; there
-    # everything goes on, and writes are masked.
-
     def _decides(self, device: torch.device) -> bool:
         return host_decides(device)
 
     def _give_up(self, message: Tensor, statistics: Statistics) -> Tensor:
         statistics.skipped += 1
         return message.fill_(math.nan)
-
-    def _basis(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        if self._decides(x.device):
-            self._orthonormal(x[None], out[None])
-        else:
-            self._orthonormal.without_decisions(x[None], out[None])
-        return out
 
     def _state(self, name: str, gradient: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor]:
         """E, if there is error feedback, and Q^T of a stream, on the gradient's device."""

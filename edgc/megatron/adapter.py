@@ -15,9 +15,9 @@ from edgc.compressors.sizes import compressible, mean_bits
 from edgc.config import EDGCConfig
 from edgc.engine import Engine, Observer
 from edgc.errors import UserError
+from edgc.megatron.attachment import Attachment
 from edgc.megatron.bucket_group import CompressedBucketGroup
 from edgc.megatron.embedding import fuse
-from edgc.megatron.handle import Attachment
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.groups import gather_objects
 

@@ -16,7 +16,7 @@ from edgc.runtime.channel import mark
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """Reduces its gradients through an :class:`edgc.engine.Engine` instead of one collective.
 
-    Megatron has no injection API for this, so :func:`edgc.megatron.adapter` sets the class of existing bucket groups
+    Megatron has no injection API for this, so :func:`edgc.megatron.attach` sets the class of existing bucket groups
     and then calls :meth:`edgc_join`.
     """
 

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from edgc.checkpoints import manifest, rank_files
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
+from edgc.megatron.attachment import Attachment
 from edgc.megatron.checkpoint_state import (
     FOLDER,
     Layout,
@@ -45,7 +46,6 @@ from edgc.megatron.checkpoint_state import (
     state_of,
     within,
 )
-from edgc.megatron.handle import Attachment
 from edgc.runtime.groups import gather_objects
 
 __all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "save"]
@@ -82,7 +82,7 @@ def load(folder: str | Path, attachment: Attachment, *, changed_settings: bool =
     the averaged gradient owes what it owed (:mod:`edgc.checkpoints.saved_state`): the run goes on, but not bit for bit.
 
     Args:
-        changed_settings: see :meth:`~edgc.megatron.handle.Attachment.load_state_dict`.
+        changed_settings: see :meth:`~edgc.megatron.attachment.Attachment.load_state_dict`.
 
     Raises:
         DamagedCheckpoint: on every rank, if any file is missing or altered; an older checkpoint may do.

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from edgc.checkpoints import manifest, rank_files, saved_state
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.errors import UserError
-from edgc.megatron.handle import Attachment
+from edgc.megatron.attachment import Attachment
 
 FOLDER = "edgc"  # inside a checkpoint
 

@@ -35,7 +35,7 @@ from experiments.spec.settings import RunConfig
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state, tensor_parallel
 
-    from edgc.megatron import Attachment, attach, attaching
+    from edgc.megatron import Attachment, adapter, attach
     from experiments.training.build import build_chunks, build_optimizer
     from experiments.training.model import transformer_config
 
@@ -219,7 +219,7 @@ class VirtualRank:
             gc.collect()
 
     def _attach(self, chunks: list[Any], config: EDGCConfig) -> Attachment:
-        """As :func:`edgc.megatron.adapter`, with the other stages' answers to its one question from the layout."""
+        """As :func:`edgc.megatron.attach`, with the other stages' answers to its one question from the layout."""
         shape = placement.from_settings(self.run.model, self.run.parallel, self.run.data.vocab_size)
 
         def gather_objects(mine: Any, group: Any = None) -> list[Any]:
@@ -237,7 +237,7 @@ class VirtualRank:
             stages[mine[0]] = mine
             return stages
 
-        module: Any = attaching
+        module: Any = adapter
         original = module.gather_objects
         module.gather_objects = gather_objects
         try:

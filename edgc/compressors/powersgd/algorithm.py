@@ -38,12 +38,11 @@ from torch import Tensor
 
 from edgc.checks import one_of
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
-from edgc.compressors.passes import Batched, RowBlocks, finite, square_sums
-from edgc.compressors.powersgd.orthogonal import Orthonormal
+from edgc.compressors.passes import finite, square_sums
 from edgc.compressors.powersgd.spectrum import Spectrum, spectrum
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
-from edgc.compressors.powersgd.workspace import RIGHT, Group, Way, Workspace, grouped
+from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace, grouped, ways
 from edgc.compressors.sizes import compressible, saves_bytes
 from edgc.config import FACTOR_DTYPES
 from edgc.runtime.channel import Channel
@@ -95,9 +94,7 @@ class PowerSGD(KeepsErrors):
         self.errors = self._state.errors
         self._workspaces: dict[str, Workspace] = {}
         self._last: dict[str, tuple[Group, int]] = {}
-        orthonormal = Orthonormal()
-        self._on_cpu = Way(True, RowBlocks(), orthonormal)
-        self._on_gpu = Way(False, Batched(), orthonormal.without_decisions)
+        self._on_cpu, self._on_gpu = ways()
 
     @property
     def factors(self) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from edgc.compressors.base import Gradient
 from edgc.compressors.dense import Dense
-from edgc.compressors.passes import Matrices, RowBlocks, batch_view
+from edgc.compressors.passes import Batched, Matrices, RowBlocks, batch_view
+from edgc.compressors.powersgd.orthogonal import Orthonormal
 from edgc.compressors.powersgd.wire import Wire, blocks_of
 from edgc.runtime.device import Later
 
@@ -31,6 +32,12 @@ class Way(NamedTuple):
     decides: bool
     passes: RowBlocks
     orthonormalise: Callable[[Tensor, Tensor], None]
+
+
+def ways() -> tuple[Way, Way]:
+    """That of a CPU and that of a GPU, with scratch memory of their own."""
+    orthonormal = Orthonormal()
+    return Way(True, RowBlocks(), orthonormal), Way(False, Batched(), orthonormal.without_decisions)
 
 
 class Group(Matrices):

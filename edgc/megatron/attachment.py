@@ -39,7 +39,7 @@ class Pending:
 
 
 class Attachment:
-    """Made by :func:`edgc.megatron.adapter`.
+    """Made by :func:`edgc.megatron.attach`.
 
     With ``overlap_grad_reduce`` reductions go on beside backward (:mod:`edgc.buckets`; on a CPU in a thread, over
     process groups of its own); without, they happen in the caller's thread. An iteration ends with the last bucket
