@@ -1,7 +1,8 @@
-"""``python -m edgc.doctor``. Nothing else is here: processes that are started anew cannot import this module."""
+"""``python -m edgc.doctor``. The command is a module of its own: processes that it spawns import it by name."""
 
 import sys
 
 from edgc.doctor.command import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
