@@ -86,18 +86,6 @@ class Statistics:
         self.error_sq = self.error_sq + error_sq
 
     @property
-    def seconds_compress(self) -> float:
-        return self.compress.seconds
-
-    @property
-    def seconds_communicate(self) -> float:
-        return self.communicate.seconds
-
-    @property
-    def seconds_decompress(self) -> float:
-        return self.decompress.seconds
-
-    @property
     def compressed(self) -> bool:
         """Whether anything was compressed with a loss."""
         return float(self.input_sq) > 0

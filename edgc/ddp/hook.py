@@ -1,4 +1,4 @@
-"""EDGC for PyTorch's ``DistributedDataParallel``: ``edgc.ddp.register(model, config, iterations=...)``.
+"""EDGC as a communication hook of PyTorch's ``DistributedDataParallel``; :mod:`edgc.ddp.registration` attaches it.
 
 Buckets are reduced beside backward, several in flight (:mod:`edgc.buckets`). Ranks pair collectives by order, and
 ours depends on the sequence of buckets alone, never on timing. State is keyed by parameter name,
@@ -29,21 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from edgc.buckets import Bucket, BucketWorker, Log
 from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
-from edgc.checks import integer, need
+from edgc.checks import need
 from edgc.compressors import Gradient
-from edgc.compressors.sizes import compressible, mean_bits
-from edgc.config import EDGCConfig
 from edgc.control.controller import Decision
-from edgc.engine import Engine, Iteration, Observer
+from edgc.engine import Engine, Iteration
 from edgc.errors import UserError, copied
-from edgc.runtime.groups import gather_objects, own_group
-from edgc.usable import refuse_stages
-
-__all__ = ["Handle", "register"]
 
 
 class Scaler(Protocol):
@@ -159,7 +152,7 @@ class Handle:
         world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         own = state_for(state, world=world, rank=rank)
         need(own, ("layout", "skipped"), "state")
-        refuse_other_parameters(own, {name: _matrix_shape(p) for p, name in self._names.items()})
+        refuse_other_parameters(own, {name: matrix_shape(p) for p, name in self._names.items()})
         stream = self._worker.stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -179,7 +172,7 @@ class Handle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle of the model averages plainly, as with the hooks of torch; it can be registered anew."""
-        return _Unregistered, ()
+        return Unregistered, ()
 
     def _refuse_inside_iteration(self) -> None:
         if self._worker.busy:
@@ -230,14 +223,14 @@ class Handle:
         return checked
 
 
-class _Unregistered:
+class Unregistered:
     """What a copied model has in place of its handle."""
 
     def _reduce(self, bucket: Any) -> Any:
         raise RuntimeError("edgc.ddp: this is a copy of a registered model; register it anew")
 
 
-def _hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return handle._reduce(bucket)
 
 
@@ -249,113 +242,7 @@ def _wait(future: torch.futures.Future[Tensor]) -> None:
         raise copied(error.with_traceback(None)) from error.__cause__
 
 
-def register(
-    model: DistributedDataParallel,
-    config: EDGCConfig,
-    *,
-    iterations: int,
-    scaler: Scaler | None = None,
-    whole_steps: bool = True,
-    process_group: dist.ProcessGroup | None = None,
-    observer: Observer | None = None,
-    log: Log | None = None,
-) -> Handle:
-    """Average the gradients of ``model`` as ``config`` says, from the next backward on.
-
-    To be called on every rank of the model's process group, for several models in the same order on every rank.
-
-    Args:
-        model: wrapped, not yet compiled, without a communication hook.
-        iterations: length of the run in synchronised backward passes (warm-up is a share of it).
-        scaler: the ``torch.amp.GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on every
-            rank or on none. With one scaler for several optimizers, all of them must skip the same steps.
-        whole_steps: undo a step with a gradient that is not finite in the state of every bucket, not only of those
-            that have such a gradient; takes the memory of a second error feedback.
-        process_group: of the same ranks as the model's, for this registration alone, if it is to have a timeout or a
-            backend of your own; by default one is made. With NCCL it is a communicator beside DDP's own.
-        observer: called with the iteration and each bucket's local gradients before they are reduced, in another
-            thread.
-        log: called after each iteration, see :attr:`Handle.log`.
-
-    Raises:
-        UserError: for a model or settings that this cannot work with, on every rank; also for settings of pipeline
-            stages, of which there is one here.
-    """
-    parameters = _parameters(model)
-    shapes = [_matrix_shape(parameter) for parameter in parameters.values()]
-    described = [*zip(parameters, shapes, strict=True)]
-    _same_on_all_ranks(model, (config, iterations, scaler is not None, whole_steps, described))
-    integer("iterations", iterations, 1)
-    refuse_stages(config, "edgc.ddp.register")
-    compressed = [
-        ((shape[0], shape[1]), 8 * parameter.element_size())
-        for shape, parameter in zip(shapes, parameters.values(), strict=True)
-        if compressible(shape, config.min_compression_elements)
-    ]
-    group = process_group or own_group(model.process_group)
-    engine = Engine(
-        config,
-        stage=0,
-        shapes=[[shape for shape, _ in compressed]],
-        iterations=iterations,
-        exchange_group=group,
-        observer=observer,
-        deferred=whole_steps,
-        overlapped=True,
-        gradient_bits=mean_bits(compressed),
-    )
-    # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
-    device = next(iter(parameters.values())).device
-    handle = Handle(engine, names, len(parameters), device, group, model.process_group, scaler)
-    handle.log = log
-    model.register_comm_hook(handle, _hook)
-    return handle
-
-
-def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """The parameters whose gradients DDP averages, by name.
-
-    Raises:
-        UserError: if this model's gradients cannot be reduced here.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        what = f"edgc.ddp.register was given a {type(model).__name__}"
-        raise UserError(
-            what, fix="wrap the module in DistributedDataParallel first, and compile it afterwards"
-        )
-    model._comm_hooks = [pair for pair in model._comm_hooks if not isinstance(pair[1], _Unregistered)]
-    if model._comm_hooks:
-        what = "the model already has a communication hook"
-        raise UserError(what, fix="register once per model, and wrap it without mixed_precision")
-    for name, module in model.module.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise UserError(f"module {name} has sparse gradients", fix="build it with sparse=False")
-    parameters = {
-        name: parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    }
-    if len({parameter.device for parameter in parameters.values()}) > 1:
-        raise UserError("the model's parameters are on several devices", fix="use one device per process")
-    for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
-            raise UserError(
-                f"parameter {name} has type {parameter.dtype}", fix="use real floating-point types"
-            )
-    return parameters
-
-
-def _same_on_all_ranks(model: DistributedDataParallel, mine: Any) -> None:
-    """Refuse on every rank what differs between ranks, before it becomes collectives that do not match."""
-    gathered = gather_objects(repr(mine), model.process_group)
-    other = [rank for rank, item in enumerate(gathered) if item != gathered[0]]
-    if other:
-        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(map(str, other))}"
-        raise UserError(what, where="edgc.ddp.register", fix="give the same on every rank")
-
-
-def _matrix_shape(parameter: Tensor) -> tuple[int, ...]:
+def matrix_shape(parameter: Tensor) -> tuple[int, ...]:
     shape = tuple(parameter.shape)
     return shape if len(shape) <= 2 else (shape[0], parameter[0].numel())
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from edgc.compressors import Gradient
 from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
-from edgc.entropy.estimators import Sampler, combine, estimate
+from edgc.entropy.estimators import combine, estimate
+from edgc.entropy.sampler import Sampler
 from edgc.runtime.channel import mark, seconds_between
 
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc.config import EDGCConfig
-from edgc.ddp.hook import Handle, register
+from edgc.ddp import Handle, register
 from experiments.bench import gpt
 from experiments.bench.children import serve
 from experiments.bench.collectives import Recording, Sent, seconds_of

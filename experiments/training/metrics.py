@@ -75,7 +75,7 @@ class RankStep:
                 "pipeline_bytes": float(p.bytes),
                 "pipeline_bytes_dense": float(traffic.dense_bytes),
                 "pipeline_relative_error": _number(p.worker_error),
-                "seconds_pipeline": p.seconds_compress + p.seconds_decompress,
+                "seconds_pipeline": p.compress.seconds + p.decompress.seconds,
             }
         return cls(
             stage=float(stage),
@@ -90,9 +90,9 @@ class RankStep:
             error_feedback_ratio=_number(s.error_feedback_ratio),
             mean_error_sq=done.mean_error_sq,
             mean_input_sq=done.mean_input_sq,
-            seconds_compress=s.seconds_compress,
-            seconds_communicate=s.seconds_communicate,
-            seconds_decompress=s.seconds_decompress,
+            seconds_compress=s.compress.seconds,
+            seconds_communicate=s.communicate.seconds,
+            seconds_decompress=s.decompress.seconds,
             seconds_entropy=done.seconds_entropy,
             skipped=float(done.skipped),
             seconds_exposed=math.nan if done.exposed is None else done.exposed.seconds,

@@ -18,7 +18,8 @@ from torch import Tensor
 from edgc.compressors import Gradient
 from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
-from edgc.entropy.estimators import Sampler, estimate, moments
+from edgc.entropy.estimators import estimate, moments
+from edgc.entropy.sampler import Sampler
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import ProbeConfig
 from experiments.training.experts import ExpertShare, TokenCounts, place_of
