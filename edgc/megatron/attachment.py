@@ -18,24 +18,11 @@ from edgc.compressors import Gradient
 from edgc.control.controller import Decision
 from edgc.engine import Engine, Iteration
 from edgc.errors import UserError, copied
-from edgc.megatron.bucket_group import CompressedBucketGroup
+from edgc.megatron.bucket_group import CompressedBucketGroup, Pending
 from edgc.megatron.embedding import FusedEmbedding
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.channel import Mark, Stopwatch, mark, seconds_between
 from edgc.runtime.groups import own_groups
-
-
-class Pending:
-    """A reduction that goes on in another thread."""
-
-    def __init__(self, worker: BucketWorker, future: torch.futures.Future[Tensor]) -> None:
-        self._worker, self._future = worker, future
-
-    def wait(self) -> None:
-        """Raises what went wrong in that thread."""
-        # Always, done or not: what a rank sends must not depend on who is faster.
-        self._worker.flush()
-        self._future.wait()
 
 
 class Attachment:
@@ -250,8 +237,7 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs, besides model and optimizer, to go on exactly: save one per rank."""
         return {
-            "world": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-            "rank": parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            **_replica(),
             "place": _place(),
             "engine": self.engine.state_dict(),
             "skipped": self.skipped,
@@ -271,9 +257,7 @@ class Attachment:
             UserError: the state is another rank's or of another model, lacks something, or is of other settings, which
                 are named.
         """
-        world = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        state = dict(state_for(state, world=world, rank=rank))
+        state = dict(state_for(state, **_replica()))
         need(state, ("place", "skipped", "skipped_in_a_row", "pipeline"), "state")
         if dict(state["place"]) != _place():
             here, there = (", ".join(f"{k} {v}" for k, v in p.items()) for p in (_place(), state["place"]))
@@ -290,6 +274,14 @@ class Attachment:
             self.pipeline.load_state_dict(state["pipeline"])
         self.skipped = int(state["skipped"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
+
+
+def _replica() -> dict[str, int]:
+    """Which replica this rank is, and of how many."""
+    return {
+        "world": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        "rank": parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    }
 
 
 def _place() -> dict[str, int]:

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
+from edgc.buckets import BucketWorker
 from edgc.compressors import Gradient
 from edgc.compressors.passes import finite
 from edgc.runtime.channel import mark
+
+
+class Pending:
+    """A reduction that goes on in another thread."""
+
+    def __init__(self, worker: BucketWorker, future: torch.futures.Future[Tensor]) -> None:
+        self._worker, self._future = worker, future
+
+    def wait(self) -> None:
+        """Raises what went wrong in that thread."""
+        # Always, done or not: what a rank sends must not depend on who is faster.
+        self._worker.flush()
+        self._future.wait()
 
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
