@@ -79,6 +79,7 @@ class Monitor:
             whether it is the last of a window.
         keeps_times: whether the times of reductions may be asked for.
         replicas: number of this rank's group of replicas; nan as long as it has none with others in it.
+        gradient_bits: of an entry of the first stage's compressible gradients, on average.
         entropy_full: of the last decision, per stage and of all entries.
     """
 
@@ -103,6 +104,7 @@ class Monitor:
         self.trials = Trials(make, stage, config.cost_gate, open_channel)
         self.layer_ranks = LayerRanks() if config.per_layer else None
         self.window = Window(config.window, config.seed)
+        self.gradient_bits = gradient_bits
         self.keeps_times = config.method == "edgc" and config.remeasure_above is not None
         self.replicas = math.nan
         self.entropy_full: tuple[float, ...] = ()

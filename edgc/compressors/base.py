@@ -94,7 +94,7 @@ class Statistics:
     def lossy(self) -> bool:
         """:attr:`compressed`, without waiting for a GPU: a norm is there because something was compressed."""
         norm = self.input_sq
-        return (isinstance(norm, Tensor) and norm.is_cuda) or float(norm) > 0
+        return (isinstance(norm, torch.Tensor) and norm.is_cuda) or float(norm) > 0
 
     @property
     def worker_error(self) -> float | None:

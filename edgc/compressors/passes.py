@@ -58,7 +58,7 @@ def square_sums(batch: Tensor) -> Tensor:
 def finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged."""
     flags = [
-        low.isfinite() & high.isfinite() for low, high in map(torch.aminmax, filter(Tensor.numel, tensors))
+        low.isfinite() & high.isfinite() for low, high in (torch.aminmax(t) for t in tensors if t.numel())
     ]
     return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device="cpu")
 
