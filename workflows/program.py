@@ -1,12 +1,12 @@
 """``python -m workflows.program [TARGET ...]``: what ``make reproduce`` runs around Snakemake.
 
-Checks all settings before anything starts, lets one pipeline at a time work in a results folder, clears away
+Checks all settings before anything starts, lets one workflow at a time work in a results folder, clears away
 what a killed one left (processes and Snakemake's lock), runs Snakemake, and says where the results are.
 Options that it does not know go to Snakemake.
 
 The results folder is locked by an open file that only this process and Snakemake hold, so the kernel drops
 the lock when both are gone, however they end; Snakemake is killed when this process is. Jobs do not hold it:
-those of a killed pipeline are found by a mark in their environment, and stopped; with ``--profile slurm`` those that
+those of a killed workflow are found by a mark in their environment, and stopped; with ``--profile slurm`` those that
 it has left in the queue are cancelled.
 """
 
@@ -42,13 +42,13 @@ from experiments.spec.targets import check_targets
 from experiments.training.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = "EDGC_PIPELINE"  # environment variable of every job: the results folder of its pipeline
-INTERRUPT_SECONDS = 3.0  # from Ctrl-C until what is left of a pipeline is killed
+MARK = "EDGC_WORKFLOW"  # environment variable of every job: the results folder of its workflow
+INTERRUPT_SECONDS = 3.0  # from Ctrl-C until what is left of a workflow is killed
 STOP_SECONDS = 10.0  # from asking a process to end until it is killed
 
 
 def check_inputs(scale: str) -> None:
-    """Read the scale and every study at it, so that a mistake ends the pipeline before it has started.
+    """Read the scale and every study at it, so that a mistake ends the workflow before it has started.
 
     Raises:
         UserError: naming the key, the file and the fix.
@@ -62,9 +62,9 @@ def lock(folder: Path) -> IO[str]:
     """Claim a results folder; the claim lasts as long as the returned file is open in any process.
 
     Raises:
-        UserError: another pipeline holds it.
+        UserError: another workflow holds it.
     """
-    path = folder / ".pipeline.lock"
+    path = folder / ".workflow.lock"
     handle = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +72,7 @@ def lock(folder: Path) -> IO[str]:
         handle.seek(0)
         owner = handle.read().strip() or "unknown"
         fix = "wait for it or stop it"
-        raise UserError(f"another pipeline is running, process {owner}", where=path, fix=fix) from None
+        raise UserError(f"another workflow is running, process {owner}", where=path, fix=fix) from None
     handle.seek(0)
     handle.truncate()
     handle.write(f"{os.getpid()}\n")
@@ -95,7 +95,7 @@ def _processes() -> Iterator[Path]:
 
 
 def marked(folder: Path) -> list[int]:
-    """Process ids of the jobs of a pipeline in ``folder``."""
+    """Process ids of the jobs of a workflow in ``folder``."""
     mark = f"{MARK}={folder.resolve()}".encode()
     found = []
     for entry in _processes():
@@ -115,7 +115,7 @@ def send(number: int, pids: list[int]) -> None:
 
 
 def stop_jobs(folder: Path) -> int:
-    """Stop what is left of a pipeline in ``folder``, gently first; returns how many processes there were."""
+    """Stop what is left of a workflow in ``folder``, gently first; returns how many processes there were."""
     first = marked(folder)
     deadline = time.monotonic() + STOP_SECONDS
     left, number = first, signal.SIGTERM
@@ -127,7 +127,7 @@ def stop_jobs(folder: Path) -> int:
             number = signal.SIGKILL
         if time.monotonic() > deadline + STOP_SECONDS:
             raise UserError(
-                f"processes of a killed pipeline do not end: {left}", where=folder, fix="stop them"
+                f"processes of a killed workflow do not end: {left}", where=folder, fix="stop them"
             )
     return len(first)
 
@@ -215,7 +215,7 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
 
 
 def interrupt_jobs(folder: Path) -> None:
-    """End all jobs of a pipeline within a few seconds: launchers as Ctrl-C does, what is left then at once."""
+    """End all jobs of a workflow within a few seconds: launchers as Ctrl-C does, what is left then at once."""
     deadline = time.monotonic() + INTERRUPT_SECONDS
     launchers = [pid for pid in marked(folder) if is_launcher(pid)]
     send(signal.SIGINT, launchers)
@@ -241,7 +241,7 @@ def remove_locks() -> None:
 
 
 def kept_words(folder: Path, scale: str) -> str:
-    """What an interrupted pipeline keeps, in one line."""
+    """What an interrupted workflow keeps, in one line."""
     paths = [folder / study / run.name for study in matrix.studies() for run in matrix.runs(study, scale)]
     finished = sum((path / "status").is_file() for path in paths)
     newest = {path: RunFolder(path).newest_checkpoint() for path in paths if not (path / "status").is_file()}
@@ -283,7 +283,7 @@ def closing_words(folder: Path, scale: str) -> list[str]:
 
 @main_guard
 def main(arguments: list[str] | None = None) -> None:
-    """Run the pipeline: one at a time for a results folder, continuing where an interrupted one stopped."""
+    """Run the workflow: one at a time for a results folder, continuing where an interrupted one stopped."""
     parser = argparse.ArgumentParser(
         prog="python -m workflows.program",
         description=main.__doc__,
@@ -317,11 +317,11 @@ def main(arguments: list[str] | None = None) -> None:
     with lock(folder) as handle:
         left = stop_jobs(folder)
         if left:
-            print(f"stopped {left} processes of a killed pipeline", file=sys.stderr)
+            print(f"stopped {left} processes of a killed workflow", file=sys.stderr)
         unlock([*snakemake, *cores, *config])
         left = slurm.cancel_jobs(ROOT) if on_slurm else 0
         if left:
-            print(f"cancelled {left} jobs of a killed pipeline", file=sys.stderr)
+            print(f"cancelled {left} jobs of a killed workflow", file=sys.stderr)
         settings = ["--rerun-incomplete", "--quiet", "host", "reason", *config]
         # Under Slurm it would limit the jobs of all nodes together.
         arguments = [*snakemake, *([] if on_slurm else cores), *settings, *extra, "--", *options.targets]

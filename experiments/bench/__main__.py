@@ -230,7 +230,7 @@ def run_race(
     rates: Annotated[str, typer.Option(help="limits in Mbit/s, with commas")] = "50,200,1000",
     seeds: Annotated[str, typer.Option(help="seeds, with commas")] = "1,2,3",
     methods: Annotated[str, typer.Option(help="variants of race.yaml, with commas; default: all")] = "",
-    iterations: Annotated[int, typer.Option(help="instead of race.yaml's, for a trial; 0: as there")] = 0,
+    iterations: Annotated[int, typer.Option(help="instead of race.yaml's, for a short run; 0: as there")] = 0,
     results: Results = RESULTS,
 ) -> None:
     """Train over limited links until a validation loss is reached, by the clock (root only): race.csv,

@@ -56,7 +56,7 @@ class Plan:
         rates: limits in Mbit/s.
         seeds: of the runs; every method has the same ones.
         methods: names of variants; the uncompressed one is always among them.
-        iterations: instead of those of the file, for a trial.
+        iterations: instead of those of the file, for a short run.
     """
 
     rates: tuple[float, ...] = (50.0, 200.0, 1000.0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from edgc.errors import UserError
-from experiments.cluster.site import Job, Site, load_site, refuse, training_job
+from experiments.cluster.resources import Job, Resources, load_resources, refuse, training_job
 from experiments.common.cli import main_guard
 from experiments.spec.settings import RunConfig
 
@@ -127,7 +127,7 @@ def partitions() -> dict[str, Partition] | None:
     return found
 
 
-def check_site(site: Site, cluster: dict[str, Partition] | None) -> None:
+def check_resources(resources: Resources, cluster: dict[str, Partition] | None) -> None:
     """Compare the names in the site file with the cluster's.
 
     Raises:
@@ -136,50 +136,53 @@ def check_site(site: Site, cluster: dict[str, Partition] | None) -> None:
     if cluster is None:
         return
     for key in ("partition", "cpu_partition"):
-        name = getattr(site, key)
+        name = getattr(resources, key)
         if name is not None and name not in cluster:
             raise refuse(key, name, "the cluster has no such partition", f"it has {', '.join(cluster)}")
-    if site.account is not None:
+    if resources.account is not None:
         user = getpass.getuser()
         answer = ask(
             "sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account"
         )
         accounts = sorted(set((answer or "").split()))
-        if accounts and site.account not in accounts:
+        if accounts and resources.account not in accounts:
             raise refuse(
-                "account", site.account, f"not an account of user {user}", f"it has {', '.join(accounts)}"
+                "account",
+                resources.account,
+                f"not an account of user {user}",
+                f"it has {', '.join(accounts)}",
             )
 
 
-def of_training(site: Site, cluster: dict[str, Partition] | None) -> Partition | None:
+def of_training(resources: Resources, cluster: dict[str, Partition] | None) -> Partition | None:
     """The partition that training goes to; None where that is not known."""
     if cluster is None:
         return None
-    if site.partition is not None:
-        return cluster.get(site.partition)
+    if resources.partition is not None:
+        return cluster.get(resources.partition)
     return next((partition for partition in cluster.values() if partition.default), None)
 
 
-def check_runs(site: Site, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
+def check_runs(resources: Resources, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
     """Refuse runs that the partition of training could never start.
 
     Raises:
         UserError: naming the key of the site file, and what the partition has.
     """
-    partition = of_training(site, cluster)
+    partition = of_training(resources, cluster)
     if partition is None:
         return
     for run in runs:
-        job = training_job(run, site)
+        job = training_job(run, resources)
         wanted = {
             "gpus_per_node": (
-                site.gpus_per_node,
+                resources.gpus_per_node,
                 job.gpus,
-                lambda node: node.gres.get(site.gres, 0),
-                site.gres,
+                lambda node: node.gres.get(resources.gres, 0),
+                resources.gres,
             ),
-            "cpus_per_node": (site.cpus_per_node, job.cpus, lambda node: node.cpus, "cores"),
-            "memory_gb": (site.memory_gb, job.memory, lambda node: node.memory, "MB of memory"),
+            "cpus_per_node": (resources.cpus_per_node, job.cpus, lambda node: node.cpus, "cores"),
+            "memory_gb": (resources.memory_gb, job.memory, lambda node: node.memory, "MB of memory"),
         }
         for key, (value, least, have, unit) in wanted.items():
             enough = sum(node.count for node in partition.nodes if have(node) >= least)
@@ -195,22 +198,22 @@ def check_runs(site: Site, runs: Iterable[RunConfig], cluster: dict[str, Partiti
                 )
 
 
-def runtime(site: Site, attempt: int, limit: int | None) -> int:
+def runtime(resources: Resources, attempt: int, limit: int | None) -> int:
     """Minutes of a training job: more at every attempt, but not more than its partition allows."""
-    return min(site.training_minutes * attempt, limit or site.training_minutes * attempt)
+    return min(resources.training_minutes * attempt, limit or resources.training_minutes * attempt)
 
 
-def launch_command(job: Job | None, site: Site | None) -> str:
+def launch_command(job: Job | None, resources: Resources | None) -> str:
     """Shell words to which the options of ``experiments.training.launch`` are added.
 
-    The site's own line of shell comes first, and the network card of NCCL and gloo.
+    The line of shell of the site file comes first, and the network card of NCCL and gloo.
     """
     launcher = "python -m experiments.training.launch"
-    if job is None or site is None:
+    if job is None or resources is None:
         return launcher
-    first = [site.setup] if site.setup else []
-    if site.network_interface:
-        first += [f"export {kind}_SOCKET_IFNAME={site.network_interface}" for kind in ("NCCL", "GLOO")]
+    first = [resources.setup] if resources.setup else []
+    if resources.network_interface:
+        first += [f"export {kind}_SOCKET_IFNAME={resources.network_interface}" for kind in ("NCCL", "GLOO")]
     return " && ".join([*first, launcher if job.nodes == 1 else _over_nodes(job, launcher)])
 
 
@@ -253,7 +256,7 @@ def cancel_jobs(folder: Path) -> int:
     deadline = time.monotonic() + CANCEL_SECONDS
     while left:
         if time.monotonic() > deadline:
-            raise UserError(f"jobs of a killed pipeline do not end: {', '.join(left)}", fix="scancel them")
+            raise UserError(f"jobs of a killed workflow do not end: {', '.join(left)}", fix="scancel them")
         time.sleep(1)
         left = jobs_of(folder)
     return len(first)
@@ -261,21 +264,24 @@ def cancel_jobs(folder: Path) -> int:
 
 @main_guard
 def profile() -> dict[str, Any]:
-    """The entries of Snakemake's profile that follow from the site; a mistake is one line and exit code 2."""
-    site = load_site()
-    check_site(site, partitions())
-    everywhere = {"slurm_account": site.account, "qos": site.qos}
+    """The entries of Snakemake's profile that follow from the site file; a mistake is one line and exit code 2."""
+    resources = load_resources()
+    check_resources(resources, partitions())
+    everywhere = {"slurm_account": resources.account, "qos": resources.qos}
     default = {
         "mem_mb": 4000,
         # An expression of Snakemake's.
-        "runtime": f"{site.minutes} * attempt",
-        "slurm_partition": site.cpu_partition or site.partition,
+        "runtime": f"{resources.minutes} * attempt",
+        "slurm_partition": resources.cpu_partition or resources.partition,
         **everywhere,
     }
-    training = {"slurm_partition": site.partition, "gres": f"{site.gres}:1" if site.gpus_per_node else None}
+    training = {
+        "slurm_partition": resources.partition,
+        "gres": f"{resources.gres}:1" if resources.gpus_per_node else None,
+    }
     return {
-        "jobs": site.jobs,
-        "retries": site.retries,
+        "jobs": resources.jobs,
+        "retries": resources.retries,
         "default-resources": {key: value for key, value in default.items() if value is not None},
         "evaluate": {key: value for key, value in training.items() if value is not None},
         "status": status_command(),

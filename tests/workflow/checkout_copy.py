@@ -21,7 +21,7 @@ FOLDERS = ("edgc", "experiments", "paper_figures", "workflows")
 FILES = ("Snakefile", "environment.yml")
 LINKS = ("slurm", "profiles")
 
-# Stand-ins: module -> body. The matrix, the settings, the pipeline and all rules are the real ones.
+# Stand-ins: module -> body. The matrix, the settings, the workflow and all rules are the real ones.
 HEADER = """
 import os, pathlib, sys, time
 def option(name):
@@ -150,7 +150,7 @@ class Checkout:
 
 
 def copy_repository(path: Path) -> None:
-    """All that a pipeline needs, without results."""
+    """All that a workflow needs, without results."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:

@@ -234,7 +234,7 @@ def test_unknown_target_is_one_line_with_the_nearest_names(checkout: Checkout) -
     assert figure.returncode == 0, figure.stdout
 
 
-def test_every_planned_target_is_known_to_the_pipeline() -> None:
+def test_every_planned_target_is_known_to_the_workflow() -> None:
     assert {*TARGETS, "all"} <= {*targets()}
     check_targets(
         [*TARGETS, "all", "results/ci/zero_shot/models/x", "elsewhere/a.csv"], "ci", Path("results/ci")
