@@ -222,11 +222,11 @@ class HuggingFaceText(Source):
 
         datasets.disable_progress_bars()
         if self.folder:
-            kind = "parquet" if self.files[0].suffix == ".parquet" else "json"
-            where: dict[str, Any] = {"path": kind, "data_files": [str(path) for path in self.files]}
+            name = "parquet" if self.files[0].suffix == ".parquet" else "json"
+            options: dict[str, Any] = {"data_files": [str(path) for path in self.files]}
         else:
-            where = {"path": self.dataset, "revision": self.revision}
-        yield from datasets.load_dataset(**where, split="train", streaming=True)
+            name, options = self.dataset, {"revision": self.revision}
+        yield from datasets.load_dataset(name, **options, split="train", streaming=True)
 
     def split_of(self, document: Document) -> str:
         return self._split_of_hash(document.sha256)

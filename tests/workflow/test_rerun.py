@@ -14,7 +14,7 @@ import pytest
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 from tests.workflow.checkout_copy import Checkout
-from workflows.program import marked
+from workflows.jobs import is_launcher, marked
 
 ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
 WORKFLOW = "workflows.program"
@@ -43,15 +43,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 600.0) -> None:
 
 def training(folder: Path) -> list[int]:
     """Process ids of the stand-ins that are training."""
-    found = []
-    for pid in marked(folder):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[0].rpartition(b"/")[2].startswith(b"python") and b"experiments.training.launch" in words:
-            found.append(pid)
-    return found
+    return [process.pid for process in marked(folder) if is_launcher(process)]
 
 
 def test_report_is_one_file_with_every_figure(finished: Checkout) -> None:
