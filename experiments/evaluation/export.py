@@ -6,7 +6,6 @@ the exported one must give the same logits, or nothing is published.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,7 +14,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
@@ -31,6 +32,7 @@ from experiments.training.run_folder import STATUSES
 
 TOLERANCE = 1e-4  # largest absolute difference of a logit, fp32
 MARKER = "run.json"  # in every exported folder, also of runs that left no model
+app = typer.Typer(add_completion=False)
 
 
 def check_run(folder: Path) -> tuple[RunConfig, str]:
@@ -240,38 +242,32 @@ def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
     return summary
 
 
+@app.command()
 @main_guard
-def main(arguments: list[str] | None = None) -> None:
+def main(
+    runs: Annotated[list[Path], typer.Argument(help="run folders")],
+    data: Annotated[Path, typer.Option(help="prepared data that the runs used")],
+    out: Annotated[Path, typer.Option(help="each run gets a folder of its name here")],
+) -> None:
     """Export run folders, several in one process because its imports take longer than the work."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.evaluation.export", description=main.__doc__)
-    parser.add_argument("--run-folder", type=Path, nargs="+", required=True, metavar="DIR")
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="prepared data that the runs used"
-    )
-    parser.add_argument(
-        "--out", type=Path, nargs="+", required=True, metavar="DIR", help="one for each run folder"
-    )
-    options = parser.parse_args(arguments)
-    if len(options.run_folder) != len(options.out):
-        fix = "give one --out folder for each --run-folder"
-        raise UserError(
-            f"{len(options.run_folder)} run folders but {len(options.out)} output folders", fix=fix
-        )
-    for folder in options.run_folder:
+    twice = next((run for run in runs if [other.name for other in runs].count(run.name) > 1), None)
+    if twice is not None:
+        fix = "export them to different folders"
+        raise UserError(f"two run folders are called {twice.name}", where=twice, fix=fix)
+    for folder in runs:
         check_run(folder)  # all bad input is found before anything is written
-    warnings.filterwarnings(
-        "ignore", module="megatron|torch"
-    )  # deprecations inside Megatron, one screen a model
+    # Deprecations inside Megatron, one screen a model.
+    warnings.filterwarnings("ignore", module="megatron|torch")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     with single_process():
-        for folder, out in zip(options.run_folder, options.out, strict=True):
-            summary = export(folder, options.data, out)
+        for folder in runs:
+            summary = export(folder, data, out / folder.name)
             found = summary["largest_logit_difference"]
             note = f"logits equal within {found:.1e}" if found is not None else "no model"
-            print(f"{folder} -> {out}: {summary['status']}, {note}")
+            print(f"{folder} -> {out / folder.name}: {summary['status']}, {note}")
 
 
 if __name__ == "__main__":
-    main()
+    app()

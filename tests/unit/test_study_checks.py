@@ -96,7 +96,7 @@ def test_a_wrong_study_is_one_line_with_key_file_and_fix(
     path = changed(root, study, change)
     before = sorted(root.rglob("*"))
     run: dict[str, Callable[[], Any]] = {
-        "workflow": lambda: program.main(results=tmp_path / "results"),
+        "workflow": lambda: workflow.main(results=tmp_path / "results"),
         "matrix": lambda: matrix.main(study, "ci"),
         "launch": lambda: launch.main(study, "w4-s1", None, "ci", tmp_path / "results"),
     }

@@ -26,10 +26,8 @@ HEADER = """
 import os, pathlib, sys, time
 def option(name):
     return sys.argv[sys.argv.index(name) + 1]
-def options(name):
-    start = sys.argv.index(name) + 1
-    ends = [i for i in range(start, len(sys.argv)) if sys.argv[i].startswith("--")]
-    return sys.argv[start : ends[0] if ends else None]
+def arguments():
+    return sys.argv[1 : [word.startswith("--") for word in sys.argv].index(True)]
 def write(folder, *names):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +58,7 @@ PROGRAMS = {
         write(option("--out"), "table.csv", "break_even.csv", "sensitivity.csv", "disturbances.csv")
     """,
     "experiments/evaluation/tasks/make.py": "write(option('--out'), 'tasks.json')",
-    "experiments/evaluation/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
+    "experiments/evaluation/export.py": "[write(pathlib.Path(option('--out'), pathlib.Path(run).name), 'run.json') for run in arguments()]",
     "experiments/evaluation/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
     "experiments/evaluation/evaluate.py": "write(option('--out'), 'table.csv', 'summary.csv', 'timings.csv')",
     "experiments/verdicts/claims.py": "write(scale(), 'claims.csv')",

@@ -96,7 +96,7 @@ def test_standard_tasks_are_evaluated_at_paper_scale_and_checked_first(checkout:
     (paper_code, paper), (ci_code, ci) = checkout.snakemake([*call, "scale=paper"], [*call, "scale=ci"])
     assert paper_code == ci_code == 0, paper + ci
     [evaluation] = [line for line in paper.splitlines() if "-m experiments.evaluation.evaluate " in line]
-    names = " ".join(matrix.evaluation("zero_shot", "paper").standard)
+    names = ",".join(matrix.evaluation("zero_shot", "paper").standard)
     assert f" --standard {names} --out results/paper/zero_shot " in evaluation
     assert "--tasks-dir" not in evaluation
     assert "-m experiments.evaluation.tasks.make" not in paper

@@ -218,7 +218,7 @@ def task_options(study, files):
     if wanted.held_out:
         options.append(f"--tasks-dir {Path(files[0]).parent}")
     if wanted.standard:
-        options.append(f"--standard {' '.join(wanted.standard)}")
+        options.append(f"--standard {','.join(wanted.standard)}")
     return " ".join(options)
 
 
