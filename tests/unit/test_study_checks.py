@@ -14,6 +14,7 @@ from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix, study_checks
 from experiments.training import launch
+from workflows import program as workflow
 
 MINE = "window_ablation"  # a study that trains and is analysed
 

@@ -58,7 +58,10 @@ PROGRAMS = {
         write(option("--out"), "table.csv", "break_even.csv", "sensitivity.csv", "disturbances.csv")
     """,
     "experiments/evaluation/tasks/make.py": "write(option('--out'), 'tasks.json')",
-    "experiments/evaluation/export.py": "[write(pathlib.Path(option('--out'), pathlib.Path(run).name), 'run.json') for run in arguments()]",
+    "experiments/evaluation/export.py": """
+        for run in arguments():
+            write(pathlib.Path(option("--out"), pathlib.Path(run).name), "run.json")
+    """,
     "experiments/evaluation/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
     "experiments/evaluation/evaluate.py": "write(option('--out'), 'table.csv', 'summary.csv', 'timings.csv')",
     "experiments/verdicts/claims.py": "write(scale(), 'claims.csv')",
