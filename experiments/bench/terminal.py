@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -21,6 +22,8 @@ from experiments.bench import machine, testbed
 from experiments.bench.children import ChildError
 from experiments.common.files import atomic_write, check_writable
 
+RESULTS = Path("results/bench")
+Results = Annotated[Path, typer.Option(help="a folder named after the machine is made in it")]
 WIDEST = 40  # characters of a cell on the screen
 screen = Console(stderr=True)
 
