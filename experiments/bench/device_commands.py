@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from edgc.errors import UserError
-from experiments.bench import engine, engine_table, gpt, machine, step_profile
-from experiments.bench.terminal import RESULTS, Results, numbers, place, progress, show, words, write
+from experiments.bench import engine, engine_table, gpt, machine, options, step_profile
+from experiments.bench.options import numbers, words
+from experiments.bench.terminal import RESULTS, Results, place, progress, show, write
 from experiments.common.cli import main_guard
 
 
@@ -40,13 +40,14 @@ def time_engines(
 ) -> None:
     """Time one step of every engine on the same gradients: engine.csv, engine_rounds.csv, engine.json, and with kernels
     engine_kernels.csv; of a model all with -MODEL in their names."""
-    gpu = _on_gpu(device)
+    chosen = options.device(device)
+    gpu = chosen == "cuda"
     if quick:
         ranks, dtypes, repeats = "32,128", "fp32", 3
-    names = words(allocators, "--allocators", tuple(engine.ALLOCATORS))
+    names = words(allocators, "--allocators", engine.ALLOCATORS)
     sizes: dict[str, Any] = {"layers": 3 if layers is None else layers, "hidden": hidden}
     if model:
-        words(model, "--model", tuple(engine.MODELS))
+        words(model, "--model", engine.MODELS)
         free = torch.cuda.mem_get_info()[0] if gpu else machine.free_memory()
         sizes = engine.MODELS[model] | {"layers": layers or engine.layers_that_fit(model, free)}
     plan = engine.Plan(
@@ -54,7 +55,7 @@ def time_engines(
         ranks=numbers(ranks, "--ranks"),
         threads=(1,) if gpu else numbers(threads, "--threads"),
         repeats=repeats,
-        device="cuda" if gpu else "cpu",
+        device=chosen,
         dtypes=words(dtypes or ("fp32,bf16" if gpu else "fp32"), "--dtypes", ("fp32", "bf16")),
         allocators=("default",) if gpu else names,
         gloo=gloo and not gpu,
@@ -73,18 +74,6 @@ def time_engines(
     columns = "network allocator threads rank engine factor_dtype"
     values = "cpu_ms wall_ms kernel_ms relative_error speedup_cpu speedup_wall ratio_to_floor"
     show(table[table["status"] == "ok"], columns.split(), values.split())
-
-
-def _on_gpu(device: str) -> bool:
-    """Whether ``--device`` is a GPU.
-
-    Raises:
-        UserError: it is not one of those known.
-    """
-    [known] = words(device, "--device", ("auto", "cpu", "cuda"))
-    if known == "cuda" and not torch.cuda.is_available():
-        raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")
-    return known == "cuda" or (known == "auto" and torch.cuda.is_available())
 
 
 @main_guard
@@ -117,7 +106,7 @@ def profile_step(
         size=gpt.Size(layers, hidden, heads, vocabulary, sequence, batch),
         rank=rank,
         steps=10 if quick else steps,
-        device="cuda" if _on_gpu(device) else "cpu",
+        device=options.device(device),
         variants=words(variants or default, "--variants", step_profile.VARIANTS),
         traces=trace,
     )

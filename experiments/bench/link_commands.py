@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from experiments.bench import network, pipeline_steps, race, stages, steps, timeline
-from experiments.bench.terminal import RESULTS, Results, need_testbed, numbers, place, progress, show, write
+from experiments.bench.options import numbers
+from experiments.bench.terminal import RESULTS, Results, need_testbed, place, progress, show, write
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 

@@ -27,7 +27,8 @@ from edgc.errors import UserError
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.time_to_target import loss_at, reached
 from experiments.bench.children import ROOT, ChildError, last_line
-from experiments.bench.testbed import INTERFACE, Testbed, check_rates
+from experiments.bench.options import check_rates, words
+from experiments.bench.testbed import INTERFACE, Testbed
 from experiments.common.files import atomic_write
 from experiments.common.processes import die_with_parent, stop
 from experiments.common.yaml_settings import Settings, deep_merge, load_yaml, validate
@@ -66,10 +67,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_rates(self.rates)
-        known = load_race().variants
-        for name in self.methods:
-            if name not in known:
-                raise UserError(f"--methods {name!r} is not known", fix=f"use some of {', '.join(known)}")
+        if self.methods:
+            words(",".join(self.methods), "--methods", load_race().variants)
 
     def runs(self) -> list[RunConfig]:
         """The runs of one limit, seed after seed, uncompressed first."""

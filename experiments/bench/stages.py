@@ -14,9 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from edgc.errors import UserError
 from experiments.bench import timeline
 from experiments.bench.children import Child, Group
+from experiments.bench.options import at_least
 from experiments.bench.testbed import INTERFACE, Testbed
 
 MODULE = "experiments.bench.stages_worker"
@@ -50,14 +50,10 @@ class Plan:
     micro_batches: int = 8
 
     def __post_init__(self) -> None:
-        for key, low in (("pipeline", 2), ("data", 2), ("rank", 1), ("steps", 3)):
-            if getattr(self, key) < low:
-                raise UserError(f"--{key} {getattr(self, key)} is not valid", fix=f"use {low} or more")
-        for key, lowest in (("megabytes", 0.01), ("slowdown", 1.0)):
-            if not lowest <= getattr(self, key) <= 1e4:
-                raise UserError(
-                    f"--{key} {getattr(self, key):g} is not valid", fix=f"use {lowest:g} to 10000"
-                )
+        at_least(1, rank=self.rank, slowdown=self.slowdown)
+        at_least(2, pipeline=self.pipeline, data=self.data)
+        at_least(3, steps=self.steps)
+        at_least(0.01, megabytes=self.megabytes)
 
     @property
     def bandwidths(self) -> list[float]:

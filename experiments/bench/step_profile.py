@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from edgc.config import FACTOR_DTYPES
 from edgc.errors import UserError
@@ -26,6 +25,7 @@ from experiments.bench.children import Child, ChildError, Group
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
 from experiments.bench.machine import slug
+from experiments.bench.options import at_least
 
 MODULE = "experiments.bench.step_profile_worker"
 DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
@@ -73,17 +73,10 @@ class Plan:
     traces: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("rank", "steps"):
-            if getattr(self, key) < 1:
-                raise UserError(f"--{key} {getattr(self, key)} is not valid", fix="use 1 or more")
-        for key, value in asdict(self.size).items():
-            if value < 1:
-                raise UserError(f"--{key} {value} is not valid", fix="use 1 or more")
+        at_least(1, rank=self.rank, steps=self.steps, **asdict(self.size))
         if self.size.hidden % self.size.heads:
             fix = f"use a multiple of --heads {self.size.heads}"
             raise UserError(f"--hidden {self.size.hidden} is not valid", fix=fix)
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")
 
 
 @dataclass
