@@ -44,7 +44,7 @@ def at_least(low: float, **values: float | tuple[float, ...]) -> None:
     """
     for name, value in values.items():
         every = value if isinstance(value, tuple) else (value,)
-        if not every or min(every) < low:
+        if not every or not all(one >= low for one in every):
             given = ",".join(f"{one:g}" for one in every)
             raise UserError(f"--{name.replace('_', '-')} {given} is not valid", fix=f"use {low:g} or more")
 

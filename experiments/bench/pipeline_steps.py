@@ -89,31 +89,16 @@ class Measured:
 
 def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
     """A run, as :class:`experiments.spec.settings.RunConfig` takes it."""
-    iterations = WARM_UP + plan.rounds
-    return {
-        "scale": "bench",
-        "study": "pipeline_steps",
-        "variant": method,
-        "label": method,
-        "seed": 1,
-        "model": {
-            "layers": plan.layers,
-            "hidden": plan.hidden,
-            "heads": 4,
-            "sequence_length": plan.sequence,
-        },
-        "parallel": {"pipeline": STAGES, "data": REPLICAS},
-        "train": {
-            "iterations": iterations,
-            "micro_batch": plan.micro_batch,
-            "global_batch": plan.micro_batch * micro_batches * REPLICAS,
-            "lr": 1e-3,
-            "lr_warmup_fraction": 0.1,
-            "eval_interval": iterations,
-            "eval_batches": 1,
-        },
-        "compression": METHODS[method],
-    }
+    batch = {"micro_batch": plan.micro_batch, "global_batch": plan.micro_batch * micro_batches * REPLICAS}
+    return stages.run_settings(
+        "pipeline_steps",
+        method,
+        METHODS[method],
+        iterations=WARM_UP + plan.rounds,
+        model={"layers": plan.layers, "hidden": plan.hidden, "sequence_length": plan.sequence},
+        parallel={"pipeline": STAGES, "data": REPLICAS},
+        batch=batch,
+    )
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
