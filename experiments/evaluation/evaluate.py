@@ -30,10 +30,11 @@ from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write, check_writable
 from experiments.common.processes import die_with_parent
+from experiments.common.written_tables import csv_text, write_text
 from experiments.evaluation.inputs import Model, Row, TaskFile, digest, read_models, read_tasks
 from experiments.evaluation.standard_data import read_standard
 from experiments.evaluation.statistics import load_equivalence
-from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings, write_csv
+from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings
 from experiments.spec.task_catalogue import standard_tasks
 
 OFFLINE = {
@@ -234,9 +235,12 @@ def main(
     found, rule = read_models(models), load_equivalence()
     check_writable(out)
     count = evaluate(found, files, Work(tuple(folders), out, batch_size, device), processes)
-    write_csv(out / "timings.csv", ("run", "task", "seconds"), timings(found, files, out))
-    write_csv(out / "summary.csv", SUMMARY_COLUMNS, summary(found, files, out, rule))
-    write_csv(out / "table.csv", COLUMNS, table(found, files, out, rule))
+    for name, columns, rows in (
+        ("timings", ("run", "task", "seconds"), timings(found, files, out)),
+        ("summary", SUMMARY_COLUMNS, summary(found, files, out, rule)),
+        ("table", COLUMNS, table(found, files, out, rule)),
+    ):
+        write_text(out / f"{name}.csv", csv_text(rows, columns))
     total = sum(bool(model.info["model"]) for model in found) * len(files)
     print(f"{out / 'table.csv'}: {count} evaluations done, {total - count} taken from earlier ones")
 

@@ -5,14 +5,11 @@ Runs without a model keep their rows. The statistics are :mod:`experiments.evalu
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.common.written_tables import write_text
 from experiments.evaluation.inputs import Model, Row, TaskFile
 from experiments.evaluation.statistics import (
     ACCURACIES,
@@ -243,15 +240,6 @@ def over_seeds(both: Sequence[tuple[Scores, Scores]], task: TaskFile, metric: st
     }
     gaps = [found for pair in both if (found := gap_between(*pair, metric, rule)) is not None]
     return row | gap_row(pooled(gaps), rule, len(gaps)) if len(gaps) == len(both) else row
-
-
-def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Numbers are written in full, so that two runs on one machine give the same bytes."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, buffer.getvalue())
 
 
 def timings(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path) -> list[Row]:
