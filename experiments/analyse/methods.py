@@ -60,15 +60,8 @@ def curve(run: Run) -> pd.DataFrame:
     """Training loss (trailing mean), validation perplexity, bytes so far and rank per stage, thinned."""
     steps, stages = run.steps, run.stages
     columns = [
-        "variant",
-        "label",
-        "seed",
-        "status",
-        "iteration",
-        "train_loss",
-        "validation_perplexity",
-        "bytes",
-    ]
+        "variant", "label", "seed", "status", "iteration", "train_loss", "validation_perplexity", "bytes"
+    ]  # fmt: skip
     if steps.empty:
         return pd.DataFrame(columns=columns)
     frame = pd.DataFrame({"iteration": steps["iteration"]})

@@ -28,48 +28,19 @@ Scores = tuple[dict[str, Row], dict[str, list[float] | None]]  # both by metric
 BASELINE = "none"  # compression.method of the uncompressed runs
 RUN_COLUMNS = ("study", "run", "variant", "label", "seed", "status")
 SCORE_COLUMNS = (
-    "value",
-    "stderr",
-    "n",
-    "chance",
-    "best_constant",
-    "above_chance",
-    "baseline",
-    "difference",
-    "difference_stderr",
-)
+    "value", "stderr", "n", "chance", "best_constant", "above_chance", "baseline", "difference",
+    "difference_stderr"
+)  # fmt: skip
 # Of the gap to the uncompressed run: on the margin's scale, with the interval of the equivalence test.
 GAP_COLUMNS = (
-    "gap",
-    "gap_low",
-    "gap_high",
-    "gap_scale",
-    "test",
-    "p_value",
-    "margin",
-    "p_equivalence",
-    "verdict",
-)
+    "gap", "gap_low", "gap_high", "gap_scale", "test", "p_value", "margin", "p_equivalence", "verdict"
+)  # fmt: skip
 COLUMNS = (*RUN_COLUMNS, "task", "version", "metric", "higher_is_better", *SCORE_COLUMNS, *GAP_COLUMNS)
 SUMMARY_COLUMNS = (
-    "study",
-    "variant",
-    "label",
-    "task",
-    "version",
-    "metric",
-    "primary",
-    "higher_is_better",
-    "n_seeds",
-    "n_documents",
-    "value",
-    "baseline_value",
-    "above_chance",
-    "difference",
-    "difference_low",
-    "difference_high",
-    *GAP_COLUMNS,
-)
+    "study", "variant", "label", "task", "version", "metric", "primary", "higher_is_better", "n_seeds",
+    "n_documents", "value", "baseline_value", "above_chance", "difference", "difference_low",
+    "difference_high", *GAP_COLUMNS
+)  # fmt: skip
 
 
 def influence(metric: str, samples: Sequence[Row], value: float) -> list[float] | None:
