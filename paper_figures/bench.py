@@ -43,8 +43,7 @@ def draw(results: Path) -> Figure:
     floors(axes[2], one)
     shares(axes[3], good)
     for ax in axes[:3]:
-        ax.set_xlabel("rank (log scale)")
-        ax.set_xscale("log")
+        ax.set(xlabel="rank (log scale)", xscale="log")
         style.plain(ax.xaxis, sorted(good["rank"].unique()))
         ax.set_xlim(good["rank"].min() / 1.2, good["rank"].max() * 1.2)
     style.letter(axes)
@@ -135,8 +134,7 @@ def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> None:
             label=f"(b) {thread_count(count)}",
         )
     ax.axhline(1, color="#444444", linewidth=0.6)
-    ax.set_ylabel("torch's time / edgc's (no unit)")
-    ax.set_title("speed-up of fp32 factors")
+    ax.set(ylabel="torch's time / edgc's (no unit)", title="speed-up of fp32 factors")
 
 
 def floors(ax: Axes, one: pd.DataFrame) -> None:
@@ -146,8 +144,7 @@ def floors(ax: Axes, one: pd.DataFrame) -> None:
     for dtype, look in OURS.items():
         bars(ax, first[first["factor_dtype"] == dtype], "ratio_to_floor", look, look.label)
     ax.axhline(1, color="#444444", linewidth=0.9, linestyle=(0, (4, 2)))
-    ax.set_ylabel("time / floor (no unit)")
-    ax.set_title("distance to the floor")
+    ax.set(ylabel="time / floor (no unit)", title="distance to the floor")
 
 
 def shares(ax: Axes, good: pd.DataFrame) -> None:
@@ -155,8 +152,7 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     gloo = good[good["network"] == "gloo"]
     if gloo.empty:
         style.message(ax, "two ranks were not timed")
-        ax.set_xlabel("wall time of a step (ms)")
-        ax.set_ylabel("engine")
+        ax.set(xlabel="wall time of a step (ms)", ylabel="engine")
         return
     rank = min(gloo["rank"].unique(), key=lambda value: abs(value - 32))
     gloo = gloo[gloo["rank"] == rank]
@@ -178,8 +174,7 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     ]
     patches.append(Patch(facecolor="none", edgecolor="black", hatch="////", label="of which packing"))
     ax.legend(handles=patches, loc="lower right", ncols=2)
-    ax.set_xlabel("wall time of a step (ms)")
-    ax.set_ylabel("engine")
+    ax.set(xlabel="wall time of a step (ms)", ylabel="engine")
     ax.set_title(f"two ranks, gloo on loopback, rank {rank}")
 
 

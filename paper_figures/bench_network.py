@@ -32,8 +32,7 @@ def draw(results: Path) -> Figure:
     fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.19 * len(methods) + 1.1, sharey=True)
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
-        ax.set_title(f"{rate:g} Mbit/s" if rate else "no limit")
-        ax.set_xlabel("seconds per step")
+        ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="seconds per step")
         ax.set_ylim(len(methods) - 0.5, -0.5)  # from the top down
     axes[0].set_yticks(range(len(methods)), [LABELS.get(name, name) for name in methods])
     axes[0].set_ylabel("method")

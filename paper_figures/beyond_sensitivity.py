@@ -77,8 +77,7 @@ def panel(ax: Axes, rows: pd.DataFrame) -> None:
         base = rows[rows["method"] == method]["saved_percent"].iloc[0]
         ax.axvline(base, color=by_name(method).colour, linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(WORDS)), list(WORDS.values()))
-    ax.set_ylim(len(WORDS) - 0.5, -0.5)
-    ax.set_xlabel("SIMULATED: step time saved (%)")
+    ax.set(ylim=(len(WORDS) - 0.5, -0.5), xlabel="SIMULATED: step time saved (%)")
     first = rows.iloc[0]
     ax.set_title(f"{first['label']}\n{first['gbits_per_second']:g} Gbit/s")
 

@@ -42,8 +42,7 @@ def draw(results: Path) -> Figure:
     axes[0].set_ylabel("validation loss\nabove uncompressed (nats)")
     if zoomed:
         least = min(0.0, near["gap_nats_min"].min())
-        axes[1].set_ylim(least - 0.1 * (NEAR - least), NEAR)
-        axes[1].set_title(f"those below {NEAR:g} nats")
+        axes[1].set(ylim=(least - 0.1 * (NEAR - least), NEAR), title=f"those below {NEAR:g} nats")
         axes[1].set_ylabel("nats")
         style.letter(axes)
     fig.legend(

@@ -61,8 +61,7 @@ def entropies(ax: Axes, experts: pd.DataFrame) -> None:
         linewidth=1.2,
         label="attention, mean of all layers",
     )
-    ax.set_title("entropy per expert")
-    ax.set_xlabel("iteration")
+    ax.set(title="entropy per expert", xlabel="iteration")
     ax.set_ylabel(f"entropy of the gradient\n({KIND}, histogram, nats)")
 
 
@@ -90,8 +89,7 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
         if len(ends) == 2:
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set_title("cost of compressing experts")
-    ax.set_xlabel("bytes sent (% of uncompressed)")
+    ax.set(title="cost of compressing experts", xlabel="bytes sent (% of uncompressed)")
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)
 

@@ -93,8 +93,7 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
         )
         style.outline(text)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set_title("gap against bytes")
-    ax.set_xlabel("bytes sent, warm-up included\n(% of uncompressed fp32)")
+    ax.set(title="gap against bytes", xlabel="bytes sent, warm-up included\n(% of uncompressed fp32)")
     ax.set_ylabel("validation loss above uncompressed (nats)")
 
 
@@ -111,10 +110,8 @@ def excesses(ax: Axes, found: pd.DataFrame, runs: pd.DataFrame) -> None:
             ax.errorbar(row.excess_nats, place, xerr=half, color=family.colour, marker=family.marker)
     ax.axvline(0, color="#444444", linewidth=0.6)
     ax.set_yticks(range(len(found)), found["label"].tolist())
-    ax.set_ylim(len(found) - 0.5, -0.5)
-    ax.set_title("excess at equal bytes")
-    ax.set_xlabel("gap minus that of fixed ranks\nat the same bytes (nats)")
-    ax.set_ylabel("policy")
+    ax.set(ylim=(len(found) - 0.5, -0.5), title="excess at equal bytes")
+    ax.set(xlabel="gap minus that of fixed ranks\nat the same bytes (nats)", ylabel="policy")
 
 
 def ranks(ax: Axes, curves: pd.DataFrame, runs: pd.DataFrame) -> None:
@@ -133,9 +130,7 @@ def ranks(ax: Axes, curves: pd.DataFrame, runs: pd.DataFrame) -> None:
             linewidth=1.2,
         )
     ax.set_ylim(bottom=0)
-    ax.set_title("rank of stage 0")
-    ax.set_xlabel("iteration")
-    ax.set_ylabel("rank r")
+    ax.set(title="rank of stage 0", xlabel="iteration", ylabel="rank r")
 
 
 if __name__ == "__main__":

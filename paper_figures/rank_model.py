@@ -94,9 +94,7 @@ def over_training(ax: Axes, errors: pd.DataFrame) -> None:
     ax.axhline(1, color="#444444", linewidth=0.6)
     ax.set_yscale("log")
     style.plain(ax.yaxis)
-    ax.set_xlabel("iteration")
-    ax.set_ylabel("predicted / actual error")
-    ax.set_title("over training")
+    ax.set(xlabel="iteration", ylabel="predicted / actual error", title="over training")
 
 
 def by_rank(ax: Axes, table: pd.DataFrame) -> None:
@@ -123,9 +121,7 @@ def by_rank(ax: Axes, table: pd.DataFrame) -> None:
     ax.set_xscale("log", base=2)
     style.plain(ax.xaxis, sorted(rows["rank"].dropna().unique()))
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("rank r")
-    ax.set_ylabel("|ln(predicted / actual)|")
-    ax.set_title("by rank")
+    ax.set(xlabel="rank r", ylabel="|ln(predicted / actual)|", title="by rank")
 
 
 def cqm(ax: Axes, curves: pd.DataFrame, stiffness: pd.DataFrame) -> None:
@@ -146,9 +142,7 @@ def cqm(ax: Axes, curves: pd.DataFrame, stiffness: pd.DataFrame) -> None:
             label=f"{rows} × {columns}, from r = {start:g}",
         )
     ax.axhline(0.25, color="#444444", linewidth=0.6, linestyle="--", label="r_min = r_max/4")
-    ax.set_ylim(0, 2)
-    ax.set_xlabel("change of entropy (nats)")
-    ax.set_ylabel("CQM's rank / rank at start")
+    ax.set(ylim=(0, 2), xlabel="change of entropy (nats)", ylabel="CQM's rank / rank at start")
     ax.set_title("stiffness of CQM")
 
 

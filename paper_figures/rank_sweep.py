@@ -109,8 +109,7 @@ def errors(ax: Axes, table: pd.DataFrame) -> None:
             alpha=opacity,
             label=label,
         )
-    ax.set_ylabel("relative error (no unit)")
-    ax.set_title("compression error")
+    ax.set(ylabel="relative error (no unit)", title="compression error")
     ax.set_ylim(0, max(1.05, ax.get_ylim()[1]))
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
 
@@ -131,8 +130,7 @@ def loss(ax: Axes, table: pd.DataFrame) -> None:
     dense = fine.loc[fine["rank"].isna(), "validation_perplexity"]
     if len(dense):
         ax.axhline(dense.mean(), color=base.colour, linewidth=1.0, linestyle="--", label="uncompressed")
-    ax.set_ylabel("validation perplexity")
-    ax.set_title("quality")
+    ax.set(ylabel="validation perplexity", title="quality")
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
 
 

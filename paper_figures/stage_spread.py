@@ -64,8 +64,7 @@ def stages(ax: Axes, found: pd.DataFrame) -> None:
         ax=ax,
     )
     ax.legend(*_renamed(ax), loc="best")
-    ax.set_xlabel("pipeline stage (0: first)")
-    ax.set_ylabel("end of reductions\nafter the first (ms)")
+    ax.set(xlabel="pipeline stage (0: first)", ylabel="end of reductions\nafter the first (ms)")
     ax.set_ylim(bottom=0)
     ax.set_title("end of reductions")
 
@@ -110,9 +109,7 @@ def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
     )
     ax.set_xlim(-0.5, len(LABELS) - 0.2)
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("ranks by stage")
-    ax.set_ylabel("last minus first stage (ms)")
-    ax.set_title("spread (× equal ranks)")
+    ax.set(xlabel="ranks by stage", ylabel="last minus first stage (ms)", title="spread (× equal ranks)")
 
 
 def _shown(ranks: str) -> str:

@@ -63,10 +63,8 @@ def draw(results: Path) -> Figure:
             drawstyle="steps-pre",
             label=rows["label"].iloc[0],
         )
-    axes[1].set_title("entropy, stage 0")
-    axes[1].set_ylabel("window mean entropy (nats)")
-    axes[2].set_title("rank, stage 0")
-    axes[2].set_ylabel("rank r")
+    axes[1].set(title="entropy, stage 0", ylabel="window mean entropy (nats)")
+    axes[2].set(title="rank, stage 0", ylabel="rank r")
     if first["rank"].isna().all():
         style.message(axes[2], "never compressed")
     else:
@@ -103,9 +101,7 @@ def correlation(ax: Axes, table: pd.DataFrame) -> None:
     if len(ticks):
         ax.set_xlim(ticks[0] / 1.4, ticks[-1] * 1.4)
     ax.set_ylim(top=1.02)
-    ax.set_xlabel("window w (iterations)")
-    ax.set_ylabel("CC (Pearson, no unit)")
-    ax.set_title("sampled against full")
+    ax.set(xlabel="window w (iterations)", ylabel="CC (Pearson, no unit)", title="sampled against full")
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.26))
 
 
