@@ -135,7 +135,7 @@ def test_a_study_that_nothing_analyses_is_refused(root: Path, monkeypatch: pytes
         UserError, match=r"nothing analyses the runs of 'mine' .*analyse/mine\.py and add mine"
     ):
         matrix.runs("mine", "ci")
-    monkeypatch.setattr(study_checks, "constant", lambda path, name: ["mine"])
+    monkeypatch.setattr(study_checks, "constant", lambda path, name: ["mine"] if name == "STUDIES" else {})
     with pytest.raises(UserError, match=r"the analysis of 'mine' has no file .*mine\.py"):
         matrix.runs("mine", "ci")
     # Simulated, it has no runs to analyse.
