@@ -35,7 +35,7 @@ from experiments.spec.settings import RunConfig
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state, tensor_parallel
 
-    from edgc.megatron import Attachment, attach, attaching
+    from edgc.megatron import Attachment, adapter, attach
     from experiments.training.build import build_chunks, build_optimizer
     from experiments.training.model import transformer_config
 
@@ -237,7 +237,7 @@ class VirtualRank:
             stages[mine[0]] = mine
             return stages
 
-        module: Any = attaching
+        module: Any = adapter
         original = module.gather_objects
         module.gather_objects = gather_objects
         try:

@@ -188,7 +188,7 @@ def test_paper_scale_runs_are_trainable_and_other_scales_have_none(
         assert (run.train.lr, run.train.min_lr, run.train.clip_grad) == (1.5e-4, 1e-5, 1.0)
         assert (run.data.source, run.data.vocab_size, run.train.precision) == ("openwebtext", 50257, "fp32")
     edgc = runs["edgc_cqm"].edgc
-    assert (edgc.method, edgc.policy, edgc.measurement.window, edgc.step_limit) == ("edgc", "cqm", 1000, 8)
+    assert (edgc.method, edgc.policy, edgc.window, edgc.step_limit) == ("edgc", "cqm", 1000, 8)
     assert runs["powersgd_r32"].edgc.rank == 32
     monkeypatch.undo()
     assert matrix.runs(study, "ci") == []
