@@ -31,10 +31,8 @@ ANSWER_SECONDS = 30
 REMEMBERED_SECONDS = 240  # Snakemake asks for states every three minutes, or oftener
 CANCEL_SECONDS = 180  # Slurm gives an ending job time, and an epilog
 UNITS = {"days": 1440, "hours": 60, "minutes": 1}
-PORTS = (
-    15000,
-    16000,
-)  # first port of a rendezvous and how many there are: below what systems give away themselves
+# First port of a rendezvous and how many there are: below what systems give away themselves.
+PORTS = (15000, 16000)
 
 
 def ask(*command: str) -> str | None:
@@ -60,9 +58,8 @@ def require() -> None:
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         fix = "start it on a node of the cluster that has them, or leave --profile slurm out; -n plans without Slurm"
-        raise UserError(
-            f"there is no Slurm here: no {', '.join(missing)} on the PATH", where="--profile slurm", fix=fix
-        )
+        what = f"there is no Slurm here: no {', '.join(missing)} on the PATH"
+        raise UserError(what, where="--profile slurm", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,8 @@ def partitions() -> dict[str, Partition] | None:
         one = Nodes(int(count), int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
         bare = name.rstrip("*")
         old = found.get(bare)
-        found[bare] = Partition(
-            bare, name.endswith("*"), parse_minutes(limit), (*(old.nodes if old else ()), one)
-        )
+        nodes = (*(old.nodes if old else ()), one)
+        found[bare] = Partition(bare, name.endswith("*"), parse_minutes(limit), nodes)
     return found
 
 
@@ -141,17 +137,12 @@ def check_resources(resources: Resources, cluster: dict[str, Partition] | None) 
             raise refuse(key, name, "the cluster has no such partition", f"it has {', '.join(cluster)}")
     if resources.account is not None:
         user = getpass.getuser()
-        answer = ask(
-            "sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account"
-        )
+        about = ("show", "assoc", f"user={user}", "format=account")
+        answer = ask("sacctmgr", "--noheader", "--parsable2", *about)
         accounts = sorted(set((answer or "").split()))
         if accounts and resources.account not in accounts:
-            raise refuse(
-                "account",
-                resources.account,
-                f"not an account of user {user}",
-                f"it has {', '.join(accounts)}",
-            )
+            what = f"not an account of user {user}"
+            raise refuse("account", resources.account, what, f"it has {', '.join(accounts)}")
 
 
 def of_training(resources: Resources, cluster: dict[str, Partition] | None) -> Partition | None:
@@ -174,28 +165,21 @@ def check_runs(resources: Resources, runs: Iterable[RunConfig], cluster: dict[st
         return
     for run in runs:
         job = training_job(run, resources)
-        wanted = {
-            "gpus_per_node": (
-                resources.gpus_per_node,
-                job.gpus,
-                lambda node: node.gres.get(resources.gres, 0),
-                resources.gres,
-            ),
-            "cpus_per_node": (resources.cpus_per_node, job.cpus, lambda node: node.cpus, "cores"),
-            "memory_gb": (resources.memory_gb, job.memory, lambda node: node.memory, "MB of memory"),
-        }
-        for key, (value, least, have, unit) in wanted.items():
-            enough = sum(node.count for node in partition.nodes if have(node) >= least)
+        gpus = [node.gres.get(resources.gres, 0) for node in partition.nodes]
+        for key, least, have, unit in (
+            ("gpus_per_node", job.gpus, gpus, resources.gres),
+            ("cpus_per_node", job.cpus, [node.cpus for node in partition.nodes], "cores"),
+            ("memory_gb", job.memory, [node.memory for node in partition.nodes], "MB of memory"),
+        ):
+            counts = [node.count for node in partition.nodes]
+            enough = sum(count for count, each in zip(counts, have, strict=True) if each >= least)
             if enough < job.nodes:
-                most = max(have(node) for node in partition.nodes)
-                there = sum(node.count for node in partition.nodes)
-                raise refuse(
-                    key,
-                    value,
+                what = (
                     f"{run.study}/{run.name} needs {job.nodes} nodes with {least} {unit} each, partition "
-                    f"{partition.name} has {enough} of them ({there} nodes, the largest with {most} {unit})",
-                    f"correct {key} or the partition, or use another scale",
+                    f"{partition.name} has {enough} of them ({sum(counts)} nodes, the largest with {max(have)} {unit})"
                 )
+                fix = f"correct {key} or the partition, or use another scale"
+                raise refuse(key, getattr(resources, key), what, fix)
 
 
 def runtime(resources: Resources, attempt: int, limit: int | None) -> int:
@@ -239,9 +223,7 @@ def jobs_of(folder: Path) -> list[str]:
     answer = ask("squeue", "--me", "--noheader", "--format", "%i|%k|%Z") or ""
     jobs = [line.split("|", 2) for line in answer.splitlines() if line.count("|") >= 2]
     # The comment is that of Snakemake's executor.
-    return [
-        number for number, comment, place in jobs if comment.startswith("rule_") and Path(place) == folder
-    ]
+    return [number for number, words, place in jobs if words.startswith("rule_") and Path(place) == folder]
 
 
 def cancel_jobs(folder: Path) -> int:

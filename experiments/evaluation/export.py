@@ -49,16 +49,11 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
         raise UserError(f"unknown status {status!r}", where=status_file, fix=f"known: {', '.join(STATUSES)}")
     config = read_config(folder / "run.yaml")
     if config.model.architecture != "gpt":
-        fix = "only gpt runs become GPT-2"
-        raise UserError(
-            f"model.architecture = {config.model.architecture!r} cannot be exported", where=folder, fix=fix
-        )
+        what = f"model.architecture = {config.model.architecture!r} cannot be exported"
+        raise UserError(what, where=folder, fix="only gpt runs become GPT-2")
     if config.model.experts is not None:
-        raise UserError(
-            f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts",
-            where=folder,
-            fix="only runs without experts become GPT-2",
-        )
+        what = f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts"
+        raise UserError(what, where=folder, fix="only runs without experts become GPT-2")
     if status == "ok":
         if not (checkpoint / "run.yaml").exists():
             fix = "set train.checkpoint: true in the study and train again"
@@ -67,10 +62,9 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
         saved = read_config(checkpoint / "run.yaml")
         if saved.model != config.model:
             keys = [key for key, value in saved.model if value != getattr(config.model, key)]
+            what = f"model.{keys[0]} differs from the checkpoint's"
             fix = "a checkpoint is exported only with its own settings; train again"
-            raise UserError(
-                f"model.{keys[0]} differs from the checkpoint's", where=folder / "run.yaml", fix=fix
-            )
+            raise UserError(what, where=folder / "run.yaml", fix=fix)
     return config, status
 
 
@@ -88,10 +82,9 @@ def read_tokenizer(data: Path, config: RunConfig, recorded: str | None) -> tuple
 
     info, path = load_info(data), data / "tokenizer.json"
     if recorded is not None and info.fingerprint != recorded:
+        what = "the data's fingerprint is not the one recorded by the run"
         fix = "use the data folder that the run was trained on"
-        raise UserError(
-            "the data's fingerprint is not the one recorded by the run", where=data / "data.yaml", fix=fix
-        )
+        raise UserError(what, where=data / "data.yaml", fix=fix)
     check_whole(data, info, (path.name,))
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -163,16 +156,15 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
         # Checked here because Megatron loads an embedding of any number of rows, filling up or cutting off.
         rows = saved["embedding.word_embeddings.weight"].global_shape[0]
         if rows != padded_vocabulary(vocab_size, config.parallel.tensor):
+            what = f"{rows} embedding rows do not fit {vocab_size} tokens"
             fix = "use the data folder that the run was trained on"
-            raise UserError(
-                f"{rows} embedding rows do not fit {vocab_size} tokens", where=checkpoint, fix=fix
-            )
+            raise UserError(what, where=checkpoint, fix=fix)
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))["model"]
     except (
         CheckpointingException,
         CheckpointException,
         OSError,
-        KeyError,
+        LookupError,
         RuntimeError,
         ValueError,
     ) as error:
@@ -209,10 +201,7 @@ def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
     summary = {
         "study": config.study,
         "run": config.name,
-        "variant": config.variant,
-        "label": config.label,
-        "seed": config.seed,
-        "scale": config.scale,
+        **{key: getattr(config, key) for key in ("variant", "label", "seed", "scale")},
         "method": config.edgc.method,
         "status": status,
         "model": status == "ok",

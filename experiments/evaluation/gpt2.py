@@ -59,9 +59,8 @@ def gpt2_weights(state: Mapping[str, torch.Tensor], heads: int, vocab_size: int)
             raise UserError(f"the model has no {key}: it is not a GPT-2", fix="export GPT runs only")
         return left.pop(key).float()
 
-    def per_kind(
-        rows: torch.Tensor,
-    ) -> torch.Tensor:  # [q, k, v] of head 0, of head 1, ... -> all q, all k, all v
+    def per_kind(rows: torch.Tensor) -> torch.Tensor:
+        """[q, k, v] of head 0, of head 1, ... -> all q, all k, all v."""
         tail = rows.shape[1:]
         return rows.view(heads, 3, -1, *tail).transpose(0, 1).reshape(-1, *tail)
 

@@ -28,10 +28,8 @@ from experiments.simulation.cost import Composed, Cost, Model, all_gather_second
 from experiments.simulation.placement import FP32_BYTES, ParameterTensor, Payload, StageLayout
 from experiments.spec.matrix import load_study, study_path
 
-LEAST_BUCKET, BUCKET_PER_REPLICA = (
-    40_000_000,
-    1_000_000,
-)  # Megatron-Core, DistributedDataParallelConfig.bucket_size
+# Megatron-Core, DistributedDataParallelConfig.bucket_size
+LEAST_BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000
 
 
 class Experts(Settings):
@@ -192,16 +190,11 @@ def load_scenarios(study: str) -> Scenarios:
         if experts and cluster.sites:
             raise UserError("experts over two sites are not modelled", where=where, fix="use one of them")
         if cluster.sites and cluster.data % 2:
-            raise UserError(
-                f"data = {cluster.data} is odd", where=where, fix="use an even number for two sites"
-            )
+            fix = "use an even number for two sites"
+            raise UserError(f"data = {cluster.data} is odd", where=where, fix=fix)
         if experts and (cluster.data % experts.expert_parallel or experts.count % experts.expert_parallel):
-            fix = "use sizes that it divides"
-            raise UserError(
-                f"expert_parallel = {experts.expert_parallel} does not divide data or count",
-                where=where,
-                fix=fix,
-            )
+            what = f"expert_parallel = {experts.expert_parallel} does not divide data or count"
+            raise UserError(what, where=where, fix="use sizes that it divides")
         if experts and experts.per_token > experts.count:
             raise UserError("experts.per_token is more than count", where=where, fix="use at most count")
     if found.disturbances is not None:
@@ -220,9 +213,8 @@ def check_cases(scenarios: Scenarios, where: str) -> None:
                 fix = f"give {stages} numbers, one for each pipeline stage of {scenarios.of}"
                 raise UserError(f"cases.{name}.{key} has {len(given)} numbers", where=where, fix=fix)
         if case.start >= case.end:
-            raise UserError(
-                f"cases.{name}: start = {case.start:g} is not below end = {case.end:g}", where=where
-            )
+            what = f"cases.{name}: start = {case.start:g} is not below end = {case.end:g}"
+            raise UserError(what, where=where)
 
 
 def model_of(of: str, cluster: Scenario, gbits: float) -> Model:

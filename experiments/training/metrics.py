@@ -68,6 +68,7 @@ class RankStep:
         expert_bytes: int | None = None,
     ) -> RankStep:
         s = done.statistics
+        parts = ("seconds_compress", "seconds_communicate", "seconds_decompress")
         pipeline = {}
         if traffic is not None:
             p = traffic.statistics
@@ -82,21 +83,17 @@ class RankStep:
             replica=float(replica),
             loss=loss,
             gradient_norm=gradient_norm,
-            bytes=float(s.bytes),
             rank=_number(done.rank),
-            entropy=done.entropy,
-            entropy_full=done.entropy_full,
-            worker_error=_number(s.worker_error),
-            error_feedback_ratio=_number(s.error_feedback_ratio),
-            mean_error_sq=done.mean_error_sq,
-            mean_input_sq=done.mean_input_sq,
-            seconds_compress=s.seconds_compress,
-            seconds_communicate=s.seconds_communicate,
-            seconds_decompress=s.seconds_decompress,
-            seconds_entropy=done.seconds_entropy,
             skipped=float(done.skipped),
+            seconds_entropy=done.seconds_entropy,
             seconds_exposed=math.nan if done.exposed is None else done.exposed.seconds,
             expert_bytes=_number(expert_bytes),
+            **{key: _number(getattr(s, key)) for key in ("bytes", "worker_error", "error_feedback_ratio")},
+            **{key: getattr(s, key) for key in parts},
+            **{
+                key: getattr(done, key)
+                for key in ("entropy", "entropy_full", "mean_error_sq", "mean_input_sq")
+            },
             **pipeline,
         )
 
