@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import seaborn as sns
@@ -12,10 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from paper_figures import style
-from paper_figures.families import FAMILIES, Family
+from paper_figures.families import FAMILIES, Family, Line
 
 NAME = "bench"
-Line = str | tuple[int, tuple[float, ...]]
 TORCH = Family("torch", "torch powerSGD_hook", "#0072B2", "s")
 OURS = {
     "fp32": Family("fp32", "edgc, fp32 factors", FAMILIES["edgc"].colour, "D"),
@@ -71,16 +71,9 @@ def bars(
     """Medians over the rank, with their quartiles."""
     rows = rows.sort_values("rank")
     middle = rows[column]
-    ax.errorbar(
-        rows["rank"],
-        middle,
-        yerr=[middle - rows[f"{column}_q1"], rows[f"{column}_q3"] - middle],
-        color=look.colour,
-        marker=look.marker,
-        elinewidth=0.8,
-        label=label,
-        linestyle=look.line if line is None else line,
-    )
+    quartiles = [middle - rows[f"{column}_q1"], rows[f"{column}_q3"] - middle]
+    marks = look.marks(look.line if line is None else line)
+    ax.errorbar(rows["rank"], middle, yerr=quartiles, elinewidth=0.8, label=label, **marks)
 
 
 def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
@@ -99,14 +92,8 @@ def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
         base["rank"], base["floor_ms"], color="#444444", linewidth=0.9, linestyle=(0, (4, 2)), label="floor"
     )
     copied = first[first["engine"] == "copy"].sort_values("rank")
-    ax.plot(
-        copied["rank"],
-        copied[column],
-        color="#999999",
-        linewidth=0.9,
-        linestyle=(0, (1, 1)),
-        label="dense copy",
-    )
+    thin: dict[str, Any] = {"color": "#999999", "linewidth": 0.9, "linestyle": (0, (1, 1))}
+    ax.plot(copied["rank"], copied[column], label="dense copy", **thin)
     ax.set_yscale("log")
     style.plain(ax.yaxis)
     ax.set_ylabel(f"{'processor' if clock == 'cpu' else 'wall'} time (ms, log scale)")

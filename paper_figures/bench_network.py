@@ -55,20 +55,11 @@ def panel(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:
         row = rows.loc[name]
         look = LOOKS[row["hook"]]
         if row["status"] != "ok":
-            ax.annotate(
-                "failed", (0.02, place), xycoords=("axes fraction", "data"), va="center", color=look.colour
-            )
+            at = ax.get_yaxis_transform()
+            ax.annotate("failed", (0.02, place), xycoords=at, va="center", color=look.colour)
             continue
         error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
-        ax.errorbar(
-            row["seconds"],
-            place,
-            xerr=error,
-            color=look.colour,
-            marker=look.marker,
-            markersize=5,
-            linestyle="",
-        )
+        ax.errorbar(row["seconds"], place, xerr=error, markersize=5, **look.marks())
     for name, line in (("dense", (0, (4, 2))), ("compute", (0, (1, 1)))):
         if name in rows.index:
             ax.axvline(rows.loc[name, "seconds"], color="#444444", linewidth=0.8, linestyle=line, zorder=0)

@@ -63,14 +63,8 @@ def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, 
     for method, label, line in _lines(table):
         if method not in skip:
             look = by_name(method)
-            ax.plot(
-                *_series(table, method, column),
-                color=look.colour,
-                marker=look.marker,
-                markerfacecolor="white" if line == OPEN else look.colour,
-                linestyle=line,
-                label=label,
-            )
+            marks = look.marks(line, filled=line != OPEN)
+            ax.plot(*_series(table, method, column), label=label, **marks)
     low, high = band[0][1], band[1][1]
     label = "EDGC, r_min to r_max"
     ax.fill_between(band[0][0], low, high, color=colour, alpha=0.15, linewidth=0, label=label)

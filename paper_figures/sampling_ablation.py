@@ -3,6 +3,7 @@ the gradients of one run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -69,14 +70,8 @@ def error(ax: Axes, found: pd.DataFrame) -> None:
     for (estimator, rule), rows in found.groupby(["estimator", "rule"]):
         means = rows.groupby("rate")["measured_nats"].mean()
         family = style.ESTIMATORS[str(estimator)]
-        ax.plot(
-            means.index,
-            means,
-            MARKERS[str(rule)],
-            color=family.colour,
-            markerfacecolor=family.colour if rule == "diagonal" else "white",
-            label=f"{family.label}, {rule}",
-        )
+        marks = replace(family, marker=MARKERS[str(rule)]).marks(filled=rule == "diagonal")
+        ax.plot(means.index, means, label=f"{family.label}, {rule}", **marks)
     formula = found[found["estimator"] == "gaussian"].groupby("rate")["formula_nats"].mean()
     ax.plot(formula.index, formula, color="#444444", linewidth=0.9, label="formula, Gaussian")
     ax.set_yscale("log")
@@ -110,15 +105,9 @@ def seconds(ax: Axes, found: pd.DataFrame) -> None:
         whole = percent[(percent["rule"] == "all") & (percent["estimator"] == estimator)]
         means = pd.concat([rows, whole]).groupby("rate")["percent"].mean()
         family = style.ESTIMATORS[str(estimator)]
-        ax.plot(
-            means.index,
-            means,
-            marker=MARKERS[str(rule)],
-            color=family.colour,
-            markerfacecolor=family.colour if rule == "diagonal" else "white",
-            linestyle="-" if rule == "diagonal" else ":",
-            label=f"{family.label}, {rule}",
-        )
+        own, line = rule == "diagonal", "-" if rule == "diagonal" else ":"
+        marks = replace(family, marker=MARKERS[str(rule)]).marks(line, filled=own)
+        ax.plot(means.index, means, label=f"{family.label}, {rule}", **marks)
     squares = percent.loc[percent["estimator"] == "square_sum", "percent"]
     ax.axhline(squares.mean(), color="#444444", linestyle="--", linewidth=0.9, label="sum of all squares")
     ax.set_ylim(bottom=0)

@@ -15,11 +15,8 @@ from paper_figures import BENCHMARKS, style
 
 NAME = "stage_spread"
 LABELS = {"none": "no compression", "equal": "equal ranks", "dac": "DAC"}
-COLOURS = {
-    "none": style.FAMILIES["none"].colour,
-    "equal": style.FAMILIES["powersgd"].colour,
-    "dac": style.FAMILIES["edgc"].colour,
-}
+FAMILY = {"none": "none", "equal": "powersgd", "dac": "edgc"}
+COLOURS = {name: style.FAMILIES[family].colour for name, family in FAMILY.items()}
 
 
 def draw(results: Path) -> Figure:
@@ -87,14 +84,8 @@ def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
     for place, name in enumerate(LABELS):
         row = 1e3 * table.loc[name, ["spread_seconds", "spread_q1", "spread_q3"]].astype(float)
         middle, low, high = row
-        ax.errorbar(
-            place,
-            middle,
-            yerr=[[middle - low], [high - middle]],
-            color=COLOURS[name],
-            marker="D",
-            linestyle="",
-        )
+        bars = [[middle - low], [high - middle]]
+        ax.errorbar(place, middle, yerr=bars, color=COLOURS[name], marker="D", linestyle="")
         ratio = ax.annotate(
             f"{middle:.0f} ms\n{table.loc[name, 'of_equal']:.2f} ×",
             (place, middle),

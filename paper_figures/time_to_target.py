@@ -70,7 +70,7 @@ def panel(ax: Axes, times: pd.DataFrame, variants: list[str], runs: pd.DataFrame
         if len(found):
             mean = found.mean()
             spread = [[mean - found.min()], [found.max() - mean]]
-            ax.errorbar(mean, place, xerr=spread, color=look.colour, marker=look.marker, linestyle="")
+            ax.errorbar(mean, place, xerr=spread, **look.marks())
     ax.set_xscale("log")
     shown = times["percent"].dropna()
     low, high = (shown.min(), shown.max()) if len(shown) else (50.0, 200.0)
