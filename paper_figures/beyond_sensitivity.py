@@ -63,16 +63,9 @@ def panel(ax: Axes, rows: pd.DataFrame) -> None:
             ends = [row["saved_percent_low"], row["saved_percent_high"]]
             ax.plot(ends, [index + place] * 2, color=family.colour, linewidth=1.2)
             for end, fill in zip(ends, ("white", family.colour), strict=True):
-                ax.plot(
-                    end,
-                    index + place,
-                    marker=family.marker,
-                    markersize=4,
-                    markerfacecolor=fill,
-                    color=family.colour,
-                    linestyle="",
-                    label=label(method) if index == 0 and fill != "white" else None,
-                )
+                shown = label(method) if index == 0 and fill != "white" else None
+                marks = family.marks(filled=fill != "white")
+                ax.plot(end, index + place, markersize=4, label=shown, **marks)
     for method in METHODS:
         base = rows[rows["method"] == method]["saved_percent"].iloc[0]
         ax.axvline(base, color=by_name(method).colour, linewidth=0.8, linestyle=":")

@@ -128,32 +128,19 @@ class RunLog:
         made = engine.decision
         if made is None:
             return
-        self.events.write(
-            "decision",
-            iteration=made.iteration,
-            phase=made.phase,
-            reason=made.reason,
-            ranks=made.ranks,
-            entropy=made.entropy,
-            entropy_full=engine.decision_entropy_full,
-            r_min=made.r_min,
-            r_max=made.r_max,
-            target=made.target,
-        )
+        at = {"iteration": made.iteration}
+        about = {key: getattr(made, key) for key in ("phase", "reason", "ranks", "entropy")}
+        about["entropy_full"] = engine.decision_entropy_full
+        about |= {key: getattr(made, key) for key in ("r_min", "r_max", "target")}
+        self.events.write("decision", **at, **about)
         if made.timing:
             # With this, and alignment's formula, every rank that is set from now on can be checked.
-            self.events.write(
-                "timing", iteration=made.iteration, stages=[asdict(stage) for stage in made.timing]
-            )
+            self.events.write("timing", **at, stages=[asdict(stage) for stage in made.timing])
         if made.reduction_seconds:
-            self.events.write(
-                "reduction_times",
-                iteration=made.iteration,
-                measured=made.reduction_seconds,
-                predicted=made.predicted_seconds,
-            )
+            times = {"measured": made.reduction_seconds, "predicted": made.predicted_seconds}
+            self.events.write("reduction_times", **at, **times)
         for verdict in made.gate:
-            self.events.write("cost_gate", iteration=made.iteration, **asdict(verdict))
+            self.events.write("cost_gate", **at, **asdict(verdict))
 
     def signature(self, finding: Finding) -> None:
         """A failure that has shown itself: an event each window, a line on the console when it is new."""
