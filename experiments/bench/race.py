@@ -73,9 +73,8 @@ class Plan:
     def runs(self) -> list[RunConfig]:
         """The runs of one limit, seed after seed, uncompressed first."""
         race = load_race()
-        chosen = [
-            name for name in race.variants if name == "none" or not self.methods or name in self.methods
-        ]
+        wanted = {"none", *(self.methods or race.variants)}
+        chosen = [name for name in race.variants if name in wanted]
         base = deep_merge(load_scale(race.scale).defaults, race.base)
         if self.iterations is not None:
             base = deep_merge(base, {"train": {"iterations": self.iterations}})
@@ -144,15 +143,8 @@ def train(run: RunConfig, results: Path, testbed: Testbed) -> None:
     config = results / "configs" / f"{run.name}.yaml"
     atomic_write(config, yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.training.launch",
-        "--config",
-        str(config),
-        "--results",
-        str(results),
-    ]
+    command = [sys.executable, "-m", "experiments.training.launch"]
+    command += ["--config", str(config), "--results", str(results)]
     command += ["--nodes", str(testbed.hosts), "--rendezvous", f"{testbed.address(0)}:{PORT}"]
     with ExitStack() as stack:
         launchers = []

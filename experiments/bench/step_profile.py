@@ -22,7 +22,7 @@ import pandas as pd
 from edgc.config import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench.children import Child, ChildError, Group
-from experiments.bench.engine_table import spread
+from experiments.bench.engine_table import kernel_rows, spread
 from experiments.bench.gpt import Size
 from experiments.bench.machine import slug
 from experiments.bench.options import at_least
@@ -150,10 +150,7 @@ def kernels_table(found: Found) -> pd.DataFrame:
         if rest:
             sums = {key: sum(kernel[key] for kernel in rest) for key in ("calls", "seconds")}
             top = [*top, {"name": f"{len(rest)} others", **sums}]
-        rows += [
-            {"variant": variant, "kernel": of["name"], "calls": of["calls"], "ms": 1e3 * of["seconds"]}
-            for of in top
-        ]
+        rows += [{"variant": variant, **row} for row in kernel_rows(top)]
     return pd.DataFrame(rows)
 
 
