@@ -1,6 +1,6 @@
 """The folder in which the `datasets` library keeps what it has downloaded, read without importing the library.
 
-Layout (`datasets` 5)::
+Files (`datasets` 5)::
 
     <HF_DATASETS_CACHE>/<namespace>___<name>/<config>/<version>/<revision>/
         dataset_info.json            splits, rows, shards; its presence means to `datasets` that all is there

@@ -1,6 +1,6 @@
 """Megatron's GPT weights under Hugging Face's GPT-2 names, and the check that both compute the same.
 
-Layout of the weights that differ:
+Weights that differ:
 
 - Megatron's fused qkv rows are grouped per head as [q, k, v]; GPT-2 wants all q, then all k, then all v.
 - Megatron stores linear weights as [out, in]; GPT-2's Conv1D as [in, out].

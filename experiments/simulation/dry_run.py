@@ -28,7 +28,7 @@ from experiments.common.written_tables import csv_text
 from experiments.simulation import placement
 from experiments.simulation.activation_memory import stage_bytes
 from experiments.simulation.inputs import load_cluster
-from experiments.simulation.placement import GPTShape, StageLayout
+from experiments.simulation.placement import GPTShape, StageShard
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 
@@ -97,7 +97,7 @@ def rank_of(run: RunConfig, asked: int) -> int | None:
     return config.rank if config.method == "powersgd" else None
 
 
-def look_at(run: RunConfig, shape: GPTShape, stage: StageLayout, asked: int) -> Row:
+def look_at(run: RunConfig, shape: GPTShape, stage: StageShard, asked: int) -> Row:
     """The first rank of ``stage``, which stands for all: every tensor-parallel shard has the same shapes, and every
     replica the same parameters."""
     from experiments.simulation.virtual_rank import VirtualRank

@@ -1,6 +1,6 @@
 """Which parameter lives on which pipeline stage and tensor-parallel shard of a Megatron GPT, by formula.
 
-Everything is integer arithmetic: no torch, no allocation, so the 12.1 B layout takes milliseconds. The names,
+Everything is integer arithmetic: no torch, no allocation, so the 12.1 B model takes milliseconds. The names,
 the order and the local shapes are those of Megatron-Core's ``GPTModel`` with the local layer spec and learned
 positions; the tests compare them with models that Megatron itself builds. Source of the method: ours.
 """
@@ -126,8 +126,8 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class StageLayout:
-    """The parameters of one pipeline stage on one tensor-parallel rank; all these ranks look alike."""
+class StageShard:
+    """The parameters of one pipeline stage on one tensor-parallel process; all these processes look alike."""
 
     stage: int
     layer_ranges: tuple[tuple[int, int], ...]  # half-open, one per model chunk
@@ -215,7 +215,7 @@ def _norm(name: str, hidden: int) -> Iterator[ParameterTensor]:
         yield ParameterTensor(f"{name}.{part}", (hidden,), (hidden,))
 
 
-def _stage(shape: GPTShape, stage: int) -> StageLayout:
+def _stage(shape: GPTShape, stage: int) -> StageShard:
     per_chunk = shape.layers // (shape.pipeline * shape.virtual)
     v, h = shape.padded_vocab, shape.hidden
     local_vocab = (v // shape.tensor, h)
@@ -237,11 +237,11 @@ def _stage(shape: GPTShape, stage: int) -> StageLayout:
             tensors.extend(_norm(prefix + "decoder.final_layernorm", h))
             if not shape.tied or shape.pipeline * shape.virtual > 1:
                 tensors.append(ParameterTensor(prefix + "output_layer.weight", local_vocab, (v, h)))
-    return StageLayout(stage, tuple(ranges), tuple(tensors))
+    return StageShard(stage, tuple(ranges), tuple(tensors))
 
 
-def build(shape: GPTShape) -> tuple[StageLayout, ...]:
-    """The layout of every pipeline stage, first stage first."""
+def build(shape: GPTShape) -> tuple[StageShard, ...]:
+    """One shard of every pipeline stage, first stage first."""
     return tuple(_stage(shape, stage) for stage in range(shape.pipeline))
 
 
@@ -258,7 +258,7 @@ def from_settings(
 ) -> GPTShape:
     """The shape of a run from its ``model`` and ``parallel`` settings (``experiments.spec.settings``)."""
     if model.architecture != "gpt":
-        what = f"model.architecture = {model.architecture!r} has no layout"
+        what = f"model.architecture = {model.architecture!r} has no placement"
         raise UserError(what, where=where, fix="use a study with gpt")
     if vocab_size is None:
         fix = "set it, e.g. 50257 for the GPT-2 tokenizer"

@@ -25,7 +25,7 @@ from edgc.errors import UserError
 from experiments.common.yaml_settings import Settings, validate
 from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import Composed, Cost, Model, all_gather_seconds, all_reduce_seconds
-from experiments.simulation.placement import FP32_BYTES, ParameterTensor, Payload, StageLayout
+from experiments.simulation.placement import FP32_BYTES, ParameterTensor, Payload, StageShard
 from experiments.spec.matrix import load_study, study_path
 
 # Megatron-Core, DistributedDataParallelConfig.bucket_size
@@ -138,7 +138,7 @@ class MixtureOfExperts(Composed):
         assert self.experts is not None
         return self.experts
 
-    def _parts(self, stage: StageLayout) -> tuple[tuple[Model, StageLayout], tuple[Model, StageLayout]]:
+    def _parts(self, stage: StageShard) -> tuple[tuple[Model, StageShard], tuple[Model, StageShard]]:
         """What all replicas hold, and what every ``expert_parallel``-th one holds."""
         fewer = replace(self.shape, data=self.shape.data // self._chosen().expert_parallel)
         shared = tuple(t for t in stage.tensors if ".experts." not in t.name)
@@ -148,16 +148,16 @@ class MixtureOfExperts(Composed):
             (self.plain(shape=fewer), replace(stage, tensors=own)),
         )
 
-    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+    def composed(self, stage: StageShard, cost: Callable[[Model, StageShard], Cost]) -> Cost:
         shared, own = (cost(model, part) for model, part in self._parts(stage))
         return shared + own
 
-    def active_weights(self, stage: StageLayout) -> float:
+    def active_weights(self, stage: StageShard) -> float:
         (model, shared), (_, own) = self._parts(stage)
         local = self._chosen().count // self._chosen().expert_parallel
         return model.active_weights(shared) + model.active_weights(own) * self._chosen().per_token / local
 
-    def exchange(self, stage: StageLayout) -> float:
+    def exchange(self, stage: StageShard) -> float:
         group = self._chosen().expert_parallel
         layers = sum(end - first for first, end in stage.layer_ranges)
         entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden / self.shape.tensor
@@ -165,7 +165,7 @@ class MixtureOfExperts(Composed):
         return 2 * layers * ((group - 1) * self.latency + size / self.bandwidth)
 
 
-def with_experts(stage: StageLayout, local: int) -> StageLayout:
+def with_experts(stage: StageShard, local: int) -> StageShard:
     """Every MLP ``local`` times."""
     tensors: list[ParameterTensor] = []
     for tensor in stage.tensors:
