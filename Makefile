@@ -74,7 +74,7 @@ save: venv ## keep the runs of STUDY that have ended, before the others have, to
 
 # The text first: runs have to be younger, or they would be made again.
 .PHONY: restore
-restore: venv ## put the runs of STUDY that are kept back into results, where the pipeline goes on with the others
+restore: venv ## put the runs of STUDY that are kept back into results, where the workflow goes on with the others
 	@$(PIPELINE) texts
 	@$(PY) -m experiments.verdicts.archive restore --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
@@ -165,7 +165,7 @@ test-network: venv ## test the network of limited bandwidth (root only; says why
 
 # Not part of `test`, for minutes pass in queues.
 .PHONY: test-slurm
-test-slurm: venv ## run the pipeline and faults on a real Slurm of two emulated nodes (root only; says why it skips)
+test-slurm: venv ## run the workflow and faults on a real Slurm of two emulated nodes (root only; says why it skips)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/slurm -m slurm $(ARGS)
 
 .PHONY: lint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import seaborn as sns
@@ -12,10 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from paper_figures import style
-from paper_figures.families import FAMILIES, Family
+from paper_figures.families import FAMILIES, Family, Line
 
 NAME = "bench"
-Line = str | tuple[int, tuple[float, ...]]
 TORCH = Family("torch", "torch powerSGD_hook", "#0072B2", "s")
 OURS = {
     "fp32": Family("fp32", "edgc, fp32 factors", FAMILIES["edgc"].colour, "D"),
@@ -43,8 +43,7 @@ def draw(results: Path) -> Figure:
     floors(axes[2], one)
     shares(axes[3], good)
     for ax in axes[:3]:
-        ax.set_xlabel("rank (log scale)")
-        ax.set_xscale("log")
+        ax.set(xlabel="rank (log scale)", xscale="log")
         style.plain(ax.xaxis, sorted(good["rank"].unique()))
         ax.set_xlim(good["rank"].min() / 1.2, good["rank"].max() * 1.2)
     style.letter(axes)
@@ -72,16 +71,9 @@ def bars(
     """Medians over the rank, with their quartiles."""
     rows = rows.sort_values("rank")
     middle = rows[column]
-    ax.errorbar(
-        rows["rank"],
-        middle,
-        yerr=[middle - rows[f"{column}_q1"], rows[f"{column}_q3"] - middle],
-        color=look.colour,
-        marker=look.marker,
-        elinewidth=0.8,
-        label=label,
-        linestyle=look.line if line is None else line,
-    )
+    quartiles = [middle - rows[f"{column}_q1"], rows[f"{column}_q3"] - middle]
+    marks = look.marks(look.line if line is None else line)
+    ax.errorbar(rows["rank"], middle, yerr=quartiles, elinewidth=0.8, label=label, **marks)
 
 
 def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
@@ -100,14 +92,8 @@ def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
         base["rank"], base["floor_ms"], color="#444444", linewidth=0.9, linestyle=(0, (4, 2)), label="floor"
     )
     copied = first[first["engine"] == "copy"].sort_values("rank")
-    ax.plot(
-        copied["rank"],
-        copied[column],
-        color="#999999",
-        linewidth=0.9,
-        linestyle=(0, (1, 1)),
-        label="dense copy",
-    )
+    thin: dict[str, Any] = {"color": "#999999", "linewidth": 0.9, "linestyle": (0, (1, 1))}
+    ax.plot(copied["rank"], copied[column], label="dense copy", **thin)
     ax.set_yscale("log")
     style.plain(ax.yaxis)
     ax.set_ylabel(f"{'processor' if clock == 'cpu' else 'wall'} time (ms, log scale)")
@@ -135,8 +121,7 @@ def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> None:
             label=f"(b) {thread_count(count)}",
         )
     ax.axhline(1, color="#444444", linewidth=0.6)
-    ax.set_ylabel("torch's time / edgc's (no unit)")
-    ax.set_title("speed-up of fp32 factors")
+    ax.set(ylabel="torch's time / edgc's (no unit)", title="speed-up of fp32 factors")
 
 
 def floors(ax: Axes, one: pd.DataFrame) -> None:
@@ -146,8 +131,7 @@ def floors(ax: Axes, one: pd.DataFrame) -> None:
     for dtype, look in OURS.items():
         bars(ax, first[first["factor_dtype"] == dtype], "ratio_to_floor", look, look.label)
     ax.axhline(1, color="#444444", linewidth=0.9, linestyle=(0, (4, 2)))
-    ax.set_ylabel("time / floor (no unit)")
-    ax.set_title("distance to the floor")
+    ax.set(ylabel="time / floor (no unit)", title="distance to the floor")
 
 
 def shares(ax: Axes, good: pd.DataFrame) -> None:
@@ -155,8 +139,7 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     gloo = good[good["network"] == "gloo"]
     if gloo.empty:
         style.message(ax, "two ranks were not timed")
-        ax.set_xlabel("wall time of a step (ms)")
-        ax.set_ylabel("engine")
+        ax.set(xlabel="wall time of a step (ms)", ylabel="engine")
         return
     rank = min(gloo["rank"].unique(), key=lambda value: abs(value - 32))
     gloo = gloo[gloo["rank"] == rank]
@@ -178,8 +161,7 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     ]
     patches.append(Patch(facecolor="none", edgecolor="black", hatch="////", label="of which packing"))
     ax.legend(handles=patches, loc="lower right", ncols=2)
-    ax.set_xlabel("wall time of a step (ms)")
-    ax.set_ylabel("engine")
+    ax.set(xlabel="wall time of a step (ms)", ylabel="engine")
     ax.set_title(f"two ranks, gloo on loopback, rank {rank}")
 
 

@@ -32,8 +32,7 @@ def draw(results: Path) -> Figure:
     fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.19 * len(methods) + 1.1, sharey=True)
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
-        ax.set_title(f"{rate:g} Mbit/s" if rate else "no limit")
-        ax.set_xlabel("seconds per step")
+        ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="seconds per step")
         ax.set_ylim(len(methods) - 0.5, -0.5)  # from the top down
     axes[0].set_yticks(range(len(methods)), [LABELS.get(name, name) for name in methods])
     axes[0].set_ylabel("method")
@@ -56,20 +55,11 @@ def panel(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:
         row = rows.loc[name]
         look = LOOKS[row["hook"]]
         if row["status"] != "ok":
-            ax.annotate(
-                "failed", (0.02, place), xycoords=("axes fraction", "data"), va="center", color=look.colour
-            )
+            at = ax.get_yaxis_transform()
+            ax.annotate("failed", (0.02, place), xycoords=at, va="center", color=look.colour)
             continue
         error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
-        ax.errorbar(
-            row["seconds"],
-            place,
-            xerr=error,
-            color=look.colour,
-            marker=look.marker,
-            markersize=5,
-            linestyle="",
-        )
+        ax.errorbar(row["seconds"], place, xerr=error, markersize=5, **look.marks())
     for name, line in (("dense", (0, (4, 2))), ("compute", (0, (1, 1)))):
         if name in rows.index:
             ax.axvline(rows.loc[name, "seconds"], color="#444444", linewidth=0.8, linestyle=line, zorder=0)

@@ -25,8 +25,7 @@ def draw(results: Path) -> Figure:
     fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.22 * len(order) + 1.2, sharey=True)
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
-        ax.set_title(f"{rate:g} Mbit/s")
-        ax.set_xlabel("time to the loss\n(uncompressed = 1)")
+        ax.set(title=f"{rate:g} Mbit/s", xlabel="time to the loss\n(uncompressed = 1)")
         ax.set_ylim(len(order) - 0.5, -0.5)
     labels = dict(zip(summary["method"], summary["label"], strict=True))
     axes[0].set_yticks(range(len(order)), [labels[name] for name in order])

@@ -39,27 +39,13 @@ def draw(results: Path) -> Figure:
             for _, row in rows.iterrows():
                 shade = 0.35 + 0.65 * (1 - rates.index(row["mbit_per_s"]) / max(1, len(rates) - 1))
                 error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
-                ax.errorbar(
-                    row["seconds"], row["seconds_predicted"], xerr=error, color=look.colour, alpha=shade
-                )
-                (point,) = ax.plot(
-                    row["seconds"],
-                    row["seconds_predicted"],
-                    marker=look.marker,
-                    markersize=5,
-                    linestyle="",
-                    color=look.colour,
-                    alpha=shade,
-                    label="uncompressed" if look.key == "none" else look.label,
-                )
+                place = row["seconds"], row["seconds_predicted"]
+                ax.errorbar(*place, xerr=error, color=look.colour, alpha=shade)
+                label = "uncompressed" if look.key == "none" else look.label
+                (point,) = ax.plot(*place, markersize=5, alpha=shade, label=label, **look.marks())
                 point.set_gid("step")
-        ax.set(
-            xscale="log",
-            yscale="log",
-            xlim=(low, high),
-            ylim=(low, high),
-            title=f"{layout}, {len(own)} steps",
-        )
+        ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+        ax.set_title(f"{layout}, {len(own)} steps")
         ax.set_xlabel("measured seconds per step")
         ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if low < tick < high]
         style.plain(ax.xaxis, ticks)

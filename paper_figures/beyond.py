@@ -36,17 +36,11 @@ def draw(results: Path) -> Figure:
         rows = table[(table["cluster"] == cluster) & (table["method"] != "none")]
         for (method, overlap), line in rows.groupby(["method", "overlap"], sort=False):
             family = by_name(str(method))
-            ax.plot(
-                line["gbits_per_second"],
-                line["saved_percent"],
-                color=family.colour,
-                marker="" if overlap else family.marker,
-                markersize=3.5,
-                markerfacecolor="white" if method == "int8" else family.colour,
-                alpha=0.45 if overlap else 1.0,
-                linestyle="--" if overlap else "-",
-                label=None if overlap else label(str(method)),
-            )
+            marks = family.marks("-", filled=method != "int8") | {"markersize": 3.5}
+            if overlap:
+                marks |= {"marker": "", "alpha": 0.45, "linestyle": "--"}
+            shown = None if overlap else label(str(method))
+            ax.plot(line["gbits_per_second"], line["saved_percent"], label=shown, **marks)
         ax.axhline(0, color="#444444", linewidth=0.6)
         ax.set_xscale("log")
         style.plain(ax.xaxis, [tick for tick in (1, 10, 100, 400) if tick <= rows["gbits_per_second"].max()])

@@ -63,22 +63,14 @@ def panel(ax: Axes, rows: pd.DataFrame) -> None:
             ends = [row["saved_percent_low"], row["saved_percent_high"]]
             ax.plot(ends, [index + place] * 2, color=family.colour, linewidth=1.2)
             for end, fill in zip(ends, ("white", family.colour), strict=True):
-                ax.plot(
-                    end,
-                    index + place,
-                    marker=family.marker,
-                    markersize=4,
-                    markerfacecolor=fill,
-                    color=family.colour,
-                    linestyle="",
-                    label=label(method) if index == 0 and fill != "white" else None,
-                )
+                shown = label(method) if index == 0 and fill != "white" else None
+                marks = family.marks(filled=fill != "white")
+                ax.plot(end, index + place, markersize=4, label=shown, **marks)
     for method in METHODS:
         base = rows[rows["method"] == method]["saved_percent"].iloc[0]
         ax.axvline(base, color=by_name(method).colour, linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(WORDS)), list(WORDS.values()))
-    ax.set_ylim(len(WORDS) - 0.5, -0.5)
-    ax.set_xlabel("SIMULATED: step time saved (%)")
+    ax.set(ylim=(len(WORDS) - 0.5, -0.5), xlabel="SIMULATED: step time saved (%)")
     first = rows.iloc[0]
     ax.set_title(f"{first['label']}\n{first['gbits_per_second']:g} Gbit/s")
 

@@ -63,14 +63,8 @@ def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, 
     for method, label, line in _lines(table):
         if method not in skip:
             look = by_name(method)
-            ax.plot(
-                *_series(table, method, column),
-                color=look.colour,
-                marker=look.marker,
-                markerfacecolor="white" if line == OPEN else look.colour,
-                linestyle=line,
-                label=label,
-            )
+            marks = look.marks(line, filled=line != OPEN)
+            ax.plot(*_series(table, method, column), label=label, **marks)
     low, high = band[0][1], band[1][1]
     label = "EDGC, r_min to r_max"
     ax.fill_between(band[0][0], low, high, color=colour, alpha=0.15, linewidth=0, label=label)
@@ -99,13 +93,10 @@ def draw(results: Path, study: str) -> Figure:
     fig, (top, alone, bottom, beside) = style.figure(2, 2, width=style.TEXT, height=5.2, sharex=True)
     _draw_panel(top, table, "seconds")
     _draw_traces(top, traces, "seconds")
-    top.set_yscale("log")
-    top.set_ylabel("gradient time per step (s)")
-    top.set_title(f"SIMULATED: {facts['title']}")
+    top.set(yscale="log", ylabel="gradient time per step (s)", title=f"SIMULATED: {facts['title']}")
     _draw_panel(bottom, table, "reduction_with_compress_percent", skip=(NONE,))
     _draw_traces(bottom, traces, "reduction_with_compress_percent")
-    bottom.set_ylim(0, 102)
-    bottom.set_ylabel("time saved (%)")
+    bottom.set(ylim=(0, 102), ylabel="time saved (%)")
     bottom.axhline(
         claim, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"paper: up to {claim:g} %"
     )

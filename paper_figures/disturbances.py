@@ -31,11 +31,9 @@ def draw(results: Path) -> Figure:
     fig, axes = style.figure(1, 2, width=style.TEXT, height=0.3 * len(cases) + 1.9, sharey=True)
     for ax, overlap in zip(axes, (False, True), strict=True):
         panel(ax, table[table["overlap"] == overlap], cases)
-        ax.set_title(f"SIMULATED: {'beside' if overlap else 'after'} backward")
-        ax.set_xlabel("step time saved (%)")
+        ax.set(title=f"SIMULATED: {'beside' if overlap else 'after'} backward", xlabel="step time saved (%)")
     axes[0].set_yticks(range(len(cases)), cases)
-    axes[0].set_ylim(len(cases) - 0.5, -0.5)
-    axes[0].set_ylabel("disturbance")
+    axes[0].set(ylim=(len(cases) - 0.5, -0.5), ylabel="disturbance")
     style.letter(axes)
     fig.legend(*style.handles(axes[0]), loc="outside upper center", ncols=3)
     style.note(

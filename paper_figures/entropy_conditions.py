@@ -39,13 +39,9 @@ def draw(results: Path) -> Figure:
                 label=name if place == 0 else None,
             )
     curves.axhline(0, color="#444444", linewidth=0.6)
-    curves.set_title("course")
-    curves.set_xlabel("iteration")
-    curves.set_ylabel("entropy since\nthe first probe (nats)")
+    curves.set(title="course", xlabel="iteration", ylabel="entropy since\nthe first probe (nats)")
     ends.axvline(0, color="#444444", linewidth=0.6)
-    ends.set_title("lowest and last")
-    ends.set_xlabel("entropy since the first probe (nats)")
-    ends.set_ylabel("condition")
+    ends.set(title="lowest and last", xlabel="entropy since the first probe (nats)", ylabel="condition")
     ends.set_yticks(range(len(labels)), list(labels.values()))
     ends.set_ylim(len(labels) - 0.5, -0.5)
     for ax in (curves, ends):

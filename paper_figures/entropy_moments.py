@@ -30,8 +30,7 @@ def draw(results: Path) -> Figure:
     for ax, (column, title, unit, factor) in zip(axes, PANELS, strict=True):
         for index, (variant, rows) in enumerate(trend.groupby("variant", sort=False)):
             line(ax, rows, column, factor, look(str(variant), str(rows["architecture"].iloc[0]), index))
-        ax.set_title(title)
-        ax.set_ylabel(unit)
+        ax.set(title=title, ylabel=unit)
         if trend[column].isna().all():
             style.message(ax, "not recorded in these runs")
     drawn = trend[trend["group"].isin([*LAYER_GROUPS, "embedding"])]

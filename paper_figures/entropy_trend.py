@@ -33,8 +33,7 @@ def draw(results: Path) -> Figure:
         clipping(grid[2, column], norms[norms["variant"] == variant])
         grid[0, column].set_title(f"{rows['label'].iloc[0]}: entropy")
         grid[1, column].set_title(f"{rows['label'].iloc[0]}: log σ per parameter")
-        grid[2, column].set_title(f"{rows['label'].iloc[0]}: gradient norm")
-        grid[2, column].set_xlabel("iteration")
+        grid[2, column].set(title=f"{rows['label'].iloc[0]}: gradient norm", xlabel="iteration")
         for ax in grid[:, column]:
             ax.tick_params(labelbottom=ax is grid[2, column])
     for ax, text in zip(

@@ -29,17 +29,11 @@ def draw(results: Path) -> Figure:
         mine = runs[(runs["variant"] == row.variant) & (runs["status"] == "ok")]
         look = style.look(mine.iloc[0])
         low, high = mine["gap_nats"].min(), mine["gap_nats"].max()
-        ax.errorbar(
-            row.percent,
-            row.gap_nats,
-            yerr=[[row.gap_nats - low], [high - row.gap_nats]],
-            color=look.colour,
-            marker=look.marker,
-            markersize=6 if look.marker == "*" else 5,
-            linestyle="",
-            elinewidth=0.8,
-            label=None if look.label in named else look.label,
-        )
+        spread = [[row.gap_nats - low], [high - row.gap_nats]]
+        size = 6 if look.marker == "*" else 5
+        label = None if look.label in named else look.label
+        marks = look.marks() | {"markersize": size, "elinewidth": 0.8}
+        ax.errorbar(row.percent, row.gap_nats, yerr=spread, label=label, **marks)
         named.add(look.label)
         if text := detail(mine.iloc[0]):
             texts[row.percent, row.gap_nats] = text

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import seaborn as sns
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+Line = str | tuple[int, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,12 @@ class Family:
     label: str
     colour: str
     marker: str
-    line: str | tuple[int, tuple[float, ...]] = "-"
+    line: Line = "-"
+
+    def marks(self, line: Line = "", *, filled: bool = True) -> dict[str, Any]:
+        """matplotlib's keywords for points of this look, joined by ``line`` (none by default), or open ones."""
+        face = {} if filled else {"markerfacecolor": "white"}
+        return {"color": self.colour, "marker": self.marker, "linestyle": line} | face
 
 
 # Okabe-Ito colours first; the marker differs too, so that grey print and every colour vision can tell them

@@ -42,8 +42,7 @@ def draw(results: Path) -> Figure:
     axes[0].set_ylabel("validation loss\nabove uncompressed (nats)")
     if zoomed:
         least = min(0.0, near["gap_nats_min"].min())
-        axes[1].set_ylim(least - 0.1 * (NEAR - least), NEAR)
-        axes[1].set_title(f"those below {NEAR:g} nats")
+        axes[1].set(ylim=(least - 0.1 * (NEAR - least), NEAR), title=f"those below {NEAR:g} nats")
         axes[1].set_ylabel("nats")
         style.letter(axes)
     fig.legend(
@@ -73,19 +72,9 @@ def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, *, ranks_from: f
         label = look.label if look.key not in named else None
         named.add(look.key)
         spread = [[y - row["gap_nats_min"]], [row["gap_nats_max"] - y]]
-        ax.errorbar(
-            x,
-            y,
-            yerr=spread,
-            color=look.colour,
-            marker=look.marker,
-            markersize=5.5,
-            linestyle="",
-            label=label,
-        )
-        ax.plot(
-            100 * mine["bytes_ratio"], mine["gap_nats"], ".", color=look.colour, markersize=2.5, alpha=0.6
-        )
+        ax.errorbar(x, y, yerr=spread, markersize=5.5, label=label, **look.marks())
+        percent = 100 * mine["bytes_ratio"]
+        ax.plot(percent, mine["gap_nats"], ".", color=look.colour, markersize=2.5, alpha=0.6)
         rank = mine["rank"].iloc[0] if len(mine) else float("nan")
         if mine["method"].eq("powersgd").any() and y >= ranks_from:
             others = [other for other in everyone if other is not row and crowds(row, other)]

@@ -53,16 +53,9 @@ def entropies(ax: Axes, experts: pd.DataFrame) -> None:
                 label=f"experts of layer {layer}" if index == 0 else None,
             )
     rest = first[first["expert"].isna()].groupby("window")["entropy"].mean()
-    ax.plot(
-        rest.index,
-        rest,
-        color="#000000",
-        linestyle="--",
-        linewidth=1.2,
-        label="attention, mean of all layers",
-    )
-    ax.set_title("entropy per expert")
-    ax.set_xlabel("iteration")
+    label = "attention, mean of all layers"
+    ax.plot(rest.index, rest, color="#000000", linestyle="--", linewidth=1.2, label=label)
+    ax.set(title="entropy per expert", xlabel="iteration")
     ax.set_ylabel(f"entropy of the gradient\n({KIND}, histogram, nats)")
 
 
@@ -75,23 +68,14 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
         for compressed, mine in pair.groupby("compress_experts"):
             x, y = 100 * mine["bytes_ratio"].mean(), mine["gap_nats"].mean()
             ends.append((x, y))
-            ax.errorbar(
-                x,
-                y,
-                yerr=[[y - mine["gap_nats"].min()], [mine["gap_nats"].max() - y]],
-                color=look.colour,
-                marker=look.marker,
-                markersize=6,
-                markerfacecolor=look.colour if compressed else "white",
-                linestyle="",
-                elinewidth=0.8,
-                label=look.label if compressed else None,
-            )
+            spread = [[y - mine["gap_nats"].min()], [mine["gap_nats"].max() - y]]
+            label = look.label if compressed else None
+            marks = look.marks(filled=bool(compressed)) | {"markersize": 6, "elinewidth": 0.8}
+            ax.errorbar(x, y, yerr=spread, label=label, **marks)
         if len(ends) == 2:
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set_title("cost of compressing experts")
-    ax.set_xlabel("bytes sent (% of uncompressed)")
+    ax.set(title="cost of compressing experts", xlabel="bytes sent (% of uncompressed)")
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)
 

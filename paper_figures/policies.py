@@ -59,42 +59,21 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
     for dtype, mine in fine[fine["policy"] == "fixed"].groupby("factor_dtype"):
         family, label = FIXED[str(dtype)]
         means = mine.groupby("variant")[["percent", "gap_nats"]].mean().sort_values("percent")
-        ax.plot(
-            means["percent"],
-            means["gap_nats"],
-            color=family.colour,
-            marker=family.marker,
-            label=label,
-            zorder=2,
-        )
+        ax.plot(means["percent"], means["gap_nats"], label=label, zorder=2, **family.marks("-"))
     for (variant, policy, dtype), mine in fine.groupby(["variant", "policy", "factor_dtype"], sort=False):
         family = look(str(policy), str(dtype))
         ax.plot(mine["percent"], mine["gap_nats"], ".", color=family.colour, markersize=2, alpha=0.6)
         if policy == "fixed":
             continue
         x, y = mine["percent"].mean(), mine["gap_nats"].mean()
-        ax.plot(
-            x,
-            y,
-            family.marker,
-            color=family.colour,
-            markerfacecolor=family.colour if dtype == "fp32" else "white",
-            label=family.label if dtype == "fp32" else None,
-            zorder=3,
-        )
+        shown = family.label if dtype == "fp32" else None
+        ax.plot(x, y, label=shown, zorder=3, **family.marks(filled=dtype == "fp32"))
         if policy != "schedule":
             continue
-        text = ax.annotate(
-            str(variant).removesuffix(f"_{dtype}"),
-            (x, y),
-            (4, 3),
-            textcoords="offset points",
-            fontsize=style.MIN_FONT,
-        )
-        style.outline(text)
+        name, small = str(variant).removesuffix(f"_{dtype}"), style.MIN_FONT
+        style.outline(ax.annotate(name, (x, y), (4, 3), textcoords="offset points", fontsize=small))
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set_title("gap against bytes")
-    ax.set_xlabel("bytes sent, warm-up included\n(% of uncompressed fp32)")
+    ax.set(title="gap against bytes", xlabel="bytes sent, warm-up included\n(% of uncompressed fp32)")
     ax.set_ylabel("validation loss above uncompressed (nats)")
 
 
@@ -111,10 +90,8 @@ def excesses(ax: Axes, found: pd.DataFrame, runs: pd.DataFrame) -> None:
             ax.errorbar(row.excess_nats, place, xerr=half, color=family.colour, marker=family.marker)
     ax.axvline(0, color="#444444", linewidth=0.6)
     ax.set_yticks(range(len(found)), found["label"].tolist())
-    ax.set_ylim(len(found) - 0.5, -0.5)
-    ax.set_title("excess at equal bytes")
-    ax.set_xlabel("gap minus that of fixed ranks\nat the same bytes (nats)")
-    ax.set_ylabel("policy")
+    ax.set(ylim=(len(found) - 0.5, -0.5), title="excess at equal bytes")
+    ax.set(xlabel="gap minus that of fixed ranks\nat the same bytes (nats)", ylabel="policy")
 
 
 def ranks(ax: Axes, curves: pd.DataFrame, runs: pd.DataFrame) -> None:
@@ -124,18 +101,10 @@ def ranks(ax: Axes, curves: pd.DataFrame, runs: pd.DataFrame) -> None:
     for row in chosen.itertuples(index=False):
         family = look(row.policy, row.factor_dtype)
         mine = curves[(curves["variant"] == row.variant) & (curves["seed"] == seed)]
-        ax.step(
-            mine["iteration"],
-            mine["rank_0"],
-            where="post",
-            color=family.colour,
-            linestyle=family.line,
-            linewidth=1.2,
-        )
+        drawn = {"color": family.colour, "linestyle": family.line, "linewidth": 1.2}
+        ax.step(mine["iteration"], mine["rank_0"], where="post", **drawn)
     ax.set_ylim(bottom=0)
-    ax.set_title("rank of stage 0")
-    ax.set_xlabel("iteration")
-    ax.set_ylabel("rank r")
+    ax.set(title="rank of stage 0", xlabel="iteration", ylabel="rank r")
 
 
 if __name__ == "__main__":

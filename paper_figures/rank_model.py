@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -82,21 +83,13 @@ def over_training(ax: Axes, errors: pd.DataFrame) -> None:
             part = rows[(rows["predictor"] == name) & (rows["of"] == of) & (rows["actual"] == actual)]
             ax.plot(part["window"], part["ratio_median"], color=colour, linestyle=line)
             if actual == "powersgd":
-                ax.fill_between(
-                    part["window"],
-                    part["ratio_q1"],
-                    part["ratio_q3"],
-                    color=colour,
-                    alpha=0.18,
-                    linewidth=0,
-                )
+                quartiles = part["ratio_q1"], part["ratio_q3"]
+                ax.fill_between(part["window"], *quartiles, color=colour, alpha=0.18, linewidth=0)
         ax.plot([], [], color=colour, marker=marker, markersize=3, label=label)
     ax.axhline(1, color="#444444", linewidth=0.6)
     ax.set_yscale("log")
     style.plain(ax.yaxis)
-    ax.set_xlabel("iteration")
-    ax.set_ylabel("predicted / actual error")
-    ax.set_title("over training")
+    ax.set(xlabel="iteration", ylabel="predicted / actual error", title="over training")
 
 
 def by_rank(ax: Axes, table: pd.DataFrame) -> None:
@@ -108,47 +101,30 @@ def by_rank(ax: Axes, table: pd.DataFrame) -> None:
             found = part.groupby("rank")[["abs_log_median", "abs_log_q1", "abs_log_q3"]].median()
             middle, low, high = (found[name] for name in found)
             bars = [middle - low, high - middle] if actual == "powersgd" else None
-            ax.errorbar(
-                found.index,
-                middle,
-                yerr=bars,
-                color=colour,
-                linestyle=line,
-                marker=marker,
-                markersize=3,
-            )
+            look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker, "markersize": 3}
+            ax.errorbar(found.index, middle, yerr=bars, **look)
     in_use = table["rank_in_use"].median()
     if pd.notna(in_use):
         ax.axvline(in_use, color="#444444", linewidth=0.6)
     ax.set_xscale("log", base=2)
     style.plain(ax.xaxis, sorted(rows["rank"].dropna().unique()))
     ax.set_ylim(bottom=0)
-    ax.set_xlabel("rank r")
-    ax.set_ylabel("|ln(predicted / actual)|")
-    ax.set_title("by rank")
+    ax.set(xlabel="rank r", ylabel="|ln(predicted / actual)|", title="by rank")
 
 
 def cqm(ax: Axes, curves: pd.DataFrame, stiffness: pd.DataFrame) -> None:
     """Rank as a share of the one at the start, with the noise of the entropy as a band."""
     noise = stiffness["noise_nats"].iloc[0]
     if pd.notna(noise):
-        ax.axvspan(
-            -noise, noise, color="#F0E442", alpha=0.5, linewidth=0, label="noise of window mean (±1 sd)"
-        )
+        label = "noise of window mean (±1 sd)"
+        ax.axvspan(-noise, noise, color="#F0E442", alpha=0.5, linewidth=0, label=label)
     for ((rows, columns, start), part), (colour, line) in zip(
         curves.groupby(["rows", "columns", "rank_start"], sort=False), SIZES, strict=False
     ):
-        ax.plot(
-            part["change_nats"],
-            part["rank"] / start,
-            color=colour,
-            linestyle=line,
-            label=f"{rows} × {columns}, from r = {start:g}",
-        )
+        label = f"{rows} × {columns}, from r = {start:g}"
+        ax.plot(part["change_nats"], part["rank"] / start, color=colour, linestyle=line, label=label)
     ax.axhline(0.25, color="#444444", linewidth=0.6, linestyle="--", label="r_min = r_max/4")
-    ax.set_ylim(0, 2)
-    ax.set_xlabel("change of entropy (nats)")
-    ax.set_ylabel("CQM's rank / rank at start")
+    ax.set(ylim=(0, 2), xlabel="change of entropy (nats)", ylabel="CQM's rank / rank at start")
     ax.set_title("stiffness of CQM")
 
 

@@ -74,13 +74,8 @@ def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
         label = f"fit (largest residual {100 * total['residual_largest_share']:.0f} %)"
         ax.plot(ranks, fitted, color="#000000", linewidth=0.9, label=label)
     if np.isfinite(total["seconds_uncompressed"]):
-        ax.axhline(
-            1e3 * total["seconds_uncompressed"],
-            color="#CC79A7",
-            linewidth=1.0,
-            linestyle="--",
-            label="uncompressed",
-        )
+        level = 1e3 * total["seconds_uncompressed"]
+        ax.axhline(level, color="#CC79A7", linewidth=1.0, linestyle="--", label="uncompressed")
     ax.set_ylabel("time per step (ms)")
     ax.set_ylim(bottom=0)
     ax.set_title("time")
@@ -99,18 +94,9 @@ def errors(ax: Axes, table: pd.DataFrame) -> None:
         if middle.empty:
             continue  # of runs from before it was measured
         low, high = rows[f"{kind}_q1"].min()[middle.index], rows[f"{kind}_q3"].max()[middle.index]
-        ax.errorbar(
-            middle.index,
-            middle,
-            yerr=np.maximum(0, [middle - low, high - middle]),
-            color=look.colour,
-            marker=look.marker,
-            linestyle=line,
-            alpha=opacity,
-            label=label,
-        )
-    ax.set_ylabel("relative error (no unit)")
-    ax.set_title("compression error")
+        bars = np.maximum(0, [middle - low, high - middle])
+        ax.errorbar(middle.index, middle, yerr=bars, alpha=opacity, label=label, **look.marks(line))
+    ax.set(ylabel="relative error (no unit)", title="compression error")
     ax.set_ylim(0, max(1.05, ax.get_ylim()[1]))
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
 
@@ -120,19 +106,12 @@ def loss(ax: Axes, table: pd.DataFrame) -> None:
     fine = table[table["status"] == "ok"]
     rows = fine[fine["rank"].notna()].groupby("rank")["validation_perplexity"]
     mean = rows.mean()
-    ax.errorbar(
-        mean.index,
-        mean,
-        yerr=[mean - rows.min(), rows.max() - mean],
-        color=look.colour,
-        marker=look.marker,
-        label=look.label,
-    )
+    spread = [mean - rows.min(), rows.max() - mean]
+    ax.errorbar(mean.index, mean, yerr=spread, label=look.label, **look.marks("-"))
     dense = fine.loc[fine["rank"].isna(), "validation_perplexity"]
     if len(dense):
         ax.axhline(dense.mean(), color=base.colour, linewidth=1.0, linestyle="--", label="uncompressed")
-    ax.set_ylabel("validation perplexity")
-    ax.set_title("quality")
+    ax.set(ylabel="validation perplexity", title="quality")
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
 
 

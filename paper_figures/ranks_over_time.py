@@ -27,8 +27,7 @@ def draw(results: Path) -> Figure:
     for ax, variant in zip(axes, variants, strict=True):
         panel(ax, curves[curves["variant"] == variant], stages)
         limits(ax, runs[runs["variant"] == variant])
-        ax.set_title(str(runs.loc[runs["variant"] == variant, "label"].iloc[0]))
-        ax.set_ylabel("rank r")
+        ax.set(title=str(runs.loc[runs["variant"] == variant, "label"].iloc[0]), ylabel="rank r")
     axes[-1].set_xlabel("iteration")
     axes[0].set_ylim(bottom=0)
     axes[0].yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))

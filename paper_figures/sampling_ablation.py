@@ -3,6 +3,7 @@ the gradients of one run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -32,8 +33,7 @@ def draw(results: Path) -> Figure:
     grid(axes[1], fine, "rmse_nats", "RMSE of windows (nats)", "{:.3f}", reverse=True)
     grid(axes[2], cost, "percent", "time of the estimate (%)", "{:.1f}", reverse=True)
     for ax in axes[:3]:
-        ax.set_xlabel("β, share of entries read (no unit)")
-        ax.set_ylabel("α, share of iterations")
+        ax.set(xlabel="β, share of entries read (no unit)", ylabel="α, share of iterations")
     error(axes[3], style.read(results, "sampling_ablation", "sampling_error.csv"))
     windows(axes[4], style.read(results, "sampling_ablation", "grid.csv"))
     seconds(axes[5], style.read(results, "sampling_ablation", "grid_timings.csv"))
@@ -70,20 +70,13 @@ def error(ax: Axes, found: pd.DataFrame) -> None:
     for (estimator, rule), rows in found.groupby(["estimator", "rule"]):
         means = rows.groupby("rate")["measured_nats"].mean()
         family = style.ESTIMATORS[str(estimator)]
-        ax.plot(
-            means.index,
-            means,
-            MARKERS[str(rule)],
-            color=family.colour,
-            markerfacecolor=family.colour if rule == "diagonal" else "white",
-            label=f"{family.label}, {rule}",
-        )
+        marks = replace(family, marker=MARKERS[str(rule)]).marks(filled=rule == "diagonal")
+        ax.plot(means.index, means, label=f"{family.label}, {rule}", **marks)
     formula = found[found["estimator"] == "gaussian"].groupby("rate")["formula_nats"].mean()
     ax.plot(formula.index, formula, color="#444444", linewidth=0.9, label="formula, Gaussian")
     ax.set_yscale("log")
     style.plain(ax.yaxis)
-    ax.set_title("error of a measurement")
-    ax.set_ylabel("RMSE to all entries (nats)")
+    ax.set(title="error of a measurement", ylabel="RMSE to all entries (nats)")
 
 
 def windows(ax: Axes, found: pd.DataFrame) -> None:
@@ -102,8 +95,7 @@ def windows(ax: Axes, found: pd.DataFrame) -> None:
             )
     ax.set_yscale("log")
     style.plain(ax.yaxis)
-    ax.set_title("windows, diagonal, histogram")
-    ax.set_ylabel("RMSE of window means (nats)")
+    ax.set(title="windows, diagonal, histogram", ylabel="RMSE of window means (nats)")
 
 
 def seconds(ax: Axes, found: pd.DataFrame) -> None:
@@ -113,20 +105,13 @@ def seconds(ax: Axes, found: pd.DataFrame) -> None:
         whole = percent[(percent["rule"] == "all") & (percent["estimator"] == estimator)]
         means = pd.concat([rows, whole]).groupby("rate")["percent"].mean()
         family = style.ESTIMATORS[str(estimator)]
-        ax.plot(
-            means.index,
-            means,
-            marker=MARKERS[str(rule)],
-            color=family.colour,
-            markerfacecolor=family.colour if rule == "diagonal" else "white",
-            linestyle="-" if rule == "diagonal" else ":",
-            label=f"{family.label}, {rule}",
-        )
+        own, line = rule == "diagonal", "-" if rule == "diagonal" else ":"
+        marks = replace(family, marker=MARKERS[str(rule)]).marks(line, filled=own)
+        ax.plot(means.index, means, label=f"{family.label}, {rule}", **marks)
     squares = percent.loc[percent["estimator"] == "square_sum", "percent"]
     ax.axhline(squares.mean(), color="#444444", linestyle="--", linewidth=0.9, label="sum of all squares")
     ax.set_ylim(bottom=0)
-    ax.set_title("time of an estimate")
-    ax.set_ylabel("% of the histogram of all entries")
+    ax.set(title="time of an estimate", ylabel="% of the histogram of all entries")
 
 
 def grid(ax: Axes, rows: pd.DataFrame, column: str, title: str, number: str, *, reverse: bool) -> None:

@@ -30,14 +30,12 @@ def draw(results: Path) -> Figure:
     for ax, megabits in zip(axes, bandwidths, strict=True):
         panel(ax, times[times["megabits"] == megabits], variants, runs)
         speed = f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
-        ax.set_title(f"modelled:\n{speed}")
-        ax.set_xlabel("% of uncompressed")
+        ax.set(title=f"modelled:\n{speed}", xlabel="% of uncompressed")
     # Whether a run arrives does not depend on the network.
     rows = times[times["megabits"] == bandwidths[0]]
     names = [label(str(runs.loc[name, "label"]), rows[rows["variant"] == name]) for name in variants]
     axes[0].set_yticks(range(len(variants)), names)
-    axes[0].set_ylabel("method")
-    axes[0].set_ylim(len(variants) - 0.5, -0.5)
+    axes[0].set(ylabel="method", ylim=(len(variants) - 0.5, -0.5))
     reached = rows.groupby("variant")["percent"].count()
     style.annotate(
         fig,
@@ -72,7 +70,7 @@ def panel(ax: Axes, times: pd.DataFrame, variants: list[str], runs: pd.DataFrame
         if len(found):
             mean = found.mean()
             spread = [[mean - found.min()], [found.max() - mean]]
-            ax.errorbar(mean, place, xerr=spread, color=look.colour, marker=look.marker, linestyle="")
+            ax.errorbar(mean, place, xerr=spread, **look.marks())
     ax.set_xscale("log")
     shown = times["percent"].dropna()
     low, high = (shown.min(), shown.max()) if len(shown) else (50.0, 200.0)

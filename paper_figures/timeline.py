@@ -91,9 +91,7 @@ def panel(ax: Axes, spans: pd.DataFrame, shares: pd.DataFrame, last: float) -> N
         ax.text(1.01, stage, text, transform=ax.get_yaxis_transform(), va="center", fontsize=style.MIN_FONT)
     ax.axvline(float(spans["end"].max()), color="#888888", linewidth=0.6, linestyle=":")
     ax.set_yticks(stages, [str(stage) for stage in stages])
-    ax.set_ylim(len(stages) - 0.4, -0.6)
-    ax.set_xlim(0, last)
-    ax.set_ylabel("pipeline stage")
+    ax.set(ylim=(len(stages) - 0.4, -0.6), xlim=(0, last), ylabel="pipeline stage")
     ax.grid(visible=False, axis="y")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import seaborn as sns
@@ -32,41 +33,17 @@ def draw(results: Path) -> Figure:
     for index, length in enumerate(lengths):
         rows = first[(first["length"] == length) & first["variant"].isin(own)]
         colour, marker = colours[length], style.MARKERS[index]
-        axes[1].plot(
-            rows["iteration"], rows["entropy_full"], color=colour, linewidth=1.0, label=f"w = {length}, all"
-        )
-        axes[1].plot(
-            rows["iteration"],
-            rows["entropy"],
-            color=colour,
-            marker=marker,
-            markersize=3.5,
-            linestyle="",
-            label="sampled",
-        )
-        axes[2].plot(
-            rows["iteration"],
-            rows["rank"],
-            color=colour,
-            marker=marker,
-            markersize=3.5,
-            drawstyle="steps-pre",
-            label=f"w = {length}",
-        )
+        at, label = rows["iteration"], f"w = {length}"
+        marks: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5}
+        axes[1].plot(at, rows["entropy_full"], color=colour, linewidth=1.0, label=f"{label}, all")
+        axes[1].plot(at, rows["entropy"], linestyle="", label="sampled", **marks)
+        axes[2].plot(at, rows["rank"], drawstyle="steps-pre", label=label, **marks)
     others = first[~first["variant"].isin(own)].groupby("variant", sort=False)
     for (_, rows), line in zip(others, itertools.cycle(("--", ":", "-.")), strict=False):
-        axes[2].plot(
-            rows["iteration"],
-            rows["rank"],
-            color=colours[rows["length"].iloc[0]],
-            linestyle=line,
-            drawstyle="steps-pre",
-            label=rows["label"].iloc[0],
-        )
-    axes[1].set_title("entropy, stage 0")
-    axes[1].set_ylabel("window mean entropy (nats)")
-    axes[2].set_title("rank, stage 0")
-    axes[2].set_ylabel("rank r")
+        look = {"color": colours[rows["length"].iloc[0]], "linestyle": line, "drawstyle": "steps-pre"}
+        axes[2].plot(rows["iteration"], rows["rank"], label=rows["label"].iloc[0], **look)
+    axes[1].set(title="entropy, stage 0", ylabel="window mean entropy (nats)")
+    axes[2].set(title="rank, stage 0", ylabel="rank r")
     if first["rank"].isna().all():
         style.message(axes[2], "never compressed")
     else:
@@ -103,9 +80,7 @@ def correlation(ax: Axes, table: pd.DataFrame) -> None:
     if len(ticks):
         ax.set_xlim(ticks[0] / 1.4, ticks[-1] * 1.4)
     ax.set_ylim(top=1.02)
-    ax.set_xlabel("window w (iterations)")
-    ax.set_ylabel("CC (Pearson, no unit)")
-    ax.set_title("sampled against full")
+    ax.set(xlabel="window w (iterations)", ylabel="CC (Pearson, no unit)", title="sampled against full")
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.26))
 
 

@@ -95,9 +95,7 @@ def scores(ax: Axes, rows: pd.DataFrame, labels: list[str]) -> None:
     for y, look, run in spread_seeds(rows, labels):
         if pd.notna(run["value"]):
             bar = factor * run["stderr"] if pd.notna(run["stderr"]) else None
-            ax.errorbar(
-                factor * run["value"], y, xerr=bar, color=look.colour, marker=look.marker, linestyle=""
-            )
+            ax.errorbar(factor * run["value"], y, xerr=bar, **look.marks())
     for key, line in (("chance", ":"), ("best_constant", "--")):
         if rows[key].notna().any():
             level = factor * rows[key].dropna().iloc[0]
@@ -114,10 +112,9 @@ def gaps(ax: Axes, rows: pd.DataFrame, labels: list[str]) -> None:
     factor = 1.0 if logarithmic else factor
     for y, look, run in spread_seeds(rows, labels):
         if pd.notna(run["gap"]) and run["run"] != run["baseline"]:
-            ax.plot(
-                [factor * run["gap_low"], factor * run["gap_high"]], [y, y], color=look.colour, linewidth=1.0
-            )
-            ax.plot(factor * run["gap"], y, color=look.colour, marker=look.marker, linestyle="")
+            ends = [factor * run["gap_low"], factor * run["gap_high"]]
+            ax.plot(ends, [y, y], color=look.colour, linewidth=1.0)
+            ax.plot(factor * run["gap"], y, **look.marks())
     if rows["margin"].notna().any():
         margin = factor * rows["margin"].dropna().iloc[0]
         ax.axvspan(-margin, margin, color="#444444", alpha=0.15, linewidth=0)

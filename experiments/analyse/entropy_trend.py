@@ -8,6 +8,7 @@ stage), and ``<model>`` (all entries pooled into one distribution).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pandas as pd
 
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, slope, thin
-from experiments.analyse.tables import identity, write_table
+from experiments.analyse.tables import together, with_identity, write_tables
 from experiments.analyse.trend import ESTIMATORS, describe, steep_end
 
 MODEL = "<model>"
@@ -47,31 +48,26 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     ``table.csv``: entropy per group and estimator. ``moments.csv``: the rest per group. ``trend.csv``: everything per
     probe and group. ``parameters.csv``: log sigma per probe and parameter. ``norms.csv``: gradient norm per step.
     """
-    tables: dict[str, list[Any]] = {name: [] for name in ("moments", "trend", "parameters", "norms", "table")}
+    names = ("moments", "trend", "parameters", "norms", "table")
+    frames: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
     for run in runs:
-        about = identity(run) | {"architecture": run.architecture}
+        label = partial(with_identity, run, architecture=run.architecture)
         probes = grouped(run.tensors)
-        tables["norms"].append(labelled(norms(run), about))
+        frames["norms"].append(label(norms(run)))
         if probes.empty:
             # A run without probes keeps its row, so that a failure shows.
-            tables["table"].append(
-                pd.DataFrame([about | {"estimator": "", "group": ALL, "verdict": "no probes"}])
-            )
-            tables["moments"].append(pd.DataFrame([about | {"group": ALL}]))
+            none = {"estimator": "", "group": ALL, "verdict": "no probes"}
+            frames["table"].append(label(pd.DataFrame([none])))
+            frames["moments"].append(label(pd.DataFrame([{"group": ALL}])))
             continue
         trend = trajectories(probes)
         parameters = probes[probes["group"] != MODEL]
-        tables["trend"].append(labelled(trend, about))
         kept = parameters[["iteration", "stage", "parameter", "group", "numel", "log_sigma"]]
-        tables["parameters"].append(labelled(kept, about))
-        tables["table"].append(labelled(entropies(trend, parameters), about))
-        tables["moments"].append(labelled(moments(trend, run), about))
-    written = []
-    for name, frames in tables.items():
-        frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*identity(runs[0])])
-        write_table(out / f"{name}.csv", frame)
-        written.append(out / f"{name}.csv")
-    return written
+        frames["trend"].append(label(trend))
+        frames["parameters"].append(label(kept))
+        frames["table"].append(label(entropies(trend, parameters)))
+        frames["moments"].append(label(moments(trend, run)))
+    return write_tables(out, {name: together(found) for name, found in frames.items()})
 
 
 def group_of(parameter: str) -> str:
@@ -93,10 +89,6 @@ def grouped(tensors: pd.DataFrame) -> pd.DataFrame:
     if "stage" not in frame:
         frame["stage"] = 0
     return frame.sort_values(["iteration", "stage", "parameter"], ignore_index=True)
-
-
-def labelled(frame: pd.DataFrame, about: dict[str, Any]) -> pd.DataFrame:
-    return frame.assign(**about)[[*about, *frame.columns]]
 
 
 def trajectories(probes: pd.DataFrame) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from scipy import stats
 from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
-from experiments.analyse.tables import write_table
+from experiments.analyse.tables import write_tables
 
 LEVELS = (3.0, 6.0, 12.0)  # percent of the bytes of an uncompressed fp32 run
 WIDTH = 1.6  # a variant belongs to a level up to this factor away: half-way (in logarithm) is 1.41
@@ -29,9 +29,8 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     written = methods.analyse(runs, out)
     table = pd.read_csv(out / "table.csv")
     points = pareto(table)
-    write_table(out / "pareto.csv", points)
-    write_table(out / "levels.csv", [row for level in LEVELS for row in compare(table, points, level)])
-    return [*written, out / "levels.csv", out / "pareto.csv"]
+    levels = [row for level in LEVELS for row in compare(table, points, level)]
+    return written + write_tables(out, {"pareto": points, "levels": levels})
 
 
 def pareto(table: pd.DataFrame) -> pd.DataFrame:

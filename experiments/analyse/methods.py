@@ -10,7 +10,7 @@ import pandas as pd
 from experiments.analyse import time_to_target
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import SMOOTHING, quartiles, summarise, thin
-from experiments.analyse.tables import identity, result, uncompressed_losses, write_table
+from experiments.analyse.tables import identity, result, uncompressed_losses, with_identity, write_tables
 from experiments.analyse.windows import decision_columns
 
 SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "mean_rank")
@@ -42,13 +42,14 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         ],
     )
     by = ["variant", "label", "method", "policy"]
-    write_table(out / "summary.csv", summarise(table, SUMMARISED, by))
-    write_table(out / "curves.csv", pd.concat([curve(run) for run in runs], ignore_index=True))
-    write_table(out / "timings.csv", [timing(run) for run in runs])
-    write_table(out / "time_to_target.csv", time_to_target.table(runs))
-    write_table(out / "table.csv", table)
-    names = "table", "summary", "curves", "timings", "time_to_target"
-    return [out / f"{name}.csv" for name in names]
+    tables = {
+        "summary": summarise(table, SUMMARISED, by),
+        "curves": pd.concat([curve(run) for run in runs], ignore_index=True),
+        "timings": [timing(run) for run in runs],
+        "time_to_target": time_to_target.table(runs),
+        "table": table,
+    }
+    return write_tables(out, tables)
 
 
 def setting(run: Run, name: str) -> Any:
@@ -60,15 +61,8 @@ def curve(run: Run) -> pd.DataFrame:
     """Training loss (trailing mean), validation perplexity, bytes so far and rank per stage, thinned."""
     steps, stages = run.steps, run.stages
     columns = [
-        "variant",
-        "label",
-        "seed",
-        "status",
-        "iteration",
-        "train_loss",
-        "validation_perplexity",
-        "bytes",
-    ]
+        "variant", "label", "seed", "status", "iteration", "train_loss", "validation_perplexity", "bytes"
+    ]  # fmt: skip
     if steps.empty:
         return pd.DataFrame(columns=columns)
     frame = pd.DataFrame({"iteration": steps["iteration"]})
@@ -81,8 +75,7 @@ def curve(run: Run) -> pd.DataFrame:
     )
     for stage in ranks.columns:
         frame[f"rank_{int(stage)}"] = frame["iteration"].map(ranks[stage])
-    for position, (key, value) in enumerate(identity(run).items()):
-        frame.insert(position, key, value)
+    frame = with_identity(run, frame)
     # Rank changes and evaluations are kept exactly, or a thinned curve would move them.
     changed = frame.filter(like="rank_").fillna(-1).diff().abs().sum(axis=1) > 0
     keep = [i for i in frame.index if changed[i] or pd.notna(frame["validation_perplexity"][i])]

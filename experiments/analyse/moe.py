@@ -19,7 +19,14 @@ from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, WARM_UP, grou
 from experiments.analyse.methods import setting
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, summarise
-from experiments.analyse.tables import identity, result, uncompressed_losses, write_table
+from experiments.analyse.tables import (
+    identity,
+    result,
+    together,
+    uncompressed_losses,
+    with_identity,
+    write_tables,
+)
 
 WINDOW = 20  # iterations, that of EDGC at ci scale
 RANK = 16  # at the reference
@@ -37,25 +44,17 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     """
     baseline = uncompressed_losses(runs)
     table = pd.DataFrame([row(run, baseline) for run in runs])
-    write_table(out / "table.csv", table)
-    write_table(out / "summary.csv", summarise(table, SUMMARISED, ("variant", "label", "compress_experts")))
-    tables: dict[str, list[pd.DataFrame]] = {"experts": [], "spread": [], "fit": []}
+    summary = summarise(table, SUMMARISED, ("variant", "label", "compress_experts"))
+    frames: dict[str, list[pd.DataFrame]] = {"experts": [], "spread": [], "fit": []}
     for run in runs:
         probes = placed(run.tensors)
         if probes.empty:
             continue
         found = windows(probes)
-        for name, frame in (
-            ("experts", found),
-            ("spread", spread(found)),
-            ("fit", fit(probes, run)),
-        ):
-            about = identity(run)
-            tables[name].append(frame.assign(**about)[[*about, *frame.columns]])
-    for name, frames in tables.items():
-        whole = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*identity(runs[0])])
-        write_table(out / f"{name}.csv", whole)
-    return [out / f"{name}.csv" for name in ("table", "summary", *tables)]
+        for name, frame in (("experts", found), ("spread", spread(found)), ("fit", fit(probes, run))):
+            frames[name].append(with_identity(run, frame))
+    tables = {"table": table, "summary": summary, **{name: together(of) for name, of in frames.items()}}
+    return write_tables(out, tables)
 
 
 def row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:

@@ -8,14 +8,13 @@ from typing import Any
 
 from experiments.analyse import methods
 from experiments.analyse.runs import Run
-from experiments.analyse.tables import identity, write_table
+from experiments.analyse.tables import identity, write_tables
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
     """Write the tables of :mod:`experiments.analyse.methods` and ``traffic.csv``."""
-    written = methods.analyse(runs, out)
-    write_table(out / "traffic.csv", [identity(run) | traffic(run) for run in runs])
-    return [*written, out / "traffic.csv"]
+    sent = [identity(run) | traffic(run) for run in runs]
+    return methods.analyse(runs, out) + write_tables(out, {"traffic": sent})
 
 
 def traffic(run: Run) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from experiments.analyse import methods
 from experiments.analyse.equal_bytes import verdict as of_interval
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
-from experiments.analyse.tables import write_table
+from experiments.analyse.tables import write_tables
 
 LEAST = 0.002  # nats: a fifth of a percent of perplexity
 SEEDS = 3
@@ -40,9 +40,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         excess(row, table) | {"bytes_ratio_compressed": compressed[row["variant"], row["seed"]]}
         for _, row in table[table["method"] == "edgc"].iterrows()
     ]
-    write_table(out / "excess.csv", rows)
-    write_table(out / "verdicts.csv", verdicts(pd.DataFrame(rows)))
-    return [*written, out / "excess.csv", out / "verdicts.csv"]
+    return written + write_tables(out, {"excess": rows, "verdicts": verdicts(pd.DataFrame(rows))})
 
 
 def compressed_ratio(run: Run) -> float:

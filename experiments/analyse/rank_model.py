@@ -36,7 +36,7 @@ from experiments.analyse.entropy_trend import LAYER_GROUPS, WARM_UP, group_of
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import quartiles
 from experiments.analyse.stiffness import curves, stiffness
-from experiments.analyse.tables import identity, result, write_table
+from experiments.analyse.tables import identity, result, write_tables
 
 MULTIPLES = (0.25, 0.5, 1, 2, 3)  # of the rank in use: the ranks that are predicted, up to half the full rank
 WINDOWS = 10  # equal parts of a run in `errors.csv`
@@ -59,11 +59,11 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     reference = float(median_low(ranks)) if ranks else math.nan
     left = {(run.seed, run.setting("rank")): left_by_powersgd(run) for run in runs if run.ok}
     found = {run.path: predictions(run, reference, left) for run in runs}
-    write_table(out / "table.csv", [row for run in runs for row in accuracy(run, found[run.path])])
-    write_table(out / "errors.csv", over_training(runs, found))
-    write_table(out / "stiffness.csv", stiffness(runs, reference))
-    write_table(out / "cqm.csv", curves(runs, reference))
-    return [out / f"{name}.csv" for name in ("table", "errors", "stiffness", "cqm")]
+    table = [row for run in runs for row in accuracy(run, found[run.path])]
+    tables = {"table": table, "errors": over_training(runs, found)}
+    return write_tables(
+        out, {**tables, "stiffness": stiffness(runs, reference), "cqm": curves(runs, reference)}
+    )
 
 
 def length(run: Run) -> float:

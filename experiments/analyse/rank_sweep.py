@@ -13,7 +13,7 @@ import pandas as pd
 from experiments.analyse import rank_limits
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import quartiles
-from experiments.analyse.tables import identity, result, uncompressed_losses, write_table
+from experiments.analyse.tables import identity, result, uncompressed_losses, write_tables
 
 KINDS = ("compress", "communicate", "decompress")
 SKIPPED_STEPS = 5  # allocation and connection set-up make the first steps slow
@@ -23,12 +23,10 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     """Write ``table.csv`` (per run), ``timings.csv`` (seconds per rank and stage), ``fit.csv`` (T(r) = a r + c) and
     ``limits.csv`` (r_max and r_min, :mod:`experiments.analyse.rank_limits`)."""
     baseline = uncompressed_losses(runs)
-    timings = write_table(out / "timings.csv", [row for run in runs for row in timing(run)])
-    write_table(out / "fit.csv", fits(timings))
-    write_table(out / "limits.csv", rank_limits.table(runs))
+    timings = pd.DataFrame([row for run in runs for row in timing(run)])
     rows = [identity(run) | {"rank": rank(run)} | result(run, baseline) | errors(run) for run in runs]
-    write_table(out / "table.csv", rows)
-    return [out / name for name in ("table.csv", "timings.csv", "fit.csv", "limits.csv")]
+    tables = {"timings": timings, "fit": fits(timings), "limits": rank_limits.table(runs), "table": rows}
+    return write_tables(out, tables)
 
 
 def rank(run: Run) -> float:

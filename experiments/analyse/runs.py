@@ -104,15 +104,8 @@ class Run:
     def steps(self) -> pd.DataFrame:
         """One row per training step, without the stages."""
         columns = [
-            "iteration",
-            "loss",
-            "perplexity",
-            "lr",
-            "grad_norm",
-            "grad_norm_clipped",
-            "bytes",
-            "seconds",
-        ]
+            "iteration", "loss", "perplexity", "lr", "grad_norm", "grad_norm_clipped", "bytes", "seconds"
+        ]  # fmt: skip
         rows = [{key: as_float(event.get(key)) for key in columns} for event in self.events.get("step", [])]
         return pd.DataFrame(rows, columns=columns)
 
@@ -121,19 +114,10 @@ class Run:
         """One row per step and pipeline stage; ``rank`` is nan where the stage was sent uncompressed, ``mean_error``
         except at window ends."""
         columns = [
-            "stage",
-            "rank",
-            "entropy",
-            "entropy_full",
-            "bytes",
-            "worker_error",
-            "mean_error",
-            "error_feedback_ratio",
-            "expert_bytes",
-            "pipeline_bytes",
-            "pipeline_bytes_dense",
-            "pipeline_relative_error",
-        ]
+            "stage", "rank", "entropy", "entropy_full", "bytes", "worker_error", "mean_error",
+            "error_feedback_ratio", "expert_bytes", "pipeline_bytes", "pipeline_bytes_dense",
+            "pipeline_relative_error"
+        ]  # fmt: skip
         columns += [f"seconds_{kind}" for kind in ("compress", "communicate", "decompress", "entropy")]
         rows = []
         for event in self.events.get("step", []):

@@ -12,7 +12,7 @@ from edgc.config import EDGCConfig, EntropyConfig
 from experiments.analyse import sampling_grid
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import summarise
-from experiments.analyse.tables import identity, result, write_table
+from experiments.analyse.tables import identity, result, write_tables
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
 
 SUMMARISED = ("cc", "cc_after_warmup", "bias_nats", "rmse_nats", "sample_bias_nats", "sample_rmse_nats",
@@ -35,22 +35,22 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         row |= decision_columns(run) | compare(run, reference) | result(run)
         rows.append(row)
     table = pd.DataFrame(rows)
-    write_table(out / "summary.csv", summarise(table, SUMMARISED, KEYS))
     timings = [identity(run) | settings(run) | cost(run) for run in runs]
     whole = {(row["seed"], row["estimator"]): row["seconds_entropy_mean"] for row in timings
              if row["alpha"] == row["beta"] == 1 and row["status"] == "ok"}  # fmt: skip
     for row in timings:
         base = whole.get((row["seed"], row["estimator"]), math.nan)
         row["change_percent"] = 100 * (row["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan
-    write_table(out / "timings.csv", timings)
-    write_table(out / "table.csv", table)
     rules = controller_of(runs)
-    rows = [row for run in gridded for row in sampling_grid.fidelity(run, rules)] if rules else []
-    write_table(out / "grid.csv", rows)
-    write_table(out / "sampling_error.csv", [row for run in gridded for row in sampling_grid.errors(run)])
-    write_table(out / "grid_timings.csv", [row for run in gridded for row in sampling_grid.cost(run)])
-    names = "table", "summary", "timings", "grid", "sampling_error", "grid_timings"
-    return [out / f"{name}.csv" for name in names]
+    tables = {
+        "table": table,
+        "summary": summarise(table, SUMMARISED, KEYS),
+        "timings": timings,
+        "grid": [row for run in gridded for row in sampling_grid.fidelity(run, rules)] if rules else [],
+        "sampling_error": [row for run in gridded for row in sampling_grid.errors(run)],
+        "grid_timings": [row for run in gridded for row in sampling_grid.cost(run)],
+    }
+    return write_tables(out, tables)
 
 
 def controller_of(runs: list[Run]) -> EDGCConfig | None:

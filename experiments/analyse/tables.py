@@ -20,6 +20,18 @@ from experiments.common.written_tables import write_text
 FLOAT_FORMAT = "%.10g"
 
 
+def with_identity(run: Run, frame: pd.DataFrame, **more: Any) -> pd.DataFrame:
+    """``frame`` with the run's identity, and ``more`` columns, in front."""
+    about = identity(run) | more
+    return frame.assign(**about)[[*about, *frame.columns]]
+
+
+def together(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all frames; without any, an empty table of the identity's columns."""
+    empty = pd.DataFrame(columns=["variant", "label", "seed", "status"])
+    return pd.concat(frames, ignore_index=True) if frames else empty
+
+
 def identity(run: Run) -> dict[str, Any]:
     """The columns that every per-run table starts with."""
     return {"variant": run.variant, "label": run.label, "seed": run.seed, "status": run.status}
@@ -53,6 +65,13 @@ def ranks_text(ranks: object) -> str:
     return "|".join(
         "dense" if rank is None or as_float(rank) != as_float(rank) else f"{rank:g}" for rank in ranks
     )
+
+
+def write_tables(out: Path, tables: Mapping[str, pd.DataFrame | Sequence[Mapping[str, Any]]]) -> list[Path]:
+    """Write each table as ``<name>.csv`` to ``out``, in this order; returns their paths."""
+    for name, rows in tables.items():
+        write_table(out / f"{name}.csv", rows)
+    return [out / f"{name}.csv" for name in tables]
 
 
 def write_table(path: Path, rows: pd.DataFrame | Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -60,15 +60,9 @@ def describe(iterations: Iterable[float], values: Iterable[float]) -> dict[str, 
     """
     x, y = _clean(iterations, values)
     names = (
-        "start",
-        "minimum",
-        "iteration_minimum",
-        "end",
-        "steep_end",
-        "slope_first_per_100",
-        "slope_after_per_100",
-        "noise",
-    )
+        "start", "minimum", "iteration_minimum", "end", "steep_end", "slope_first_per_100",
+        "slope_after_per_100", "noise"
+    )  # fmt: skip
     if x.size < 4:
         return dict.fromkeys(names, math.nan) | {
             "probes": int(x.size), "falls": "", "rises_again": "", "verdict": "too few probes"

@@ -9,7 +9,7 @@ import pandas as pd
 
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import summarise
-from experiments.analyse.tables import identity, result, write_table
+from experiments.analyse.tables import identity, result, together, with_identity, write_tables
 from experiments.analyse.windows import decision_columns, fidelity, trajectory, warm_up_ends
 
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.5)  # nats, of the rule that ends warm-up
@@ -32,15 +32,8 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
             | result(run)
         )
         ends += [identity(run) | {"window": window} | row for row in warm_up_ends(run, TOLERANCES)]
-        frame = trajectory(run, window)
-        for position, (key, value) in enumerate((identity(run) | {"length": window}).items()):
-            frame.insert(position, key, value)
-        frames.append(frame)
+        frames.append(with_identity(run, trajectory(run, window), length=window))
     table = pd.DataFrame(rows)
-    write_table(
-        out / "summary.csv", summarise(table, SUMMARISED, ["variant", "label", "window", "step_limit"])
-    )
-    write_table(out / "warm_up.csv", ends)
-    write_table(out / "trajectories.csv", pd.concat(frames, ignore_index=True))
-    write_table(out / "table.csv", table)
-    return [out / name for name in ("table.csv", "summary.csv", "trajectories.csv", "warm_up.csv")]
+    summary = summarise(table, SUMMARISED, ["variant", "label", "window", "step_limit"])
+    tables = {"table": table, "summary": summary, "warm_up": ends, "trajectories": together(frames)}
+    return write_tables(out, tables)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -177,8 +177,9 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message.rpartition('when running the callback: ')[2]}"
 
 
-def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer requests ``{"do": name, **arguments}`` until the input closes; an error is an answer too."""
+def serve(worker: object) -> None:
+    """Answer requests ``{"do": name, **arguments}`` by the worker's methods until the input closes; an error is an
+    answer too."""
     die_with_parent(signal.SIGKILL)()
     # What libraries print must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -186,7 +187,7 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = {"ok": handlers[request.pop("do")](**request)}
+            answer = {"ok": getattr(worker, request.pop("do"))(**request)}
         except Exception as error:
             answer = {"error": one_line(error)}
         print(json.dumps(answer), file=answers, flush=True)

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from edgc.config import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench import machine
 from experiments.bench.children import Child, Group
 from experiments.bench.gradients import Shape, entries, layer_shapes
+from experiments.bench.options import at_least
 
 MODULE = "experiments.bench.engine_worker"
 FLOOR = ("products", "orthogonalisation")
@@ -77,20 +76,13 @@ class Plan:
     model: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "repeats"):
-            if getattr(self, key) < 1:
-                raise UserError(f"--{key} {getattr(self, key)} is not valid", fix="use 1 or more")
-        for key in ("ranks", "threads"):
-            if not getattr(self, key) or min(getattr(self, key)) < 1:
-                raise UserError(f"--{key} needs whole numbers of at least 1", fix=f"e.g. --{key} 1,2")
+        at_least(1, layers=self.layers, hidden=self.hidden, repeats=self.repeats)
+        at_least(1, ranks=self.ranks, threads=self.threads)
         largest = self.hidden // 4
         if max(self.ranks) > largest:
             fix = f"use ranks up to {largest} or a larger --hidden"
-            raise UserError(
-                f"rank {max(self.ranks)} compresses matrices of {self.hidden} rows too little", fix=fix
-            )
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")
+            what = f"rank {max(self.ranks)} compresses matrices of {self.hidden} rows too little"
+            raise UserError(what, fix=fix)
 
     def clock(self, threads: int) -> str:
         """The time that engines are held against the floor by: waiting threads count as busy in processor time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -44,12 +45,14 @@ def rounds_table(found: Measured) -> pd.DataFrame:
 
 def kernels_table(found: Measured) -> pd.DataFrame:
     """A row per kernel of each engine: how often it ran in one step, and for how long in all."""
-    rows = [
-        {**_setting(key), "kernel": of["name"], "calls": of["calls"], "ms": 1e3 * of["seconds"]}
-        for key, kernels in found.kernels.items()
-        for of in kernels
-    ]
+    rows = (_setting(key) | row for key, kernels in found.kernels.items() for row in kernel_rows(kernels))
     return pd.DataFrame(rows)
+
+
+def kernel_rows(kernels: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Name, calls and milliseconds of each kernel."""
+    for of in kernels:
+        yield {"kernel": of["name"], "calls": of["calls"], "ms": 1e3 * of["seconds"]}
 
 
 def table(plan: Plan, found: Measured) -> pd.DataFrame:

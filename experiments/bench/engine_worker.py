@@ -153,11 +153,5 @@ class Bench:
         return [asdict(kernel) for kernel in found]
 
 
-def main() -> None:
-    bench = Bench()
-    handlers = {name: getattr(bench, name) for name in ("load", "prepare", "prepare_floor", "run", "kernels")}
-    serve(handlers)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Bench())

@@ -149,13 +149,9 @@ def _over_venv(venv: Path, over: Path, index: str, run: Run) -> None:
     pin = pins()["torch"]
     # The configured index and wheels are what gave the other build; only how it is reached is kept.
     kept = (
-        "PIP_CERT",
-        "PIP_PROXY",
-        "PIP_CACHE_DIR",
-        "PIP_TRUSTED_HOST",
-        "PIP_DEFAULT_TIMEOUT",
-        "PIP_CLIENT_CERT",
-    )
+        "PIP_CERT", "PIP_PROXY", "PIP_CACHE_DIR", "PIP_TRUSTED_HOST", "PIP_DEFAULT_TIMEOUT",
+        "PIP_CLIENT_CERT"
+    )  # fmt: skip
     dropped = {key: "" for key in os.environ if key.startswith("PIP_") and key not in kept}
     alone = {**dropped, "PIP_CONFIG_FILE": os.devnull}
     run([python, "-m", "pip", "install", "--quiet", "--index-url", index, f"torch=={pin}"], alone)

@@ -29,9 +29,7 @@ def describe(device: str) -> dict[str, Any]:
     return {
         "name": name,
         "slug": slug(name),
-        "cpu": found["cpu"],
-        "cores": found["cores"],
-        "gpus": found["gpus"],
+        **{key: found[key] for key in ("cpu", "cores", "gpus")},
         "architecture": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "caches_kib": _caches(),

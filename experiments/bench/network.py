@@ -15,11 +15,11 @@ from typing import Any
 
 import pandas as pd
 
-from edgc.errors import UserError
 from experiments.bench.children import Child, ChildError, Group
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
-from experiments.bench.testbed import Testbed, check_delay, check_rates
+from experiments.bench.options import at_least, check_delay, check_rates
+from experiments.bench.testbed import Testbed
 
 MODULE = "experiments.bench.network_worker"
 RANKS = 2
@@ -77,15 +77,9 @@ class Plan:
     size: Size = field(default_factory=Size)
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
-        if self.threads < 1:
-            raise UserError(f"--threads {self.threads} is not valid", fix="use 1 or more")
+        at_least(1, repeats=self.rounds, threads=self.threads, ranks=self.ranks, quantised=self.quantised)
         check_rates(self.rates, "use 1 to 10000 Mbit/s, or 0 for no limit")
         check_delay(self.delay_ms)
-        for key in ("ranks", "quantised"):
-            if not getattr(self, key) or min(getattr(self, key)) < 1:
-                raise UserError(f"--{key} needs whole numbers of at least 1", fix=f"e.g. --{key} 4,32")
 
     @property
     def turns(self) -> int:

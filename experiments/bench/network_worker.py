@@ -191,16 +191,6 @@ class Rank:
         return {"seconds": seconds, "wire": sent_bytes() - sent}
 
 
-def main() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
-    rank = Rank()
-    serve(
-        {
-            name: getattr(rank, name)
-            for name in ("start", "prepare", "step", "messages", "counted", "collective")
-        }
-    )
-
-
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
+    serve(Rank())

@@ -14,15 +14,15 @@ from typing import Any
 import pandas as pd
 from scipy.optimize import brentq
 
-from edgc.errors import UserError
 from experiments.bench import stages
 from experiments.bench.children import Group
 from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, total
 from experiments.bench.engine_table import spread
+from experiments.bench.options import at_least, check_rates
 from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
 from experiments.bench.step_model import links_of
 from experiments.bench.steps import FREE, PROBE_ROUNDS
-from experiments.bench.testbed import Testbed, check_rates
+from experiments.bench.testbed import Testbed
 
 STAGES, REPLICAS = 2, 2
 LAYOUT = f"DP{REPLICAS} x PP{STAGES}"
@@ -63,12 +63,9 @@ class Plan:
     micro_batch: int = 2
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
+        at_least(1, repeats=self.rounds)
+        at_least(STAGES, micro_batches=self.micro_batches)
         check_rates(self.rates)
-        if not self.micro_batches or min(self.micro_batches) < STAGES:
-            given = ",".join(map(str, self.micro_batches))
-            raise UserError(f"--micro-batches {given} is not valid", fix=f"use {STAGES} or more")
 
     @property
     def configurations(self) -> list[tuple[float, int, str]]:
@@ -92,31 +89,16 @@ class Measured:
 
 def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
     """A run, as :class:`experiments.spec.settings.RunConfig` takes it."""
-    iterations = WARM_UP + plan.rounds
-    return {
-        "scale": "bench",
-        "study": "pipeline_steps",
-        "variant": method,
-        "label": method,
-        "seed": 1,
-        "model": {
-            "layers": plan.layers,
-            "hidden": plan.hidden,
-            "heads": 4,
-            "sequence_length": plan.sequence,
-        },
-        "parallel": {"pipeline": STAGES, "data": REPLICAS},
-        "train": {
-            "iterations": iterations,
-            "micro_batch": plan.micro_batch,
-            "global_batch": plan.micro_batch * micro_batches * REPLICAS,
-            "lr": 1e-3,
-            "lr_warmup_fraction": 0.1,
-            "eval_interval": iterations,
-            "eval_batches": 1,
-        },
-        "compression": METHODS[method],
-    }
+    batch = {"micro_batch": plan.micro_batch, "global_batch": plan.micro_batch * micro_batches * REPLICAS}
+    return stages.run_settings(
+        "pipeline_steps",
+        method,
+        METHODS[method],
+        iterations=WARM_UP + plan.rounds,
+        model={"layers": plan.layers, "hidden": plan.hidden, "sequence_length": plan.sequence},
+        parallel={"pipeline": STAGES, "data": REPLICAS},
+        batch=batch,
+    )
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:

@@ -27,7 +27,8 @@ from edgc.errors import UserError
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.time_to_target import loss_at, reached
 from experiments.bench.children import ROOT, ChildError, last_line
-from experiments.bench.testbed import INTERFACE, Testbed, check_rates
+from experiments.bench.options import check_rates, words
+from experiments.bench.testbed import INTERFACE, Testbed
 from experiments.common.files import atomic_write
 from experiments.common.processes import die_with_parent, stop
 from experiments.common.yaml_settings import Settings, deep_merge, load_yaml, validate
@@ -56,7 +57,7 @@ class Plan:
         rates: limits in Mbit/s.
         seeds: of the runs; every method has the same ones.
         methods: names of variants; the uncompressed one is always among them.
-        iterations: instead of those of the file, for a trial.
+        iterations: instead of those of the file, for a short run.
     """
 
     rates: tuple[float, ...] = (50.0, 200.0, 1000.0)
@@ -66,17 +67,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_rates(self.rates)
-        known = load_race().variants
-        for name in self.methods:
-            if name not in known:
-                raise UserError(f"--methods {name!r} is not known", fix=f"use some of {', '.join(known)}")
+        if self.methods:
+            words(",".join(self.methods), "--methods", load_race().variants)
 
     def runs(self) -> list[RunConfig]:
         """The runs of one limit, seed after seed, uncompressed first."""
         race = load_race()
-        chosen = [
-            name for name in race.variants if name == "none" or not self.methods or name in self.methods
-        ]
+        wanted = {"none", *(self.methods or race.variants)}
+        chosen = [name for name in race.variants if name in wanted]
         base = deep_merge(load_scale(race.scale).defaults, race.base)
         if self.iterations is not None:
             base = deep_merge(base, {"train": {"iterations": self.iterations}})
@@ -145,15 +143,8 @@ def train(run: RunConfig, results: Path, testbed: Testbed) -> None:
     config = results / "configs" / f"{run.name}.yaml"
     atomic_write(config, yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.training.launch",
-        "--config",
-        str(config),
-        "--results",
-        str(results),
-    ]
+    command = [sys.executable, "-m", "experiments.training.launch"]
+    command += ["--config", str(config), "--results", str(results)]
     command += ["--nodes", str(testbed.hosts), "--rendezvous", f"{testbed.address(0)}:{PORT}"]
     with ExitStack() as stack:
         launchers = []

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from edgc.errors import UserError
 from experiments.bench import timeline
 from experiments.bench.children import Child, Group
+from experiments.bench.options import at_least
 from experiments.bench.testbed import INTERFACE, Testbed
 
 MODULE = "experiments.bench.stages_worker"
@@ -50,14 +50,10 @@ class Plan:
     micro_batches: int = 8
 
     def __post_init__(self) -> None:
-        for key, low in (("pipeline", 2), ("data", 2), ("rank", 1), ("steps", 3)):
-            if getattr(self, key) < low:
-                raise UserError(f"--{key} {getattr(self, key)} is not valid", fix=f"use {low} or more")
-        for key, lowest in (("megabytes", 0.01), ("slowdown", 1.0)):
-            if not lowest <= getattr(self, key) <= 1e4:
-                raise UserError(
-                    f"--{key} {getattr(self, key):g} is not valid", fix=f"use {lowest:g} to 10000"
-                )
+        at_least(1, rank=self.rank, slowdown=self.slowdown)
+        at_least(2, pipeline=self.pipeline, data=self.data)
+        at_least(3, steps=self.steps)
+        at_least(0.01, megabytes=self.megabytes)
 
     @property
     def bandwidths(self) -> list[float]:
@@ -85,29 +81,41 @@ def settings(plan: Plan, variant: str) -> dict[str, Any]:
             compression |= {"alignment": "measured", "search_start": 2}
         # DAC first times half a dozen ranks twice; without it warm-up is over after two windows.
         warm_up = (5 if variant == "dac" else 2) * WINDOW
-    iterations = warm_up + plan.steps
+    model = {"layers": plan.layers_per_stage * plan.pipeline, "hidden": plan.hidden}
+    parallel = {"pipeline": plan.pipeline, "data": plan.data}
+    batch = {"micro_batch": 2, "global_batch": 2 * plan.micro_batches * plan.data}
+    return run_settings(
+        "stages",
+        variant,
+        compression,
+        iterations=warm_up + plan.steps,
+        model=model | {"sequence_length": plan.sequence},
+        parallel=parallel,
+        batch=batch,
+    )
+
+
+def run_settings(
+    study: str,
+    variant: str,
+    compression: Mapping[str, Any],
+    *,
+    iterations: int,
+    model: Mapping[str, int],
+    parallel: Mapping[str, int],
+    batch: Mapping[str, int],
+) -> dict[str, Any]:
+    """A run of a benchmark, as :class:`experiments.spec.settings.RunConfig` takes it."""
+    train = {"iterations": iterations, "lr": 1e-3, "lr_warmup_fraction": 0.1}
     return {
         "scale": "bench",
-        "study": "stages",
+        "study": study,
         "variant": variant,
         "label": variant,
         "seed": 1,
-        "model": {
-            "layers": plan.layers_per_stage * plan.pipeline,
-            "hidden": plan.hidden,
-            "heads": 4,
-            "sequence_length": plan.sequence,
-        },
-        "parallel": {"pipeline": plan.pipeline, "data": plan.data},
-        "train": {
-            "iterations": iterations,
-            "micro_batch": 2,
-            "global_batch": 2 * plan.micro_batches * plan.data,
-            "lr": 1e-3,
-            "lr_warmup_fraction": 0.1,
-            "eval_interval": iterations,
-            "eval_batches": 1,
-        },
+        "model": {"heads": 4, **model},
+        "parallel": parallel,
+        "train": {**train, **batch, "eval_interval": iterations, "eval_batches": 1},
         "compression": compression,
     }
 

@@ -179,11 +179,6 @@ class Rank:
         return (time.perf_counter() - started) / 2
 
 
-def main() -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    rank = Rank()
-    serve({name: getattr(rank, name) for name in ("start", "train", "collective", "send")})
-
-
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    serve(Rank())

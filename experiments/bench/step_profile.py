@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from edgc.config import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench.children import Child, ChildError, Group
-from experiments.bench.engine_table import spread
+from experiments.bench.engine_table import kernel_rows, spread
 from experiments.bench.gpt import Size
 from experiments.bench.machine import slug
+from experiments.bench.options import at_least
 
 MODULE = "experiments.bench.step_profile_worker"
 DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
@@ -73,17 +73,10 @@ class Plan:
     traces: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("rank", "steps"):
-            if getattr(self, key) < 1:
-                raise UserError(f"--{key} {getattr(self, key)} is not valid", fix="use 1 or more")
-        for key, value in asdict(self.size).items():
-            if value < 1:
-                raise UserError(f"--{key} {value} is not valid", fix="use 1 or more")
+        at_least(1, rank=self.rank, steps=self.steps, **asdict(self.size))
         if self.size.hidden % self.size.heads:
             fix = f"use a multiple of --heads {self.size.heads}"
             raise UserError(f"--hidden {self.size.hidden} is not valid", fix=fix)
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")
 
 
 @dataclass
@@ -157,10 +150,7 @@ def kernels_table(found: Found) -> pd.DataFrame:
         if rest:
             sums = {key: sum(kernel[key] for kernel in rest) for key in ("calls", "seconds")}
             top = [*top, {"name": f"{len(rest)} others", **sums}]
-        rows += [
-            {"variant": variant, "kernel": of["name"], "calls": of["calls"], "ms": 1e3 * of["seconds"]}
-            for of in top
-        ]
+        rows += [{"variant": variant, **row} for row in kernel_rows(top)]
     return pd.DataFrame(rows)
 
 

@@ -139,10 +139,5 @@ class Training:
         return [asdict(kernel) for kernel in found]
 
 
-def main() -> None:
-    training = Training()
-    serve({name: getattr(training, name) for name in ("prepare", "steps", "facts", "kernels")})
-
-
 if __name__ == "__main__":
-    main()
+    serve(Training())

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc.errors import UserError
 from experiments.bench import network
 from experiments.bench.children import Group
 from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, total
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
+from experiments.bench.options import at_least, check_delay, check_rates
 from experiments.bench.step_model import Compute, Method, links_of, overhead, predict
-from experiments.bench.testbed import Testbed, check_delay, check_rates
+from experiments.bench.testbed import Testbed
 
 COMPUTE = "compute"
 PROBES = (1 << 16, 1 << 18, 1 << 20, 3 << 20)  # fp32 entries of the collectives that tell what a link does
@@ -66,10 +66,8 @@ class Plan:
     size: Size = field(default_factory=lambda: Size(sequence=128, batch=2))
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise UserError(f"--repeats {self.rounds} is not valid", fix="use 1 or more")
-        if not self.workers or min(self.workers) < 2:
-            raise UserError(f"--workers {','.join(map(str, self.workers))} is not valid", fix="use 2 or more")
+        at_least(1, repeats=self.rounds)
+        at_least(2, workers=self.workers)
         check_rates(self.rates)
         check_delay(self.delay_ms)
 

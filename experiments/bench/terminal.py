@@ -9,46 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from edgc.errors import UserError
 from experiments.bench import machine, testbed
 from experiments.bench.children import ChildError
 from experiments.common.files import atomic_write, check_writable
 
+RESULTS = Path("results/bench")
+Results = Annotated[Path, typer.Option(help="a folder named after the machine is made in it")]
 WIDEST = 40  # characters of a cell on the screen
 screen = Console(stderr=True)
-
-
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """``8,32`` as numbers, each once.
-
-    Raises:
-        UserError: if it is anything else.
-    """
-    try:
-        return tuple(dict.fromkeys(int(word) for word in text.split(",")))
-    except ValueError:
-        fix = f"give whole numbers with commas between them, e.g. {option} 8,32"
-        raise UserError(f"{option} {text!r} is not valid", fix=fix) from None
-
-
-def words(text: str, option: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """``a,b`` as words, each once and each allowed.
-
-    Raises:
-        UserError: if one is not.
-    """
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    for word in found:
-        if word not in allowed:
-            raise UserError(f"{option} {word!r} is not known", fix=f"use some of {', '.join(allowed)}")
-    return found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from edgc.errors import UserError
@@ -140,27 +140,6 @@ def burst(megabits: float) -> int:
     Messages smaller than that travel as if there were no limit; with much less the kernel misses the rate.
     """
     return max(8192, int(megabits * 1e6 / 8 * 1e-3))
-
-
-def check_rates(rates: Iterable[float | None], fix: str = "use 1 to 10000 Mbit/s") -> None:
-    """Whether these limits in Mbit/s can be made; None is no limit.
-
-    Raises:
-        UserError: with ``fix``.
-    """
-    for rate in rates:
-        if rate is not None and not 1 <= rate <= 1e4:
-            raise UserError(f"--rates {rate:g} is not valid", fix=fix)
-
-
-def check_delay(milliseconds: float) -> None:
-    """Whether packets can be delayed so long.
-
-    Raises:
-        UserError: they cannot.
-    """
-    if not 0 <= milliseconds <= 1000:
-        raise UserError(f"--delay {milliseconds:g} is not valid", fix="use 0 to 1000 milliseconds")
 
 
 def sent_bytes(interface: str = INTERFACE) -> int:

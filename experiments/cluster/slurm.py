@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from edgc.errors import UserError
-from experiments.cluster.site import Job, Site, load_site, refuse, training_job
+from experiments.cluster.resources import Job, Resources, load_resources, refuse, training_job
 from experiments.common.cli import main_guard
 from experiments.spec.settings import RunConfig
 
@@ -31,10 +31,8 @@ ANSWER_SECONDS = 30
 REMEMBERED_SECONDS = 240  # Snakemake asks for states every three minutes, or oftener
 CANCEL_SECONDS = 180  # Slurm gives an ending job time, and an epilog
 UNITS = {"days": 1440, "hours": 60, "minutes": 1}
-PORTS = (
-    15000,
-    16000,
-)  # first port of a rendezvous and how many there are: below what systems give away themselves
+# First port of a rendezvous and how many there are: below what systems give away themselves.
+PORTS = (15000, 16000)
 
 
 def ask(*command: str) -> str | None:
@@ -60,9 +58,8 @@ def require() -> None:
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         fix = "start it on a node of the cluster that has them, or leave --profile slurm out; -n plans without Slurm"
-        raise UserError(
-            f"there is no Slurm here: no {', '.join(missing)} on the PATH", where="--profile slurm", fix=fix
-        )
+        what = f"there is no Slurm here: no {', '.join(missing)} on the PATH"
+        raise UserError(what, where="--profile slurm", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -121,13 +118,12 @@ def partitions() -> dict[str, Partition] | None:
         one = Nodes(int(count), int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
         bare = name.rstrip("*")
         old = found.get(bare)
-        found[bare] = Partition(
-            bare, name.endswith("*"), parse_minutes(limit), (*(old.nodes if old else ()), one)
-        )
+        nodes = (*(old.nodes if old else ()), one)
+        found[bare] = Partition(bare, name.endswith("*"), parse_minutes(limit), nodes)
     return found
 
 
-def check_site(site: Site, cluster: dict[str, Partition] | None) -> None:
+def check_resources(resources: Resources, cluster: dict[str, Partition] | None) -> None:
     """Compare the names in the site file with the cluster's.
 
     Raises:
@@ -136,81 +132,72 @@ def check_site(site: Site, cluster: dict[str, Partition] | None) -> None:
     if cluster is None:
         return
     for key in ("partition", "cpu_partition"):
-        name = getattr(site, key)
+        name = getattr(resources, key)
         if name is not None and name not in cluster:
             raise refuse(key, name, "the cluster has no such partition", f"it has {', '.join(cluster)}")
-    if site.account is not None:
+    if resources.account is not None:
         user = getpass.getuser()
-        answer = ask(
-            "sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account"
-        )
+        about = ("show", "assoc", f"user={user}", "format=account")
+        answer = ask("sacctmgr", "--noheader", "--parsable2", *about)
         accounts = sorted(set((answer or "").split()))
-        if accounts and site.account not in accounts:
-            raise refuse(
-                "account", site.account, f"not an account of user {user}", f"it has {', '.join(accounts)}"
-            )
+        if accounts and resources.account not in accounts:
+            what = f"not an account of user {user}"
+            raise refuse("account", resources.account, what, f"it has {', '.join(accounts)}")
 
 
-def of_training(site: Site, cluster: dict[str, Partition] | None) -> Partition | None:
+def of_training(resources: Resources, cluster: dict[str, Partition] | None) -> Partition | None:
     """The partition that training goes to; None where that is not known."""
     if cluster is None:
         return None
-    if site.partition is not None:
-        return cluster.get(site.partition)
+    if resources.partition is not None:
+        return cluster.get(resources.partition)
     return next((partition for partition in cluster.values() if partition.default), None)
 
 
-def check_runs(site: Site, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
+def check_runs(resources: Resources, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
     """Refuse runs that the partition of training could never start.
 
     Raises:
         UserError: naming the key of the site file, and what the partition has.
     """
-    partition = of_training(site, cluster)
+    partition = of_training(resources, cluster)
     if partition is None:
         return
     for run in runs:
-        job = training_job(run, site)
-        wanted = {
-            "gpus_per_node": (
-                site.gpus_per_node,
-                job.gpus,
-                lambda node: node.gres.get(site.gres, 0),
-                site.gres,
-            ),
-            "cpus_per_node": (site.cpus_per_node, job.cpus, lambda node: node.cpus, "cores"),
-            "memory_gb": (site.memory_gb, job.memory, lambda node: node.memory, "MB of memory"),
-        }
-        for key, (value, least, have, unit) in wanted.items():
-            enough = sum(node.count for node in partition.nodes if have(node) >= least)
+        job = training_job(run, resources)
+        gpus = [node.gres.get(resources.gres, 0) for node in partition.nodes]
+        for key, least, have, unit in (
+            ("gpus_per_node", job.gpus, gpus, resources.gres),
+            ("cpus_per_node", job.cpus, [node.cpus for node in partition.nodes], "cores"),
+            ("memory_gb", job.memory, [node.memory for node in partition.nodes], "MB of memory"),
+        ):
+            counts = [node.count for node in partition.nodes]
+            enough = sum(count for count, each in zip(counts, have, strict=True) if each >= least)
             if enough < job.nodes:
-                most = max(have(node) for node in partition.nodes)
-                there = sum(node.count for node in partition.nodes)
-                raise refuse(
-                    key,
-                    value,
+                what = (
                     f"{run.study}/{run.name} needs {job.nodes} nodes with {least} {unit} each, partition "
-                    f"{partition.name} has {enough} of them ({there} nodes, the largest with {most} {unit})",
-                    f"correct {key} or the partition, or use another scale",
+                    f"{partition.name} has {enough} of them ({sum(counts)} nodes, the largest with {max(have)} {unit})"
                 )
+                fix = f"correct {key} or the partition, or use another scale"
+                raise refuse(key, getattr(resources, key), what, fix)
 
 
-def runtime(site: Site, attempt: int, limit: int | None) -> int:
+def runtime(resources: Resources, attempt: int, limit: int | None) -> int:
     """Minutes of a training job: more at every attempt, but not more than its partition allows."""
-    return min(site.training_minutes * attempt, limit or site.training_minutes * attempt)
+    return min(resources.training_minutes * attempt, limit or resources.training_minutes * attempt)
 
 
-def launch_command(job: Job | None, site: Site | None) -> str:
+def launch_command(job: Job | None, resources: Resources | None) -> str:
     """Shell words to which the options of ``experiments.training.launch`` are added.
 
-    The site's own line of shell comes first, and the network card of NCCL and gloo.
+    The line of shell of the site file comes first, and the network card of NCCL and gloo.
     """
     launcher = "python -m experiments.training.launch"
-    if job is None or site is None:
+    if job is None or resources is None:
         return launcher
-    first = [site.setup] if site.setup else []
-    if site.network_interface:
-        first += [f"export {kind}_SOCKET_IFNAME={site.network_interface}" for kind in ("NCCL", "GLOO")]
+    first = [resources.setup] if resources.setup else []
+    if resources.network_interface:
+        first += [f"export {kind}_SOCKET_IFNAME={resources.network_interface}" for kind in ("NCCL", "GLOO")]
     return " && ".join([*first, launcher if job.nodes == 1 else _over_nodes(job, launcher)])
 
 
@@ -236,9 +223,7 @@ def jobs_of(folder: Path) -> list[str]:
     answer = ask("squeue", "--me", "--noheader", "--format", "%i|%k|%Z") or ""
     jobs = [line.split("|", 2) for line in answer.splitlines() if line.count("|") >= 2]
     # The comment is that of Snakemake's executor.
-    return [
-        number for number, comment, place in jobs if comment.startswith("rule_") and Path(place) == folder
-    ]
+    return [number for number, words, place in jobs if words.startswith("rule_") and Path(place) == folder]
 
 
 def cancel_jobs(folder: Path) -> int:
@@ -253,7 +238,7 @@ def cancel_jobs(folder: Path) -> int:
     deadline = time.monotonic() + CANCEL_SECONDS
     while left:
         if time.monotonic() > deadline:
-            raise UserError(f"jobs of a killed pipeline do not end: {', '.join(left)}", fix="scancel them")
+            raise UserError(f"jobs of a killed workflow do not end: {', '.join(left)}", fix="scancel them")
         time.sleep(1)
         left = jobs_of(folder)
     return len(first)
@@ -261,21 +246,24 @@ def cancel_jobs(folder: Path) -> int:
 
 @main_guard
 def profile() -> dict[str, Any]:
-    """The entries of Snakemake's profile that follow from the site; a mistake is one line and exit code 2."""
-    site = load_site()
-    check_site(site, partitions())
-    everywhere = {"slurm_account": site.account, "qos": site.qos}
+    """The entries of Snakemake's profile that follow from the site file; a mistake is one line and exit code 2."""
+    resources = load_resources()
+    check_resources(resources, partitions())
+    everywhere = {"slurm_account": resources.account, "qos": resources.qos}
     default = {
         "mem_mb": 4000,
         # An expression of Snakemake's.
-        "runtime": f"{site.minutes} * attempt",
-        "slurm_partition": site.cpu_partition or site.partition,
+        "runtime": f"{resources.minutes} * attempt",
+        "slurm_partition": resources.cpu_partition or resources.partition,
         **everywhere,
     }
-    training = {"slurm_partition": site.partition, "gres": f"{site.gres}:1" if site.gpus_per_node else None}
+    training = {
+        "slurm_partition": resources.partition,
+        "gres": f"{resources.gres}:1" if resources.gpus_per_node else None,
+    }
     return {
-        "jobs": site.jobs,
-        "retries": site.retries,
+        "jobs": resources.jobs,
+        "retries": resources.retries,
         "default-resources": {key: value for key, value in default.items() if value is not None},
         "evaluate": {key: value for key, value in training.items() if value is not None},
         "status": status_command(),

@@ -30,7 +30,7 @@ def while_training() -> None:
 
     The elastic agent would hand the signal on and wait half a minute for ranks that are deep in a collective. They
     have nothing to save: what a run goes on from lies in its checkpoints. Python's own handler is set anew even where
-    interrupts are ignored, as they are in the jobs of a pipeline.
+    interrupts are ignored, as they are in the jobs of a workflow.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

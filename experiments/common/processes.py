@@ -26,10 +26,10 @@ def children_die_with_this() -> None:
 
     Orphaned, one would hold open what it inherited for ever: locks, pipes, the memory of a whole rank.
     """
-    mortal = die_with_parent(signal.SIGKILL)
+    set_death_signal = die_with_parent(signal.SIGKILL)
 
     def follow() -> None:
-        mortal()
+        set_death_signal()
         if os.getppid() == 1:
             os._exit(1)  # it had ended before
 

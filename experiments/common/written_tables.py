@@ -6,7 +6,10 @@ without one, such as those that are committed, has to end with its last line's e
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +33,15 @@ def write_text(path: Path, content: str) -> None:
     atomic_write(path, content)
     found = manifest.entry(path)
     atomic_write(record, json.dumps({"bytes": found.bytes, "sha256": found.sha256}) + "\n")
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
+    """A table as text, numbers in full; ``columns`` are by default those of the first row."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def damaged(path: Path, problem: str) -> UserError:

@@ -1,6 +1,59 @@
-"""``python -m experiments.data prepare ...``."""
+"""``python -m experiments.data prepare --scale ci --name stdlib``: what a scale or a study trains on, prepared."""
 
-from experiments.data.prepare import app
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.yaml_settings import validate
+from experiments.data.prepare import prepare
+from experiments.spec import matrix
+from experiments.spec.settings import DataConfig
+
+app = typer.Typer(add_completion=False)
+
+
+def find_config(scale: str, name: str) -> DataConfig:
+    """The ``data`` settings whose ``path`` is ``name``: the scale's defaults, else a study's.
+
+    Raises:
+        UserError: no run of the scale has such data.
+    """
+    path = matrix.scale_path(scale)
+    default = validate(DataConfig, matrix.load_scale(scale).defaults.get("data", {}), f"{path}, data")
+    known = {default.path: default}
+    if name != default.path:
+        for study in matrix.studies():
+            for run in matrix.runs(study, scale):
+                known.setdefault(run.data.path, run.data)
+    if name not in known:
+        fix = f"known: {', '.join(sorted(known))}"
+        raise UserError(f"no data.path = {name!r} at scale {scale}", where=path, fix=fix)
+    return known[name]
+
+
+@app.callback()
+def _group() -> None:
+    """Prepare the text that models are trained on."""
+
+
+@app.command("prepare")
+@main_guard
+def prepare_command(
+    scale: Annotated[str, typer.Option(help="Scale file with the data settings.")] = "ci",
+    name: Annotated[str, typer.Option(help="data.path of the settings to prepare.")] = "stdlib",
+    out: Annotated[Path | None, typer.Option(help="Output folder [results/<scale>/data/<name>].")] = None,
+    tokenizer_files: Annotated[Path | None, typer.Option(help="Folder with GPT-2's tokenizer files.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise OpenWebText.")] = 1,
+) -> None:
+    """Read a corpus, train or load its tokenizer and write Megatron indexed datasets."""
+    folder = out or Path("results") / scale / "data" / name
+    prepare(find_config(scale, name), folder, tokenizer_files=tokenizer_files, workers=workers)
+
 
 if __name__ == "__main__":
     app()

@@ -30,7 +30,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from edgc.errors import UserError
-from experiments.data.folder import INDEX_CACHE, DataInfo, check_config, check_whole, load_info
+from experiments.data.folder import DataInfo, check_config, check_whole, load_info
+from experiments.data.integrity import INDEX_CACHE
 from experiments.data.tokenizer import END_OF_TEXT, MASK
 from experiments.spec.settings import RunConfig
 

@@ -1,9 +1,8 @@
 """Where text comes from: three sources of documents behind one small interface.
 
 ``stdlib``       the running Python's own standard library (no download; differs between Python versions)
-``folder``       a folder of ``.txt`` files (one document each) and ``.jsonl`` files (one document a line, key
-``text``) ``openwebtext``  a Hugging Face dataset, streamed; its id may also name a local folder of parquet or
-JSON files
+``folder``       ``.txt`` files (one document each) and ``.jsonl`` files (one document a line, key ``text``)
+``openwebtext``  a Hugging Face dataset, streamed; its id may also name a local folder of parquet or JSON files
 
 A source is re-iterable and deterministic: the same text gives the same documents, in the same order, in the
 same splits. Documents are split by a hash, so a document keeps its split when others are added or removed.
@@ -93,9 +92,8 @@ class Source(ABC):
             if len(seen) == self.max_documents:
                 return
         if not seen:
-            raise UserError(
-                "the corpus holds no text", where=self.where, fix="give documents with text in them"
-            )
+            fix = "give documents with text in them"
+            raise UserError("the corpus holds no text", where=self.where, fix=fix)
 
     def split_of(self, document: Document) -> str:
         """``train``, ``validation`` or ``test``, from the hash of the path."""
@@ -172,9 +170,8 @@ class TextFolder(Source):
                 fix = 'write one {"text": "..."} object a line'
                 raise UserError(f"line {number} is not JSON: {error.msg}", where=path, fix=fix) from None
             except OSError as error:
-                raise UserError(
-                    f"cannot read: {error.strerror}", where=path, fix="make it readable"
-                ) from None
+                fix = "make it readable"
+                raise UserError(f"cannot read: {error.strerror}", where=path, fix=fix) from None
 
     def identity(self) -> str:
         return _digest_of_files(self.folder, self.files)
@@ -225,12 +222,11 @@ class HuggingFaceText(Source):
 
         datasets.disable_progress_bars()
         if self.folder:
-            kind = "parquet" if self.files[0].suffix == ".parquet" else "json"
-            files = [str(path) for path in self.files]
-            rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
+            name = "parquet" if self.files[0].suffix == ".parquet" else "json"
+            options: dict[str, Any] = {"data_files": [str(path) for path in self.files]}
         else:
-            rows = datasets.load_dataset(self.dataset, revision=self.revision, split="train", streaming=True)
-        yield from rows
+            name, options = self.dataset, {"revision": self.revision}
+        yield from datasets.load_dataset(name, **options, split="train", streaming=True)
 
     def split_of(self, document: Document) -> str:
         return self._split_of_hash(document.sha256)
@@ -283,9 +279,8 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
         raise UserError("data.dataset is not a folder", where=folder, fix=fix)
     found = [path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
     if not found:
-        raise UserError(
-            f"data.dataset holds no {kinds} file", where=folder, fix="put text there or correct the path"
-        )
+        fix = "put text there or correct the path"
+        raise UserError(f"data.dataset holds no {kinds} file", where=folder, fix=fix)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 

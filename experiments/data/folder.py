@@ -1,6 +1,6 @@
 """Reading a folder of prepared data: its facts, whether it is what a run asks for, and the text behind it.
 
-Written by :mod:`experiments.data`; see there for the files.
+Written by :mod:`experiments.data.prepare`; see there for the files.
 """
 
 from __future__ import annotations
@@ -15,21 +15,11 @@ from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml, validate
 from experiments.data import integrity
 from experiments.data.corpus import SPLITS, Document, normalise, open_source
-from experiments.data.integrity import FILES, INDEX_CACHE
+from experiments.data.integrity import FILES
 from experiments.spec.settings import DataConfig
 
 FORMAT = 1
 LAST = "vocab_size"  # key of data.yaml that is written last: a file that was cut short lacks it
-__all__ = [
-    "FORMAT",
-    "INDEX_CACHE",
-    "DataInfo",
-    "check_config",
-    "check_whole",
-    "load_info",
-    "recorded",
-    "texts",
-]
 
 
 @dataclass(frozen=True)

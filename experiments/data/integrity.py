@@ -7,14 +7,18 @@ Large files are compared by size alone, for reading through them would take long
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.data.corpus import SPLITS
+
+if TYPE_CHECKING:
+    from experiments.data.folder import DataInfo
 
 CHECKSUM_BYTES = 64 * 2**20  # larger files are not read through; at 1 GB/s this takes a tenth of a second
 INDEX_CACHE = "index_cache"
@@ -44,23 +48,7 @@ def damaged(path: Path, problem: str, fix: str | None = None) -> UserError:
     return UserError(f"prepared data is damaged: {path.name} {problem}", where=path, fix=fix or again)
 
 
-class Recorded(Protocol):
-    """What ``data.yaml`` says of a folder (:class:`experiments.data.folder.DataInfo`); counts are per split."""
-
-    @property
-    def files(self) -> Mapping[str, Mapping[str, Any]]: ...
-
-    @property
-    def documents(self) -> Mapping[str, int]: ...
-
-    @property
-    def tokens(self) -> Mapping[str, int]: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def check(folder: Path, info: Recorded, names: Iterable[str], checksums: bool) -> None:
+def check(folder: Path, info: DataInfo, names: Iterable[str], checksums: bool) -> None:
     """Compare the files ``names`` of ``folder`` with ``info``: sizes and, if wanted, ``checksums`` of small files.
 
     A folder written before ``data.yaml`` had sizes is checked by its counts.
@@ -82,7 +70,7 @@ def check(folder: Path, info: Recorded, names: Iterable[str], checksums: bool) -
                 raise damaged(path, f"has {rows} lines instead of {sum(info.documents.values())}")
 
 
-def _expected(name: str, info: Recorded, checksums: bool) -> manifest.Entry | None:
+def _expected(name: str, info: DataInfo, checksums: bool) -> manifest.Entry | None:
     """What a file should be; None where nothing says it."""
     if name in info.files:
         size = int(info.files[name]["bytes"])
@@ -108,16 +96,10 @@ def check_indices(folder: Path) -> None:
         fix = f"delete the folder {path.parent}: it is made again"
         try:
             with path.open("rb") as handle:
-                read = (
-                    npy.read_array_header_1_0
-                    if npy.read_magic(handle) == (1, 0)
-                    else npy.read_array_header_2_0
-                )
+                first = npy.read_magic(handle) == (1, 0)
+                read = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
                 shape, _, dtype = read(handle)
-                count = 1
-                for length in shape:
-                    count *= length
-                expected = handle.tell() + count * dtype.itemsize
+                expected = handle.tell() + math.prod(shape) * dtype.itemsize
         except (ValueError, OSError):
             raise damaged(path, "has no valid header", fix) from None
         size = path.stat().st_size

@@ -14,31 +14,28 @@ Everything is written into a hidden sibling folder that is renamed when it is co
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import tee
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 import yaml
+from filelock import FileLock
 
 from edgc.errors import UserError
-from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write, check_space, check_writable
-from experiments.common.yaml_settings import validate
 from experiments.data import integrity
 from experiments.data.corpus import SPLITS, Document, HuggingFaceText, Source, open_source
-from experiments.data.folder import FORMAT, INDEX_CACHE, DataInfo, load_info, recorded, texts, up_to_date
-from experiments.spec import matrix
+from experiments.data.folder import FORMAT, DataInfo, recorded, up_to_date
+from experiments.data.integrity import INDEX_CACHE
 from experiments.spec.settings import DataConfig
 
 if TYPE_CHECKING:
@@ -52,10 +49,6 @@ if TYPE_CHECKING:
 OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_TOKENS = 8_013_769, 9.04e9
 BYTES_BESIDE_TOKENS = 220  # of a document: its line in documents.jsonl and its entries in the indices
 _OURS = {*integrity.FILES, "data.yaml", INDEX_CACHE, ".snakemake_timestamp"}
-
-__all__ = ["DataInfo", "find_config", "load_info", "prepare", "texts"]
-
-app = typer.Typer(add_completion=False, help="Prepare the text that models are trained on.")
 
 
 def prepare(
@@ -84,12 +77,11 @@ def prepare(
     """
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= _OURS):
-        raise UserError(
-            "the output is not a prepared data folder", where=folder, fix="remove it or choose another --out"
-        )
+        fix = "remove it or choose another --out"
+        raise UserError("the output is not a prepared data folder", where=folder, fix=fix)
     check_writable(folder.parent)
     source = open_source(config)
-    with _lock(folder):
+    with FileLock(folder.parent / f".{folder.name}.lock"):  # the kernel drops the lock of a killed process
         identity = source.identity()
         done = up_to_date(folder, config, identity)
         if done is not None:
@@ -213,9 +205,8 @@ def _tokenizer(config: DataConfig, source: Source, files: Path | None, progress:
     if config.tokenizer == "gpt2":
         return tokenizer.load_gpt2(files)
     if config.vocab_size is None:
-        raise UserError(
-            "data.vocab_size is missing for data.tokenizer = bpe", fix="set data.vocab_size, e.g. 4096"
-        )
+        fix = "set data.vocab_size, e.g. 4096"
+        raise UserError("data.vocab_size is missing for data.tokenizer = bpe", fix=fix)
     train = (document for document in source.documents() if source.split_of(document) == "train")
     task = progress.add_task("train tokenizer", total=None)
     trained = tokenizer.train_bpe(
@@ -256,14 +247,6 @@ def _publish(partial: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[IO[str]]:
-    """One preparation of a folder at a time; the kernel drops the lock of a killed process."""
-    with (folder.parent / f".{folder.name}.lock").open("w", encoding="utf-8") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield handle
-
-
 def _progress(show: bool) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -279,43 +262,4 @@ def _summary(info: DataInfo) -> str:
 
 def _say(message: str, show: bool) -> None:
     if show:
-        typer.echo(message, err=True)
-
-
-def find_config(scale: str, name: str) -> DataConfig:
-    """The ``data`` settings whose ``path`` is ``name``: the scale's defaults, else a study's."""
-    path = matrix.scale_path(scale)
-    default = validate(DataConfig, matrix.load_scale(scale).defaults.get("data", {}), f"{path}, data")
-    known = {default.path: default}
-    if name != default.path:
-        for study in matrix.studies():
-            for run in matrix.runs(study, scale):
-                known.setdefault(run.data.path, run.data)
-    if name not in known:
-        raise UserError(
-            f"no data.path = {name!r} at scale {scale}", where=path, fix=f"known: {', '.join(sorted(known))}"
-        )
-    return known[name]
-
-
-@app.callback()
-def _group() -> None:
-    """Prepare the text that models are trained on."""
-
-
-@app.command("prepare")
-@main_guard
-def prepare_command(
-    scale: Annotated[str, typer.Option(help="Scale file with the data settings.")] = "ci",
-    name: Annotated[str, typer.Option(help="data.path of the settings to prepare.")] = "stdlib",
-    out: Annotated[Path | None, typer.Option(help="Output folder [results/<scale>/data/<name>].")] = None,
-    tokenizer_files: Annotated[Path | None, typer.Option(help="Folder with GPT-2's tokenizer files.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise OpenWebText.")] = 1,
-) -> None:
-    """Read a corpus, train or load its tokenizer and write Megatron indexed datasets."""
-    folder = out or Path("results") / scale / "data" / name
-    prepare(find_config(scale, name), folder, tokenizer_files=tokenizer_files, workers=workers)
-
-
-if __name__ == "__main__":
-    app()
+        print(message, file=sys.stderr)

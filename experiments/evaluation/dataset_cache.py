@@ -1,6 +1,6 @@
 """The folder in which the `datasets` library keeps what it has downloaded, read without importing the library.
 
-Layout (`datasets` 5)::
+Files (`datasets` 5)::
 
     <HF_DATASETS_CACHE>/<namespace>___<name>/<config>/<version>/<revision>/
         dataset_info.json            splits, rows, shards; its presence means to `datasets` that all is there
@@ -12,15 +12,14 @@ Without network `datasets` opens the newest folder of a config, and does not loo
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # the last bytes of every Arrow stream
 INCOMPLETE, LOCK, INFO = ".incomplete", "_builder.lock", "dataset_info.json"
@@ -124,21 +123,10 @@ def _copy(folder: Path, name: str) -> tuple[Copy | None, str]:
 def sweep(debris: tuple[Path, ...]) -> bool:
     """Remove unfinished and damaged folders, so that they are fetched anew; False where a process is at work."""
     for folder in debris:
-        with _builder_lock(folder) as held:
-            if not held:
-                return False
-            shutil.rmtree(folder)
-    return True
-
-
-@contextmanager
-def _builder_lock(folder: Path) -> Iterator[bool]:
-    """The lock that `datasets` holds while it writes ``folder``; yields whether nobody else has it."""
-    lock = folder.with_name(folder.name.removesuffix(INCOMPLETE) + LOCK)
-    with lock.open("a") as handle:
+        # The lock that `datasets` holds while it writes the folder.
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+            with FileLock(folder.with_name(folder.name.removesuffix(INCOMPLETE) + LOCK), timeout=0):
+                shutil.rmtree(folder)
+        except Timeout:
+            return False
+    return True

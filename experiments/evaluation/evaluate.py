@@ -7,7 +7,6 @@ changes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib.metadata
@@ -23,16 +22,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import typer
 
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write, check_writable
 from experiments.common.processes import die_with_parent
+from experiments.common.written_tables import csv_text, write_text
 from experiments.evaluation.inputs import Model, Row, TaskFile, digest, read_models, read_tasks
 from experiments.evaluation.standard_data import read_standard
 from experiments.evaluation.statistics import load_equivalence
-from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings, write_csv
+from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings
 from experiments.spec.task_catalogue import standard_tasks
 
 OFFLINE = {
@@ -42,11 +44,10 @@ OFFLINE = {
     "TOKENIZERS_PARALLELISM": "false",
     "DISABLE_MULTIPROC": "1",  # lm-eval's bootstrap: a pool costs more than it saves here
 }
-BOOTSTRAP, SEED, DTYPE = (
-    1000,
-    1234,
-    "float32",
-)  # 0 iterations drop the standard errors, lm-eval's 100 000 take long
+BOOTSTRAP = 1000  # iterations: 0 drop the standard errors, lm-eval's 100 000 take long
+SEED, DTYPE = 1234, "float32"
+Device = Literal["auto", "cpu", "cuda"]
+app = typer.Typer(add_completion=False)
 
 
 def inputs(model: Model, task: TaskFile, batch_size: int) -> Row:
@@ -201,56 +202,48 @@ def chosen_device(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
+def names(text: str) -> list[str]:
+    """Names with commas between them."""
+    return [name for name in text.split(",") if name]
+
+
+@app.command()
 @main_guard
-def main(arguments: list[str] | None = None) -> None:
-    """Evaluate exported models on lm-eval tasks, without network, and write table.csv."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.evaluation.evaluate", description=main.__doc__
-    )
-    parser.add_argument(
-        "--models", type=Path, nargs="+", required=True, metavar="DIR", help="exported folders"
-    )
-    parser.add_argument(
-        "--tasks-dir", type=Path, metavar="DIR", help="made by experiments.evaluation.tasks.make"
-    )
-    parser.add_argument("--tasks", nargs="+", metavar="NAME", help="default: every task of the folder")
-    parser.add_argument(
-        "--standard", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval, fetched beforehand"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the study")
+def main(
+    models: Annotated[list[Path], typer.Argument(help="exported folders")],
+    out: Annotated[Path, typer.Option(help="folder of the study")],
+    tasks_dir: Annotated[Path | None, typer.Option(help="made by experiments.evaluation.tasks.make")] = None,
+    tasks: Annotated[str, typer.Option(help="of that folder, with commas; default: all")] = "",
+    standard: Annotated[str, typer.Option(help="tasks of lm-eval, with commas, fetched beforehand")] = "",
     # One by one, as lm-eval by itself does: padding within a batch changes last digits, and what shares a batch
     # depends on the tasks that are asked for together.
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="models at a time on a CPU (default: 1)"
-    )
-    options = parser.parse_args(arguments)
-    for key in ("batch_size", "processes"):
-        value = getattr(options, key)
+    batch_size: Annotated[int, typer.Option(help="documents at a time")] = 1,
+    device: Annotated[Device, typer.Option(help="auto: a GPU if any")] = "auto",
+    processes: Annotated[int, typer.Option(help="models at a time on a CPU")] = 1,
+) -> None:
+    """Evaluate exported models on lm-eval tasks, without network, and write table.csv."""
+    for key, value in (("batch-size", batch_size), ("processes", processes)):
         if value < 1:
-            fix = "use a whole number of at least 1"
-            raise UserError(f"--{key.replace('_', '-')} {value} is not valid", fix=fix)
-    if options.tasks_dir is None and (options.tasks or not options.standard):
+            raise UserError(f"--{key} {value} is not valid", fix="use a whole number of at least 1")
+    if tasks_dir is None and (tasks or not standard):
         raise UserError("no tasks given", fix="give --tasks-dir, --standard or both")
     os.environ.update(OFFLINE)  # before anything imports the hub's client
-    tasks = read_tasks(options.tasks_dir, options.tasks) if options.tasks_dir else []
-    tasks += read_standard(options.standard)
-    folders = [*filter(None, [options.tasks_dir])]
-    folders += dict.fromkeys(task.folder for task in standard_tasks(options.standard))
-    models = read_models(options.models)
-    rule = load_equivalence()
-    check_writable(options.out)
-    work = Work(tuple(folders), options.out, options.batch_size, options.device)
-    count = evaluate(models, tasks, work, options.processes)
-    write_csv(options.out / "timings.csv", ("run", "task", "seconds"), timings(models, tasks, options.out))
-    write_csv(options.out / "summary.csv", SUMMARY_COLUMNS, summary(models, tasks, options.out, rule))
-    write_csv(options.out / "table.csv", COLUMNS, table(models, tasks, options.out, rule))
-    total = sum(bool(model.info["model"]) for model in models) * len(tasks)
-    print(f"{options.out / 'table.csv'}: {count} evaluations done, {total - count} taken from earlier ones")
+    files = read_tasks(tasks_dir, names(tasks) or None) if tasks_dir else []
+    files += read_standard(names(standard))
+    folders = [*filter(None, [tasks_dir])]
+    folders += dict.fromkeys(task.folder for task in standard_tasks(names(standard)))
+    found, rule = read_models(models), load_equivalence()
+    check_writable(out)
+    count = evaluate(found, files, Work(tuple(folders), out, batch_size, device), processes)
+    for name, columns, rows in (
+        ("timings", ("run", "task", "seconds"), timings(found, files, out)),
+        ("summary", SUMMARY_COLUMNS, summary(found, files, out, rule)),
+        ("table", COLUMNS, table(found, files, out, rule)),
+    ):
+        write_text(out / f"{name}.csv", csv_text(rows, columns))
+    total = sum(bool(model.info["model"]) for model in found) * len(files)
+    print(f"{out / 'table.csv'}: {count} evaluations done, {total - count} taken from earlier ones")
 
 
 if __name__ == "__main__":
-    main()
+    app()

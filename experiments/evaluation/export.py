@@ -6,7 +6,6 @@ the exported one must give the same logits, or nothing is published.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,7 +14,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
@@ -31,6 +32,7 @@ from experiments.training.run_folder import STATUSES
 
 TOLERANCE = 1e-4  # largest absolute difference of a logit, fp32
 MARKER = "run.json"  # in every exported folder, also of runs that left no model
+app = typer.Typer(add_completion=False)
 
 
 def check_run(folder: Path) -> tuple[RunConfig, str]:
@@ -47,16 +49,11 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
         raise UserError(f"unknown status {status!r}", where=status_file, fix=f"known: {', '.join(STATUSES)}")
     config = read_config(folder / "run.yaml")
     if config.model.architecture != "gpt":
-        fix = "only gpt runs become GPT-2"
-        raise UserError(
-            f"model.architecture = {config.model.architecture!r} cannot be exported", where=folder, fix=fix
-        )
+        what = f"model.architecture = {config.model.architecture!r} cannot be exported"
+        raise UserError(what, where=folder, fix="only gpt runs become GPT-2")
     if config.model.experts is not None:
-        raise UserError(
-            f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts",
-            where=folder,
-            fix="only runs without experts become GPT-2",
-        )
+        what = f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts"
+        raise UserError(what, where=folder, fix="only runs without experts become GPT-2")
     if status == "ok":
         if not (checkpoint / "run.yaml").exists():
             fix = "set train.checkpoint: true in the study and train again"
@@ -65,10 +62,9 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
         saved = read_config(checkpoint / "run.yaml")
         if saved.model != config.model:
             keys = [key for key, value in saved.model if value != getattr(config.model, key)]
+            what = f"model.{keys[0]} differs from the checkpoint's"
             fix = "a checkpoint is exported only with its own settings; train again"
-            raise UserError(
-                f"model.{keys[0]} differs from the checkpoint's", where=folder / "run.yaml", fix=fix
-            )
+            raise UserError(what, where=folder / "run.yaml", fix=fix)
     return config, status
 
 
@@ -86,10 +82,9 @@ def read_tokenizer(data: Path, config: RunConfig, recorded: str | None) -> tuple
 
     info, path = load_info(data), data / "tokenizer.json"
     if recorded is not None and info.fingerprint != recorded:
+        what = "the data's fingerprint is not the one recorded by the run"
         fix = "use the data folder that the run was trained on"
-        raise UserError(
-            "the data's fingerprint is not the one recorded by the run", where=data / "data.yaml", fix=fix
-        )
+        raise UserError(what, where=data / "data.yaml", fix=fix)
     check_whole(data, info, (path.name,))
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -161,16 +156,15 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
         # Checked here because Megatron loads an embedding of any number of rows, filling up or cutting off.
         rows = saved["embedding.word_embeddings.weight"].global_shape[0]
         if rows != padded_vocabulary(vocab_size, config.parallel.tensor):
+            what = f"{rows} embedding rows do not fit {vocab_size} tokens"
             fix = "use the data folder that the run was trained on"
-            raise UserError(
-                f"{rows} embedding rows do not fit {vocab_size} tokens", where=checkpoint, fix=fix
-            )
+            raise UserError(what, where=checkpoint, fix=fix)
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))["model"]
     except (
         CheckpointingException,
         CheckpointException,
         OSError,
-        KeyError,
+        LookupError,
         RuntimeError,
         ValueError,
     ) as error:
@@ -207,10 +201,7 @@ def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
     summary = {
         "study": config.study,
         "run": config.name,
-        "variant": config.variant,
-        "label": config.label,
-        "seed": config.seed,
-        "scale": config.scale,
+        **{key: getattr(config, key) for key in ("variant", "label", "seed", "scale")},
         "method": config.edgc.method,
         "status": status,
         "model": status == "ok",
@@ -240,38 +231,32 @@ def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
     return summary
 
 
+@app.command()
 @main_guard
-def main(arguments: list[str] | None = None) -> None:
+def main(
+    runs: Annotated[list[Path], typer.Argument(help="run folders")],
+    data: Annotated[Path, typer.Option(help="prepared data that the runs used")],
+    out: Annotated[Path, typer.Option(help="each run gets a folder of its name here")],
+) -> None:
     """Export run folders, several in one process because its imports take longer than the work."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.evaluation.export", description=main.__doc__)
-    parser.add_argument("--run-folder", type=Path, nargs="+", required=True, metavar="DIR")
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="prepared data that the runs used"
-    )
-    parser.add_argument(
-        "--out", type=Path, nargs="+", required=True, metavar="DIR", help="one for each run folder"
-    )
-    options = parser.parse_args(arguments)
-    if len(options.run_folder) != len(options.out):
-        fix = "give one --out folder for each --run-folder"
-        raise UserError(
-            f"{len(options.run_folder)} run folders but {len(options.out)} output folders", fix=fix
-        )
-    for folder in options.run_folder:
+    twice = next((run for run in runs if [other.name for other in runs].count(run.name) > 1), None)
+    if twice is not None:
+        fix = "export them to different folders"
+        raise UserError(f"two run folders are called {twice.name}", where=twice, fix=fix)
+    for folder in runs:
         check_run(folder)  # all bad input is found before anything is written
-    warnings.filterwarnings(
-        "ignore", module="megatron|torch"
-    )  # deprecations inside Megatron, one screen a model
+    # Deprecations inside Megatron, one screen a model.
+    warnings.filterwarnings("ignore", module="megatron|torch")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     with single_process():
-        for folder, out in zip(options.run_folder, options.out, strict=True):
-            summary = export(folder, options.data, out)
+        for folder in runs:
+            summary = export(folder, data, out / folder.name)
             found = summary["largest_logit_difference"]
             note = f"logits equal within {found:.1e}" if found is not None else "no model"
-            print(f"{folder} -> {out}: {summary['status']}, {note}")
+            print(f"{folder} -> {out / folder.name}: {summary['status']}, {note}")
 
 
 if __name__ == "__main__":
-    main()
+    app()

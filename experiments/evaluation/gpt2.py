@@ -1,6 +1,6 @@
 """Megatron's GPT weights under Hugging Face's GPT-2 names, and the check that both compute the same.
 
-Layout of the weights that differ:
+Weights that differ:
 
 - Megatron's fused qkv rows are grouped per head as [q, k, v]; GPT-2 wants all q, then all k, then all v.
 - Megatron stores linear weights as [out, in]; GPT-2's Conv1D as [in, out].
@@ -59,9 +59,8 @@ def gpt2_weights(state: Mapping[str, torch.Tensor], heads: int, vocab_size: int)
             raise UserError(f"the model has no {key}: it is not a GPT-2", fix="export GPT runs only")
         return left.pop(key).float()
 
-    def per_kind(
-        rows: torch.Tensor,
-    ) -> torch.Tensor:  # [q, k, v] of head 0, of head 1, ... -> all q, all k, all v
+    def per_kind(rows: torch.Tensor) -> torch.Tensor:
+        """[q, k, v] of head 0, of head 1, ... -> all q, all k, all v."""
         tail = rows.shape[1:]
         return rows.view(heads, 3, -1, *tail).transpose(0, 1).reshape(-1, *tail)
 

@@ -137,16 +137,13 @@ def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
     for path in sorted(folder.glob("*.yaml")):
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         known[content["task"]] = (path, content)
-    manifest_path = folder / "tasks.json"
-    manifest = (
-        json.loads(manifest_path.read_text(encoding="utf-8"))["tasks"] if manifest_path.is_file() else {}
-    )
+    about = folder / "tasks.json"
+    manifest = json.loads(about.read_text(encoding="utf-8"))["tasks"] if about.is_file() else {}
     tasks = []
     for name in names or sorted(known):
         if name not in known:
-            raise UserError(
-                f"unknown task {name!r}", where=folder, fix=f"known tasks: {', '.join(sorted(known))}"
-            )
+            fix = f"known tasks: {', '.join(sorted(known))}"
+            raise UserError(f"unknown task {name!r}", where=folder, fix=fix)
         path, content = known[name]
         parts = [path.read_bytes(), (folder / "utils.py").read_bytes()]
         file = (content.get("dataset_kwargs") or {}).get("file")

@@ -7,16 +7,15 @@ evaluation reads this record and never the network; ``check`` says whether it co
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from filelock import FileLock
 
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
@@ -65,7 +64,7 @@ class Fetcher:
             raise UserError("another process is fetching it", where=debris[0], fix="wait for its end")
         loaded = self._load(task)
         entry = self._entry(task, loaded)
-        with _locked(dataset_cache.root()):
+        with FileLock(dataset_cache.root() / f".{RECORD}.lock"):
             content = {"format": 1, "tasks": read_record() | {task.name: entry}}
             atomic_write(dataset_cache.root() / RECORD, json.dumps(content, indent=1) + "\n")
         if debris:
@@ -92,7 +91,13 @@ class Fetcher:
         if any(text in said for text in NO_ROWS) or (copy and copy.rows.get(task.split) == 0):
             raise UserError(f"task {task.name} has zero documents", where=task.dataset)
         lines = str(reason).strip().splitlines() or ["no message"]
-        raise UserError(f"{type(reason).__name__}: {lines[0]}", fix=_advice(reason)) from reason
+        # ConnectionError is one.
+        fix = (
+            "check the network, HF_HUB_OFFLINE and the free space"
+            if isinstance(reason, OSError)
+            else "see the message"
+        )
+        raise UserError(f"{type(reason).__name__}: {lines[0]}", fix=fix) from reason
 
     def _entry(self, task: StandardTask, loaded: Any) -> Row:
         state = dataset_cache.look(task.dataset, task.config)
@@ -203,21 +208,6 @@ def check_command(
         print(f"{name}: {summary(entry)}")
     if out is not None:
         atomic_write(out, json.dumps({"format": 1, "tasks": entries}, indent=1) + "\n")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One writer of the record at a time."""
-    with (folder / f".{RECORD}.lock").open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _advice(error: Exception) -> str:
-    """What to do about an exception of the download."""
-    if isinstance(error, OSError):  # ConnectionError among them
-        return "check the network, HF_HUB_OFFLINE and the free space"
-    return "see the message"
 
 
 if __name__ == "__main__":

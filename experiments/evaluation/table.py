@@ -5,14 +5,11 @@ Runs without a model keep their rows. The statistics are :mod:`experiments.evalu
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.common.written_tables import write_text
 from experiments.evaluation.inputs import Model, Row, TaskFile
 from experiments.evaluation.statistics import (
     ACCURACIES,
@@ -31,48 +28,19 @@ Scores = tuple[dict[str, Row], dict[str, list[float] | None]]  # both by metric
 BASELINE = "none"  # compression.method of the uncompressed runs
 RUN_COLUMNS = ("study", "run", "variant", "label", "seed", "status")
 SCORE_COLUMNS = (
-    "value",
-    "stderr",
-    "n",
-    "chance",
-    "best_constant",
-    "above_chance",
-    "baseline",
-    "difference",
-    "difference_stderr",
-)
+    "value", "stderr", "n", "chance", "best_constant", "above_chance", "baseline", "difference",
+    "difference_stderr"
+)  # fmt: skip
 # Of the gap to the uncompressed run: on the margin's scale, with the interval of the equivalence test.
 GAP_COLUMNS = (
-    "gap",
-    "gap_low",
-    "gap_high",
-    "gap_scale",
-    "test",
-    "p_value",
-    "margin",
-    "p_equivalence",
-    "verdict",
-)
+    "gap", "gap_low", "gap_high", "gap_scale", "test", "p_value", "margin", "p_equivalence", "verdict"
+)  # fmt: skip
 COLUMNS = (*RUN_COLUMNS, "task", "version", "metric", "higher_is_better", *SCORE_COLUMNS, *GAP_COLUMNS)
 SUMMARY_COLUMNS = (
-    "study",
-    "variant",
-    "label",
-    "task",
-    "version",
-    "metric",
-    "primary",
-    "higher_is_better",
-    "n_seeds",
-    "n_documents",
-    "value",
-    "baseline_value",
-    "above_chance",
-    "difference",
-    "difference_low",
-    "difference_high",
-    *GAP_COLUMNS,
-)
+    "study", "variant", "label", "task", "version", "metric", "primary", "higher_is_better", "n_seeds",
+    "n_documents", "value", "baseline_value", "above_chance", "difference", "difference_low",
+    "difference_high", *GAP_COLUMNS
+)  # fmt: skip
 
 
 def influence(metric: str, samples: Sequence[Row], value: float) -> list[float] | None:
@@ -243,15 +211,6 @@ def over_seeds(both: Sequence[tuple[Scores, Scores]], task: TaskFile, metric: st
     }
     gaps = [found for pair in both if (found := gap_between(*pair, metric, rule)) is not None]
     return row | gap_row(pooled(gaps), rule, len(gaps)) if len(gaps) == len(both) else row
-
-
-def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Numbers are written in full, so that two runs on one machine give the same bytes."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, buffer.getvalue())
 
 
 def timings(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path) -> list[Row]:

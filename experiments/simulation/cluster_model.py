@@ -1,15 +1,13 @@
 """Tables of a cluster that we do not have: what each method would send in a step, and how long it would take.
 
 Everything timed here is simulated and says so. The inputs are the ``cluster:`` section of a study file, each
-with its source and kind (measured, cited or assumed); the formulas and what they leave out: ``cluster_cost``.
+with its source and kind (measured, cited or assumed); the formulas and what they leave out: :mod:`.cost`.
 
 ``python -m experiments.simulation.cluster_model --study gpt2_2p5b_v100 --out results/ci/gpt2_2p5b_v100``
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,7 +19,7 @@ import typer
 
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write, check_writable
-from experiments.common.written_tables import write_text
+from experiments.common.written_tables import csv_text, write_text
 from experiments.simulation import cluster_step, rank_trace
 from experiments.simulation.cost import KIND, RANK_MULTIPLE, Model, StageCost, reduction
 from experiments.simulation.inputs import groups_sharing_a_node, load_cluster
@@ -179,25 +177,15 @@ def shares(model: Model) -> dict[str, float]:
     return {f"{v:g}": round(cluster_step.uncompressed_reduction_share(at), 6) for v, at in models.items()}
 
 
-def _csv(rows: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 @main_guard
 def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
     """Write table.csv, stages.csv, steps.csv, traces.csv, moves.csv and summary.json (last) of a simulated cluster."""
     model = load_model(study)
     check_writable(out)
-    write_text(out / "table.csv", _csv(table(model)))
-    write_text(out / "stages.csv", _csv(stage_table(model)))
-    write_text(out / "steps.csv", _csv(cluster_step.table(sweep(model))))
     traces, moves = rank_trace.tables(study, list(sweep(model)))
-    write_text(out / "traces.csv", _csv(traces))
-    write_text(out / "moves.csv", _csv(moves))
+    tables = {"table": table(model), "stages": stage_table(model), "steps": cluster_step.table(sweep(model))}
+    for name, rows in (tables | {"traces": traces, "moves": moves}).items():
+        write_text(out / f"{name}.csv", csv_text(rows))
     atomic_write(out / "summary.json", json.dumps(summary(study, model), indent=1) + "\n")
     print(f"{out}: table.csv stages.csv steps.csv traces.csv moves.csv summary.json ({KIND})")
 

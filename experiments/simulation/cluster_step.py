@@ -20,12 +20,12 @@ from typing import Any
 from experiments.simulation.cost import KIND, Cost, Model, StageCost, reduction
 from experiments.simulation.iteration_model import Bucket, Iteration, Message, Stage
 from experiments.simulation.iteration_model import Model as Step
-from experiments.simulation.placement import StageLayout
+from experiments.simulation.placement import StageShard
 
 ADAM_PASSES = 7  # reads and writes of 4 bytes per parameter: gradient, and weight and two moments both ways
 
 
-def forward_seconds(model: Model, stage: StageLayout) -> float:
+def forward_seconds(model: Model, stage: StageShard) -> float:
     """Seconds of one micro-batch's forward pass on one GPU of ``stage``."""
     shape, compute = model.shape, model.cluster.compute
     tokens = model.micro_batch * shape.sequence_length
@@ -36,7 +36,7 @@ def forward_seconds(model: Model, stage: StageLayout) -> float:
     return tokens * (2 * weights + attention) / speed
 
 
-def buckets(model: Model, stage: StageLayout, cost: Cost) -> tuple[Bucket, ...]:
+def buckets(model: Model, stage: StageShard, cost: Cost) -> tuple[Bucket, ...]:
     """A reduction of ``cost`` in Megatron's buckets, of equal size, complete at equal distances."""
     count = max(1, math.ceil(stage.parameters / model.cluster.compute.bucket_elements.value))
     # Every bucket pays the latency of its own collectives; a reduction's cost contains that of one.
@@ -56,15 +56,15 @@ def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
     """One step in which every stage reduces its gradients at ``cost``."""
     travel = model.transfer()
     stages = []
-    for layout in model.stages:
-        forward, exchange = forward_seconds(model, layout), model.exchange(layout)
+    for shard in model.stages:
+        forward, exchange = forward_seconds(model, shard), model.exchange(shard)
         stages.append(
             Stage(
                 forward=(forward + exchange,),
                 backward=(forward * model.cluster.compute.backward_ratio.value + exchange,),
                 to_next=travel,
                 to_previous=travel,
-                buckets=buckets(model, layout, cost(layout)),
+                buckets=buckets(model, shard, cost(shard)),
             )
         )
     adam = model.passes(max(stage.parameters for stage in model.stages), ADAM_PASSES)

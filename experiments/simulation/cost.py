@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from experiments.simulation.inputs import ClusterConfig
-from experiments.simulation.placement import FP32_BYTES, GPTShape, Payload, StageLayout
+from experiments.simulation.placement import FP32_BYTES, GPTShape, Payload, StageShard
 
 KIND = "simulated"  # of every second that follows from this model
 RANK_MULTIPLE = 4  # paper: ranks move in multiples of 4
@@ -75,7 +75,7 @@ class Cost:
         )
 
 
-StageCost = Callable[[StageLayout], Cost]
+StageCost = Callable[[StageShard], Cost]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Model:
     """The estimate for one study at one bandwidth (Gbit/s per node)."""
 
     shape: GPTShape
-    stages: tuple[StageLayout, ...]
+    stages: tuple[StageShard, ...]
     cluster: ClusterConfig
     sharing: int
     micro_batches: int
@@ -121,16 +121,16 @@ class Model:
         speed = gpu.memory_bytes_per_second.value * gpu.memory_efficiency.value
         return FP32_BYTES * passes * entries / speed
 
-    def none(self, stage: StageLayout) -> Cost:
+    def none(self, stage: StageShard) -> Cost:
         payload = stage.dense_payload()
         return Cost(payload.bytes, self._reduce(payload))
 
-    def bf16(self, stage: StageLayout) -> Cost:
+    def bf16(self, stage: StageShard) -> Cost:
         payload = stage.dense_payload(2)
         passes = self.cluster.methods.memory_passes.value.bf16
         return Cost(payload.bytes, self._reduce(payload), self.passes(stage.parameters, passes))
 
-    def quantised(self, stage: StageLayout, bits: int) -> Cost:
+    def quantised(self, stage: StageShard, bits: int) -> Cost:
         """Quantised reduce-scatter, requantised, all-gather: the traffic of a ring all-reduce.
 
         ``bits`` per entry, one fp32 scale per block; the dense rest travels in fp32 with it.
@@ -141,7 +141,7 @@ class Model:
         passes = self.cluster.methods.memory_passes.value.int8
         return Cost(payload.bytes, self._reduce(payload), self.passes(matrices, passes))
 
-    def topk(self, stage: StageLayout) -> Cost:
+    def topk(self, stage: StageShard) -> Cost:
         """Largest entries of every matrix as fp32 value and int32 index, all-gathered; dense rest reduced."""
         share = self.cluster.methods.topk_fraction.value
         entries = sum(m * n for m, n in stage.matrices)
@@ -152,7 +152,7 @@ class Model:
         return Cost(sparse + dense.bytes, seconds, self.passes(entries, passes))
 
     def powersgd(
-        self, stage: StageLayout, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
+        self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
     ) -> Cost:
         """Compression: four m x n x r products (P, Q, own error, result), a QR of P, passes, launches.
 
@@ -169,7 +169,7 @@ class Model:
         launches = len(used) * gpu.seconds_per_matrix.value
         return Cost(payload.bytes, self._reduce(payload), products + qr + passes + launches)
 
-    def other(self, stage: StageLayout) -> float:
+    def other(self, stage: StageShard) -> float:
         """Seconds of pipeline transfers and of the tied embedding's all-reduce.
 
         As with Megatron-LM's scatter-gather, a boundary tensor is sent once, split over tensor-parallel GPUs.
@@ -181,15 +181,15 @@ class Model:
             seconds += self.tied_embedding()
         return seconds
 
-    def active_weights(self, stage: StageLayout) -> float:
+    def active_weights(self, stage: StageShard) -> float:
         """Entries of the matrices that a token is multiplied with on one GPU of ``stage``."""
         return stage.active_weights
 
-    def speed(self, stage: StageLayout) -> float:
+    def speed(self, stage: StageShard) -> float:
         """Of this stage's devices, as a share of that of the ``gpu`` section."""
         return 1.0
 
-    def exchange(self, stage: StageLayout) -> float:
+    def exchange(self, stage: StageShard) -> float:
         """Seconds in which a micro-batch's forward pass (and again its backward pass) waits for others' tokens."""
         return 0.0
 
@@ -233,7 +233,7 @@ class Model:
         r_min = _multiple(r_max / methods.r_min_divisor.value)
         return r_min, _multiple(r_min + methods.mean_rank_position.value * (r_max - r_min)), r_max
 
-    def edgc(self, stage: StageLayout, rank: int) -> Cost:
+    def edgc(self, stage: StageShard, rank: int) -> Cost:
         """Mean over a whole run: uncompressed in the warm-up, ``rank`` afterwards."""
         return self.powersgd(stage, rank).mix(self.none(stage), self.cluster.methods.warmup_fraction.value)
 
@@ -259,23 +259,23 @@ class Composed(Model, ABC):
     """Costs that follow from those of plain models, in the same way for every method."""
 
     @abstractmethod
-    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+    def composed(self, stage: StageShard, cost: Callable[[Model, StageShard], Cost]) -> Cost:
         """Of ``stage``, given what ``cost`` says of a method on a plain model."""
 
-    def none(self, stage: StageLayout) -> Cost:
+    def none(self, stage: StageShard) -> Cost:
         return self.composed(stage, lambda model, part: model.none(part))
 
-    def bf16(self, stage: StageLayout) -> Cost:
+    def bf16(self, stage: StageShard) -> Cost:
         return self.composed(stage, lambda model, part: model.bf16(part))
 
-    def quantised(self, stage: StageLayout, bits: int) -> Cost:
+    def quantised(self, stage: StageShard, bits: int) -> Cost:
         return self.composed(stage, lambda model, part: model.quantised(part, bits))
 
-    def topk(self, stage: StageLayout) -> Cost:
+    def topk(self, stage: StageShard) -> Cost:
         return self.composed(stage, lambda model, part: model.topk(part))
 
     def powersgd(
-        self, stage: StageLayout, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
+        self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
     ) -> Cost:
         return self.composed(
             stage,

@@ -19,7 +19,7 @@ import pandas as pd
 from edgc.errors import UserError
 from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import KIND, Composed, Cost, Model, StageCost, reduction
-from experiments.simulation.placement import StageLayout
+from experiments.simulation.placement import StageShard
 from experiments.simulation.rank_trace import PATH, Course, edgc_run, follow, recorded
 from experiments.simulation.scenarios import Case, Scenarios
 
@@ -38,11 +38,11 @@ class Uneven(Composed):
     links: tuple[float, ...] = ()
     devices: tuple[float, ...] = ()
 
-    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+    def composed(self, stage: StageShard, cost: Callable[[Model, StageShard], Cost]) -> Cost:
         found = cost(self.plain(gbits=self.gbits * self.links[stage.stage]), stage)
         return replace(found, compress=found.compress / self.devices[stage.stage])
 
-    def speed(self, stage: StageLayout) -> float:
+    def speed(self, stage: StageShard) -> float:
         return self.devices[stage.stage]
 
 

@@ -8,8 +8,6 @@ ranks that are alike. The exit code is 0 whether it fits or not: that is an answ
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import sys
 import warnings
@@ -26,10 +24,11 @@ from rich.table import Table
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
+from experiments.common.written_tables import csv_text
 from experiments.simulation import placement
 from experiments.simulation.activation_memory import stage_bytes
 from experiments.simulation.inputs import load_cluster
-from experiments.simulation.placement import GPTShape, StageLayout
+from experiments.simulation.placement import GPTShape, StageShard
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 
@@ -98,7 +97,7 @@ def rank_of(run: RunConfig, asked: int) -> int | None:
     return config.rank if config.method == "powersgd" else None
 
 
-def look_at(run: RunConfig, shape: GPTShape, stage: StageLayout, asked: int) -> Row:
+def look_at(run: RunConfig, shape: GPTShape, stage: StageShard, asked: int) -> Row:
     """The first rank of ``stage``, which stands for all: every tensor-parallel shard has the same shapes, and every
     replica the same parameters."""
     from experiments.simulation.virtual_rank import VirtualRank
@@ -162,11 +161,7 @@ def as_csv(found: list[Row], memory: int | None, *, every_rank: bool, shape: GPT
                     "fits": "" if memory is None else str(row.step.total <= memory).lower(),
                 }
             )
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    return csv_text(lines)
 
 
 def as_table(found: list[Row], title: str, memory: int | None, *, every_rank: bool, shape: GPTShape) -> Table:

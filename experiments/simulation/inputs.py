@@ -119,27 +119,21 @@ def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int, where
             members of a data-parallel group would not fit the placement that the estimate assumes.
     """
     if nodes * gpus_per_node != shape.world:
-        raise UserError(
-            f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}",
-            where=where,
-            fix="change the cluster or the parallel sizes",
+        what = (
+            f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
         )
+        raise UserError(what, where=where, fix="change the cluster or the parallel sizes")
     if gpus_per_node % shape.tensor:
-        raise UserError(
-            f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}",
-            where=where,
-            fix="keep every tensor-parallel group within a node",
-        )
+        what = f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}"
+        raise UserError(what, where=where, fix="keep every tensor-parallel group within a node")
     on_node: dict[int, set[tuple[int, int]]] = {}
     for rank in range(shape.world):  # tensor fastest, then data, then pipeline
         tensor, data = rank % shape.tensor, rank // shape.tensor % shape.data
         group = (tensor, rank // (shape.tensor * shape.data))
         groups = on_node.setdefault(rank // gpus_per_node, set())
         if group in groups:
-            raise UserError(
-                f"gpus_per_node = {gpus_per_node} puts replica {data} beside another one of its group",
-                where=where,
-                fix="use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes",
-            )
+            what = f"gpus_per_node = {gpus_per_node} puts replica {data} beside another one of its group"
+            fix = "use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes"
+            raise UserError(what, where=where, fix=fix)
         groups.add(group)
     return max(len(groups) for groups in on_node.values())

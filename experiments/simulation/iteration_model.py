@@ -8,7 +8,7 @@ memory. Source of the schedules: arXiv 2104.04473, sections 2.2.1 and 2.2.2, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 
@@ -69,14 +69,6 @@ class Stage:
     buckets: tuple[Bucket, ...] = ()
 
 
-class Slowdown(NamedTuple):
-    """Between ``start`` and ``end`` seconds a link has ``factor`` times its speed, 0 < factor."""
-
-    start: float
-    end: float
-    factor: float
-
-
 @dataclass(frozen=True)
 class Iteration:
     """What came out, per stage: spans of the steps, end of the last one, end of the reduction; all in seconds."""
@@ -128,24 +120,19 @@ class Model:
         overlap: a bucket is reduced as soon as it is complete, beside backward; else after the stage's last step.
             Compression still takes the device: what is compressed during backward lengthens it.
         after: seconds after the last reduction: embedding all-reduce, gradient norm, optimizer.
-        slowdowns: of the data-parallel links, by stage.
     """
 
     stages: tuple[Stage, ...]
     micro_batches: int
     overlap: bool = False
     after: float = 0.0
-    slowdowns: dict[int, tuple[Slowdown, ...]] = field(default_factory=dict)
 
     def run(self) -> Iteration:
         """Play one iteration."""
         spans = self._play()
-        computed, reduced = [], []
-        for index, stage in enumerate(self.stages):
-            busy, done = reduce(stage, spans[index], self.slowdowns.get(index, ()), overlap=self.overlap)
-            computed.append(busy)
-            reduced.append(done)
-        return Iteration(tuple(tuple(line) for line in spans), tuple(computed), tuple(reduced), self.after)
+        ends = [reduce(*of_stage, overlap=self.overlap) for of_stage in zip(self.stages, spans, strict=True)]
+        computed, reduced = zip(*ends, strict=True)
+        return Iteration(tuple(tuple(line) for line in spans), computed, reduced, self.after)
 
     def _play(self) -> list[list[Span]]:
         """Spans of every stage: each round takes whatever steps have their input."""
@@ -193,9 +180,7 @@ class Model:
             arrived[to, Step(step.kind, step.micro_batch, chunk)] = end + travel
 
 
-def reduce(
-    stage: Stage, spans: Sequence[Span], slowdowns: Sequence[Slowdown] = (), *, overlap: bool = False
-) -> tuple[float, float]:
+def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False) -> tuple[float, float]:
     """(end of the stage's last step, end of its reduction), in seconds.
 
     Buckets use the link one after another in the order in which they are complete. With ``overlap`` each is
@@ -211,32 +196,14 @@ def reduce(
         span = last[bucket.chunk]
         return span.start + bucket.share * (span.end - span.start) if overlap else end
 
-    link, spent = 0.0, 0.0
-    decompress = 0.0
+    link = spent = decompress = 0.0
     for bucket in sorted(stage.buckets, key=complete):
         spent += bucket.compress
         link = max(link, complete(bucket) + spent)
         for message in bucket.messages:
-            link = arrive(link, message, slowdowns)
+            link = link + message.latency + message.seconds
         decompress += bucket.decompress
     computed = end + (spent if overlap else 0.0)
     if not stage.buckets:
         return end, end
     return computed, max(link, computed) + decompress
-
-
-def arrive(start: float, message: Message, slowdowns: Sequence[Slowdown] = ()) -> float:
-    """When a message that starts at ``start`` is through, over a link that is slower (or faster) for some time."""
-    now, left = start + message.latency, message.seconds
-    for slowdown in sorted(slowdowns):
-        if slowdown.end <= now:
-            continue
-        before = max(0.0, slowdown.start - now)
-        if left <= before:
-            break
-        now, left = max(now, slowdown.start), left - before
-        room = (slowdown.end - now) * slowdown.factor
-        if left <= room:
-            return now + left / slowdown.factor
-        now, left = slowdown.end, left - room
-    return now + left

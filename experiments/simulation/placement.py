@@ -1,10 +1,8 @@
 """Which parameter lives on which pipeline stage and tensor-parallel shard of a Megatron GPT, by formula.
 
-Everything is integer arithmetic: no torch, no allocation, so the 12.1 B layout takes milliseconds. The names,
+Everything is integer arithmetic: no torch, no allocation, so the 12.1 B model takes milliseconds. The names,
 the order and the local shapes are those of Megatron-Core's ``GPTModel`` with the local layer spec and learned
 positions; the tests compare them with models that Megatron itself builds. Source of the method: ours.
-
-``python -m experiments.simulation.placement --study gpt2_2p5b_v100`` prints the table of a study.
 """
 
 from __future__ import annotations
@@ -13,15 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.table import Table
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from experiments.common.cli import main_guard
 from experiments.spec.matrix import load_study, study_path
 from experiments.spec.settings import ModelConfig, ParallelConfig, RunConfig, padded_vocabulary, resolve
 
@@ -60,9 +52,8 @@ class GPTShape:
         for key in ("layers", "hidden", "heads", "sequence_length", "vocab_size", "ffn_hidden",
                     "tensor", "pipeline", "data", "virtual"):  # fmt: skip
             if getattr(self, key) < 1:
-                raise UserError(
-                    f"{key} = {getattr(self, key)} is not valid", where=self.where, fix="use 1 or more"
-                )
+                what = f"{key} = {getattr(self, key)} is not valid"
+                raise UserError(what, where=self.where, fix="use 1 or more")
         self._divides("model.hidden", self.hidden, "model.heads", self.heads)
         for key, value in (("model.heads", self.heads), ("model.ffn_hidden", self.ffn_hidden)):
             self._divides(key, value, "parallel.tensor", self.tensor)
@@ -71,11 +62,9 @@ class GPTShape:
 
     def _divides(self, key: str, value: int, by_key: str, by: int) -> None:
         if value % by:
-            raise UserError(
-                f"{key} = {value} is not divisible by {by_key} = {by}",
-                where=self.where,
-                fix=f"change {key} or {by_key} so that it divides evenly",
-            )
+            what = f"{key} = {value} is not divisible by {by_key} = {by}"
+            fix = f"change {key} or {by_key} so that it divides evenly"
+            raise UserError(what, where=self.where, fix=fix)
 
     @property
     def world(self) -> int:
@@ -137,8 +126,8 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class StageLayout:
-    """The parameters of one pipeline stage on one tensor-parallel rank; all these ranks look alike."""
+class StageShard:
+    """The parameters of one pipeline stage on one tensor-parallel process; all these processes look alike."""
 
     stage: int
     layer_ranges: tuple[tuple[int, int], ...]  # half-open, one per model chunk
@@ -226,7 +215,7 @@ def _norm(name: str, hidden: int) -> Iterator[ParameterTensor]:
         yield ParameterTensor(f"{name}.{part}", (hidden,), (hidden,))
 
 
-def _stage(shape: GPTShape, stage: int) -> StageLayout:
+def _stage(shape: GPTShape, stage: int) -> StageShard:
     per_chunk = shape.layers // (shape.pipeline * shape.virtual)
     v, h = shape.padded_vocab, shape.hidden
     local_vocab = (v // shape.tensor, h)
@@ -248,11 +237,11 @@ def _stage(shape: GPTShape, stage: int) -> StageLayout:
             tensors.extend(_norm(prefix + "decoder.final_layernorm", h))
             if not shape.tied or shape.pipeline * shape.virtual > 1:
                 tensors.append(ParameterTensor(prefix + "output_layer.weight", local_vocab, (v, h)))
-    return StageLayout(stage, tuple(ranges), tuple(tensors))
+    return StageShard(stage, tuple(ranges), tuple(tensors))
 
 
-def build(shape: GPTShape) -> tuple[StageLayout, ...]:
-    """The layout of every pipeline stage, first stage first."""
+def build(shape: GPTShape) -> tuple[StageShard, ...]:
+    """One shard of every pipeline stage, first stage first."""
     return tuple(_stage(shape, stage) for stage in range(shape.pipeline))
 
 
@@ -269,15 +258,11 @@ def from_settings(
 ) -> GPTShape:
     """The shape of a run from its ``model`` and ``parallel`` settings (``experiments.spec.settings``)."""
     if model.architecture != "gpt":
-        raise UserError(
-            f"model.architecture = {model.architecture!r} has no layout",
-            where=where,
-            fix="use a study with gpt",
-        )
+        what = f"model.architecture = {model.architecture!r} has no placement"
+        raise UserError(what, where=where, fix="use a study with gpt")
     if vocab_size is None:
-        raise UserError(
-            "data.vocab_size is not set", where=where, fix="set it, e.g. 50257 for the GPT-2 tokenizer"
-        )
+        fix = "set it, e.g. 50257 for the GPT-2 tokenizer"
+        raise UserError("data.vocab_size is not set", where=where, fix=fix)
     return GPTShape(
         layers=model.layers, hidden=model.hidden, heads=model.heads, ffn_hidden=model.ffn_hidden or 0,
         sequence_length=model.sequence_length, vocab_size=vocab_size, tensor=parallel.tensor,
@@ -297,27 +282,3 @@ def study_shape(study: str) -> GPTShape:
     """The model of a paper-scale study and how it is split."""
     run = study_run(study)
     return from_settings(run.model, run.parallel, run.data.vocab_size, str(study_path(study)))
-
-
-@main_guard
-def main(study: Annotated[str, typer.Option()], rank: Annotated[int, typer.Option(min=1)] = 32) -> None:
-    """Print layers, parameters, bytes per step and memory of every pipeline stage (one GPU of each)."""
-    shape = study_shape(study)
-    title = f"{study}: TP{shape.tensor} PP{shape.pipeline} DP{shape.data}, per GPU; activations not counted"
-    columns = ("stage", "layers", "parameters", "matrices", "fp32 MB/step", f"PowerSGD r={rank} MB/step")
-    table = Table(*columns, "memory GB", f"memory GB r={rank}", title=title)
-    for stage in build(shape):
-        dense, compressed = stage.dense_payload().bytes, stage.powersgd_payload(rank).bytes
-        table.add_row(
-            str(stage.stage), stage.layers, f"{stage.parameters:,}", str(len(stage.matrices)),
-            f"{dense / 1e6:.1f}", f"{compressed / 1e6:.1f}",
-            f"{stage.memory().total / 1e9:.2f}", f"{stage.memory(rank).total / 1e9:.2f}",
-        )  # fmt: skip
-    Console().print(table)
-    total, allocated = shape.unique_parameters, allocated_parameters(shape)
-    allocated_text = f"{allocated / 1e9:.3f} B with vocabulary padding and the last stage's copy"
-    print(f"{total / 1e9:.3f} B parameters; {allocated_text}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

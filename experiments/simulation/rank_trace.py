@@ -32,7 +32,7 @@ from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.simulation import cluster_step
 from experiments.simulation.cost import KIND, Cost, Model, StageCost, reduction
-from experiments.simulation.placement import StageLayout
+from experiments.simulation.placement import StageShard
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 
@@ -86,7 +86,7 @@ class Course:
         return self.parts[-1][0]
 
     @property
-    def stages(self) -> tuple[StageLayout, ...]:
+    def stages(self) -> tuple[StageShard, ...]:
         return self.parts[0][1].stages
 
     def part(self, iteration: int) -> int:
@@ -133,7 +133,7 @@ class Trace:
         total = sum(count for _, count in found)
         return sum(rank * count for rank, count in found) / total if total else float("nan")
 
-    def mean_cost(self, stage: StageLayout) -> Cost:
+    def mean_cost(self, stage: StageShard) -> Cost:
         """Of a stage's reduction, over the whole run."""
         found = Cost(0.0, 0.0)
         for (part, ranks), count in self.spent.items():
@@ -197,12 +197,12 @@ def report(model: Model, controller: Controller, iteration: int, entropy: float)
     )
 
 
-def probed(model: Model, stage: StageLayout, rank: int) -> Cost:
+def probed(model: Model, stage: StageShard, rank: int) -> Cost:
     """What a timed reduction takes: at rank 0 an uncompressed one; otherwise every matrix is factored."""
     return model.powersgd(stage, rank, always=True) if rank else model.none(stage)
 
 
-def cost_at(model: Model, ranks: Ranks, stage: StageLayout) -> Cost:
+def cost_at(model: Model, ranks: Ranks, stage: StageShard) -> Cost:
     rank = ranks[stage.stage]
     return model.none(stage) if rank is None else model.powersgd(stage, rank)
 

@@ -25,13 +25,11 @@ from edgc.errors import UserError
 from experiments.common.yaml_settings import Settings, validate
 from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import Composed, Cost, Model, all_gather_seconds, all_reduce_seconds
-from experiments.simulation.placement import FP32_BYTES, ParameterTensor, Payload, StageLayout
+from experiments.simulation.placement import FP32_BYTES, ParameterTensor, Payload, StageShard
 from experiments.spec.matrix import load_study, study_path
 
-LEAST_BUCKET, BUCKET_PER_REPLICA = (
-    40_000_000,
-    1_000_000,
-)  # Megatron-Core, DistributedDataParallelConfig.bucket_size
+# Megatron-Core, DistributedDataParallelConfig.bucket_size
+LEAST_BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000
 
 
 class Experts(Settings):
@@ -140,7 +138,7 @@ class MixtureOfExperts(Composed):
         assert self.experts is not None
         return self.experts
 
-    def _parts(self, stage: StageLayout) -> tuple[tuple[Model, StageLayout], tuple[Model, StageLayout]]:
+    def _parts(self, stage: StageShard) -> tuple[tuple[Model, StageShard], tuple[Model, StageShard]]:
         """What all replicas hold, and what every ``expert_parallel``-th one holds."""
         fewer = replace(self.shape, data=self.shape.data // self._chosen().expert_parallel)
         shared = tuple(t for t in stage.tensors if ".experts." not in t.name)
@@ -150,16 +148,16 @@ class MixtureOfExperts(Composed):
             (self.plain(shape=fewer), replace(stage, tensors=own)),
         )
 
-    def composed(self, stage: StageLayout, cost: Callable[[Model, StageLayout], Cost]) -> Cost:
+    def composed(self, stage: StageShard, cost: Callable[[Model, StageShard], Cost]) -> Cost:
         shared, own = (cost(model, part) for model, part in self._parts(stage))
         return shared + own
 
-    def active_weights(self, stage: StageLayout) -> float:
+    def active_weights(self, stage: StageShard) -> float:
         (model, shared), (_, own) = self._parts(stage)
         local = self._chosen().count // self._chosen().expert_parallel
         return model.active_weights(shared) + model.active_weights(own) * self._chosen().per_token / local
 
-    def exchange(self, stage: StageLayout) -> float:
+    def exchange(self, stage: StageShard) -> float:
         group = self._chosen().expert_parallel
         layers = sum(end - first for first, end in stage.layer_ranges)
         entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden / self.shape.tensor
@@ -167,7 +165,7 @@ class MixtureOfExperts(Composed):
         return 2 * layers * ((group - 1) * self.latency + size / self.bandwidth)
 
 
-def with_experts(stage: StageLayout, local: int) -> StageLayout:
+def with_experts(stage: StageShard, local: int) -> StageShard:
     """Every MLP ``local`` times."""
     tensors: list[ParameterTensor] = []
     for tensor in stage.tensors:
@@ -192,16 +190,11 @@ def load_scenarios(study: str) -> Scenarios:
         if experts and cluster.sites:
             raise UserError("experts over two sites are not modelled", where=where, fix="use one of them")
         if cluster.sites and cluster.data % 2:
-            raise UserError(
-                f"data = {cluster.data} is odd", where=where, fix="use an even number for two sites"
-            )
+            fix = "use an even number for two sites"
+            raise UserError(f"data = {cluster.data} is odd", where=where, fix=fix)
         if experts and (cluster.data % experts.expert_parallel or experts.count % experts.expert_parallel):
-            fix = "use sizes that it divides"
-            raise UserError(
-                f"expert_parallel = {experts.expert_parallel} does not divide data or count",
-                where=where,
-                fix=fix,
-            )
+            what = f"expert_parallel = {experts.expert_parallel} does not divide data or count"
+            raise UserError(what, where=where, fix="use sizes that it divides")
         if experts and experts.per_token > experts.count:
             raise UserError("experts.per_token is more than count", where=where, fix="use at most count")
     if found.disturbances is not None:
@@ -220,9 +213,8 @@ def check_cases(scenarios: Scenarios, where: str) -> None:
                 fix = f"give {stages} numbers, one for each pipeline stage of {scenarios.of}"
                 raise UserError(f"cases.{name}.{key} has {len(given)} numbers", where=where, fix=fix)
         if case.start >= case.end:
-            raise UserError(
-                f"cases.{name}: start = {case.start:g} is not below end = {case.end:g}", where=where
-            )
+            what = f"cases.{name}: start = {case.start:g} is not below end = {case.end:g}"
+            raise UserError(what, where=where)
 
 
 def model_of(of: str, cluster: Scenario, gbits: float) -> Model:

@@ -219,7 +219,7 @@ class VirtualRank:
             gc.collect()
 
     def _attach(self, chunks: list[Any], config: EDGCConfig) -> Attachment:
-        """As :func:`edgc.megatron.attach`, with the other stages' answers to its one question from the layout."""
+        """As :func:`edgc.megatron.attach`, with the other stages' answers to its one question from the placement."""
         shape = placement.from_settings(self.run.model, self.run.parallel, self.run.data.vocab_size)
 
         def gather_objects(mine: Any, group: Any = None) -> list[Any]:

@@ -6,16 +6,33 @@ Snakemake, the pipeline, the launcher and every other program refuse the same mi
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from edgc.errors import UserError
-from experiments.analyse import STUDIES as ANALYSED
 from experiments.spec.settings import RunConfig
 
-ANALYSES = Path(__file__).resolve().parents[1] / "analyse"
+ROOT = Path(__file__).resolve().parents[2]
+ANALYSES = ROOT / "experiments" / "analyse"
+
+
+@functools.cache
+def constant(path: Path, name: str) -> Any:
+    """The value of ``name = <literal>`` at the top of a Python file, read without running it."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if name in {getattr(target, "id", None) for target in targets}:
+            return ast.literal_eval(node.value)  # type: ignore[attr-defined]
+    raise KeyError(name)
+
+
+def figures() -> dict[str, tuple[str, ...]]:
+    """The studies that each figure reads."""
+    return dict(constant(ROOT / "paper_figures" / "__init__.py", "FIGURES"))
 
 
 class Layer(Protocol):
@@ -70,12 +87,10 @@ def check_study(study: Outline, where: Path, scales: Sequence[str], studies: Seq
     Raises:
         UserError: an unknown scale, study or figure, a seed given twice, or a study whose runs nothing analyses.
     """
-    from paper_figures import FIGURES
-
     for key, names, known in (
         ("scales", study.scales, scales),
         ("only_by_name", study.only_by_name, scales),
-        ("figures", study.figures, FIGURES),
+        ("figures", study.figures, figures()),
         ("needs", study.needs or (), studies),
         ("scenarios.of", [(study.scenarios or {}).get("of", study.study)], studies),
     ):
@@ -94,7 +109,7 @@ def check_study(study: Outline, where: Path, scales: Sequence[str], studies: Seq
 def _check_analysis(study: str, where: Path) -> None:
     script = ANALYSES / f"{study}.py"
     registry = "STUDIES in experiments/analyse/__init__.py"
-    if study not in ANALYSED:
+    if study not in constant(ANALYSES / "__init__.py", "STUDIES"):
         fix = f"write experiments/analyse/{study}.py and add {study} to {registry}"
         raise UserError(f"study: nothing analyses the runs of {study!r}", where=where, fix=fix)
     if not script.is_file():

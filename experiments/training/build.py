@@ -125,17 +125,8 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     expert_traffic = None
     if share is not None:
         expert_traffic = attachment.engine.open_channel = ExpertTraffic()
-    return Session(
-        run,
-        chunks,
-        optimizer,
-        scheduler,
-        attachment,
-        recorders,
-        device,
-        pipeline=pipeline,
-        expert_traffic=expert_traffic,
-    )
+    about = (device, pipeline, expert_traffic)
+    return Session(run, chunks, optimizer, scheduler, attachment, recorders, *about)
 
 
 def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> list[DistributedDataParallel]:
@@ -243,17 +234,12 @@ def _stage_leaders(experts: bool) -> tuple[list[int], dist.ProcessGroup | None]:
 
     Data- and tensor-parallel rank 0; with ``experts`` under expert parallelism one rank for each share of them.
     """
-    replica = (
-        parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
-    )
-    mine = (
+    stage, shard = (
         parallel_state.get_pipeline_model_parallel_rank(),
-        replica,
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    places = gather_objects(mine)
-    leaders = [
-        rank
-        for _, rank in sorted((place[0], rank) for rank, place in enumerate(places) if not any(place[1:]))
-    ]
+    of_experts, of_rest = parallel_state.get_expert_data_parallel_rank, parallel_state.get_data_parallel_rank
+    places = gather_objects((stage, (of_experts if experts else of_rest)(), shard))
+    speakers = [(place[0], rank) for rank, place in enumerate(places) if not any(place[1:])]
+    leaders = [rank for _, rank in sorted(speakers)]
     return leaders, dist.new_group(leaders) if len(leaders) > 1 else None

@@ -64,10 +64,7 @@ def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, ref
     children_die_with_this()
     interrupts.ignore()  # the launcher ends its ranks
     hold_as_rank(Path(attempt))
-    from experiments.training.preload import quiet
-
-    quiet()
-    from experiments.training.train import work
+    from experiments.training.fork_server import work
 
     try:
         summary = work(run, Path(data_dir), vocab_size, Path(attempt))
@@ -98,9 +95,7 @@ def warm_up(nodes: int) -> None:
     Not a plain fork: the agent runs threads, and a lock that one of them holds stays locked in a forked child.
     """
     if nodes == 1:
-        multiprocessing.set_forkserver_preload(
-            ["experiments.training.mortal", "experiments.training.preload"]
-        )
+        multiprocessing.set_forkserver_preload(["experiments.training.fork_server"])
         with interrupts.held_back():  # the server begins with it held back too, and leaves it to this process
             forkserver.ensure_running()
 

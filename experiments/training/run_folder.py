@@ -30,8 +30,8 @@ CHECKPOINTS = ".checkpoints"
 class RunFolder:
     """One run's folder, claimed for the life of this object.
 
-    Claiming supersedes an older launcher that still holds the folder: that is an orphan of a killed pipeline (the
-    pipeline itself runs once per results folder), and its half-finished attempt is thrown away. On this machine it is
+    Claiming supersedes an older launcher that still holds the folder: that is an orphan of a killed workflow (the
+    workflow itself runs once per results folder), and its half-finished attempt is thrown away. On this machine it is
     killed; under Slurm, where it may be on any node, its job is cancelled. Of two jobs the one submitted later stays.
     """
 

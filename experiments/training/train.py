@@ -138,9 +138,7 @@ class Trainer:
             chunk.train()
         total = torch.tensor([math.nan, 0.0], dtype=torch.float64, device=self.session.device)
         if self.session.is_last_stage:
-            total = torch.tensor(
-                [sum(losses) / len(losses), 1.0], dtype=torch.float64, device=self.session.device
-            )
+            total = total.new_tensor([sum(losses) / len(losses), 1.0])
         rows = [torch.empty_like(total) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, total)
         values = [float(row[0]) for row in rows if row[1] > 0]
@@ -183,21 +181,14 @@ class Trainer:
                     validation = self.evaluate()
                     self.log.evaluation(iteration, step.loss, validation)
                 if self.checkpoints.due(iteration):
-                    taken = time.perf_counter() - started
-                    metrics = self.attempt / METRICS
-                    self.checkpoints.save(
-                        iteration,
-                        seconds=taken,
-                        resumed_at=resumed_at,
-                        metrics=metrics,
-                        watch=self.watch.state_dict(),
-                    )
+                    taken, metrics = time.perf_counter() - started, self.attempt / METRICS
+                    about: dict[str, Any] = {"seconds": taken, "resumed_at": resumed_at, "metrics": metrics}
+                    self.checkpoints.save(iteration, **about, watch=self.watch.state_dict())
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
-            self.log.events.write(
-                "end", status=status, iterations=iteration, seconds=seconds_total, error=None
-            )
+            about = {"iterations": iteration, "seconds": seconds_total, "error": None}
+            self.log.events.write("end", status=status, **about)
         self._write_records()
         if run.train.checkpoint and status == "ok":
             save_model(self.session.chunks, run, self.attempt / "checkpoint")

@@ -4,7 +4,7 @@
 the same bytes: names of users, times and modes are left out.
 
 ``python -m experiments.verdicts.archive replay --scale S`` computes the committed tables and figures again from such
-files and compares them byte for byte. ``restore`` puts the runs back into the results folder, where the pipeline goes
+files and compares them byte for byte. ``restore`` puts the runs back into the results folder, where the workflow goes
 on with them; ``save`` keeps those of a study that is not finished yet (``runs-so-far.tar.xz``), so that its training
 can be spread over nights and machines.
 """
@@ -73,7 +73,7 @@ def unpack(archive: Path, folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             opened.extract(file, folder, filter="data")
-            # Younger than the study's YAML and its text, or the pipeline would train the run again.
+            # Younger than the study's YAML and its text, or the workflow would train the run again.
             (folder / file.name).touch()
     return names
 

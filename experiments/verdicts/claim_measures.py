@@ -43,6 +43,11 @@ def _read(root: Path, relative: str) -> pd.DataFrame:
     return frame
 
 
+def _runs(root: Path, relative: str) -> tuple[pd.DataFrame, str]:
+    """The finished runs of a table, and a remark about the others."""
+    return _finished(_read(root, relative), relative)
+
+
 def _finished(frame: pd.DataFrame, relative: str) -> tuple[pd.DataFrame, str]:
     """The rows of finished runs, and a remark about the others: they are named, never silently dropped."""
     other = frame[frame["status"] != "ok"]
@@ -102,22 +107,20 @@ def cluster_training_time(root: Path) -> Measured:
 def entropy_cost(root: Path) -> Measured:
     """Percent change of the seconds per step spent on entropy at alpha 0.1, beta 0.25 against reading everything."""
     relative = "sampling_ablation/timings.csv"
-    fine, lost = _finished(_read(root, relative), relative)
+    fine, lost = _runs(root, relative)
     rows = fine[(fine["alpha"].round(6) == 0.1) & (fine["beta"].round(6) == 0.25)]
     values = _numbers(rows["change_percent"])
     if not values:
-        raise Missing(
-            f"no finished run at alpha 0.1 and beta 0.25 with a twin at alpha = beta = 1 in {relative}"
-        )
+        what = "no finished run at alpha 0.1 and beta 0.25 with a twin at alpha = beta = 1"
+        raise Missing(f"{what} in {relative}")
     share = fine.loc[(fine["alpha"] == 1) & (fine["beta"] == 1), "share_of_step"].mean()
-    return Measured(
-        values, relative, _join(f"reading everything takes {100 * share:.2g} % of a step here", lost)
-    )
+    note = f"reading everything takes {100 * share:.2g} % of a step here"
+    return Measured(values, relative, _join(note, lost))
 
 
 def _window(root: Path, column: str) -> Measured:
     relative = "window_ablation/table.csv"
-    fine, lost = _finished(_read(root, relative), relative)
+    fine, lost = _runs(root, relative)
     lengths = sorted(int(w) for w in fine["window"].unique())
     # At small scales the three lengths stand for the paper's 500, 1000 and 2500: its w = 1000 is the middle
     # one.
@@ -195,11 +198,8 @@ def _trend(root: Path, architecture: str) -> Measured:
     relative = "entropy_trend/table.csv"
     frame = _read(root, relative)
     fine, lost = _finished(frame[frame["architecture"] == architecture], relative)
-    rows = fine[
-        (fine["estimator"] == "histogram")
-        & (fine["group"] == "<all>")
-        & (fine["verdict"] != "too few probes")
-    ]
+    described = (fine["estimator"] == "histogram") & (fine["group"] == "<all>")
+    rows = fine[described & (fine["verdict"] != "too few probes")]
     if rows.empty:
         raise Missing(f"no {architecture} run with enough histogram probes in {relative}")
     r = rows.iloc[0]
@@ -223,7 +223,7 @@ def entropy_trend_bert(root: Path) -> Measured:
 
 def _moments(root: Path) -> tuple[pd.DataFrame, str, str]:
     relative = "entropy_trend/moments.csv"
-    fine, lost = _finished(_read(root, relative), relative)
+    fine, lost = _runs(root, relative)
     return fine[fine["group"] == "<all>"], relative, lost
 
 
@@ -250,11 +250,8 @@ def correlation_early_over_late(root: Path) -> Measured:
         f"{r['variant']}-s{r['seed']}: {r['correlation_layers_early']:.3f} to {r['correlation_layers_late']:.3f}"
         for _, r in rows.iterrows()
     )
-    return Measured(
-        _numbers(rows["correlation_layers_early"] / rows["correlation_layers_late"]),
-        relative,
-        _join(note, lost),
-    )
+    ratio = rows["correlation_layers_early"] / rows["correlation_layers_late"]
+    return Measured(_numbers(ratio), relative, _join(note, lost))
 
 
 MEASURES: dict[str, Callable[[Path], Measured]] = {

@@ -26,18 +26,8 @@ from experiments.verdicts.claim_measures import MEASURES, Measured, Missing
 
 CLAIMS = Path(__file__).resolve().parents[2] / "results" / "paper_claims.yaml"
 COLUMNS = (
-    "id",
-    "claim",
-    "paper_value",
-    "our_value",
-    "unit",
-    "kind",
-    "scale",
-    "n",
-    "verdict",
-    "evidence",
-    "note",
-)
+    "id", "claim", "paper_value", "our_value", "unit", "kind", "scale", "n", "verdict", "evidence", "note"
+)  # fmt: skip
 SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
 Value = float | str
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {

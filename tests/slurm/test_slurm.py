@@ -1,4 +1,4 @@
-"""The pipeline as typed on a real Slurm of two emulated nodes; then faults, after which the tables are the same."""
+"""The workflow as typed on a real Slurm of two emulated nodes; then faults, after which the tables are the same."""
 
 from __future__ import annotations
 
@@ -185,13 +185,13 @@ def test_killed_snakemake_is_started_again_while_its_job_runs(finished: Copy, di
     assert disturbed.run("--unlock", *SLURM, "--config", "scale=ci")[0] == 0
     again = disturbed.start(*SLURM, *OFTEN, TABLE, "--config", "scale=ci")
     wait_for(lambda: "JobState=CANCELLED" in output("scontrol", "show", "job", old), "the new job")
-    # Then with the pipeline, which clears up by itself.
+    # Then with the workflow, which clears up by itself.
     training_of(disturbed, again)
     again.kill()
     again.wait()
     code, text = disturbed.run("--scale", "ci", TABLE, *SLURM, *OFTEN, program="workflows.program")
     assert code == 0, text
-    assert "cancelled 1 jobs of a killed pipeline" in text
+    assert "cancelled 1 jobs of a killed workflow" in text
     assert disturbed.resumed_at(run)
     assert disturbed.table() == finished.table()
 

@@ -29,4 +29,4 @@ def sleep(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    serve({"echo": echo, "fail": fail, "die": die, "sleep": sleep})
+    serve(sys.modules[__name__])

@@ -15,8 +15,10 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from edgc.errors import UserError
-from experiments.data.batches import INDEX_CACHE, MicroBatch, train_batches, validation_batches
-from experiments.data.prepare import load_info, prepare
+from experiments.data.batches import MicroBatch, train_batches, validation_batches
+from experiments.data.folder import load_info
+from experiments.data.integrity import INDEX_CACHE
+from experiments.data.prepare import prepare
 from experiments.spec.settings import DataConfig, RunConfig
 from tests.unit.test_data import write_corpus
 

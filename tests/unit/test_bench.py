@@ -289,7 +289,7 @@ def test_layers_of_a_model_are_as_many_as_fit() -> None:
     ("arguments", "words"),
     [
         (["engine", "--ranks", "8,x"], "--ranks '8,x' is not valid"),
-        (["engine", "--ranks", "0"], "--ranks needs whole numbers of at least 1"),
+        (["engine", "--ranks", "0"], "--ranks 0 is not valid"),
         (["engine", "--hidden", "64", "--ranks", "32"], "rank 32"),
         (["engine", "--repeats", "0"], "--repeats 0 is not valid"),
         (["engine", "--device", "tpu"], "--device 'tpu' is not known"),

@@ -19,9 +19,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from edgc.errors import UserError
 from experiments.data import prepare as module
 from experiments.data import tokenizer
+from experiments.data.__main__ import find_config
 from experiments.data.corpus import SPLITS
-from experiments.data.folder import check_config
-from experiments.data.prepare import find_config, load_info, prepare, texts
+from experiments.data.folder import check_config, load_info, texts
+from experiments.data.prepare import prepare
 from experiments.spec.settings import DataConfig
 
 ROOT = Path(__file__).parents[2]

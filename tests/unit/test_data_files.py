@@ -11,9 +11,9 @@ import yaml
 
 from edgc.errors import UserError
 from experiments.data import integrity
-from experiments.data.folder import check_whole
+from experiments.data.folder import check_whole, load_info
 from experiments.data.integrity import FILES, INDEX_CACHE
-from experiments.data.prepare import load_info, prepare
+from experiments.data.prepare import prepare
 from tests.unit.test_data import write_corpus
 
 

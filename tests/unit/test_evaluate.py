@@ -85,7 +85,7 @@ class Place:
     def evaluate(self, *options: str, models: list[str] | None = None, out: Path | None = None) -> None:
         folders = [str(self.root / "models" / name) for name in models or self.names]
         target = ["--tasks-dir", str(self.tasks), "--out", str(out or self.out)]
-        evaluate.main(["--models", *folders, *target, *options])
+        evaluate.app([*folders, *target, *options], standalone_mode=False)
 
     def table(self) -> list[dict[str, str]]:
         with (self.out / "table.csv").open(newline="") as handle:

@@ -259,7 +259,7 @@ def test_cut_weights_are_refused_before_they_are_read(
     weights = max((run / "checkpoint").glob("*.distcp"), key=lambda path: path.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(SystemExit) as stop:
-        export.main(["--run-folder", str(run), "--data", str(prepared), "--out", str(out)])
+        export.main([run], prepared, out.parent)
     assert stop.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert (
@@ -288,9 +288,7 @@ def test_command_line_reports_bad_input(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        export.main(
-            ["--run-folder", str(tmp_path / "none"), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
-        )
+        export.main([tmp_path / "none"], tmp_path, tmp_path / "out")
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: the run is not finished")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.simulation.iteration_model import (
@@ -14,10 +14,8 @@ from experiments.simulation.iteration_model import (
     Iteration,
     Message,
     Model,
-    Slowdown,
     Stage,
     Step,
-    arrive,
     order,
 )
 
@@ -153,33 +151,3 @@ def test_buckets_in_numbers() -> None:
     assert ends(model.run()) == pytest.approx((6.0, 11.25, 11.35))
     # The later bucket of the model is complete at 5, is sent from 5.5 to 8.5; the other waits for the link.
     assert ends(replace(model, overlap=True).run()) == pytest.approx((7.0, 8.5 + 1.5 + 0.25, 10.35))
-
-
-def test_a_link_that_is_slower_for_some_time() -> None:
-    message = Message(latency=1.0, seconds=4.0)
-    assert arrive(0.0, message) == 5.0
-    assert arrive(0.0, message, [Slowdown(10, 20, 0.1)]) == 5.0
-    # One second at full speed, then half of the speed for the other three.
-    assert arrive(0.0, message, [Slowdown(2, 100, 0.5)]) == pytest.approx(8.0)
-    assert arrive(0.0, message, [Slowdown(2, 4, 0.5)]) == pytest.approx(6.0)
-    assert arrive(0.0, message, [Slowdown(3, 4, 0.5), Slowdown(0, 3, 2.0)]) == pytest.approx(3.0)
-
-
-# Found by a longer search: the sum of a start and a distance may miss the end of that distance by rounding.
-@example(start=1.9432424000938355, size=5.0, cuts=[7.0, 6.696443725187177], factors=[0.5, 1.0, 1.0, 1.0])
-@given(
-    start=st.floats(0, 10),
-    size=st.floats(0.01, 10),
-    cuts=st.lists(st.floats(0, 30), min_size=2, max_size=8, unique=True),
-    factors=st.lists(st.floats(0.05, 3), min_size=4, max_size=4),
-)
-def test_what_went_through_is_the_message(
-    start: float, size: float, cuts: list[float], factors: list[float]
-) -> None:
-    edges = sorted(cuts)[: len(cuts) // 2 * 2]
-    slowdowns = [Slowdown(a, b, f) for a, b, f in zip(edges[::2], edges[1::2], factors, strict=False)]
-    end = arrive(start, Message(seconds=size), slowdowns)
-    covered = [(max(start, s.start), min(end, s.end), s.factor) for s in slowdowns]
-    slow = sum(max(0.0, b - a) for a, b, _ in covered)
-    sent = (end - start - slow) + sum(max(0.0, b - a) * factor for a, b, factor in covered)
-    assert sent == pytest.approx(size, rel=1e-6, abs=1e-9)

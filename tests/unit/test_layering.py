@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,63 @@ def test_imports_inside_the_library_point_down() -> None:
         (unit, other) for unit, imports in found.items() for other in imports if layer[other] >= layer[unit]
     ]
     assert not wrong
+
+
+# Folders of the suite, each importing only from lines above its own; a folder with the folders inside it is one unit.
+SUITE_LAYERS = (
+    {"edgc"},
+    {"experiments.common"},
+    {"experiments.spec", "paper_figures"},
+    {"experiments.data", "experiments.cluster"},
+    {"experiments.training"},
+    {"experiments.evaluation", "experiments.analyse", "experiments.simulation"},
+    {"experiments.bench", "experiments.verdicts", "workflows"},
+)
+
+
+def unit_of(name: str) -> str:
+    """``experiments.bench`` of ``experiments.bench.steps``; other packages are one unit each."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "experiments" else parts[0]
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Modules that a file imports anywhere, with the names taken from them; of a file of rules by its lines."""
+    if path.suffix != ".py":
+        return set(
+            re.findall(r"^\s*(?:from|import)\s+([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_folders_of_the_suite_import_downwards_only() -> None:
+    layer = {unit: depth for depth, units in enumerate(SUITE_LAYERS) for unit in units}
+    assert len(layer) <= 20 and len(SUITE_LAYERS) <= 7
+    found = set()
+    files = [ROOT / "Snakefile", *(ROOT / "workflows").rglob("*.smk")]
+    for package in ("experiments", "paper_figures", "workflows"):
+        files += (ROOT / package).rglob("*.py")
+    for path in files:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts == ("experiments", "__init__"):
+            continue
+        own = "workflows" if parts[0] == "Snakefile" else unit_of(".".join(parts))
+        found.add(own)
+        for name in modules_imported(path):
+            other = unit_of(name)
+            if (
+                name.partition(".")[0] in {"edgc", "experiments", "paper_figures", "workflows"}
+                and other != own
+            ):
+                assert layer[other] < layer[own], f"{path.relative_to(ROOT)}: {own} imports {name}"
+    assert found | {"edgc"} == set(layer)
 
 
 def modules_after(statement: str) -> set[str]:

@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from filelock import FileLock
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from edgc.errors import UserError
@@ -46,7 +47,7 @@ for line in sys.stdin:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             program = importlib.import_module(module)
-            program.main(arguments) if hasattr(program, "main") else program.app(arguments)
+            program.app(arguments)
         except SystemExit as end:
             code = int(end.code or 0)
     modules = sorted({name.partition(".")[0] for name in sys.modules})
@@ -103,16 +104,8 @@ class Place:
         self.first = self.online.prefetch(*NAMES)
 
     def evaluate(self, *names: str) -> tuple[int, str, str, list[str]]:
-        options = [
-            "--models",
-            self.root / "models" / MODEL,
-            "--standard",
-            *names,
-            "--out",
-            self.out,
-            "--batch-size",
-            8,
-        ]
+        folder, standard = self.root / "models" / MODEL, ",".join(names)
+        options = [folder, "--standard", standard, "--out", self.out, "--batch-size", 8]
         return self.offline.call("experiments.evaluation.evaluate", *options)
 
     def record(self) -> dict[str, Any]:
@@ -363,9 +356,9 @@ def test_what_is_wrong_with_the_cache_is_one_line_with_the_command(
     spoil(tmp_path)
     for name, value in evaluate.OFFLINE.items():  # put back at the end
         monkeypatch.setenv(name, value)
-    options = ["--models", str(tmp_path / "none"), "--standard", "race", "--out", str(tmp_path / "out")]
+    options = [str(tmp_path / "none"), "--standard", "race", "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as stop:
-        evaluate.main(options)
+        evaluate.app(options, standalone_mode=False)
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -377,7 +370,7 @@ def test_what_is_wrong_with_the_cache_is_one_line_with_the_command(
 
 def test_empty_cache_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     driver = Driver(HF_HOME=str(tmp_path), **NOWHERE)
-    options = ["--models", tmp_path, "--standard", *NAMES, "--out", tmp_path / "out"]
+    options = [tmp_path, "--standard", ",".join(NAMES), "--out", tmp_path / "out"]
     code, _, err, modules = driver.call("experiments.evaluation.evaluate", *options)
     driver.close()
     assert code == 2
@@ -448,8 +441,7 @@ def test_killed_download_is_named_and_goes_on(place: Place, tmp_path: Path) -> N
 def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "abc.incomplete"
     folder.mkdir()
-    with dataset_cache._builder_lock(folder) as held:
-        assert held
+    with FileLock(tmp_path / "abc_builder.lock"):  # as `datasets` does
         assert not dataset_cache.sweep((folder,))
     assert folder.is_dir()
     assert dataset_cache.sweep((folder,))

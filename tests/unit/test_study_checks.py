@@ -97,7 +97,7 @@ def test_a_wrong_study_is_one_line_with_key_file_and_fix(
     path = changed(root, study, change)
     before = sorted(root.rglob("*"))
     run: dict[str, Callable[[], Any]] = {
-        "workflow": lambda: workflow.main(["--results", str(tmp_path / "results")]),
+        "workflow": lambda: workflow.main(results=tmp_path / "results"),
         "matrix": lambda: matrix.main(study, "ci"),
         "launch": lambda: launch.main(study, "w4-s1", None, "ci", tmp_path / "results"),
     }
@@ -135,7 +135,7 @@ def test_a_study_that_nothing_analyses_is_refused(root: Path, monkeypatch: pytes
         UserError, match=r"nothing analyses the runs of 'mine' .*analyse/mine\.py and add mine"
     ):
         matrix.runs("mine", "ci")
-    monkeypatch.setattr(study_checks, "ANALYSED", (*study_checks.ANALYSED, "mine"))
+    monkeypatch.setattr(study_checks, "constant", lambda path, name: ["mine"] if name == "STUDIES" else {})
     with pytest.raises(UserError, match=r"the analysis of 'mine' has no file .*mine\.py"):
         matrix.runs("mine", "ci")
     # Simulated, it has no runs to analyse.

@@ -21,15 +21,13 @@ FOLDERS = ("edgc", "experiments", "paper_figures", "workflows")
 FILES = ("Snakefile", "environment.yml")
 LINKS = ("slurm", "profiles")
 
-# Stand-ins: module -> body. The matrix, the settings, the pipeline and all rules are the real ones.
+# Stand-ins: module -> body. The matrix, the settings, the workflow and all rules are the real ones.
 HEADER = """
 import os, pathlib, sys, time
 def option(name):
     return sys.argv[sys.argv.index(name) + 1]
-def options(name):
-    start = sys.argv.index(name) + 1
-    ends = [i for i in range(start, len(sys.argv)) if sys.argv[i].startswith("--")]
-    return sys.argv[start : ends[0] if ends else None]
+def arguments():
+    return sys.argv[1 : [word.startswith("--") for word in sys.argv].index(True)]
 def write(folder, *names):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +58,10 @@ PROGRAMS = {
         write(option("--out"), "table.csv", "break_even.csv", "sensitivity.csv", "disturbances.csv")
     """,
     "experiments/evaluation/tasks/make.py": "write(option('--out'), 'tasks.json')",
-    "experiments/evaluation/export.py": "[write(folder, 'run.json') for folder in options('--out')]",
+    "experiments/evaluation/export.py": """
+        for run in arguments():
+            write(pathlib.Path(option("--out"), pathlib.Path(run).name), "run.json")
+    """,
     "experiments/evaluation/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
     "experiments/evaluation/evaluate.py": "write(option('--out'), 'table.csv', 'summary.csv', 'timings.csv')",
     "experiments/verdicts/claims.py": "write(scale(), 'claims.csv')",
@@ -150,7 +151,7 @@ class Checkout:
 
 
 def copy_repository(path: Path) -> None:
-    """All that a pipeline needs, without results."""
+    """All that a workflow needs, without results."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:

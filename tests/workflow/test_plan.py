@@ -96,7 +96,7 @@ def test_standard_tasks_are_evaluated_at_paper_scale_and_checked_first(checkout:
     (paper_code, paper), (ci_code, ci) = checkout.snakemake([*call, "scale=paper"], [*call, "scale=ci"])
     assert paper_code == ci_code == 0, paper + ci
     [evaluation] = [line for line in paper.splitlines() if "-m experiments.evaluation.evaluate " in line]
-    names = " ".join(matrix.evaluation("zero_shot", "paper").standard)
+    names = ",".join(matrix.evaluation("zero_shot", "paper").standard)
     assert f" --standard {names} --out results/paper/zero_shot " in evaluation
     assert "--tasks-dir" not in evaluation
     assert "-m experiments.evaluation.tasks.make" not in paper
@@ -234,7 +234,7 @@ def test_unknown_target_is_one_line_with_the_nearest_names(checkout: Checkout) -
     assert figure.returncode == 0, figure.stdout
 
 
-def test_every_planned_target_is_known_to_the_pipeline() -> None:
+def test_every_planned_target_is_known_to_the_workflow() -> None:
     assert {*TARGETS, "all"} <= {*targets()}
     check_targets(
         [*TARGETS, "all", "results/ci/zero_shot/models/x", "elsewhere/a.csv"], "ci", Path("results/ci")

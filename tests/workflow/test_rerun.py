@@ -1,4 +1,4 @@
-"""What is made again: nothing, what a touched file leads to, and what a killed pipeline left unfinished."""
+"""What is made again: nothing, what a touched file leads to, and what a killed workflow left unfinished."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 from tests.workflow.checkout_copy import Checkout
-from workflows.program import marked
+from workflows.jobs import is_launcher, marked
 
 ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
-PIPELINE = "workflows.program"
+WORKFLOW = "workflows.program"
 
 
 @pytest.fixture(scope="module")
 def finished(checkout: Checkout) -> Checkout:
     """A checkout in which everything has been made."""
-    result = checkout.run(PIPELINE, "--cores", "4")
+    result = checkout.run(WORKFLOW, "--cores", "4")
     assert result.returncode == 0, result.stdout
     words = result.stdout.splitlines()[-7:]
     made = [study for study in matrix.studies() if "ci" not in matrix.load_study(study).only_by_name]
@@ -43,15 +43,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 600.0) -> None:
 
 def training(folder: Path) -> list[int]:
     """Process ids of the stand-ins that are training."""
-    found = []
-    for pid in marked(folder):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[0].rpartition(b"/")[2].startswith(b"python") and b"experiments.training.launch" in words:
-            found.append(pid)
-    return found
+    return [process.pid for process in marked(folder) if is_launcher(process)]
 
 
 def test_report_is_one_file_with_every_figure(finished: Checkout) -> None:
@@ -94,12 +86,12 @@ def test_touched_figure_script_draws_that_figure_only(finished: Checkout) -> Non
 
 
 @pytest.mark.slow
-def test_killed_pipeline_is_continued(finished: Checkout) -> None:
+def test_killed_workflow_is_continued(finished: Checkout) -> None:
     folder = finished.path / "results" / "ci"
     run = folder / "rank_sweep" / matrix.runs("rank_sweep", "ci")[0].name
     (run / "status").unlink()
     process = subprocess.Popen(
-        finished.command(PIPELINE, "--cores", "2", "rank_sweep"),
+        finished.command(WORKFLOW, "--cores", "2", "rank_sweep"),
         cwd=finished.path,
         env=finished.environment(STAND_IN_SECONDS="1200"),
         stdout=subprocess.DEVNULL,
@@ -109,33 +101,33 @@ def test_killed_pipeline_is_continued(finished: Checkout) -> None:
         wait_for(lambda: training(folder))
         [job] = training(folder)
 
-        second = finished.run(PIPELINE, "rank_sweep")
+        second = finished.run(WORKFLOW, "rank_sweep")
         assert second.returncode == 2
-        assert second.stdout.startswith(f"error: another pipeline is running, process {process.pid} ")
+        assert second.stdout.startswith(f"error: another workflow is running, process {process.pid} ")
         assert len(second.stdout.splitlines()) == 1
 
         open_files = {os.path.realpath(entry) for entry in Path(f"/proc/{job}/fd").iterdir()}
-        assert str(folder / ".pipeline.lock") not in open_files
+        assert str(folder / ".workflow.lock") not in open_files
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert training(folder) == [job]  # an orphan, as after every SIGKILL
     assert not (run / "status").exists()
 
-    # Snakemake dies with the pipeline; the next call clears its lock and the orphan away.
-    wait_for(lambda: finished.run(PIPELINE, "--cores", "4").returncode == 0)
+    # Snakemake dies with the workflow; the next call clears its lock and the orphan away.
+    wait_for(lambda: finished.run(WORKFLOW, "--cores", "4").returncode == 0)
     assert marked(folder) == []
     assert (run / "status").read_text() == "ok\n"
     assert finished.plan(["all"]) == [{}]
 
 
 @pytest.mark.slow
-def test_terminated_pipeline_ends_its_jobs(finished: Checkout) -> None:
+def test_terminated_workflow_ends_its_jobs(finished: Checkout) -> None:
     folder = finished.path / "results" / "ci"
     run = folder / "rank_sweep" / matrix.runs("rank_sweep", "ci")[0].name
     (run / "status").unlink()
     process = subprocess.Popen(
-        finished.command(PIPELINE, "--cores", "2", "rank_sweep"),
+        finished.command(WORKFLOW, "--cores", "2", "rank_sweep"),
         cwd=finished.path,
         env=finished.environment(STAND_IN_SECONDS="1200"),
         stdout=subprocess.DEVNULL,
@@ -151,14 +143,14 @@ def test_terminated_pipeline_ends_its_jobs(finished: Checkout) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_pipeline_ends_everything_and_says_what_is_kept(finished: Checkout) -> None:
+def test_interrupted_workflow_ends_everything_and_says_what_is_kept(finished: Checkout) -> None:
     folder = finished.path / "results" / "ci"
     runs = [folder / "rank_sweep" / run.name for run in matrix.runs("rank_sweep", "ci")]
     (runs[0] / "status").unlink(missing_ok=True)
     checkpoint = runs[0] / ".checkpoints" / "iter_0000040"
     checkpoint.mkdir(parents=True)
     process = subprocess.Popen(
-        finished.command(PIPELINE, "--cores", "2", "rank_sweep"),
+        finished.command(WORKFLOW, "--cores", "2", "rank_sweep"),
         cwd=finished.path,
         env=finished.environment(STAND_IN_SECONDS="1200"),
         stdout=subprocess.PIPE,
@@ -184,7 +176,7 @@ def test_interrupted_pipeline_ends_everything_and_says_what_is_kept(finished: Ch
     assert not list((finished.path / ".snakemake" / "locks").glob("*"))
     checkpoint.rmdir()
     checkpoint.parent.rmdir()
-    assert finished.run(PIPELINE, "--cores", "4").returncode == 0
+    assert finished.run(WORKFLOW, "--cores", "4").returncode == 0
     assert finished.plan(["all"]) == [{}]
 
 
@@ -194,7 +186,7 @@ def everything() -> list[tuple[str, RunConfig]]:
 
 def test_unusable_results_folder_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
     (checkout.path / "taken").write_text("a file, not a folder\n")
-    result = checkout.run(PIPELINE, "--results", "taken")
+    result = checkout.run(WORKFLOW, "--results", "taken")
     assert result.returncode == 2
     assert result.stdout.startswith("error: results folder is not writable")
     assert len(result.stdout.splitlines()) == 1
@@ -202,7 +194,7 @@ def test_unusable_results_folder_is_one_line_and_exit_code_2(checkout: Checkout)
 
 
 def test_unknown_scale_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
-    result = checkout.run(PIPELINE, "--scale", "huge")
+    result = checkout.run(WORKFLOW, "--scale", "huge")
     assert result.returncode == 2
     assert result.stdout.startswith("error: unknown scale 'huge'")
     assert len(result.stdout.splitlines()) == 1

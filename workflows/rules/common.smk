@@ -9,7 +9,7 @@ from edgc.errors import UserError
 from experiments.spec import matrix
 from experiments.cluster import slurm
 from experiments.common.yaml_settings import load_yaml
-from experiments.cluster.site import load_site, training_job
+from experiments.cluster.resources import load_resources, training_job
 from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
@@ -55,7 +55,7 @@ try:
         and not slurm.only_looks(sys.argv[1:])
     ):
         slurm.require()
-    SITE = load_site() if ON_SLURM else None
+    SITE = load_resources() if ON_SLURM else None
     CLUSTER = slurm.partitions() if ON_SLURM else None
 except UserError as error:
     # The same line and exit code as from every program of the project, not Snakemake's report of an exception.
@@ -218,7 +218,7 @@ def task_options(study, files):
     if wanted.held_out:
         options.append(f"--tasks-dir {Path(files[0]).parent}")
     if wanted.standard:
-        options.append(f"--standard {' '.join(wanted.standard)}")
+        options.append(f"--standard {','.join(wanted.standard)}")
     return " ".join(options)
 
 

@@ -53,10 +53,9 @@ rule export:
     params:
         data=subpath(input.data, parent=True),
         runs=lambda w, input: [Path(status).parent for status in input.runs],
-        models=lambda w, input, output: [Path(output[0], Path(status).parent.name) for status in input.runs],
     # All in one process: the imports take longer than a model.
     shell:
-        "python -m experiments.evaluation.export --run-folder {params.runs} --data {params.data} --out {params.models}"
+        "python -m experiments.evaluation.export {params.runs} --data {params.data} --out {output}"
         " > {log} 2>&1"
 
 
@@ -94,5 +93,5 @@ rule evaluate:
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:
-        "python -m experiments.evaluation.evaluate --models {params.models} {params.tasks} --out {params.folder} --processes {threads}"
+        "python -m experiments.evaluation.evaluate {params.models} {params.tasks} --out {params.folder} --processes {threads}"
         " > {log} 2>&1"

@@ -7,7 +7,6 @@ and the rows of `edgc_syntax`, whose pairs have as many tokens each, also depend
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -19,7 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from tokenizers import Tokenizer
 
 from edgc.errors import UserError
@@ -218,9 +219,8 @@ def make(
             continue
         rows = task.rows(ordered, seed, tokenizer)
         if not rows:
-            raise UserError(
-                f"task {name} gets no document from {len(ordered)} held-out texts", fix="give more text"
-            )
+            what = f"task {name} gets no document from {len(ordered)} held-out texts"
+            raise UserError(what, fix="give more text")
         lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
         files[f"{name}.jsonl"] = lines
         files[f"{name}.yaml"] = (HERE / f"{name}.yaml").read_text(encoding="utf-8")
@@ -242,20 +242,17 @@ def make(
 
 
 @main_guard
-def main(arguments: list[str] | None = None) -> None:
+def main(
+    data: Annotated[Path, typer.Option(help="prepared data")],
+    out: Annotated[Path, typer.Option(help="folder of the tasks")],
+    seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
+) -> None:
     """Generate the offline tasks."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.evaluation.tasks.make", description=main.__doc__
-    )
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="prepared data")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    info, path = load_info(options.data), options.data / "tokenizer.json"
-    check_whole(options.data, info, (path.name, "documents.jsonl"))
-    held_out = [(document.path, document.text) for document in texts(options.data, "test")]
+    info, path = load_info(data), data / "tokenizer.json"
+    check_whole(data, info, (path.name, "documents.jsonl"))
+    held_out = [(document.path, document.text) for document in texts(data, "test")]
     tokenizer = Tokenizer.from_file(str(path))
-    manifest = make(held_out, tokenizer, options.out, seed=options.seed, fingerprint=info.fingerprint)
+    manifest = make(held_out, tokenizer, out, seed=seed, fingerprint=info.fingerprint)
     for name, task in manifest["tasks"].items():
         chance = ", ".join(f"{metric} {value:.4g}" for metric, value in task["chance"].items())
         print(f"{name}: {task['documents']} documents; chance: {chance}")
@@ -264,4 +261,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

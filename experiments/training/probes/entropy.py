@@ -23,18 +23,17 @@ from edgc.entropy.sampler import Sampler
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import ProbeConfig
 from experiments.training.experts import ExpertShare, TokenCounts, place_of
+from experiments.training.probes.recorder import Recorder
 
 WHOLE_MODEL = "<model>"
 NEAR_ZERO = 1e-3  # of the parameter's sigma at its first probe
 
 
-class GradientProbe:
+class GradientProbe(Recorder):
     """Collects rows for ``tensors.parquet`` on every ``every``-th iteration.
 
     Args:
-        config: how often, which estimators, whether to correlate.
-        edgc: settings of the sampler under study.
-        stage: pipeline stage of this rank.
+        config, edgc, stage: see :class:`Recorder`; ``edgc`` has the sampler under study.
         reports: whether this rank's replica is the one described (data-parallel rank 0, and under expert parallelism
             the ranks that hold the other experts of its tokens).
         experts: which of the model's experts this rank holds; None without expert parallelism.
@@ -59,16 +58,14 @@ class GradientProbe:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.leaders, self.group = list(leaders), group
-        self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
+        super().__init__(config, edgc, stage, reports=reports)
         self.experts, self.tokens = experts, tokens
         self.sampler = Sampler(edgc.entropy)
-        self.rows: list[dict[str, Any]] = []
         self._first_sigma: dict[str, float] = {}
         self._previous: dict[str, Tensor] = {}
         self._pieces: list[Tensor] = []
 
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
-        """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""
         if not (self.reports and self.config.due(iteration)):
             return
         matrices = [
@@ -97,8 +94,7 @@ class GradientProbe:
     def _describe(self, iteration: int, name: str, gradient: Tensor) -> dict[str, Any]:
         flat = gradient.view(-1)
         shape = moments(flat)
-        key = f"{name}"
-        first = self._first_sigma.setdefault(key, shape.sigma)
+        first = self._first_sigma.setdefault(name, shape.sigma)
         sample = self.sampler.take(gradient, iteration, name)
         row: dict[str, Any] = {
             "iteration": iteration,
@@ -151,13 +147,11 @@ class GradientProbe:
                 row["tokens"] = sum(int(found[layer][expert]) for found in of_stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on after a whole iteration."""
-        return {"rows": self.rows, "first_sigma": self._first_sigma, "previous": self._previous}
+        return super().state_dict() | {"first_sigma": self._first_sigma, "previous": self._previous}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same rank."""
-        self.rows, self._first_sigma = list(state["rows"]), dict(state["first_sigma"])
-        self._previous = dict(state["previous"])
+        super().load_state_dict(state)
+        self._first_sigma, self._previous = dict(state["first_sigma"]), dict(state["previous"])
 
 
 def _pearson(a: Tensor, b: Tensor) -> float:

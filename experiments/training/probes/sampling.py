@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -19,12 +18,13 @@ from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler
 from edgc.runtime.channel import mark, seconds_between
 from experiments.spec.settings import ProbeConfig
+from experiments.training.probes.recorder import Recorder
 
 ESTIMATORS = ("histogram", "gaussian")
 SQUARES = "square_sum"
 
 
-class SamplingProbe:
+class SamplingProbe(Recorder):
     """Collects rows for ``sampling.parquet`` at the iterations at which gradients are probed.
 
     A row is of one iteration, stage, parameter, ``rule`` (of ``edgc.config.SAMPLINGS``, or ``all`` entries), entry
@@ -32,19 +32,14 @@ class SamplingProbe:
     took, and of all entries ``log_sigma`` and ``excess_kurtosis``. Estimator ``square_sum`` is log of the root mean
     square of all entries plus the constant of a normal distribution: one pass, no sample.
 
-    Args:
-        config: at which iterations, and ``entry_rates``.
-        edgc: settings of the run; the seed of its sampler is taken.
-        stage: pipeline stage of this rank.
-        reports: whether this rank's replica is the one described.
+    Of the run's settings the seed of the sampler is taken.
     """
 
     file = "sampling.parquet"
     keys = ("iteration", "stage", "parameter", "rule", "rate", "estimator")
 
     def __init__(self, config: ProbeConfig, edgc: EDGCConfig, stage: int, *, reports: bool) -> None:
-        self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
-        self.rows: list[dict[str, Any]] = []
+        super().__init__(config, edgc, stage, reports=reports)
         self._samplers = {
             (rule, rate): Sampler(replace(edgc.entropy, sampling=rule, entry_rate=rate, iteration_rate=1.0))
             for rule in SAMPLINGS
@@ -52,7 +47,6 @@ class SamplingProbe:
         }
 
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
-        """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""
         if not (self.reports and self.config.due(iteration)):
             return
         for gradient in gradients:
@@ -96,14 +90,6 @@ class SamplingProbe:
         """Rows of a skipped iteration are dropped: a gradient in it was not finite."""
         if skipped:
             self.rows = [row for row in self.rows if row["iteration"] != iteration]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on after a whole iteration."""
-        return {"rows": self.rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same rank."""
-        self.rows = list(state["rows"])
 
 
 def _of_squares(flat: Tensor) -> float:

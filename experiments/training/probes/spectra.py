@@ -20,6 +20,7 @@ from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy.estimators import estimate, moments
 from experiments.spec.settings import ProbeConfig
+from experiments.training.probes.recorder import Recorder
 
 if TYPE_CHECKING:
     from experiments.training.experts import ExpertShare
@@ -28,7 +29,7 @@ GRADIENT = "gradient"
 MEAN = "mean"  # runs from before it was measured have "compressed" in its place: M of one replica
 
 
-class SpectraProbe:
+class SpectraProbe(Recorder):
     """Collects rows for ``spectra.parquet`` at the iterations at which gradients are probed.
 
     A row is of one iteration, stage, parameter and ``of``, which is ``gradient`` (G) or, where PowerSGD factored the
@@ -46,11 +47,8 @@ class SpectraProbe:
     A matrix that is zero or not finite has no row, and an iteration that was skipped has none.
 
     Args:
-        config: at which iterations.
-        edgc: settings of the run.
-        stage: pipeline stage of this rank.
+        config, edgc, stage, reports: see :class:`Recorder`.
         compressor: of this rank's engine.
-        reports: whether this rank's replica is the one described.
         experts: which of the model's experts this rank holds; None without expert parallelism.
         group: the replicas, all of which have such a probe; None where there are no others.
     """
@@ -69,17 +67,15 @@ class SpectraProbe:
         experts: ExpertShare | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.config, self.edgc, self.stage, self.reports = config, edgc, stage, reports
+        super().__init__(config, edgc, stage, reports=reports)
         self.group = group
         self.compressor = compressor if isinstance(compressor, PowerSGD) else None
         self.experts = experts
-        self.rows: list[dict[str, Any]] = []
         self._found: list[dict[str, Any]] = []
         self._pending: dict[str, Tensor] = {}  # M of this replica
         self._iteration = 0
 
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
-        """Observer of :class:`edgc.engine.Engine`: called with each bucket group's local gradients."""
         if not self.config.due(iteration):
             return
         self._iteration = iteration
@@ -171,11 +167,3 @@ class SpectraProbe:
                 | {"rank": rank, "powersgd_error": math.sqrt(max(0.0, 1 - math.fsum(singular_sq) / input_sq))}
                 | {"singular_sq": singular_sq, "input_sq": input_sq, "best_sq": row["best_sq"][:rank]}
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on after a whole iteration."""
-        return {"rows": self.rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same rank."""
-        self.rows = list(state["rows"])

@@ -1,4 +1,4 @@
-"""Ask Megatron itself for the parameters of every pipeline stage (helper program of test_layouts.py).
+"""Ask Megatron itself for the parameters of every pipeline stage (helper program of test_placement.py).
 
 Reads a JSON list of shapes on stdin, writes for each the list of stages, each a list of [name, local shape].
 Each stage is built as its own first rank of a fake process group, on the meta device: the real model of the

@@ -24,7 +24,7 @@ DEFAULT = Path(__file__).resolve().parents[2] / "workflows" / "profiles" / "slur
 MEGABYTES_PER_RANK, BYTES_PER_PARAMETER = 1200, 40
 
 
-class Site(Settings):
+class Resources(Settings):
     """What a cluster offers and asks for; everything has a default.
 
     Args:
@@ -71,20 +71,20 @@ class Job:
     partition: str | None
 
 
-def site_path() -> Path:
+def resources_file() -> Path:
     """The file in use."""
     return Path(os.environ.get(VARIABLE) or DEFAULT)
 
 
-def load_site() -> Site:
+def load_resources() -> Resources:
     """Read and check the site file.
 
     Raises:
         UserError: naming the key and the file.
     """
-    path = site_path()
-    site: Site = validate(Site, {} if _says_nothing(path) else load_yaml(path), path)
-    return site
+    path = resources_file()
+    resources: Resources = validate(Resources, {} if _says_nothing(path) else load_yaml(path), path)
+    return resources
 
 
 def _says_nothing(path: Path) -> bool:
@@ -113,25 +113,25 @@ def parameters(run: RunConfig) -> int:
     return model.layers * (4 * model.hidden**2 + mlp) + (vocabulary + model.sequence_length) * model.hidden
 
 
-def training_job(run: RunConfig, site: Site) -> Job:
+def training_job(run: RunConfig, resources: Resources) -> Job:
     """The nodes of a run, and what it takes on each of them."""
     parallel = run.parallel
-    nodes = nodes_for(parallel.world, site.gpus_per_node)
+    nodes = nodes_for(parallel.world, resources.gpus_per_node)
     ranks = parallel.world // nodes
     share = parameters(run) / (parallel.tensor * parallel.pipeline)
     estimate = ranks * (MEGABYTES_PER_RANK + share * BYTES_PER_PARAMETER / 1e6)
-    gpus = ranks if site.gpus_per_node else 0
+    gpus = ranks if resources.gpus_per_node else 0
     return Job(
         nodes=nodes,
         ranks=ranks,
-        cpus=site.cpus_per_node or max(2, ranks),
-        memory=site.memory_gb * 1000 if site.memory_gb else round(estimate),
+        cpus=resources.cpus_per_node or max(2, ranks),
+        memory=resources.memory_gb * 1000 if resources.memory_gb else round(estimate),
         gpus=gpus,
-        gres=f"{site.gres}:{gpus}" if gpus else None,
-        partition=site.partition,
+        gres=f"{resources.gres}:{gpus}" if gpus else None,
+        partition=resources.partition,
     )
 
 
 def refuse(key: str, value: Any, what: str, fix: str) -> UserError:
     """The error about a setting of the site file that the cluster does not agree with."""
-    return UserError(f"{key} = {value!r}: {what}", where=site_path(), fix=fix)
+    return UserError(f"{key} = {value!r}: {what}", where=resources_file(), fix=fix)

@@ -1,4 +1,4 @@
-"""The layouts against Megatron's own models, hand formulas and the compressor that sends the bytes."""
+"""The placement of parameters against Megatron's own models, hand formulas and the compressor that sends the bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.spec import matrix
 from experiments.spec.settings import padded_vocabulary
 
 PAPER_STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
-REFERENCE = Path(__file__).with_name("megatron_layout_reference.py")
+REFERENCE = Path(__file__).with_name("megatron_placement_reference.py")
 
 
 def small(**changes: int | bool) -> GPTShape:

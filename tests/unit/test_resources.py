@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from edgc.errors import UserError
 from experiments.cluster import slurm
-from experiments.cluster.site import DEFAULT, VARIABLE, Site, load_site, nodes_for, training_job
+from experiments.cluster.resources import (
+    DEFAULT,
+    VARIABLE,
+    Resources,
+    load_resources,
+    nodes_for,
+    training_job,
+)
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig, resolve
 
@@ -50,23 +57,25 @@ def run_of(world: int, **sections: Any) -> RunConfig:
 
 def test_committed_file_and_file_of_comments_are_the_defaults(site_file: Path) -> None:
     site_file.write_text("# nothing yet\n\n")
-    assert load_site() == Site()
+    assert load_resources() == Resources()
     site_file.write_text(DEFAULT.read_text())
-    assert load_site() == Site()
+    assert load_resources() == Resources()
     # Every setting is in the file, in use or as a comment.
     text = DEFAULT.read_text()
-    assert all(f"{key}: " in text for key in Site.model_fields)
+    assert all(f"{key}: " in text for key in Resources.model_fields)
 
 
 def test_commented_lines_are_valid_settings(site_file: Path) -> None:
     lines = DEFAULT.read_text().splitlines()
     commented = [
-        line[2:] for line in lines if line.startswith("# ") and line[2:].split(":")[0] in Site.model_fields
+        line[2:]
+        for line in lines
+        if line.startswith("# ") and line[2:].split(":")[0] in Resources.model_fields
     ]
     used = [line for line in lines if line and not line.startswith("#")]
     site_file.write_text("\n".join([*commented, *used]))
-    assert set(yaml.safe_load(site_file.read_text())) == set(Site.model_fields)
-    assert load_site().account == "my_project"
+    assert set(yaml.safe_load(site_file.read_text())) == set(Resources.model_fields)
+    assert load_resources().account == "my_project"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_commented_lines_are_valid_settings(site_file: Path) -> None:
 def test_mistakes_name_the_key_and_the_file(site_file: Path, text: str, named: str) -> None:
     site_file.write_text(text)
     with pytest.raises(UserError) as error:
-        load_site()
+        load_resources()
     assert named in str(error.value)
     assert "my_site.yaml" in str(error.value)
     assert "\n" not in str(error.value)
@@ -92,7 +101,7 @@ def test_mistakes_name_the_key_and_the_file(site_file: Path, text: str, named: s
 
 def test_missing_file_is_named(site_file: Path) -> None:
     with pytest.raises(UserError, match=r"file not found .*my_site\.yaml"):
-        load_site()
+        load_resources()
 
 
 @given(world=st.integers(1, 512), gpus=st.integers(1, 16))
@@ -105,7 +114,7 @@ def test_nodes_are_the_fewest_with_equally_many_ranks(world: int, gpus: int) -> 
 
 @given(world=st.sampled_from([1, 2, 4, 6, 16, 64]), gpus=st.integers(0, 8))
 def test_job_has_a_rank_on_each_gpu(world: int, gpus: int) -> None:
-    job = training_job(run_of(world), Site(gpus_per_node=gpus, gres="gpu:v100"))
+    job = training_job(run_of(world), Resources(gpus_per_node=gpus, gres="gpu:v100"))
     assert job.nodes * job.ranks == world
     assert job.cpus >= job.ranks
     if gpus:
@@ -118,7 +127,7 @@ def test_every_ci_run_fits_on_a_node_of_4_cores_and_8_gb() -> None:
     runs = [run for study in matrix.studies() for run in matrix.runs(study, "ci")]
     assert len(runs) > 50
     for run in runs:
-        job = training_job(run, Site())
+        job = training_job(run, Resources())
         assert (job.nodes, job.gpus) == (1, 0)
         assert job.cpus <= 4
         assert job.memory <= 8000
@@ -129,13 +138,13 @@ def test_memory_grows_with_the_model_and_can_be_given() -> None:
         run_of(2, model={"layers": layers, "hidden": 96, "heads": 4, "sequence_length": 64})
         for layers in (4, 400)
     )
-    assert training_job(small, Site()).memory < training_job(large, Site()).memory
-    assert training_job(large, Site(memory_gb=3, cpus_per_node=7)).memory == 3000
-    assert training_job(large, Site(memory_gb=3, cpus_per_node=7)).cpus == 7
+    assert training_job(small, Resources()).memory < training_job(large, Resources()).memory
+    assert training_job(large, Resources(memory_gb=3, cpus_per_node=7)).memory == 3000
+    assert training_job(large, Resources(memory_gb=3, cpus_per_node=7)).cpus == 7
 
 
 def test_runtime_grows_with_the_attempt_up_to_the_limit() -> None:
-    site = Site(training_minutes=100)
+    site = Resources(training_minutes=100)
     assert [slurm.runtime(site, attempt, 250) for attempt in (1, 2, 3)] == [100, 200, 250]
     assert slurm.runtime(site, 3, None) == 300
 
@@ -182,13 +191,13 @@ def test_partitions_are_read(cluster: dict[str, slurm.Partition]) -> None:
     assert (cluster["gpu"].default, cluster["gpu"].minutes) == (True, 1440)
     assert [(nodes.count, nodes.gres["gpu:v100"]) for nodes in cluster["gpu"].nodes] == [(8, 4), (2, 2)]
     assert (cluster["cpu"].minutes, cluster["cpu"].nodes[0].memory) == (None, 128000)
-    assert slurm.of_training(Site(), cluster) == cluster["gpu"]
-    assert slurm.of_training(Site(partition="cpu"), cluster) == cluster["cpu"]
+    assert slurm.of_training(Resources(), cluster) == cluster["gpu"]
+    assert slurm.of_training(Resources(partition="cpu"), cluster) == cluster["cpu"]
 
 
 @pytest.mark.parametrize("world", [4, 8, 32])
 def test_runs_that_fit_are_accepted(cluster: dict[str, slurm.Partition], world: int) -> None:
-    slurm.check_runs(Site(gpus_per_node=4, gres="gpu:v100"), [run_of(world)], cluster)
+    slurm.check_runs(Resources(gpus_per_node=4, gres="gpu:v100"), [run_of(world)], cluster)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +214,7 @@ def test_runs_that_fit_nowhere_are_refused(
     cluster: dict[str, slurm.Partition], settings: dict[str, Any], world: int, named: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        slurm.check_runs(Site(**settings), [run_of(2), run_of(world)], cluster)
+        slurm.check_runs(Resources(**settings), [run_of(2), run_of(world)], cluster)
     assert named in str(error.value)
     assert "partition gpu" in str(error.value)
 
@@ -221,16 +230,16 @@ def test_runs_that_fit_nowhere_are_refused(
 def test_names_that_the_cluster_does_not_know_are_refused(
     cluster: dict[str, slurm.Partition], settings: dict[str, Any], named: str
 ) -> None:
-    slurm.check_site(Site(partition="gpu", cpu_partition="cpu", account="research"), cluster)
+    slurm.check_resources(Resources(partition="gpu", cpu_partition="cpu", account="research"), cluster)
     with pytest.raises(UserError) as error:
-        slurm.check_site(Site(**settings), cluster)
+        slurm.check_resources(Resources(**settings), cluster)
     assert named in str(error.value)
     assert ("gpu, cpu" in str(error.value)) == ("account" not in settings)
 
 
 def test_without_slurm_nothing_is_refused() -> None:
-    slurm.check_site(Site(partition="gpus", account="nobody"), None)
-    slurm.check_runs(Site(gpus_per_node=1), [run_of(64)], None)
+    slurm.check_resources(Resources(partition="gpus", account="nobody"), None)
+    slurm.check_runs(Resources(gpus_per_node=1), [run_of(64)], None)
     assert slurm.ask("no-such-program") is None
 
 
@@ -244,8 +253,8 @@ def test_command_starts_one_launcher_on_each_node(tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/bin/bash\necho "$WHO $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $@"\n')
     for name in ("srun", "python"):
         (tmp_path / name).chmod(0o755)
-    job = training_job(run_of(4), Site(gpus_per_node=2))
-    site = Site(gpus_per_node=2, setup="export WHO=me", network_interface="ib0")
+    job = training_job(run_of(4), Resources(gpus_per_node=2))
+    site = Resources(gpus_per_node=2, setup="export WHO=me", network_interface="ib0")
     text = f"{slurm.launch_command(job, site)} --study a --run 'b c'"
     environment = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
@@ -263,7 +272,7 @@ def test_command_starts_one_launcher_on_each_node(tmp_path: Path) -> None:
     )
     assert slurm.launch_command(None, None) == "python -m experiments.training.launch"
     assert (
-        slurm.launch_command(training_job(run_of(4), Site()), Site())
+        slurm.launch_command(training_job(run_of(4), Resources()), Resources())
         == "python -m experiments.training.launch"
     )
 
