@@ -14,7 +14,11 @@ from matplotlib.patches import Patch
 from paper_figures import style
 from paper_figures.families import FAMILIES, Family
 
-NAME = "bench"
+TABLES = ("engine.csv",)
+CAPTION = """\
+**The compression engine beside torch's PowerSGD hook**, on the gradients of a GPT, same rank, same error:
+(a) time, (b) speed-up, (c) time over what this machine needs for the products and passes alone, (d) where
+the time goes. Medians over rounds, quartiles as bars."""
 Line = str | tuple[int, tuple[float, ...]]
 TORCH = Family("torch", "torch powerSGD_hook", "#0072B2", "s")
 OURS = {
@@ -181,7 +185,3 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     ax.set_xlabel("wall time of a step (ms)")
     ax.set_ylabel("engine")
     ax.set_title(f"two ranks, gloo on loopback, rank {rank}")
-
-
-if __name__ == "__main__":
-    style.main(draw)

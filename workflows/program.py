@@ -38,8 +38,8 @@ from experiments.common.cli import main_guard
 from experiments.common.files import check_writable
 from experiments.common.processes import die_with_parent
 from experiments.spec import matrix
-from experiments.spec.targets import check_targets
 from experiments.training.run_folder import RunFolder
+from workflows.targets import check_targets
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "EDGC_PIPELINE"  # environment variable of every job: the results folder of its pipeline

@@ -19,6 +19,8 @@ from experiments.analyse.statistics import pearson, slope, thin
 from experiments.analyse.tables import identity, write_table
 from experiments.analyse.trend import ESTIMATORS, describe, steep_end
 
+RESULTS = ("table.csv", "moments.csv")
+DETAILS = ("trend.csv", "parameters.csv", "norms.csv")
 MODEL = "<model>"
 ALL = "<all>"
 LAYERS = "<layers>"  # the matrices of the transformer layers alone, without embeddings and head

@@ -21,6 +21,7 @@ from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, summarise
 from experiments.analyse.tables import identity, result, uncompressed_losses, write_table
 
+RESULTS = ("table.csv", "summary.csv", "experts.csv", "spread.csv", "fit.csv")
 WINDOW = 20  # iterations, that of EDGC at ci scale
 RANK = 16  # at the reference
 PLACE = re.compile(r"layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?")

@@ -1,17 +1,18 @@
 """From study and scale files to the list of runs. Imports no torch: Snakemake calls it for every plan.
 
-A study file::
+A study file (all keys: :class:`experiments.spec.study.Study`)::
 
     study: rank_sweep
     title: ...
     question: what the study answers
+    analysis: rank_sweep             # the module of experiments/analyse that makes its tables
     base: {...}                      # laid over the scale's defaults; of its compression settings a variant takes
                                      # those that its method can use
     variants: {name: {label: ..., ...}}
     seeds: [1]
-    figures: [rank_sweep]
-    evaluation: {...}                # of a study that evaluates: experiments/spec/task_catalogue.py
     scales: {ci: {base: {...}, variants: {...}, seeds: [...]}}   # laid over the keys above at that scale
+
+``extends: NAME`` lays the file over ``experiments/studies/bases/NAME.yaml``; there ``key: null`` takes a key away.
 """
 
 from __future__ import annotations
@@ -20,53 +21,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field
 
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
-from experiments.common.yaml_settings import Settings, deep_merge, load_yaml, validate
-from experiments.spec.settings import RunConfig, lay, resolve
-from experiments.spec.study_checks import check_run, check_seeds, check_study, nearest
+from experiments.common.yaml_settings import deep_merge, load_yaml, validate
+from experiments.spec.settings import RunConfig, check_run, lay, resolve
+from experiments.spec.study import Scale, Study, StudyLayer, check_names, nearest
 from experiments.spec.task_catalogue import Evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class StudyLayer(Settings):
-    """The part of a study that a scale may override."""
-
-    base: dict[str, Any] = {}
-    variants: dict[str, dict[str, Any]] = {}
-    seeds: list[int] = []
-    evaluation: dict[str, Any] = {}
-
-
-class Study(StudyLayer):
-    """A study file.
-
-    ``cluster`` holds inputs of the cluster model, ``scenarios`` clusters that it is asked about, ``needs`` studies
-    whose runs are evaluated, ``only_by_name`` the scales at which the study is too long for `all` and is made by its
-    own target alone.
-    """
-
-    study: str
-    title: str
-    question: str
-    figures: list[str] = []
-    scales: dict[str, StudyLayer] = {}
-    only_by_name: list[str] = []
-    cluster: dict[str, Any] | None = None
-    scenarios: dict[str, Any] | None = None
-    needs: dict[str, Any] | None = None
-
-
-class Scale(Settings):
-    """A scale file: defaults of every run, seeds, and how runs are launched."""
-
-    scale: str
-    title: str
-    defaults: dict[str, Any]
-    seeds: list[int] = Field(min_length=1)
 
 
 def study_path(study: str) -> Path:
@@ -97,17 +60,33 @@ def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
     return values
 
 
+def _base(name: Any, where: Path) -> dict[str, Any]:
+    folder = ROOT / "studies" / "bases"
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise UserError(f"extends: unknown name {name!r}", where=where, fix=nearest(str(name), known))
+    return load_yaml(folder / f"{name}.yaml")
+
+
+def _without_null(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_null(value) for key, value in values.items() if value is not None}
+
+
 def load_study(study: str) -> Study:
     path = study_path(study)
-    result: Study = validate(Study, _load(path, "study", studies()), path)
-    check_study(result, path, scales(), studies())
+    values = _load(path, "study", studies())
+    if (base := values.pop("extends", None)) is not None:
+        values = _without_null(deep_merge(_base(base, path), values))
+    result: Study = validate(Study, values, path)
+    check_names(result, path, scales(), studies())
     return result
 
 
 def load_scale(scale: str) -> Scale:
     path = scale_path(scale)
     result: Scale = validate(Scale, _load(path, "scale", scales()), path)
-    check_seeds(result.seeds, "seeds", path)
     return result
 
 

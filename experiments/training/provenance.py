@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from experiments.spec.code import training_code
 from experiments.spec.settings import RunConfig
 
 PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "lm_eval", "snakemake")
@@ -66,6 +67,7 @@ def collect(run: RunConfig, fingerprint: str) -> dict[str, Any]:
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "world": run.parallel.world,
         "data_fingerprint": fingerprint,
+        "code": training_code(),
         "versions": versions(),
         "git": git_state(),
         "hardware": hardware(),

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from edgc.errors import UserError
 from experiments.spec import matrix
-from experiments.spec.study_checks import nearest
+from experiments.spec.study import nearest
+from paper_figures import FIGURES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 NAMED_RULE = re.compile(r"^ *rule +([a-z_]+):", re.MULTILINE)
 FOLDERS = ("data", "figures", "benchmarks", "logs")
-FILES = ("claims.csv", "report.html", "regression.csv")
+FILES = ("claims.csv", "report.html", "regression.csv", "runs.csv")
 
 
 def targets() -> list[str]:
@@ -47,8 +48,6 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path) -> None:
 
 
 def _check_path(path: Path, parts: tuple[str, ...], scale: str) -> None:
-    from paper_figures import FIGURES
-
     where = "the command line"
     studies = matrix.studies()
     if parts and parts[0] not in (*studies, *FOLDERS, *FILES):
