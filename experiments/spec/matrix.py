@@ -17,15 +17,17 @@ A study file (all keys: :class:`experiments.spec.study.Study`)::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.yaml_settings import deep_merge, load_yaml, validate
-from experiments.spec.settings import RunConfig, check_run, lay, resolve
+from experiments.spec.settings import RunConfig, lay, resolve
 from experiments.spec.study import Scale, Study, StudyLayer, check_names, nearest
 from experiments.spec.task_catalogue import Evaluation
 
@@ -104,11 +106,47 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     for variant, overrides in variants.items():
         for seed in layer.seeds or definition.seeds or at.seeds:
             values = lay(base, overrides, study_path(study))
+            if scale not in definition.scales:
+                values = fitted(values)
             values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
             values.setdefault("label", variant)
             found.append(resolve(values, study_path(study)))
             check_run(found[-1], study_path(study))
     return found
+
+
+def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run of which its study says nothing at its scale, fitted to the scale's defaults.
+
+    The micro-batch becomes the largest that divides a replica's share of the global batch, and EDGC's window a tenth of
+    the run where nobody gives one and the default is longer than the run.
+    """
+    train, compression = values.get("train"), values.get("compression")
+    result = dict(values)
+    if isinstance(train, Mapping):
+        micro, batch, iterations = (train.get(key) for key in ("micro_batch", "global_batch", "iterations"))
+        data = (values.get("parallel") or {}).get("data", 1)
+        if all(isinstance(value, int) and value > 0 for value in (micro, batch, data)) and batch % data == 0:
+            share = batch // data
+            fit = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+            result["train"] = {**train, "micro_batch": fit}
+        chosen = compression if isinstance(compression, Mapping) else {}
+        if chosen.get("method") == "edgc" and "window" not in chosen and isinstance(iterations, int):
+            result["compression"] = {**chosen, "window": min(EDGCConfig().window, max(1, iterations // 10))}
+    return result
+
+
+def check_run(run: RunConfig, where: object) -> None:
+    """Refuse a run that could not do what it says.
+
+    Raises:
+        UserError: EDGC's window is longer than the run, so no rank would ever be decided.
+    """
+    window, iterations = run.edgc.window, run.train.iterations
+    if run.edgc.method == "edgc" and window > iterations:
+        what = f"compression.window = {window} is longer than the run, train.iterations = {iterations}"
+        fix = f"use at most {iterations}, or train longer"
+        raise UserError(f"{run.variant}: {what}", where=where, fix=fix)
 
 
 def evaluation(study: str, scale: str) -> Evaluation:

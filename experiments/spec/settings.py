@@ -20,7 +20,6 @@ from pydantic import (
 
 from edgc import presets
 from edgc.config import EDGCConfig
-from edgc.errors import UserError
 from experiments.common.yaml_settings import Settings, deep_merge, validate
 
 VOCAB_MULTIPLE = 128  # Megatron-LM: --make-vocab-size-divisible-by 128, times the tensor-parallel size
@@ -269,19 +268,6 @@ def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
     run: RunConfig = validate(RunConfig, values, where)
     EDGCConfig.from_dict(run.compression, where=where, prefix="compression.")
     return run
-
-
-def check_run(run: RunConfig, where: object) -> None:
-    """Refuse a run that could not do what it says.
-
-    Raises:
-        UserError: EDGC's window is longer than the run, so no rank would ever be decided.
-    """
-    window, iterations = run.edgc.window, run.train.iterations
-    if run.edgc.method == "edgc" and window > iterations:
-        what = f"compression.window = {window} is longer than the run, train.iterations = {iterations}"
-        fix = f"use at most {iterations}, or train longer"
-        raise UserError(f"{run.variant}: {what}", where=where, fix=fix)
 
 
 def recorded(values: Mapping[str, Any], where: object) -> RunConfig:

@@ -47,8 +47,8 @@ from experiments.common.files import check_writable, no_space
 from experiments.common.yaml_settings import load_yaml
 from experiments.data.folder import DataInfo, check_config, check_whole, load_info
 from experiments.data.integrity import check_indices
-from experiments.spec.matrix import find
-from experiments.spec.settings import RunConfig, check_run, recorded, resolve
+from experiments.spec.matrix import check_run, find
+from experiments.spec.settings import RunConfig, recorded, resolve
 from experiments.training import provenance
 from experiments.training.outputs import write_manifest
 from experiments.training.ranks import check_devices, start_ranks, warm_up

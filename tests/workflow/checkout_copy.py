@@ -49,8 +49,10 @@ PROGRAMS = {
     "experiments/data/__main__.py": f"write(option('--out'), *{DATA})",
     "experiments/training/launch.py": """
         time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
-        names = "run.yaml", "metrics.jsonl", "summary.json", "status"
-        write(scale() / option("--study") / option("--run"), *names)
+        folder = scale() / option("--study") / option("--run")
+        write(folder, "run.yaml", "metrics.jsonl", "summary.json", "status")
+        from experiments.spec.code import training_code
+        (folder / "run.yaml").write_text(f"provenance: {{code: {training_code()}}}\\n")
     """,
     "experiments/analyse/__main__.py": """
         from experiments.spec import matrix

@@ -45,6 +45,7 @@ try:
     EVALUATIONS = {
         name: matrix.evaluation(name, config["scale"]) for name, study in STUDIES.items() if study.needs
     }
+    TRAINING_CODE, DATA_CODE = run_codes.training_code(), run_codes.data_code()
 except UserError as error:
     stop(error)
 
@@ -73,7 +74,9 @@ CLAIMS = ROOT / "results/paper_claims.yaml"
 TOLERANCES = ROOT / "experiments/verdicts/tolerances.yaml"
 CLAIMED = {claim["study"] for claim in load_yaml(CLAIMS)["claims"]}.intersection(MAIN)
 COMPARED = {check["study"] for check in load_yaml(TOLERANCES)["checks"]}.intersection(MAIN)
-MAIN_FIGURES = [name for name, needed in FIGURES.items() if set(needed) <= set(MAIN)]
+# Figures whose studies have tables at this scale.
+DRAWN = {name: needed for name, needed in FIGURES.items() if set(needed) <= PROGRAMS.keys()}
+MAIN_FIGURES = [name for name, needed in DRAWN.items() if set(needed) <= set(MAIN)]
 
 # Benchmarks that `make bench-keep` has kept: (machine, benchmark).
 KEPT = here("results/reference/bench")
@@ -87,7 +90,7 @@ MEASURED = [
 
 wildcard_constraints:
     study=one_of(STUDIES),
-    figure=one_of(FIGURES),
+    figure=one_of(DRAWN),
     run=r"[^/]+",
     data=r"[^/]+",
 
@@ -98,7 +101,10 @@ wildcard_constraints:
 
 def code(*modules, files=()):
     """Fingerprint of programs with all that they import, and of other files in the checkout that they read."""
-    return f"code {source.fingerprint(*modules, files=[ROOT / file for file in files])}"
+    try:
+        return f"code {source.fingerprint(*modules, files=[ROOT / file for file in files])}"
+    except UserError as error:
+        stop(error)
 
 
 def settings(values):
@@ -112,12 +118,23 @@ def kept_code(record, today):
     return f"code {(config['keep_runs'] and run_codes.recorded_code(path)) or today}"
 
 
+if config["keep_runs"] and workflow.is_main_process:
+    records = [
+        Path(config["results"], config["scale"], study, run, "run.yaml")
+        for study in RUNS
+        for run in RUNS[study]
+    ]
+    codes = [run_codes.recorded_code(record) for record in records if record.with_name("status").is_file()]
+    others = len(codes) - codes.count(TRAINING_CODE)
+    print(f"keep_runs: {others} finished runs of other code than today's are kept", file=sys.stderr)
+
+
 def run_code(wildcards):
-    return kept_code(Path(wildcards.study, wildcards.run, "run.yaml"), run_codes.training_code())
+    return kept_code(Path(wildcards.study, wildcards.run, "run.yaml"), TRAINING_CODE)
 
 
 def data_code(wildcards):
-    return kept_code(Path("data", wildcards.data, "data.yaml"), run_codes.data_code())
+    return kept_code(Path("data", wildcards.data, "data.yaml"), DATA_CODE)
 
 
 def data_config(wildcards):
@@ -179,7 +196,7 @@ def table_outputs(program, shown, study="{study}"):
 
 def study_results(study):
     """All that a study leaves: its runs, its tables, and the figures that show them."""
-    figures = [name for name, needed in FIGURES.items() if study in needed]
+    figures = [name for name, needed in DRAWN.items() if study in needed]
     return [*run_files(study), *tables([study]), *figure_files(figures)]
 
 

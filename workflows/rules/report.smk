@@ -26,7 +26,7 @@ rule runs:
         scale=config["scale"],
         results=subpath(output[0], ancestor=2),
         code=code("experiments.verdicts.run_code"),
-        training=run_codes.training_code(),
+        training=TRAINING_CODE,
     shell:
         "python -m experiments.verdicts.run_code --scale {params.scale} --results {params.results} > {log} 2>&1"
 
