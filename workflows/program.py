@@ -294,6 +294,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scale", default="ci", help="file in experiments/scales (default: ci)")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of all results")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="cores to use (default: all)")
+    parser.add_argument(
+        "--keep-runs", action="store_true", help="keep runs made by code of an earlier version"
+    )
     parser.add_argument("--profile", metavar="NAME", help="of Snakemake, e.g. slurm")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")
     options, extra = parser.parse_known_args(arguments)
@@ -313,7 +316,12 @@ def main(arguments: list[str] | None = None) -> None:
     check_writable(folder)
     snakemake = [sys.executable, "-m", "snakemake"]
     cores = ["--cores", str(options.cores)]
-    config = ["--config", f"scale={options.scale}", f"results={options.results}"]
+    config = [
+        "--config",
+        f"scale={options.scale}",
+        f"results={options.results}",
+        f"keep_runs={options.keep_runs}",
+    ]
     with lock(folder) as handle:
         left = stop_jobs(folder)
         if left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,16 @@ def snakemake(folder: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("conda") is None, reason="no conda on the PATH to make the environments with"
+)
+def test_conda_makes_the_environment_of_figures(small: Checkout, tmp_path: Path) -> None:
+    figure = "results/ci/benchmarks/a-machine/stage_spread.png"
+    snakemake(small.path, "--directory", str(tmp_path), "--sdm", "conda", "--conda-create-envs-only", figure)
+    assert list((tmp_path / ".snakemake" / "conda").glob("*/bin/python"))
 
 
 @pytest.mark.slow
