@@ -23,7 +23,10 @@ def data_code() -> str:
 
 
 def recorded_code(record: Path) -> str | None:
-    """The fingerprint in a ``run.yaml`` or ``data.yaml``; None without such a file, or where it names none."""
+    """The fingerprint in a ``run.yaml`` or ``data.yaml``; None without such a file, or where it names none.
+
+    A run that went on from a checkpoint of other code has the fingerprints of both, joined by ``+``.
+    """
     try:
         values = yaml.safe_load(record.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

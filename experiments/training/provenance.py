@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from experiments.common.files import atomic_write
 from experiments.spec.code import training_code
 from experiments.spec.settings import RunConfig
 
@@ -59,6 +60,19 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.machine()
+
+
+def code_so_far(checkpoints: Path) -> str:
+    """Fingerprints of the code that has worked on a run since its first checkpoint, today's too, joined by ``+``.
+
+    They are kept beside the checkpoints: a run that goes on from one is a result of both.
+    """
+    path, known = checkpoints / "code", []
+    if any(checkpoints.glob("iter_*")):
+        known = path.read_text(encoding="utf-8").split("+") if path.is_file() else ["unknown"]
+    found = "+".join(dict.fromkeys([*known, training_code()]))
+    atomic_write(path, found)
+    return found
 
 
 def collect(run: RunConfig, fingerprint: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common.source import constant
+from experiments.spec.code import training_code
 from paper_figures import BENCHMARKS
 
 KEPT = Path("results", "reference", "bench", "a-machine")  # with one of the benchmarks
@@ -51,8 +52,7 @@ PROGRAMS = {
         time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
         folder = scale() / option("--study") / option("--run")
         write(folder, "run.yaml", "metrics.jsonl", "summary.json", "status")
-        from experiments.spec.code import training_code
-        (folder / "run.yaml").write_text(f"provenance: {{code: {training_code()}}}\\n")
+        (folder / "run.yaml").write_text(f"provenance: {{code: {CODE}}}\\n")
     """,
     "experiments/analyse/__main__.py": """
         from experiments.spec import matrix
@@ -172,5 +172,7 @@ def make_checkout(path: Path) -> Checkout:
         # Which tables a program writes is read from its file.
         declared = {name: constant(path / module, name) for name in ("RESULTS", "DETAILS")}
         lines = "".join(f"{name} = {value!r}\n" for name, value in declared.items() if value)
-        (path / module).write_text(lines + HEADER + textwrap.dedent(body))
+        # The code of training is that of this checkout: no program of it is a stand-in.
+        code = f"CODE = {training_code()!r}\n"
+        (path / module).write_text(code + lines + HEADER + textwrap.dedent(body))
     return Checkout(path)

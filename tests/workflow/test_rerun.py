@@ -96,6 +96,11 @@ def test_nothing_is_made_twice_nor_after_comments_and_times(finished: Checkout) 
     with (
         edited(experiments / "scales" / "ci.yaml", "scale: ci", "# A comment.\nscale: ci"),
         edited(experiments / "scales" / "ci.yaml", "title: CI", "title: Continuous integration"),
+        edited(
+            experiments / "scales" / "ci.yaml",
+            "eval_batches: 16",
+            "eval_batches: 16\n    checkpoint_interval: 50",
+        ),
         edited(experiments / "training" / "train.py", '"""', '"""Another docstring. '),
         edited(finished.path / "edgc" / "engine.py", "\nimport", "\n# A comment.\nimport"),
         edited(experiments / "studies" / "moe.yaml", "title: Mix", "title: A mix"),  # not part of `all`

@@ -107,15 +107,17 @@ def code(*modules, files=()):
         stop(error)
 
 
-def settings(values):
-    """Settings as text."""
-    return json.dumps(values.model_dump(mode="json"), sort_keys=True)
+def settings(values, but=None):
+    """Settings as text, without those that ``but`` names."""
+    return json.dumps(values.model_dump(mode="json", exclude=but), sort_keys=True)
 
 
 def kept_code(record, today):
     """With keep_runs=true the fingerprint of the code that made what is there, so that it stays; else today's."""
     path = Path(config["results"], config["scale"], record)
-    return f"code {(config['keep_runs'] and run_codes.recorded_code(path)) or today}"
+    kept = run_codes.recorded_code(path) if config["keep_runs"] else None
+    # Of a run that went on from a checkpoint of other code, the code that ended it.
+    return f"code {kept.rpartition('+')[2] if kept else today}"
 
 
 if config["keep_runs"] and workflow.is_main_process:

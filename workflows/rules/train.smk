@@ -24,7 +24,8 @@ rule train:
         scale=config["scale"],
         results=subpath(output[0], ancestor=4),
         code=run_code,
-        settings=lambda w: settings(RUNS[w.study][w.run]),
+        # How often a run saves its state changes nothing that it computes.
+        settings=lambda w: settings(RUNS[w.study][w.run], but={"train": {"checkpoint_interval"}}),
     # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes. On a terminal the progress bar
     # is shown; the log gets the lines without it.
     shell:
