@@ -102,6 +102,10 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     layer = definition.scales.get(scale, StudyLayer())
     base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)
     variants = deep_merge(definition.variants, layer.variants)
+    # A setting that is missing or does not fit may be the scale's where the study says nothing of it.
+    where = (
+        study_path(study) if scale in definition.scales else f"{study_path(study)} over {scale_path(scale)}"
+    )
     found = []
     for variant, overrides in variants.items():
         for seed in layer.seeds or definition.seeds or at.seeds:
@@ -110,8 +114,8 @@ def runs(study: str, scale: str) -> list[RunConfig]:
                 values = fitted(values)
             values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
             values.setdefault("label", variant)
-            found.append(resolve(values, study_path(study)))
-            check_run(found[-1], study_path(study))
+            found.append(resolve(values, where))
+            check_run(found[-1], where)
     return found
 
 

@@ -87,6 +87,15 @@ def test_training_follows_the_library_and_not_figures_evaluation_or_studies() ->
     assert source.ROOT / "experiments" / "data" / "tokenizer.py" in source.closure(DATA)
 
 
+def test_what_is_to_be_run_does_not_depend_on_what_is_made_of_it() -> None:
+    for name in ("matrix", "study", "settings"):
+        folders = {
+            path.relative_to(source.ROOT).parts[:2] for path in source.closure(f"experiments.spec.{name}")
+        }
+        found = {parts[1] for parts in folders if parts[0] == "experiments"} - {"__init__.py"}
+        assert found == {"common", "spec"} and not any(parts[0] == "paper_figures" for parts in folders)
+
+
 def test_a_constant_is_read_without_running_the_file(tmp_path: Path) -> None:
     path = tmp_path / "figure.py"
     path.write_text('TABLES = ("a/table.csv",)\nSUM = 1 + 1\nraise SystemExit\n')

@@ -146,6 +146,17 @@ def test_a_study_that_nothing_analyses_is_refused(root: Path) -> None:
     assert matrix.runs("mine", "ci") == []
 
 
+def test_a_scale_that_lacks_a_setting_is_named_beside_the_study(root: Path) -> None:
+    path = root / "scales" / "mine.yaml"
+    values = {**load_yaml(root / "scales" / "ci.yaml"), "scale": "mine"}
+    del values["defaults"]["train"]["lr"]
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(
+        UserError, match=r"missing key train\.lr \(in .*entropy_trend\.yaml over .*mine\.yaml\)"
+    ):
+        matrix.runs("entropy_trend", "mine")
+
+
 def test_a_study_extends_a_base(root: Path) -> None:
     variants = {study: [run.variant for run in matrix.runs(study, "paper")] for study in matrix.studies()}
     assert variants["gpt2_345m"] == variants["gpt2_12p1b_h100"]
