@@ -9,7 +9,6 @@ from pathlib import Path
 from edgc.errors import UserError
 from experiments.spec import matrix
 from experiments.spec.study import nearest
-from paper_figures import FIGURES
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMED_RULE = re.compile(r"^ *rule +([a-z_]+):", re.MULTILINE)
@@ -48,6 +47,8 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path) -> None:
 
 
 def _check_path(path: Path, parts: tuple[str, ...], scale: str) -> None:
+    from paper_figures import FIGURES  # reads the files of all figures, one of which may be wrong
+
     where = "the command line"
     studies = matrix.studies()
     if parts and parts[0] not in (*studies, *FOLDERS, *FILES):

@@ -166,6 +166,26 @@ def test_wrong_study_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
         path.unlink()
 
 
+def test_wrong_figure_is_one_line_and_exit_code_2(checkout: Checkout) -> None:
+    path = checkout.path / "paper_figures" / "broken.py"
+    try:
+        for text, said in (
+            (
+                'TABLES = ("methods/tabel.csv",)',
+                "TABLES: study methods has no 'tabel.csv' (in {}); did you mean table.csv",
+            ),
+            ("TABLES = (", "not valid Python at line 1 (in {}); correct it"),
+            ("TABLES = sorted(())", "TABLES is computed (in {}); write it out"),
+        ):
+            path.write_text(text + "\n")
+            [(code, output)] = checkout.snakemake(["-n", "all"])
+            line = output.splitlines()[-1]
+            assert code == 2, output
+            assert said.format("paper_figures/broken.py") in line.replace(f"{checkout.path}/", ""), line
+    finally:
+        path.unlink()
+
+
 def test_unknown_standard_task_is_one_line_with_the_name_that_was_meant(checkout: Checkout) -> None:
     path = checkout.path / "experiments" / "studies" / "zero_shot.yaml"
     content = path.read_text()

@@ -13,10 +13,9 @@ sys.path.insert(0, str(ROOT))
 from edgc.errors import UserError
 from experiments.spec import code as run_codes, matrix
 from experiments.spec.settings import DataConfig
-from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, tables_of
+from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, nearest, tables_of
 from experiments.common import source
 from experiments.common.yaml_settings import load_yaml, validate
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
 # (or that of the rule's conda environment under `--sdm conda`), and its programs are those of this checkout.
@@ -45,6 +44,13 @@ try:
     EVALUATIONS = {
         name: matrix.evaluation(name, config["scale"]) for name, study in STUDIES.items() if study.needs
     }
+    from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption  # reads their files
+
+    for name, read in INPUTS.items():
+        for study, _, table in (path.partition("/") for path in read):
+            if study in STUDIES and table not in STUDIES[study].tables:
+                what, file = f"TABLES: study {study} has no {table!r}", f"paper_figures/{name}.py"
+                raise UserError(what, where=file, fix=nearest(table, STUDIES[study].tables))
     TRAINING_CODE, DATA_CODE = run_codes.training_code(), run_codes.data_code()
 except UserError as error:
     stop(error)
