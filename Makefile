@@ -187,12 +187,8 @@ clean-results: ## delete the generated results of SCALE (never results/reference
 	@rm -rf -- '$(RESULTS)/$(SCALE)' && echo 'deleted $(RESULTS)/$(SCALE)'
 
 .PHONY: environment
-environment: ## rewrite environment.yml from requirements.lock
-	@{ echo '# Conda environment; the pins are those of requirements.lock (written by `make environment`).'; \
-	   echo 'name: edgc'; echo 'channels:'; echo '  - conda-forge'; echo 'dependencies:'; \
-	   echo '  - python=3.11'; echo '  - pip'; echo '  - pip:'; \
-	   sed -n 's/^\([A-Za-z0-9].*\)$$/      - \1/p' requirements.lock; } > environment.yml.tmp
-	@mv environment.yml.tmp environment.yml
+environment: venv ## rewrite environment.yml and workflows/envs from requirements.lock
+	@$(PY) -m workflows.environments
 
 .PHONY: venv
 venv: $(VENV)/.complete ## make .venv from requirements.lock

@@ -1,12 +1,13 @@
 # What can be made, and under which name. Which runs exist is said in experiments/studies and experiments/scales,
 # how each file is made in workflows/rules. `snakemake -n all` plans; `snakemake -c2 window_ablation` makes one study.
-from snakemake.utils import min_version, validate
+from snakemake.utils import min_version
 
 min_version("9.27")
 
 
 # Checks the settings, fills in their defaults (scale=ci, results=results) and reads the studies.
 include: "workflows/rules/common.smk"
+include: "workflows/rules/slurm.smk"
 
 
 pathvars:

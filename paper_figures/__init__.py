@@ -1,43 +1,32 @@
-"""Figures and tables of the benchmark: one script each, drawn from the tables under ``results/<scale>/``.
+"""Figures of studies and benchmarks, one file each, drawn from tables alone.
 
-This file is plain Python (no plotting library), so that the workflow can read the registry cheaply.
+A figure is a file here that says ``TABLES``, the tables that it reads, and ``CAPTION``, its text in the report (in
+reStructuredText), and has ``draw(results: Path) -> Figure``. Tables of studies are named ``study/table.csv``, below the
+folder of a scale; those of a benchmark lie in its folder, the first one is shown beside the figure. Files without
+``TABLES`` hold what figures share. Both are read here without importing a figure, so that planning needs no plotting
+library.
 """
 
 from __future__ import annotations
 
-# figure name -> studies whose tables it reads
-FIGURES: dict[str, tuple[str, ...]] = {
-    "entropy_trend": ("entropy_trend",),
-    "entropy_moments": ("entropy_trend",),
-    "entropy_conditions": ("entropy_trend",),
-    "methods": ("methods",),
-    "ranks_over_time": ("methods",),
-    "time_to_target": ("methods",),
-    "policies": ("policies",),
-    "equal_bytes": ("equal_bytes",),
-    "moe": ("moe",),
-    "rank_sweep": ("rank_sweep",),
-    "rank_model": ("rank_model",),
-    "window_ablation": ("window_ablation",),
-    "sampling_ablation": ("sampling_ablation",),
-    "zero_shot": ("zero_shot",),
-    "gpt2_2p5b_v100": ("gpt2_2p5b_v100",),
-    "gpt2_12p1b_h100": ("gpt2_12p1b_h100",),
-    "beyond": ("beyond",),
-    "beyond_sensitivity": ("beyond",),
-    "disturbances": ("beyond",),
-}
+from pathlib import Path
 
-# figures drawn by a script of another name, which takes the study as its second argument
-SCRIPTS: dict[str, str] = {"gpt2_2p5b_v100": "cluster", "gpt2_12p1b_h100": "cluster"}
+from experiments.common.source import constant
 
-# figures of `make bench`, `bench-network`, `bench-steps`, `bench-race` and `bench-stages` -> files that these write and
-# the figure reads, first the table that the figure shows
-BENCHMARKS: dict[str, tuple[str, ...]] = {
-    "bench": ("engine.csv",),
-    "bench_network": ("network.csv",),
-    "bench_steps": ("steps.csv",),
-    "bench_race": ("race_summary.csv", "race.csv"),
-    "stage_spread": ("stages.csv", "stages_iterations.csv"),
-    "timeline": ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json"),
+FOLDER = Path(__file__).parent
+_READ: dict[str, tuple[str, ...]] = {
+    path.stem: tables for path in sorted(FOLDER.glob("*.py")) if (tables := constant(path, "TABLES"))
 }
+# figure -> tables of studies that it reads
+INPUTS = {name: tables for name, tables in _READ.items() if all("/" in table for table in tables)}
+# figure -> studies whose tables it reads
+FIGURES = {
+    name: tuple(dict.fromkeys(table.partition("/")[0] for table in tables)) for name, tables in INPUTS.items()
+}
+# figure of a benchmark -> files in the benchmark's folder that it reads
+BENCHMARKS = {name: tables for name, tables in _READ.items() if name not in INPUTS}
+
+
+def caption(name: str) -> str:
+    """The text under a figure in the report."""
+    return str(constant(FOLDER / f"{name}.py", "CAPTION") or "")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
 from edgc.errors import UserError
-from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
+from paper_figures import BENCHMARKS, FIGURES
 
 
 def render(name: str, results: Path, out: Path) -> list[Path]:
@@ -26,9 +25,7 @@ def render(name: str, results: Path, out: Path) -> list[Path]:
         )
     from paper_figures import style
 
-    draw = importlib.import_module(f"paper_figures.{SCRIPTS.get(name, name)}").draw
-    fig = draw(results, name) if "study" in inspect.signature(draw).parameters else draw(results)
-    return style.save(fig, out, name)
+    return style.save(importlib.import_module(f"paper_figures.{name}").draw(results), out, name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,11 @@ from matplotlib.patches import Patch
 from paper_figures import style
 from paper_figures.families import FAMILIES, Family, Line
 
-NAME = "bench"
+TABLES = ("engine.csv",)
+CAPTION = """\
+**The compression engine beside torch's PowerSGD hook**, on the gradients of a GPT, same rank, same error:
+(a) time, (b) speed-up, (c) time over what this machine needs for the products and passes alone, (d) where
+the time goes. Medians over rounds, quartiles as bars."""
 TORCH = Family("torch", "torch powerSGD_hook", "#0072B2", "s")
 OURS = {
     "fp32": Family("fp32", "edgc, fp32 factors", FAMILIES["edgc"].colour, "D"),
@@ -163,7 +167,3 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     ax.legend(handles=patches, loc="lower right", ncols=2)
     ax.set(xlabel="wall time of a step (ms)", ylabel="engine")
     ax.set_title(f"two ranks, gloo on loopback, rank {rank}")
-
-
-if __name__ == "__main__":
-    style.main(draw)

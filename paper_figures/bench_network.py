@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 from paper_figures import style
 from paper_figures.families import FAMILIES, Family
 
-NAME = "bench_network"
+TABLES = ("network.csv",)
+CAPTION = """\
+**Training steps over a link of limited bandwidth**: two ranks in network namespaces, each method beside
+torch's hook and uncompressed averaging in the same round. Medians over rounds, quartiles as bars."""
 LOOKS = {
     "compute": Family("compute", "no communication", "#999999", "|"),
     "dense": FAMILIES["none"],
@@ -65,7 +68,3 @@ def panel(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:
             ax.axvline(rows.loc[name, "seconds"], color="#444444", linewidth=0.8, linestyle=line, zorder=0)
     ax.set_xlim(left=0)
     ax.grid(axis="y", visible=False)
-
-
-if __name__ == "__main__":
-    style.main(draw)

@@ -12,7 +12,11 @@ from paper_figures import style
 from paper_figures.beyond import STUDY, label
 from paper_figures.families import by_name
 
-NAME = "beyond_sensitivity"
+TABLES = ("beyond/sensitivity.csv",)
+CAPTION = """\
+**What the simulated saving hangs on.** Per assumption the step time saved when it alone is changed, for
+EDGC and for a fixed rank with int8 factors. All of them, every method and both ways of reducing:
+``beyond/sensitivity.csv``."""
 METHODS = ("edgc", "factors_int8_r64")
 WORDS = {
     "step_efficiency": "share of the peak in a step",
@@ -73,7 +77,3 @@ def panel(ax: Axes, rows: pd.DataFrame) -> None:
     ax.set(ylim=(len(WORDS) - 0.5, -0.5), xlabel="SIMULATED: step time saved (%)")
     first = rows.iloc[0]
     ax.set_title(f"{first['label']}\n{first['gbits_per_second']:g} Gbit/s")
-
-
-if __name__ == "__main__":
-    style.main(draw)

@@ -1,7 +1,4 @@
-"""The paper's clusters, simulated: time of one step's gradient communication against the unknown network.
-
-``python -m paper_figures.cluster --study gpt2_2p5b_v100 --results results/ci --out results/ci/figures``
-"""
+"""The paper's clusters, simulated: time of one step's gradient communication against the unknown network."""
 
 from __future__ import annotations
 
@@ -127,7 +124,3 @@ def draw(results: Path, study: str) -> Figure:
         "that was recorded.",
     )
     return fig
-
-
-if __name__ == "__main__":
-    style.main(draw)

@@ -12,7 +12,12 @@ from paper_figures import style
 from paper_figures.beyond import label
 from paper_figures.families import by_name
 
-NAME = "disturbances"
+TABLES = ("beyond/disturbances.csv",)
+CAPTION = """\
+**Stages and links that are not alike, simulated.** Share of the step that each method saves on the 12.1B
+cluster where the links or the devices of one stage are slower, or links are congested for a while. EDGC's
+ranks are those of its controller, told the entropy of a recorded run; beside it, the same run without
+measuring times again, and without alignment."""
 STUDY = "beyond"
 # EDGC's controller as it is, and kept from one of the things that it does: (label, marker).
 CONTROLLERS = {
@@ -65,7 +70,3 @@ def panel(ax: Axes, table: pd.DataFrame, cases: list[str]) -> None:
         )
     ax.set_xlim(0, 100)
     ax.grid(axis="y", visible=False)
-
-
-if __name__ == "__main__":
-    style.main(draw)

@@ -12,7 +12,16 @@ from matplotlib.figure import Figure
 from paper_figures import style
 from paper_figures.entropy_trend import PLAIN
 
-NAME = "entropy_moments"
+TABLES = ("entropy_trend/trend.csv",)
+CAPTION = """\
+**Shape of the gradient distribution through training.** Thick lines: mean over the matrices of the
+transformer layers, weighted by size, with the range over query-key-value, projection and the two
+feed-forward groups as a band. Thin dotted lines: the word embedding, most of whose entries receive no
+gradient in a step. (a), (b): a normal distribution has zero skewness and zero excess kurtosis; the further
+from zero, the worse a Gaussian link between entropy and σ. (c): share of entries smaller than a thousandth
+of the standard deviation that the same parameter's gradient had at the first probe; a rising line means
+centring on zero, which includes a mere fall of σ. (d): mean absolute Pearson correlation between gradient
+matrices of the same shape in different layers of a stage."""
 LAYER_GROUPS = ("qkv", "projection", "fc1", "fc2")
 PANELS = (
     ("skewness", "skewness", "skewness\n(no unit, log beyond ±1)", 1.0),
@@ -84,7 +93,3 @@ def line(ax: Axes, rows: pd.DataFrame, column: str, factor: float, family: style
     if embedding.notna().any():
         name = f"{label}, embedding"
         ax.plot(embedding.index, embedding, color=family.colour, linewidth=0.8, linestyle=":", label=name)
-
-
-if __name__ == "__main__":
-    style.main(draw)

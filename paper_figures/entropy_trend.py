@@ -12,7 +12,16 @@ from matplotlib.figure import Figure
 
 from paper_figures import style
 
-NAME = "entropy_trend"
+TABLES = ("entropy_trend/trend.csv", "entropy_trend/parameters.csv", "entropy_trend/norms.csv")
+CAPTION = """\
+**Entropy of gradients through training, GPT and BERT.** Top: change of the entropy since the first probe,
+mean over parameters weighted by their size, one line per estimator; the differential estimators (histogram,
+Gaussian, Vasicek) follow the gradient's scale, the discrete entropy of the authors' released code cannot,
+because it is computed over [min, max]. Middle: log σ of every parameter (thin) and the mean of its group
+(thick). Bottom: gradient norm before and after clipping. Everything above was measured before clipping. How
+to read it: a line that falls and stays down supports the paper's observation; a line that falls first and
+rises later does so only for the first part of training. The verdict in ``entropy_trend/table.csv`` follows
+rules fixed before the runs."""
 PLAIN = ("gpt", "bert")  # the other variants change one condition each, see entropy_conditions
 GROUP_ORDER = ("embedding", "position", "qkv", "projection", "fc1", "fc2", "head", "norm", "other")
 
@@ -104,7 +113,3 @@ def clipping(ax: Axes, rows: pd.DataFrame) -> None:
     )
     ax.set_yscale("log")
     style.plain(ax.yaxis)
-
-
-if __name__ == "__main__":
-    style.main(draw)

@@ -11,7 +11,14 @@ from matplotlib.figure import Figure
 from paper_figures import style
 from paper_figures.families import FAMILIES, Family
 
-NAME = "policies"
+TABLES = ("policies/excess.csv", "policies/verdicts.csv", "policies/curves.csv")
+CAPTION = """\
+**Policies against fixed ranks at equal bytes.** All runs share one uncompressed warm-up. (a) Validation
+loss above uncompressed training of the same seed (nats) against the bytes sent; lines join fixed ranks,
+open markers have quantised factors. (b) What each policy costs beyond a fixed rank that sends as many
+bytes, read off the line of the same seed and type of factors; left of zero a policy is better than standing
+still. The rule of the verdict is in ``experiments/analyse/policies.py``, the verdicts are in
+``policies/verdicts.csv``: an interval that contains zero says nothing. (c) The ranks behind it."""
 FIXED = {
     "fp32": (FAMILIES["powersgd"], "fixed ranks"),
     "int8": (FAMILIES["factors_int8"], "fixed ranks, int8 factors"),
@@ -105,7 +112,3 @@ def ranks(ax: Axes, curves: pd.DataFrame, runs: pd.DataFrame) -> None:
         ax.step(mine["iteration"], mine["rank_0"], where="post", **drawn)
     ax.set_ylim(bottom=0)
     ax.set(title="rank of stage 0", xlabel="iteration", ylabel="rank r")
-
-
-if __name__ == "__main__":
-    style.main(draw)

@@ -12,7 +12,22 @@ from matplotlib.lines import Line2D
 
 from paper_figures import style
 
-NAME = "rank_model"
+TABLES = ("rank_model/table.csv", "rank_model/errors.csv", "rank_model/stiffness.csv", "rank_model/cqm.csv")
+CAPTION = """\
+**Predicted error.** What is predicted is the Frobenius error at rank r of the gradient G of one worker and
+of M = G + E (E: error feedback), matrices of the transformer layers, under PowerSGD of a fixed rank; the
+legend says whether M is averaged over the workers, as it is approximated, or, in runs from before that was
+recorded, the first worker's own. σ·g(r) takes entries to be independent; *anchored* is CQM's rule, the
+error at the rank in use at the end of warm-up, moved by exp(H − H₀) and g; *spectral* reads PowerSGD's
+singular values at the rank in use and continues them geometrically, *from exact values* does the same from
+those of M itself. Actual errors are those of the best approximation of rank r, and what PowerSGD left: its
+own at the rank in use, at another rank the relative error of the run with that rank and the same seed. (a):
+predicted over actual during training, at ranks above the one in use; 1 is exact. (b): size of the logarithm
+of that ratio by rank, after warm-up. (c): the rank that CQM asks for when the entropy has changed, as a
+share of the rank at the start, for this model's commonest matrix and two larger ones; where a curve crosses
+the dashed line an r_min of r_max/4 is reached. The band is the measured noise of a window's mean entropy:
+where it reaches that crossing, the rank follows noise. Numbers are in ``rank_model/table.csv``,
+``errors.csv`` and, for ranks per nat, ``stiffness.csv``."""
 LAYERS = "<layers>"
 # predictor: label, colour, marker
 PREDICTORS = {
@@ -126,7 +141,3 @@ def cqm(ax: Axes, curves: pd.DataFrame, stiffness: pd.DataFrame) -> None:
     ax.axhline(0.25, color="#444444", linewidth=0.6, linestyle="--", label="r_min = r_max/4")
     ax.set(ylim=(0, 2), xlabel="change of entropy (nats)", ylabel="CQM's rank / rank at start")
     ax.set_title("stiffness of CQM")
-
-
-if __name__ == "__main__":
-    style.main(draw)

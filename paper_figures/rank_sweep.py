@@ -11,7 +11,16 @@ from matplotlib.figure import Figure
 
 from paper_figures import style
 
-NAME = "rank_sweep"
+TABLES = ("rank_sweep/table.csv", "rank_sweep/timings.csv", "rank_sweep/fit.csv")
+CAPTION = """\
+**What a fixed rank costs.** Fixed-rank PowerSGD. (a): time per step of the slowest pipeline stage in
+compression, communication and decompression (median over steps, bars: quartiles), with the least-squares
+line T(r) = a·r + c that stage alignment relies on and its largest relative residual; where an uncompressed
+run is part of the study, its time shows the rank from which compression stops paying. Seconds belong to the
+machine and network that measured them. (b): relative error in the second half of training of M, gradient
+plus error feedback: what the mean over the workers lacks, ‖M̄ − M̂‖/‖M̄‖ (estimated from sketches; not
+known of runs from before it was measured), and, lighter, what a worker keeps back of its own M, ‖E‖/‖M‖, in
+which the differences between workers count. (c): validation perplexity at the end."""
 PARTS = (
     ("compress", "compress", "#E69F00", "s", "--"),
     ("communicate", "communicate", "#56B4E9", "^", "-."),
@@ -113,7 +122,3 @@ def loss(ax: Axes, table: pd.DataFrame) -> None:
         ax.axhline(dense.mean(), color=base.colour, linewidth=1.0, linestyle="--", label="uncompressed")
     ax.set(ylabel="validation perplexity", title="quality")
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
-
-
-if __name__ == "__main__":
-    style.main(draw)

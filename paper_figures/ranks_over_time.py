@@ -12,7 +12,13 @@ from matplotlib.ticker import MaxNLocator
 from edgc.errors import UserError
 from paper_figures import style
 
-NAME = "ranks_over_time"
+TABLES = ("methods/curves.csv", "methods/table.csv")
+CAPTION = """\
+**Ranks that EDGC chose.** The rank that EDGC used at every iteration, per pipeline stage and policy. Grey:
+nothing is compressed yet (warm-up, until the entropy is stable). Dashed and dotted lines: the limits r_max
+and r_min. Later stages are drawn thinner on top of earlier ones, so that equal ranks remain visible. A line
+that stays at a limit means that the model asked for a rank outside it: the method then acts like a fixed
+rank."""
 
 
 def draw(results: Path) -> Figure:
@@ -67,7 +73,3 @@ def panel(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
                 linestyle=("-", "--", ":", "-.")[number % 4],
                 label=f"stage {stage}" if number == 0 else None,
             )
-
-
-if __name__ == "__main__":
-    style.main(draw)

@@ -1,14 +1,7 @@
-"""One look for every figure: sizes, colours, markers, notes, saving, and the command line.
-
-A figure script holds ``NAME`` and ``draw(results: Path) -> Figure`` (``results`` is the folder of one scale,
-e.g. ``results/ci``; a script that serves several studies takes ``draw(results, study)``) and ends with ``if
-__name__ == "__main__": style.main(draw)``. It reads tables only, never run folders.
-"""
+"""One look for every figure: sizes, colours, markers, notes, reading and saving."""
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -241,30 +234,3 @@ def guard(program: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def main(draw: Callable[..., Figure], argv: Sequence[str] | None = None) -> None:
-    """Command line of one figure script: ``--results results/ci --out results/ci/figures [--study S]``.
-
-    The file is called after ``--study`` where the script takes one, otherwise after the script's ``NAME``
-    (its module name if it has none).
-    """
-    takes_study = "study" in inspect.signature(draw).parameters
-    module = inspect.getmodule(draw)
-    default = getattr(module, "NAME", None) or Path(str(getattr(module, "__file__", "figure"))).stem
-    parser = argparse.ArgumentParser(description=(inspect.getdoc(draw) or "").split("\n")[0])
-    parser.add_argument("--results", type=Path, default=Path("results/ci"), help="folder of one scale")
-    parser.add_argument(
-        "--out", type=Path, default=None, help="folder of the figures (default RESULTS/figures)"
-    )
-    if takes_study:
-        parser.add_argument("--study", required=True, help="study to draw")
-    args = parser.parse_args(argv)
-
-    def program() -> None:
-        out = args.out or args.results / "figures"
-        name = args.study if takes_study else default
-        fig = draw(args.results, args.study) if takes_study else draw(args.results)
-        print("  ".join(str(path) for path in save(fig, out, name)))
-
-    guard(program)

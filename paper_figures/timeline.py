@@ -11,10 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from edgc.errors import UserError
-from paper_figures import BENCHMARKS, style
+from paper_figures import style
 from paper_figures.stage_spread import LABELS
 
-NAME = "timeline"
+TABLES = ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json")
+CAPTION = """\
+**One iteration per pipeline stage.** Forward, backward, communication and idle time of each stage, without
+compression, with equal ranks and with DAC, measured over links of injected delay. The iteration drawn is
+the one whose length is nearest to the median; the shares of all iterations are in ``timeline.csv``."""
 # Pale for work, strong for what communication costs.
 KINDS = {
     "forward": ("forward", "#A6CEE3"),
@@ -30,7 +34,7 @@ NUMBERED = 0.012  # share of the axis that a box must span to carry its micro-ba
 
 def draw(results: Path) -> Figure:
     """One panel per variant, one row per stage, for one replica; what is left blank is idle."""
-    for name in BENCHMARKS[NAME]:
+    for name in TABLES:
         if not (results / name).is_file():
             fix = "make it with: make bench-stages"
             raise UserError("there is no timeline of the stages benchmark", where=results / name, fix=fix)
@@ -100,7 +104,3 @@ def _ranks(ranks: str) -> str:
     if set(parts) == {"dense"}:
         return "all gradients dense"
     return f"rank {parts[0]} on every stage" if len(set(parts)) == 1 else f"ranks {', '.join(parts)} by stage"
-
-
-if __name__ == "__main__":
-    style.main(draw)

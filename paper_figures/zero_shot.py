@@ -11,7 +11,12 @@ from matplotlib.figure import Figure
 
 from paper_figures import style
 
-NAME = "zero_shot"
+TABLES = ("zero_shot/table.csv",)
+CAPTION = """\
+**Zero-shot evaluation.** Every final model of the methods study on tasks made from held-out text, by
+lm-eval. Top: score against chance and against always giving the most frequent answer. Bottom: gap to the
+uncompressed run of the same seed with its 90 % interval; on par means that the whole interval lies in the
+shaded margin, which was stated beforehand."""
 TITLES = {
     "edgc_cloze": "cloze",
     "edgc_continuation": "continuation",
@@ -129,7 +134,3 @@ def finish(ax: Axes, shown: pd.Series, labels: list[str]) -> None:
     ax.set_ylim(len(labels) - 0.5, -0.5)
     if not shown.notna().any():
         style.message(ax, "no finished run")
-
-
-if __name__ == "__main__":
-    style.main(draw)

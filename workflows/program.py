@@ -37,9 +37,9 @@ from experiments.common.cli import main_guard
 from experiments.common.files import check_writable
 from experiments.common.processes import die_with_parent
 from experiments.spec import matrix
-from experiments.spec.targets import check_targets
 from experiments.training.run_folder import RunFolder
 from workflows import jobs
+from workflows.targets import check_targets
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / ".snakemake" / "locks"
@@ -192,6 +192,9 @@ def main(
     scale: Annotated[str, typer.Option(help="file in experiments/scales")] = "ci",
     results: Annotated[Path, typer.Option(help="folder of all results")] = Path("results"),
     cores: Annotated[int, typer.Option(help="cores to use")] = os.cpu_count() or 1,
+    keep_runs: Annotated[
+        bool, typer.Option("--keep-runs", help="keep runs made by code of an earlier version")
+    ] = False,
     profile: Annotated[str | None, typer.Option(help="of Snakemake, e.g. slurm")] = None,
     parent: Annotated[
         bool, typer.Option("--die-with-parent", help="end when the starting process ends")
@@ -221,7 +224,7 @@ def main(
     check_writable(folder)
     snakemake = [sys.executable, "-m", "snakemake"]
     parallel = ["--cores", str(cores)]
-    config = ["--config", f"scale={scale}", f"results={results}"]
+    config = ["--config", f"scale={scale}", f"results={results}", f"keep_runs={keep_runs}"]
     with lock(folder) as handle:
         left = jobs.stop(folder)
         if left:

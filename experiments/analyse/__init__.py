@@ -1,15 +1,6 @@
-"""From run folders to the tables of one study: ``python -m experiments.analyse --study S --scale ci``."""
+"""From run folders to the tables of one study: ``python -m experiments.analyse --study S --scale ci``.
 
-# The studies whose runs are analysed, each by the module of its name here.
-STUDIES = (
-    "entropy_trend",
-    "methods",
-    "policies",
-    "equal_bytes",
-    "optimus_cc",
-    "moe",
-    "rank_sweep",
-    "rank_model",
-    "window_ablation",
-    "sampling_ablation",
-)
+A study names the module here that makes its tables (``analysis:``). Such a module has ``analyse(runs, folder)`` and
+says which files that writes: ``RESULTS``, which are committed with the results of a study, and ``DETAILS``, which are
+too long for that. Files without ``RESULTS`` hold what analyses share.
+"""

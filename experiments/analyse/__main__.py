@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +9,10 @@ from typing import Annotated
 import typer
 
 from edgc.errors import UserError
-from experiments.analyse import STUDIES
 from experiments.analyse.runs import load_runs
 from experiments.common.cli import main_guard
 from experiments.spec import matrix
+from experiments.spec.study import analyses
 
 
 def analyse(study: str, folder: Path, names: list[str] | None = None) -> list[Path]:
@@ -23,28 +22,28 @@ def analyse(study: str, folder: Path, names: list[str] | None = None) -> list[Pa
         names: run folders in the wanted order; None takes every run folder, sorted.
 
     Raises:
-        UserError: unknown study, missing folder or missing runs.
+        UserError: unknown study, one without an analysis, missing folder or missing runs.
     """
-    if study not in STUDIES:
-        close = difflib.get_close_matches(study, STUDIES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known studies: {', '.join(STUDIES)}"
-        raise UserError(f"no analysis for study {study}", fix=hint)
+    analysis = matrix.load_study(study).analysis
+    if analysis is None:
+        fix = f"add analysis: with one of {', '.join(analyses())}"
+        raise UserError(f"no analysis for study {study}", where=matrix.study_path(study), fix=fix)
     runs = load_runs(folder, names)
-    written: list[Path] = importlib.import_module(f"experiments.analyse.{study}").analyse(runs, folder)
+    written: list[Path] = importlib.import_module(f"experiments.analyse.{analysis}").analyse(runs, folder)
     return written
 
 
 @main_guard
 def main(
-    study: Annotated[str, typer.Option(help=", ".join(STUDIES))],
-    scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
+    study: Annotated[str, typer.Option(help="name of a file in experiments/studies")],
+    scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
     any_runs: Annotated[
         bool, typer.Option(help="take the run folders found, not the study file's runs")
     ] = False,
 ) -> None:
     """Write the tables of one study beside its run folders."""
-    names = None if any_runs or study not in STUDIES else [run.name for run in matrix.runs(study, scale)]
+    names = None if any_runs else [run.name for run in matrix.runs(study, scale)]
     for path in analyse(study, results / scale / study, names):
         print(path)
 

@@ -20,6 +20,8 @@ from experiments.analyse.statistics import pearson, slope, thin
 from experiments.analyse.tables import together, with_identity, write_tables
 from experiments.analyse.trend import ESTIMATORS, describe, steep_end
 
+RESULTS = ("table.csv", "moments.csv")
+DETAILS = ("trend.csv", "parameters.csv", "norms.csv")
 MODEL = "<model>"
 ALL = "<all>"
 LAYERS = "<layers>"  # the matrices of the transformer layers alone, without embeddings and head

@@ -15,6 +15,8 @@ from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
 from experiments.analyse.tables import write_tables
 
+RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pareto.csv", "levels.csv")
+DETAILS = ("curves.csv",)
 LEVELS = (3.0, 6.0, 12.0)  # percent of the bytes of an uncompressed fp32 run
 WIDTH = 1.6  # a variant belongs to a level up to this factor away: half-way (in logarithm) is 1.41
 

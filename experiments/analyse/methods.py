@@ -13,6 +13,8 @@ from experiments.analyse.statistics import SMOOTHING, quartiles, summarise, thin
 from experiments.analyse.tables import identity, result, uncompressed_losses, with_identity, write_tables
 from experiments.analyse.windows import decision_columns
 
+RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv")
+DETAILS = ("curves.csv",)
 SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "mean_rank")
 
 SETTINGS = ("factor_dtype", "one_sided", "bits", "rounding", "density")

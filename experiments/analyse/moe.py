@@ -28,6 +28,7 @@ from experiments.analyse.tables import (
     write_tables,
 )
 
+RESULTS = ("table.csv", "summary.csv", "experts.csv", "spread.csv", "fit.csv")
 WINDOW = 20  # iterations, that of EDGC at ci scale
 RANK = 16  # at the reference
 PLACE = re.compile(r"layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?")

@@ -10,6 +10,9 @@ from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, write_tables
 
+RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "traffic.csv")
+DETAILS = ("curves.csv",)
+
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
     """Write the tables of :mod:`experiments.analyse.methods` and ``traffic.csv``."""

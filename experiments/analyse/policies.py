@@ -25,6 +25,8 @@ from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
 from experiments.analyse.tables import write_tables
 
+RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "excess.csv", "verdicts.csv")
+DETAILS = ("curves.csv",)
 LEAST = 0.002  # nats: a fifth of a percent of perplexity
 SEEDS = 3
 

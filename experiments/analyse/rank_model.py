@@ -38,6 +38,7 @@ from experiments.analyse.statistics import quartiles
 from experiments.analyse.stiffness import curves, stiffness
 from experiments.analyse.tables import identity, result, write_tables
 
+RESULTS = ("table.csv", "errors.csv", "stiffness.csv", "cqm.csv")
 MULTIPLES = (0.25, 0.5, 1, 2, 3)  # of the rank in use: the ranks that are predicted, up to half the full rank
 WINDOWS = 10  # equal parts of a run in `errors.csv`
 LAYERS = "<layers>"  # the matrices of the transformer layers together

@@ -15,6 +15,7 @@ from experiments.analyse.runs import Run
 from experiments.analyse.statistics import quartiles
 from experiments.analyse.tables import identity, result, uncompressed_losses, write_tables
 
+RESULTS = ("table.csv", "timings.csv", "fit.csv", "limits.csv")
 KINDS = ("compress", "communicate", "decompress")
 SKIPPED_STEPS = 5  # allocation and connection set-up make the first steps slow
 

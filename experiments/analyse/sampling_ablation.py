@@ -15,6 +15,8 @@ from experiments.analyse.statistics import summarise
 from experiments.analyse.tables import identity, result, write_tables
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
 
+RESULTS = ("table.csv", "summary.csv", "timings.csv", "grid.csv", "sampling_error.csv")
+DETAILS = ("grid_timings.csv",)
 SUMMARISED = ("cc", "cc_after_warmup", "bias_nats", "rmse_nats", "sample_bias_nats", "sample_rmse_nats",
               "decisions_differing", "validation_loss")  # fmt: skip
 KEYS = ["variant", "label", "alpha", "beta", "sampling", "estimator"]

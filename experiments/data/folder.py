@@ -28,7 +28,7 @@ class DataInfo:
 
     ``identity`` is the source's digest before reading it through; ``fingerprint`` covers every document, its
     split and the tokenizer, so equal fingerprints mean equal training data. ``files`` holds size and SHA-256 of
-    each file; it is empty where the folder was written by a version that did not record them.
+    each file, ``code`` the fingerprint of the program; both are empty where an earlier version wrote the folder.
     """
 
     format: int
@@ -42,6 +42,7 @@ class DataInfo:
     vocab_size: int
     special_tokens: dict[str, int]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    code: str = ""
 
     @property
     def source(self) -> str:

@@ -36,6 +36,7 @@ from experiments.data import integrity
 from experiments.data.corpus import SPLITS, Document, HuggingFaceText, Source, open_source
 from experiments.data.folder import FORMAT, DataInfo, recorded, up_to_date
 from experiments.data.integrity import INDEX_CACHE
+from experiments.spec.code import data_code
 from experiments.spec.settings import DataConfig
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ def _write(
         vocab_size=tokenizer.vocab_size,
         special_tokens=tokenizer.special_tokens,
         files=integrity.record(folder),
+        code=data_code(),
         **counts,
     )
     atomic_write(folder / "data.yaml", yaml.safe_dump(info.content(), sort_keys=False))

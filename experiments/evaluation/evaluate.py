@@ -37,6 +37,7 @@ from experiments.evaluation.statistics import load_equivalence
 from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings
 from experiments.spec.task_catalogue import standard_tasks
 
+RESULTS = ("table.csv", "summary.csv", "timings.csv")
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

@@ -25,6 +25,7 @@ from experiments.simulation import cluster_step, disturbances
 from experiments.simulation.cost import KIND, Model, reduction
 from experiments.simulation.scenarios import Scenarios, load_scenarios, model_of
 
+RESULTS = ("table.csv", "break_even.csv", "sensitivity.csv", "disturbances.csv")
 SAVED = (1.0, 5.0, 16.13)  # percent of the step; the last is the paper's claim
 LEAST, MOST = 1e-2, 1e5  # Gbit/s between which break-even is looked for
 PRECISION = 1.02

@@ -26,6 +26,8 @@ from experiments.simulation.inputs import groups_sharing_a_node, load_cluster
 from experiments.simulation.placement import FP32_BYTES, allocated_parameters, build, study_run, study_shape
 from experiments.spec.matrix import load_study, study_path
 
+RESULTS = ("table.csv", "stages.csv", "steps.csv", "traces.csv", "summary.json")
+DETAILS = ("moves.csv",)
 EFFICIENCIES = (0.3, 0.5, 0.7)  # shares of the peak at which the largest possible saving is told
 
 

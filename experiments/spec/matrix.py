@@ -1,72 +1,37 @@
 """From study and scale files to the list of runs. Imports no torch: Snakemake calls it for every plan.
 
-A study file::
+A study file (all keys: :class:`experiments.spec.study.Study`)::
 
     study: rank_sweep
     title: ...
     question: what the study answers
+    analysis: rank_sweep             # the module of experiments/analyse that makes its tables
     base: {...}                      # laid over the scale's defaults; of its compression settings a variant takes
                                      # those that its method can use
     variants: {name: {label: ..., ...}}
     seeds: [1]
-    figures: [rank_sweep]
-    evaluation: {...}                # of a study that evaluates: experiments/spec/task_catalogue.py
     scales: {ci: {base: {...}, variants: {...}, seeds: [...]}}   # laid over the keys above at that scale
+
+``extends: NAME`` lays the file over ``experiments/studies/bases/NAME.yaml``; there ``key: null`` takes a key away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field
 
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
-from experiments.common.yaml_settings import Settings, deep_merge, load_yaml, validate
+from experiments.common.yaml_settings import deep_merge, load_yaml, validate
 from experiments.spec.settings import RunConfig, lay, resolve
-from experiments.spec.study_checks import check_run, check_seeds, check_study, nearest
+from experiments.spec.study import Scale, Study, StudyLayer, check_names, nearest
 from experiments.spec.task_catalogue import Evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class StudyLayer(Settings):
-    """The part of a study that a scale may override."""
-
-    base: dict[str, Any] = {}
-    variants: dict[str, dict[str, Any]] = {}
-    seeds: list[int] = []
-    evaluation: dict[str, Any] = {}
-
-
-class Study(StudyLayer):
-    """A study file.
-
-    ``cluster`` holds inputs of the cluster model, ``scenarios`` clusters that it is asked about, ``needs`` studies
-    whose runs are evaluated, ``only_by_name`` the scales at which the study is too long for `all` and is made by its
-    own target alone.
-    """
-
-    study: str
-    title: str
-    question: str
-    figures: list[str] = []
-    scales: dict[str, StudyLayer] = {}
-    only_by_name: list[str] = []
-    cluster: dict[str, Any] | None = None
-    scenarios: dict[str, Any] | None = None
-    needs: dict[str, Any] | None = None
-
-
-class Scale(Settings):
-    """A scale file: defaults of every run, seeds, and how runs are launched."""
-
-    scale: str
-    title: str
-    defaults: dict[str, Any]
-    seeds: list[int] = Field(min_length=1)
 
 
 def study_path(study: str) -> Path:
@@ -97,17 +62,33 @@ def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
     return values
 
 
+def _base(name: Any, where: Path) -> dict[str, Any]:
+    folder = ROOT / "studies" / "bases"
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise UserError(f"extends: unknown name {name!r}", where=where, fix=nearest(str(name), known))
+    return load_yaml(folder / f"{name}.yaml")
+
+
+def _without_null(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_null(value) for key, value in values.items() if value is not None}
+
+
 def load_study(study: str) -> Study:
     path = study_path(study)
-    result: Study = validate(Study, _load(path, "study", studies()), path)
-    check_study(result, path, scales(), studies())
+    values = _load(path, "study", studies())
+    if (base := values.pop("extends", None)) is not None:
+        values = _without_null(deep_merge(_base(base, path), values))
+    result: Study = validate(Study, values, path)
+    check_names(result, path, scales(), studies())
     return result
 
 
 def load_scale(scale: str) -> Scale:
     path = scale_path(scale)
     result: Scale = validate(Scale, _load(path, "scale", scales()), path)
-    check_seeds(result.seeds, "seeds", path)
     return result
 
 
@@ -121,15 +102,55 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     layer = definition.scales.get(scale, StudyLayer())
     base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)
     variants = deep_merge(definition.variants, layer.variants)
+    # A setting that is missing or does not fit may be the scale's where the study says nothing of it.
+    where = (
+        study_path(study) if scale in definition.scales else f"{study_path(study)} over {scale_path(scale)}"
+    )
     found = []
     for variant, overrides in variants.items():
         for seed in layer.seeds or definition.seeds or at.seeds:
             values = lay(base, overrides, study_path(study))
+            if scale not in definition.scales:
+                values = fitted(values)
             values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
             values.setdefault("label", variant)
-            found.append(resolve(values, study_path(study)))
-            check_run(found[-1], study_path(study))
+            found.append(resolve(values, where))
+            check_run(found[-1], where)
     return found
+
+
+def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run of which its study says nothing at its scale, fitted to the scale's defaults.
+
+    The micro-batch becomes the largest that divides a replica's share of the global batch, and EDGC's window a tenth of
+    the run where nobody gives one and the default is longer than the run.
+    """
+    train, compression = values.get("train"), values.get("compression")
+    result = dict(values)
+    if isinstance(train, Mapping):
+        micro, batch, iterations = (train.get(key) for key in ("micro_batch", "global_batch", "iterations"))
+        data = (values.get("parallel") or {}).get("data", 1)
+        if all(isinstance(value, int) and value > 0 for value in (micro, batch, data)) and batch % data == 0:
+            share = batch // data
+            fit = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+            result["train"] = {**train, "micro_batch": fit}
+        chosen = compression if isinstance(compression, Mapping) else {}
+        if chosen.get("method") == "edgc" and "window" not in chosen and isinstance(iterations, int):
+            result["compression"] = {**chosen, "window": min(EDGCConfig().window, max(1, iterations // 10))}
+    return result
+
+
+def check_run(run: RunConfig, where: object) -> None:
+    """Refuse a run that could not do what it says.
+
+    Raises:
+        UserError: EDGC's window is longer than the run, so no rank would ever be decided.
+    """
+    window, iterations = run.edgc.window, run.train.iterations
+    if run.edgc.method == "edgc" and window > iterations:
+        what = f"compression.window = {window} is longer than the run, train.iterations = {iterations}"
+        fix = f"use at most {iterations}, or train longer"
+        raise UserError(f"{run.variant}: {what}", where=where, fix=fix)
 
 
 def evaluation(study: str, scale: str) -> Evaluation:

@@ -47,9 +47,8 @@ from experiments.common.files import check_writable, no_space
 from experiments.common.yaml_settings import load_yaml
 from experiments.data.folder import DataInfo, check_config, check_whole, load_info
 from experiments.data.integrity import check_indices
-from experiments.spec.matrix import find
+from experiments.spec.matrix import check_run, find
 from experiments.spec.settings import RunConfig, recorded, resolve
-from experiments.spec.study_checks import check_run
 from experiments.training import provenance
 from experiments.training.outputs import write_manifest
 from experiments.training.ranks import check_devices, start_ranks, warm_up
@@ -179,13 +178,14 @@ def launch(
         forget_errors(folder.attempt)
         if fresh:
             folder.forget()
+        code = provenance.code_so_far(folder.checkpoints) if run.train.checkpoint_interval else None
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
         (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         outcome = _outcome(run, folder, arguments)
         interrupts.ignore()  # the run has ended, and is published in a moment
         resumed_at = outcome.pop("resumed_at", [])
         if resumed_at:
-            record["provenance"]["resumed_at"] = resumed_at
+            record["provenance"] |= {"resumed_at": resumed_at, "code": code}
             (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         identity = {key: getattr(run, key) for key in ("study", "variant", "seed", "scale", "label")}
         summary = {"run": run.name, **identity, **outcome}

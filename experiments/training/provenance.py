@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from experiments.common.files import atomic_write
+from experiments.spec.code import training_code
 from experiments.spec.settings import RunConfig
 
 PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "lm_eval", "snakemake")
@@ -60,12 +62,26 @@ def _cpu_model() -> str:
     return models[0] if models else platform.machine()
 
 
+def code_so_far(checkpoints: Path) -> str:
+    """Fingerprints of the code that has worked on a run since its first checkpoint, today's too, joined by ``+``.
+
+    They are kept beside the checkpoints: a run that goes on from one is a result of both.
+    """
+    path, known = checkpoints / "code", []
+    if any(checkpoints.glob("iter_*")):
+        known = path.read_text(encoding="utf-8").split("+") if path.is_file() else ["unknown"]
+    found = "+".join(dict.fromkeys([*known, training_code()]))
+    atomic_write(path, found)
+    return found
+
+
 def collect(run: RunConfig, fingerprint: str) -> dict[str, Any]:
     """Provenance of one run. ``fingerprint`` is that of its prepared data."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "world": run.parallel.world,
         "data_fingerprint": fingerprint,
+        "code": training_code(),
         "versions": versions(),
         "git": git_state(),
         "hardware": hardware(),

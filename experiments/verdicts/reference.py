@@ -18,36 +18,6 @@ from experiments.spec import matrix
 from experiments.verdicts import archive
 from experiments.verdicts.regression import TOLERANCES, Check, load_tolerances, read_table
 
-KEPT = (
-    "table.csv",
-    "summary.csv",
-    "moments.csv",
-    "fit.csv",
-    "limits.csv",
-    "stages.csv",
-    "steps.csv",
-    "traces.csv",
-    "levels.csv",
-    "pareto.csv",
-    "experts.csv",
-    "spread.csv",
-    "errors.csv",
-    "stiffness.csv",
-    "break_even.csv",
-    "sensitivity.csv",
-    "disturbances.csv",
-    "cqm.csv",
-    "traffic.csv",
-    "excess.csv",
-    "verdicts.csv",
-    "warm_up.csv",
-    "grid.csv",
-    "sampling_error.csv",
-    "time_to_target.csv",
-    "timings.csv",  # of the machine that trained; never compared
-    "summary.json",
-)
-
 
 def provenance(fresh: Path, studies: Sequence[str]) -> dict[str, Any]:
     """Versions, commit, data and kind of hardware of runs; no names of machines or users."""
@@ -81,7 +51,7 @@ def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
         read_table(fresh, check, f"make it with: snakemake -c2 {check.study}")
     studies = list(dict.fromkeys(check.study for check in checks))
     record = provenance(fresh, studies)
-    sources = [fresh / study / name for study in studies for name in KEPT]
+    sources = [fresh / study / name for study in studies for name in matrix.load_study(study).results]
     return _copy([*sources, fresh / "claims.csv"], fresh, reference, record, reference)
 
 
@@ -94,8 +64,9 @@ def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
     if not (fresh / study / "table.csv").is_file():
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"study {study} has no table", where=fresh, fix=fix)
-    sources = [fresh / study / name for name in KEPT]
-    trained = list(matrix.load_study(study).needs or [study])
+    definition = matrix.load_study(study)
+    sources = [fresh / study / name for name in definition.results]
+    trained = list(definition.needs or [study])
     record = {"runs": 0, "kind": "simulated"} if _simulated(fresh / study) else provenance(fresh, trained)
     return _copy(sources, fresh, reference, record, reference / study)
 

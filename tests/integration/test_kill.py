@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from edgc.checkpoints import manifest
+from experiments.spec.code import training_code
 from experiments.training.events import read_events
 from experiments.training.signatures import TOLD_BY_TIMES
 from tests.integration.launching import (
@@ -153,6 +154,7 @@ def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
     assert {4, 8} & {*ranks}, "nothing was compressed"
     record = yaml.safe_load((folder / "run.yaml").read_text())
     assert record["provenance"]["resumed_at"][-1] == int(older.name[5:])
+    assert record["provenance"]["code"] == training_code()
     assert not checkpoints.exists(), "a run that has ended keeps no state to go on from"
     assert any((folder / "tensorboard").iterdir())
 

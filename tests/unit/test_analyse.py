@@ -14,9 +14,11 @@ import yaml
 
 from edgc.errors import UserError
 from experiments.analyse import entropy_trend, equal_bytes, rank_sweep, runs, statistics, trend, windows
-from experiments.analyse.__main__ import STUDIES, analyse, main
+from experiments.analyse.__main__ import analyse, main
 from experiments.spec import matrix
 from tests.unit import synthetic_runs as synthetic
+
+STUDIES = [study for study in matrix.studies() if matrix.load_study(study).analysis]
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,12 @@ def test_stages_that_send_dense_are_shown(root: Path) -> None:
     rows = pd.read_csv(root / "optimus_cc" / "table.csv").set_index(["variant", "seed"])
     assert rows.loc[("stages", 1), "final_ranks"].split("|") == ["16"] + ["dense"] * (synthetic.STAGES - 1)
     assert rows.loc[("stages", 2), "gap_nats"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_an_analysis_writes_the_tables_that_it_declares(root: Path, study: str) -> None:
+    declared = matrix.load_study(study).tables
+    assert sorted(path.name for path in (root / study).glob("*.csv")) == sorted(declared)
 
 
 @pytest.mark.parametrize("study", STUDIES)
@@ -415,6 +423,8 @@ def test_missing_folder_missing_run_and_unknown_study_name_the_fix(root: Path, t
         analyse("methods", root / "methods", ["none-s1", "absent-s1"])
     with pytest.raises(UserError, match="did you mean methods"):
         analyse("method", root)
+    with pytest.raises(UserError, match=r"no analysis for study zero_shot .*zero_shot.yaml.* methods"):
+        analyse("zero_shot", root)
 
 
 def test_command_line_takes_the_study_files_runs_and_reports_errors(

@@ -40,7 +40,7 @@ def toy(**changes: Any) -> Model:
 
 def fake_study(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> str:
     """A study of its own in ``folder``: the 2.5 B one with keys of its cluster section replaced."""
-    values = yaml.safe_load(matrix.study_path("gpt2_2p5b_v100").read_text())
+    values = matrix.load_study("gpt2_2p5b_v100").model_dump(exclude_unset=True)
     values["study"] = "mine"
     for path, value in changes.items():
         *sections, last = path.split("__")

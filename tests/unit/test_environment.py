@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.other_torch import library_tests
+from workflows import environments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,10 +40,55 @@ def test_every_line_of_the_lock_is_an_exact_pin() -> None:
 
 
 def test_conda_environment_has_the_pins_of_the_lock() -> None:
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert pins(ROOT / "environment.yml") == lock()
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Package -> version of a Conda environment's pip section."""
+    environment = yaml.safe_load(path.read_text())
     [pip] = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    assert dict(line.split("==") for line in pip) == lock()
     assert "python=3.11" in environment["dependencies"]
+    return dict(line.split("==") for line in pip)
+
+
+def test_small_environments_have_pins_of_the_lock_and_what_their_rules_import() -> None:
+    for path, content in environments.environments().items():
+        assert path.read_text() == content, f"{path}: run `make environment`"
+        assert pins(path).items() <= lock().items()
+    small = {kind: pins(ROOT / "workflows" / "envs" / f"{kind}.yml") for kind in environments.KINDS}
+    assert {"torch", "megatron-core", "psutil", "pyarrow"} < small["training"].keys()
+    assert {"torch", "lm_eval", "transformers"} < small["evaluation"].keys()
+    assert {"matplotlib", "seaborn", "pandas"} < small["figures"].keys()
+    assert "torch" not in small["figures"] and "snakemake" not in {
+        name for kind in small.values() for name in kind
+    }
+
+
+def test_every_program_of_a_rule_is_one_of_its_environment() -> None:
+    found = []
+    for path in sorted((ROOT / "workflows" / "rules").glob("*.smk")):
+        for rule in re.split(r"^ *rule\b", path.read_text(), flags=re.MULTILINE)[1:]:
+            programs = re.findall(r"python -m ([\w.]+)", rule)
+            kinds = re.findall(r'"\.\./envs/(\w+)\.yml"', rule)
+            if programs and kinds:
+                # A package is started by its __main__, which imports a module at run time.
+                known = environments.KINDS[kinds[0]][0]
+                assert any(name == programs[0] or name.startswith(f"{programs[0]}.") for name in known), rule
+                found.append(kinds[0])
+    assert set(found) == {"training", "evaluation", "figures"} and len(found) >= 10
+
+
+def test_container_is_made_from_the_lock_with_the_same_python() -> None:
+    folder = ROOT / "workflows" / "container"
+    lines = [line for line in (folder / "Dockerfile").read_text().splitlines() if line and line[0] != "#"]
+    [base] = [line.removeprefix("FROM ") for line in lines if line.startswith("FROM ")]
+    assert re.fullmatch(r"python:3\.11(-\w+)?", base)
+    assert "RUN pip install --no-cache-dir -r requirements.lock" in lines
+    assert not any("==" in line for line in lines), "versions stand in the lock alone"
+    copied = [line.split()[1] for line in lines if line.startswith("COPY ")]
+    assert copied == ["requirements.lock", "."] and all((ROOT / path).exists() for path in copied)
+    ignored = (folder / "Dockerfile.dockerignore").read_text().split()
+    assert {".git", ".venv*", "results/*", "!results/paper_claims.yaml"} <= set(ignored)
 
 
 def test_lock_holds_what_the_project_declares() -> None:

@@ -17,7 +17,8 @@ from matplotlib.text import Text
 
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
-from paper_figures import FIGURES, SCRIPTS, style
+from experiments.spec import matrix
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption, style
 from paper_figures.__main__ import main, render
 from tests.unit import synthetic_runs as synthetic
 
@@ -223,11 +224,27 @@ def test_spread_states_n_and_bars() -> None:
     assert style.spread([1, 2, 5]).startswith("n = 1–5 seeds")
 
 
-def test_registry_names_scripts_and_captions() -> None:
-    for name in OURS:
-        assert (ROOT / "paper_figures" / f"{SCRIPTS.get(name, name)}.py").is_file()
-        caption = (ROOT / "workflows" / "report" / "figures" / f"{name}.rst").read_text(encoding="utf-8")
-        assert len(caption.split()) > 25
+@pytest.mark.parametrize("name", OURS)
+def test_a_figure_reads_the_tables_that_it_says(
+    tables: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, found = style.read, []
+
+    def noted(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
+        found.append(f"{study}/{table}")
+        return read(results, study, table)
+
+    monkeypatch.setattr(style, "read", noted)
+    plt.close(importlib.import_module(f"paper_figures.{name}").draw(tables))
+    assert sorted(found) == sorted(INPUTS[name])
+
+
+def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
+    assert {"methods", "zero_shot", "gpt2_2p5b_v100", "beyond"} < set(FIGURES)
+    assert all(len(caption(name).split()) > 25 for name in (*FIGURES, *BENCHMARKS))
+    for table in (table for tables in INPUTS.values() for table in tables):
+        study, _, file = table.partition("/")
+        assert file in matrix.load_study(study).tables, table
     code = "import sys, paper_figures; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 

@@ -88,6 +88,23 @@ def test_every_run_of_every_study_is_as_its_study_says() -> None:
     assert runs["edgc_cqm"].keys() >= COMMON.keys()
 
 
+def test_a_run_of_which_its_study_says_nothing_is_fitted_to_the_scale() -> None:
+    train = {"micro_batch": 4, "global_batch": 24, "iterations": 60}
+    values: dict[str, Any] = {"train": train, "parallel": {"data": 4}, "compression": {"method": "edgc"}}
+    found = matrix.fitted(values)
+    assert found["train"] == {**train, "micro_batch": 3}, "the largest that divides six sequences"
+    assert found["compression"]["window"] == 6
+    assert (
+        matrix.fitted({**values, "compression": {"method": "edgc", "window": 5}})["compression"]["window"]
+        == 5
+    )
+    assert (
+        matrix.fitted({**values, "train": {**train, "iterations": 230_000}})["compression"]["window"] == 1000
+    )
+    other = {**values, "train": {**train, "global_batch": 6}, "compression": {"method": "none"}}
+    assert matrix.fitted(other) == other, "six sequences are not shared by four replicas: refused later"
+
+
 def old_record() -> dict[str, Any]:
     """A record with settings that its method could not use, as they were once written."""
     run = matrix.runs("rank_sweep", "ci")[0].model_dump(mode="json")

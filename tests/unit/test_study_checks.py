@@ -12,7 +12,7 @@ import yaml
 
 from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml
-from experiments.spec import matrix, study_checks
+from experiments.spec import matrix
 from experiments.training import launch
 from workflows import program as workflow
 
@@ -54,10 +54,10 @@ STUDY: dict[str, tuple[str, Callable[[str], str], str, str]] = {
         "only_by_name: unknown name 'worksation'",
         "did you mean workstation?",
     ),
-    "figure": (
+    "analysis": (
         MINE,
-        rename("figures: [window", "figures: [windw"),
-        "figures: unknown name",
+        rename("analysis: window", "analysis: windw"),
+        "analysis: unknown name",
         "did you mean window_ablation",
     ),
     "needs": (
@@ -127,20 +127,52 @@ def test_a_wrong_scale_is_one_line(root: Path, capsys: pytest.CaptureFixture[str
         matrix.load_scale("workstaton")
 
 
-def test_a_study_that_nothing_analyses_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_nothing_analyses_is_refused(root: Path) -> None:
     values = {"study": "mine", "title": "t", "question": "q", "variants": {"none": {}}}
     path = root / "studies" / "mine.yaml"
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(
-        UserError, match=r"nothing analyses the runs of 'mine' .*analyse/mine\.py and add mine"
+        UserError, match=r"missing key analysis.* \(in .*mine\.yaml\); add analysis: .*methods"
     ):
         matrix.runs("mine", "ci")
-    monkeypatch.setattr(study_checks, "constant", lambda path, name: ["mine"] if name == "STUDIES" else {})
-    with pytest.raises(UserError, match=r"the analysis of 'mine' has no file .*mine\.py"):
+    path.write_text(yaml.safe_dump(values | {"analysis": "method"}))
+    with pytest.raises(UserError, match=r"analysis: unknown name 'method' .*did you mean methods"):
         matrix.runs("mine", "ci")
+    path.write_text(yaml.safe_dump(values | {"analysis": "methods"}))
+    assert [run.name for run in matrix.runs("mine", "ci")] == ["none-s1"]
+    assert matrix.load_study("mine").tables == matrix.load_study("methods").tables
     # Simulated, it has no runs to analyse.
     path.write_text(yaml.safe_dump(values | {"variants": {}, "cluster": {"gpus": 1}}))
     assert matrix.runs("mine", "ci") == []
+
+
+def test_a_scale_that_lacks_a_setting_is_named_beside_the_study(root: Path) -> None:
+    path = root / "scales" / "mine.yaml"
+    values = {**load_yaml(root / "scales" / "ci.yaml"), "scale": "mine"}
+    del values["defaults"]["train"]["lr"]
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(
+        UserError, match=r"missing key train\.lr \(in .*entropy_trend\.yaml over .*mine\.yaml\)"
+    ):
+        matrix.runs("entropy_trend", "mine")
+
+
+def test_a_study_extends_a_base(root: Path) -> None:
+    variants = {study: [run.variant for run in matrix.runs(study, "paper")] for study in matrix.studies()}
+    assert variants["gpt2_345m"] == variants["gpt2_12p1b_h100"]
+    assert variants["gpt2_2p5b_v100"] == [name for name in variants["gpt2_345m"] if name != "bf16"]
+    nodes = [matrix.load_study(name).cluster["nodes"]["value"] for name in ("gpt2_345m", "gpt2_12p1b_h100")]
+    assert nodes == [8, 16]
+    path = root / "studies" / "mine.yaml"
+    base = root / "studies" / "bases" / "other.yaml"
+    base.write_text("{title: t, question: q, analysis: methods, seeds: [1], variants: {a: {}, b: {}}}\n")
+    path.write_text("{study: mine, extends: other, seeds: [2], variants: {a: null, c: {}}}\n")
+    assert [run.name for run in matrix.runs("mine", "ci")] == ["b-s2", "c-s2"]
+    path.write_text("{study: mine, extends: othr}\n")
+    with pytest.raises(
+        UserError, match=r"extends: unknown name 'othr' \(in .*mine\.yaml\); did you mean other"
+    ):
+        matrix.load_study("mine")
 
 
 def test_a_window_is_compared_with_the_run_it_is_of(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.common.source import constant
+from experiments.spec.code import training_code
 from paper_figures import BENCHMARKS
 
 KEPT = Path("results", "reference", "bench", "a-machine")  # with one of the benchmarks
@@ -46,26 +48,26 @@ PROGRAMS = {
     "experiments/data/__main__.py": f"write(option('--out'), *{DATA})",
     "experiments/training/launch.py": """
         time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
-        names = "run.yaml", "metrics.jsonl", "summary.json", "status"
-        write(scale() / option("--study") / option("--run"), *names)
+        folder = scale() / option("--study") / option("--run")
+        write(folder, "run.yaml", "metrics.jsonl", "summary.json", "status")
+        (folder / "run.yaml").write_text(f"provenance: {{code: {CODE}}}\\n")
     """,
-    "experiments/analyse/__main__.py": "write(scale() / option('--study'), 'table.csv')",
-    "experiments/simulation/cluster_model.py": """
-        tables = "table.csv", "stages.csv", "steps.csv", "traces.csv", "moves.csv"
-        write(option("--out"), *tables, "summary.json")
+    "experiments/analyse/__main__.py": """
+        from experiments.spec import matrix
+        write(scale() / option("--study"), *matrix.load_study(option("--study")).tables)
     """,
-    "experiments/simulation/break_even.py": """
-        write(option("--out"), "table.csv", "break_even.csv", "sensitivity.csv", "disturbances.csv")
-    """,
+    "experiments/simulation/cluster_model.py": "write(option('--out'), *RESULTS, *DETAILS)",
+    "experiments/simulation/break_even.py": "write(option('--out'), *RESULTS)",
     "experiments/evaluation/tasks/make.py": "write(option('--out'), 'tasks.json')",
     "experiments/evaluation/export.py": """
         for run in arguments():
             write(pathlib.Path(option("--out"), pathlib.Path(run).name), "run.json")
     """,
     "experiments/evaluation/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
-    "experiments/evaluation/evaluate.py": "write(option('--out'), 'table.csv', 'summary.csv', 'timings.csv')",
+    "experiments/evaluation/evaluate.py": "write(option('--out'), *RESULTS)",
     "experiments/verdicts/claims.py": "write(scale(), 'claims.csv')",
     "experiments/verdicts/regression.py": "write(scale(), 'regression.csv')",
+    "experiments/verdicts/run_code.py": "write(scale(), 'runs.csv')",
     "paper_figures/__main__.py": f"""
         write(option("--out"), sys.argv[1] + ".pdf")
         pathlib.Path(option("--out"), sys.argv[1] + ".png").write_bytes(bytes.fromhex("{PNG}"))
@@ -168,5 +170,10 @@ def make_checkout(path: Path) -> Checkout:
     for name in BENCHMARKS["stage_spread"]:
         (path / KEPT / name).write_text("spread_seconds\n1\n")
     for module, body in PROGRAMS.items():
-        (path / module).write_text(HEADER + textwrap.dedent(body))
+        # Which tables a program writes is read from its file.
+        declared = {name: constant(path / module, name) for name in ("RESULTS", "DETAILS")}
+        lines = "".join(f"{name} = {value!r}\n" for name, value in declared.items() if value)
+        # The code of training is that of this checkout: no program of it is a stand-in.
+        code = f"CODE = {training_code()!r}\n"
+        (path / module).write_text(code + lines + HEADER + textwrap.dedent(body))
     return Checkout(path)

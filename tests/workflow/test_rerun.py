@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,7 @@ def finished(checkout: Checkout) -> Checkout:
     result = checkout.run(WORKFLOW, "--cores", "4")
     assert result.returncode == 0, result.stdout
     words = result.stdout.splitlines()[-7:]
-    made = [study for study in matrix.studies() if "ci" not in matrix.load_study(study).only_by_name]
-    runs = sum(len(matrix.runs(study, "ci")) for study in made)
-    assert f"runs     {runs} ok" in words
+    assert f"runs     {all_runs()} ok" in words
     assert "report   results/ci/report.html" in words
     assert "claims   results/ci/claims.csv" in words
     return checkout
@@ -57,32 +56,142 @@ def test_report_is_one_file_with_every_figure(finished: Checkout) -> None:
     assert "a-machine" in text
 
 
-def test_nothing_to_do_twice_and_touched_study_runs_alone(finished: Checkout) -> None:
-    assert finished.plan(["all"]) == [{}]
-    studies = finished.path / "experiments" / "studies"
-    for study, own in (
-        ("rank_sweep", {"train": len(matrix.runs("rank_sweep", "ci")), "table": 1, "figure": 1}),
-        # A claim reads its table, and so does the study that goes beyond it, which has three figures.
-        ("gpt2_12p1b_h100", {"cluster_model": 1, "claims": 1, "scenarios": 1, "figure": 4}),
-        ("gpt2_2p5b_v100", {"cluster_model": 1, "figure": 1}),
-    ):
-        path = studies / f"{study}.yaml"
-        before = path.stat()
-        path.touch()
-        # By hand and at every call: without the checksums by which Snakemake would skip an unchanged file.
-        [plan] = finished.plan(["all"])
-        assert plan == own | {"report_html": 1, "all": 1}
+@contextmanager
+def edited(path: Path, old: str, new: str) -> Iterator[None]:
+    """A file in which ``old`` has become ``new``; afterwards as it was, its time too."""
+    before, text = path.stat(), path.read_text()
+    assert old in text, f"{old!r} is not in {path}"
+    path.write_text(text.replace(old, new, 1))
+    try:
+        yield
+    finally:
+        path.write_text(text)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def followed_by_report(plan: dict[str, int]) -> dict[str, int]:
+    """A plan without the report, which follows from everything."""
+    assert {plan.pop("report_html"), plan.pop("all")} == {1}
+    return plan
+
+
+def all_runs() -> int:
+    return sum(len(matrix.runs(study, "ci")) for study in main_studies())
+
+
+def main_studies() -> list[str]:
+    return [study for study in matrix.studies() if "ci" not in matrix.load_study(study).only_by_name]
+
+
+def test_nothing_is_made_twice_nor_after_comments_and_times(finished: Checkout) -> None:
+    experiments = finished.path / "experiments"
+    with (
+        edited(experiments / "scales" / "ci.yaml", "scale: ci", "# A comment.\nscale: ci"),
+        edited(experiments / "scales" / "ci.yaml", "title: CI", "title: Continuous integration"),
+        edited(
+            experiments / "scales" / "ci.yaml",
+            "eval_batches: 16",
+            "eval_batches: 16\n    checkpoint_interval: 50",
+        ),
+        edited(experiments / "training" / "train.py", '"""', '"""Another docstring. '),
+        edited(finished.path / "edgc" / "engine.py", "\nimport", "\n# A comment.\nimport"),
+        edited(experiments / "studies" / "moe.yaml", "title: Mix", "title: A mix"),  # not part of `all`
+    ):
+        for path in (*experiments.glob("s*/*.yaml"), *finished.path.glob("paper_figures/*.py")):
+            path.touch()
+        assert finished.plan(["all"]) == [{}]
     assert finished.plan(["all"]) == [{}]
 
 
-def test_touched_figure_script_draws_that_figure_only(finished: Checkout) -> None:
-    path = finished.path / "paper_figures" / "methods.py"
-    before = path.stat()
-    path.touch()
-    [plan] = finished.plan(["figures"])
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert plan == {"figure": 1, "figures": 1}
+def test_a_title_a_figure_and_a_variant_train_nothing_that_is_there(finished: Checkout) -> None:
+    """Of the three studies 0, 0 and 1 runs."""
+    studies = finished.path / "experiments" / "studies"
+    with edited(studies / "rank_sweep.yaml", "title: Fixed ranks", "title: Ranks that are fixed"):
+        plan = followed_by_report(finished.plan(["all"])[0])
+    assert plan == {"rank_sweep_tables": 1, "figure": 1}
+    figure = finished.path / "paper_figures" / "mine.py"
+    figure.write_text('TABLES = ("rank_sweep/table.csv",)\nCAPTION = "**Mine.**"\n')
+    try:
+        assert followed_by_report(finished.plan(["all"])[0]) == {"figure": 1}
+    finally:
+        figure.unlink()
+    one = "      r4: {label: rank 4, compression: {method: powersgd, rank: 4}}\n"
+    with edited(studies / "rank_sweep.yaml", one, one + one.replace("r4:", "r5:").replace("4}}", "5}}")):
+        plan = followed_by_report(finished.plan(["all"])[0])
+    assert plan == {"train": 1, "rank_sweep_tables": 1, "figure": 1, "runs": 1}
+
+
+def test_changed_settings_train_the_runs_that_have_them(finished: Checkout) -> None:
+    studies = finished.path / "experiments" / "studies"
+    with edited(studies / "rank_sweep.yaml", "iterations: 80, eval", "iterations: 60, eval"):
+        plan = followed_by_report(finished.plan(["all"])[0])
+    assert plan == {
+        "train": len(matrix.runs("rank_sweep", "ci")),
+        **dict.fromkeys(("rank_sweep_tables", "figure", "runs"), 1),
+    }
+    # A claim reads the simulated table, and so does the study that goes beyond it, which has three figures.
+    with edited(studies / "gpt2_12p1b_h100.yaml", "nodes: {value: 16", "nodes: {value: 32"):
+        plan = followed_by_report(finished.plan(["all"])[0])
+    assert plan == {"cluster_model": 1, "claims": 1, "scenarios": 1, "figure": 4}
+    with edited(studies / "bases" / "gpt2.yaml", "value: 14.0e-6", "value: 15.0e-6"):
+        plan = followed_by_report(finished.plan(["all"])[0])
+    assert plan == {"cluster_model": 3, "claims": 1, "scenarios": 1, "figure": 5}
+
+
+def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
+    engine = finished.path / "edgc" / "engine.py"
+    code = "from __future__ import annotations\n"
+    with edited(engine, code, code + "ANSWER = 42\n"):
+        [plan] = finished.plan(["all"])
+        assert plan["train"] == all_runs() and "data" not in plan
+        assert plan["methods_tables"] == plan["runs"] == plan["claims"] == 1
+    with edited(finished.path / "experiments" / "data" / "prepare.py", code, code + "ANSWER = 42\n"):
+        [plan] = finished.plan(["all"])
+        assert plan["train"] == all_runs() and plan["data"] == 1
+    with edited(finished.path / "paper_figures" / "methods.py", code, code + "ANSWER = 42\n"):
+        assert followed_by_report(finished.plan(["all"])[0]) == {"figure": 1}
+    with edited(finished.path / "experiments" / "analyse" / "rank_limits.py", code, code + "ANSWER = 42\n"):
+        plan = followed_by_report(finished.plan(["all"])[0])
+        assert plan == {"rank_sweep_tables": 1, "figure": 1}
+    with edited(finished.path / "results" / "paper_claims.yaml", "claims:", "claims:  # ours"):
+        assert followed_by_report(finished.plan(["all"])[0]) == {"claims": 1}
+    assert finished.plan(["all"]) == [{}]
+
+
+def test_runs_of_other_code_are_kept_on_purpose(finished: Checkout) -> None:
+    """A run's record names its code; with keep_runs that is what the run is compared with."""
+    code = "from __future__ import annotations\n"
+    with edited(finished.path / "edgc" / "engine.py", code, code + "ANSWER = 42\n"):
+        [(_, text)] = finished.snakemake(["-n", "rank_sweep", "--config", "keep_runs=true"])
+        assert f"keep_runs: {all_runs()} finished runs of other code than today's are kept" in text
+        [kept, other] = finished.plan(
+            ["rank_sweep", "--config", "keep_runs=true"], ["rank_sweep", "--config", "keep_runs=false"]
+        )
+        assert kept == {}
+        assert other["train"] == len(matrix.runs("rank_sweep", "ci"))
+
+
+@contextmanager
+def missing(*paths: Path) -> Iterator[None]:
+    for path in paths:
+        path.rename(path.with_suffix(".away"))
+    try:
+        yield
+    finally:
+        for path in paths:
+            path.with_suffix(".away").rename(path)
+
+
+def test_a_missing_file_is_made_again(finished: Checkout) -> None:
+    folder = finished.path / "results" / "ci"
+    names = "rank_sweep/limits.csv", "gpt2_2p5b_v100/moves.csv", "figures/methods.pdf", "runs.csv"
+    with missing(*(folder / name for name in names)):
+        plan = followed_by_report(finished.plan(["all"])[0])
+    assert plan == {"rank_sweep_tables": 1, "cluster_model": 1, "runs": 1, "figure": 3}
+    with missing(folder / "rank_sweep" / "r4-s1" / "metrics.jsonl"):
+        plan = followed_by_report(finished.plan(["all"])[0])
+    assert plan == {"train": 1, "rank_sweep_tables": 1, "runs": 1, "figure": 1}
+    assert finished.plan(["all"]) == [{}]
 
 
 @pytest.mark.slow

@@ -4,9 +4,7 @@
 
 rule benchmark_figure:
     input:
-        tables=lambda w: [KEPT / w.machine / table for table in BENCHMARKS[w.benchmark]],
-        script="paper_figures/{benchmark}.py",
-        style=code("paper_figures", "style.py", "families.py"),
+        lambda w: [KEPT / w.machine / table for table in BENCHMARKS[w.benchmark]],
     output:
         pdf="<results>/benchmarks/{machine}/{benchmark}.pdf",
         png=report(
@@ -23,10 +21,11 @@ rule benchmark_figure:
         benchmark=one_of(BENCHMARKS),
         machine="[^/]+",
     conda:
-        "../../environment.yml"
+        "../envs/figures.yml"
     threads: 1
     params:
-        kept=lambda w: KEPT / w.machine,
+        kept=subpath(input[0], parent=True),
+        code=lambda w: code("paper_figures.__main__", f"paper_figures.{w.benchmark}"),
         out=subpath(output.pdf, parent=True),
         caption=lambda w: caption(w.benchmark),
     shell:
@@ -50,7 +49,7 @@ rule benchmark_table:
         table=one_of(Path(needed[0]).stem for needed in BENCHMARKS.values()),
         machine="[^/]+",
     conda:
-        "../../environment.yml"
+        "../envs/figures.yml"
     threads: 1
     shell:
         "cp {input} {output} > {log} 2>&1"

@@ -1,43 +1,28 @@
 # Runs that need a cluster: what each method would send and how long that would take, computed and marked simulated.
 
+RECORDED_ENTROPY = "experiments/simulation/recorded_entropy.csv"
+
 
 rule cluster_model:
-    input:
-        study=study_yaml,
-        code=code(
-            "experiments",
-            "cluster_*.py",
-            "iteration_model.py",
-            "layouts.py",
-            "rank_trace.py",
-            "recorded_entropy.csv",
-        ),
     output:
-        table=report(
-            "<results>/{study}/table.csv",
-            caption="../report/table.rst",
-            category="Tables",
-            labels={"study": "{study} (simulated)"},
+        **table_outputs(
+            CLUSTER_MODEL,
+            {
+                "table.csv": "{study} (simulated)",
+                "traces.csv": "{study}, EDGC's ranks (simulated)",
+            },
         ),
-        stages="<results>/{study}/stages.csv",
-        steps="<results>/{study}/steps.csv",
-        traces=report(
-            "<results>/{study}/traces.csv",
-            caption="../report/table.rst",
-            category="Tables",
-            labels={"study": "{study}, EDGC's ranks (simulated)"},
-        ),
-        moves="<results>/{study}/moves.csv",
-        summary="<results>/{study}/summary.json",
     log:
         "<logs>/cluster_model/{study}.log",
     wildcard_constraints:
         study=one_of(SIMULATED),
     conda:
-        "../../environment.yml"
+        "../envs/figures.yml"
     threads: 1
     params:
         folder=subpath(output.table, parent=True),
+        code=code(CLUSTER_MODEL, files=[RECORDED_ENTROPY]),
+        settings=lambda w: study_settings(w.study),
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:
@@ -45,50 +30,26 @@ rule cluster_model:
 
 
 rule scenarios:
-    input:
-        study=study_yaml,
-        # Whose model, GPUs and assumptions they have.
-        of=lambda w: f"experiments/studies/{STUDIES[w.study].scenarios['of']}.yaml",
-        code=code(
-            "experiments",
-            "beyond.py",
-            "scenarios.py",
-            "disturbances.py",
-            "cluster_*.py",
-            "iteration_model.py",
-            "layouts.py",
-            "rank_trace.py",
-            "recorded_entropy.csv",
-        ),
     output:
-        table=report(
-            "<results>/{study}/table.csv",
-            caption="../report/table.rst",
-            category="Tables",
-            labels={"study": "{study} (simulated)"},
-        ),
-        break_even=report(
-            "<results>/{study}/break_even.csv",
-            caption="../report/table.rst",
-            category="Tables",
-            labels={"study": "{study}, break-even (simulated)"},
-        ),
-        sensitivity="<results>/{study}/sensitivity.csv",
-        disturbances=report(
-            "<results>/{study}/disturbances.csv",
-            caption="../report/table.rst",
-            category="Tables",
-            labels={"study": "{study}, uneven clusters (simulated)"},
+        **table_outputs(
+            SCENARIOS,
+            {
+                "table.csv": "{study} (simulated)",
+                "break_even.csv": "{study}, break-even (simulated)",
+                "disturbances.csv": "{study}, uneven clusters (simulated)",
+            },
         ),
     log:
         "<logs>/scenarios/{study}.log",
     wildcard_constraints:
         study=one_of(IMAGINED),
     conda:
-        "../../environment.yml"
+        "../envs/figures.yml"
     threads: 1
     params:
         folder=subpath(output.table, parent=True),
+        code=code(SCENARIOS, files=[RECORDED_ENTROPY]),
+        settings=lambda w: study_settings(w.study),
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:

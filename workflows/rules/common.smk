@@ -1,66 +1,59 @@
 # Settings, checked once, and what several rules need to know about the studies.
+import json
 import os
 import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
+# The checkout, wherever Snakemake was started: by -s, with --directory, or as a module of another workflow.
+ROOT = Path(workflow.current_basedir.get_path_or_uri(secret_free=True)).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
 from edgc.errors import UserError
-from experiments.spec import matrix
-from experiments.cluster import slurm
-from experiments.common.yaml_settings import load_yaml
-from experiments.cluster.resources import load_resources, training_job
-from paper_figures import BENCHMARKS, FIGURES, SCRIPTS
+from experiments.spec import code as run_codes, matrix
+from experiments.spec.settings import DataConfig
+from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, nearest, tables_of
+from experiments.common import source
+from experiments.common.yaml_settings import load_yaml, validate
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
-# (or that of the rule's conda environment under `--sdm conda`).
+# (or that of the rule's conda environment under `--sdm conda`), and its programs are those of this checkout.
 os.environ.update(
-    PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+    PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
 
 
-def check_schema(values, schema, where):
-    """Validate a mapping, fill in the schema's defaults, and report the first mistake in one line."""
-    try:
-        validate(values, f"../schemas/{schema}.schema.yaml")
-    except WorkflowError as error:
-        problem = error.__context__  # of jsonschema
-        message = ": ".join([*(str(part) for part in problem.absolute_path), problem.message])
-        raise UserError(message, where=where, fix=f"see workflows/schemas/{schema}.schema.yaml") from None
+def here(path):
+    """A file of the checkout as a job in the working directory names it."""
+    return Path(path) if Path.cwd() == ROOT else ROOT / path
 
 
-def read_matrix(scale):
-    """Studies, runs, evaluations at a scale: {study: Study}, {study: {run name: RunConfig}}, {study: Evaluation}."""
-    matrix.load_scale(scale)
-    check_schema(load_yaml(matrix.scale_path(scale)), "scale", matrix.scale_path(scale))
-    studies = {name: matrix.load_study(name) for name in matrix.studies()}
-    runs = {name: {run.name: run for run in matrix.runs(name, scale)} for name in studies}
-    evaluations = {name: matrix.evaluation(name, scale) for name in studies if studies[name].needs}
-    for name in studies:
-        check_schema(load_yaml(matrix.study_path(name)), "study", matrix.study_path(name))
-    return studies, runs, evaluations
-
-
-# Whether the profile has said that jobs go to Slurm; a job on a node is told so too.
-ON_SLURM = "launcher" in workflow.resource_settings.overwrite_resources.get("train", {})
-
-try:
-    check_schema(config, "config", "--config")
-    STUDIES, RUNS, EVALUATIONS = read_matrix(config["scale"])
-    # At a job's start on a node there need not be any; another caller's arguments are not known.
-    if (
-        ON_SLURM
-        and workflow.is_main_process
-        and "--profile" in sys.argv
-        and not slurm.only_looks(sys.argv[1:])
-    ):
-        slurm.require()
-    SITE = load_resources() if ON_SLURM else None
-    CLUSTER = slurm.partitions() if ON_SLURM else None
-except UserError as error:
-    # The same line and exit code as from every program of the project, not Snakemake's report of an exception.
+def stop(error):
+    """The same line and exit code as from every program of the project, not Snakemake's report of an exception."""
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+
+
+try:
+    config.update(validate(PipelineSettings, config, "--config").model_dump())
+    matrix.load_scale(config["scale"])
+    STUDIES = {name: matrix.load_study(name) for name in matrix.studies()}
+    RUNS = {name: {run.name: run for run in matrix.runs(name, config["scale"])} for name in STUDIES}
+    EVALUATIONS = {
+        name: matrix.evaluation(name, config["scale"]) for name, study in STUDIES.items() if study.needs
+    }
+    from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption  # reads their files
+
+    for name, read in INPUTS.items():
+        for study, _, table in (path.partition("/") for path in read):
+            if study in STUDIES and table not in STUDIES[study].tables:
+                what, file = f"TABLES: study {study} has no {table!r}", f"paper_figures/{name}.py"
+                raise UserError(what, where=file, fix=nearest(table, STUDIES[study].tables))
+    TRAINING_CODE, DATA_CODE = run_codes.training_code(), run_codes.data_code()
+except UserError as error:
+    stop(error)
 
 
 def one_of(names):
@@ -68,65 +61,31 @@ def one_of(names):
     return "|".join(sorted(names)) or "(?!)"
 
 
-# How the table of a study comes about; a study without an entry in either is analysed from its own runs.
-SIMULATED = {name for name, study in STUDIES.items() if study.cluster is not None}
-IMAGINED = {name for name, study in STUDIES.items() if study.scenarios is not None}
-EVALUATED = set(EVALUATIONS)
-ANALYSED = {name for name in STUDIES if RUNS[name]} - SIMULATED - IMAGINED - EVALUATED
+# The studies that have tables at this scale, by the program that makes them.
+PROGRAMS = {
+    name: study.program
+    for name, study in STUDIES.items()
+    if study.program and (RUNS[name] or study.analysis is None)
+}
+SIMULATED, IMAGINED, EVALUATED = (
+    {name for name, program in PROGRAMS.items() if program == wanted}
+    for wanted in (CLUSTER_MODEL, SCENARIOS, EVALUATION)
+)
+ANALYSED = PROGRAMS.keys() - SIMULATED - IMAGINED - EVALUATED
 
 # What `all` makes: not the studies that are too long for it at this scale, nor their figures.
 MAIN = [name for name, study in STUDIES.items() if config["scale"] not in study.only_by_name]
 # Of these, what claims and the comparison with the committed results read; nothing else is trained for them.
-CLAIMED = {claim["study"] for claim in load_yaml(Path("results/paper_claims.yaml"))["claims"]}.intersection(
-    MAIN
-)
-COMPARED = {
-    check["study"] for check in load_yaml(Path("experiments/verdicts/tolerances.yaml"))["checks"]
-}.intersection(MAIN)
-MAIN_FIGURES = [name for name, needed in FIGURES.items() if set(needed) <= set(MAIN)]
-
-
-def slurm_job(wildcards):
-    """What a run takes on the cluster; None without Slurm."""
-    return training_job(RUNS[wildcards.study][wildcards.run], SITE) if ON_SLURM else None
-
-
-def training_minutes(wildcards, attempt):
-    partition = slurm.of_training(SITE, CLUSTER)
-    return slurm.runtime(SITE, attempt, partition and partition.minutes)
-
-
-# Resources of a training job, none of them without Slurm. One task is the launcher of one node.
-TRAINING = (
-    {
-        "mpi": lambda w: "srun" if slurm_job(w).nodes > 1 else None,
-        "nodes": lambda w: slurm_job(w).nodes,
-        "tasks": lambda w: slurm_job(w).nodes if slurm_job(w).nodes > 1 else None,
-        # Without it Slurm would start as many tasks for each GPU.
-        "tasks_per_gpu": lambda w: 0 if slurm_job(w).gpus else None,
-        "gres": lambda w: slurm_job(w).gres,
-        "mem_mb": lambda w: slurm_job(w).memory,
-        "slurm_partition": lambda w: slurm_job(w).partition,
-        "runtime": training_minutes,
-    }
-    if ON_SLURM
-    else {}
-)
-
-
-def refuse_impossible(dag):
-    """End before anything is submitted when the cluster could never start one of the runs."""
-    wanted = [job.wildcards for job in dag.needrun_jobs() if job.rule.name == "train"]
-    try:
-        slurm.require()
-        slurm.check_runs(SITE, [RUNS[w.study][w.run] for w in wanted], CLUSTER)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
+CLAIMS = ROOT / "results/paper_claims.yaml"
+TOLERANCES = ROOT / "experiments/verdicts/tolerances.yaml"
+CLAIMED = {claim["study"] for claim in load_yaml(CLAIMS)["claims"]}.intersection(MAIN)
+COMPARED = {check["study"] for check in load_yaml(TOLERANCES)["checks"]}.intersection(MAIN)
+# Figures whose studies have tables at this scale.
+DRAWN = {name: needed for name, needed in FIGURES.items() if set(needed) <= PROGRAMS.keys()}
+MAIN_FIGURES = [name for name, needed in DRAWN.items() if set(needed) <= set(MAIN)]
 
 # Benchmarks that `make bench-keep` has kept: (machine, benchmark).
-KEPT = Path("results/reference/bench")
+KEPT = here("results/reference/bench")
 MEASURED = [
     (folder.name, name)
     for folder in sorted(KEPT.glob("*"))
@@ -137,26 +96,86 @@ MEASURED = [
 
 wildcard_constraints:
     study=one_of(STUDIES),
-    figure=one_of(FIGURES),
+    figure=one_of(DRAWN),
     run=r"[^/]+",
     data=r"[^/]+",
 
 
-# The inputs of rules.
+# What a result follows from beside its input files, as parameters of its rule: Snakemake makes a file again when they
+# change. Times and comments of source and settings files do not count.
 
 
-def study_yaml(wildcards):
-    return f"experiments/studies/{wildcards.study}.yaml"
+def code(*modules, files=()):
+    """Fingerprint of programs with all that they import, and of other files in the checkout that they read."""
+    try:
+        return f"code {source.fingerprint(*modules, files=[ROOT / file for file in files])}"
+    except UserError as error:
+        stop(error)
 
 
-def code(folder, *patterns):
-    """Program files: their results are cheap and are made again when the program changes. Training is not."""
-    return sorted(str(path) for pattern in patterns for path in Path(folder).glob(pattern))
+def settings(values, but=None):
+    """Settings as text, without those that ``but`` names."""
+    return json.dumps(values.model_dump(mode="json", exclude=but), sort_keys=True)
 
 
-def run_files(study):
-    """The completion marks of a study's runs."""
-    return [f"<results>/{study}/{name}/status" for name in RUNS[study]]
+def kept_code(record, today):
+    """With keep_runs=true the fingerprint of the code that made what is there, so that it stays; else today's."""
+    path = Path(config["results"], config["scale"], record)
+    kept = run_codes.recorded_code(path) if config["keep_runs"] else None
+    # Of a run that went on from a checkpoint of other code, the code that ended it.
+    return f"code {kept.rpartition('+')[2] if kept else today}"
+
+
+if config["keep_runs"] and workflow.is_main_process:
+    records = [
+        Path(config["results"], config["scale"], study, run, "run.yaml")
+        for study in RUNS
+        for run in RUNS[study]
+    ]
+    codes = [run_codes.recorded_code(record) for record in records if record.with_name("status").is_file()]
+    others = len(codes) - codes.count(TRAINING_CODE)
+    print(f"keep_runs: {others} finished runs of other code than today's are kept", file=sys.stderr)
+
+
+def run_code(wildcards):
+    return kept_code(Path(wildcards.study, wildcards.run, "run.yaml"), TRAINING_CODE)
+
+
+def data_code(wildcards):
+    return kept_code(Path("data", wildcards.data, "data.yaml"), DATA_CODE)
+
+
+def data_config(wildcards):
+    """How the data of that name is prepared: by the scale's settings, else by those of a study."""
+    default = DataConfig(**matrix.load_scale(config["scale"]).defaults.get("data", {}))
+    used = [default, *(run.data for runs in RUNS.values() for run in runs.values())]
+    return settings(next((data for data in used if data.path == wildcards.data), default))
+
+
+def study_settings(study):
+    """What a simulated study says, and the study whose model and assumptions it takes."""
+    names = (study, *filter(None, [(STUDIES[study].scenarios or {}).get("of")]))
+    return " ".join(settings(STUDIES[name]) for name in names)
+
+
+# The inputs and outputs of rules.
+DATA_FILES = [
+    "data.yaml",
+    "documents.jsonl",
+    "tokenizer.json",
+    *(f"{split}.{kind}" for split in ("train", "validation", "test") for kind in ("bin", "idx")),
+]
+RUN_FILES = ["run.yaml", "metrics.jsonl", "summary.json", "status"]
+
+
+def data_files(run):
+    return [f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES]
+
+
+def run_files(study, runs=None):
+    """The files of a study's runs."""
+    names = RUNS[study] if runs is None else runs
+    return [f"<results>/{study}/{name}/{file}" for name in names for file in RUN_FILES]
 
 
 def figure_files(names):
@@ -165,24 +184,28 @@ def figure_files(names):
 
 
 def tables(studies):
-    """Tables of studies, without those that have none at this scale."""
-    made = (SIMULATED | IMAGINED | EVALUATED | ANALYSED) & set(studies)
-    return [f"<results>/{name}/table.csv" for name in STUDIES if name in made]
+    """All tables of studies, without those that have none at this scale."""
+    return [
+        f"<results>/{name}/{table}" for name in PROGRAMS if name in studies for table in STUDIES[name].tables
+    ]
+
+
+def table_outputs(program, shown, study="{study}"):
+    """The tables of a program as outputs of a rule; ``shown``: labels in the report of those that it shows."""
+    files = {}
+    for name in tables_of(program):
+        path = f"<results>/{study}/{name}"
+        if name in shown:
+            labels = {"study": shown[name]}
+            path = report(path, caption="../report/table.rst", category="Tables", labels=labels)
+        files[Path(name).stem] = path
+    return files
 
 
 def study_results(study):
-    """All that a study leaves: its runs, its table, its figures."""
-    return [*run_files(study), *tables([study]), *figure_files(STUDIES[study].figures)]
-
-
-def data_settings(wildcards):
-    """The files that say how data is prepared: the scale, and for data of their own the studies."""
-    default = matrix.load_scale(config["scale"]).defaults.get("data", {}).get("path", "stdlib")
-    paths = {name: {run.data.path for run in runs.values()} for name, runs in RUNS.items()}
-    users = [name for name in STUDIES if wildcards.data in paths[name] - {default}]
-    return [
-        f"experiments/{name}.yaml" for name in (f"scales/{config['scale']}", *map("studies/{}".format, users))
-    ]
+    """All that a study leaves: its runs, its tables, and the figures that show them."""
+    figures = [name for name, needed in DRAWN.items() if study in needed]
+    return [*run_files(study), *tables([study]), *figure_files(figures)]
 
 
 def evaluated_runs(study):
@@ -220,11 +243,6 @@ def task_options(study, files):
     if wanted.standard:
         options.append(f"--standard {','.join(wanted.standard)}")
     return " ".join(options)
-
-
-def caption(figure):
-    """The text under a figure in the report."""
-    return Path(f"workflows/report/figures/{figure}.rst").read_text(encoding="utf-8").strip()
 
 
 def benchmark_files():

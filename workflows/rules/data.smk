@@ -2,25 +2,18 @@
 
 
 rule data:
-    input:
-        data_settings,
     output:
-        info="<results>/data/{data}/data.yaml",
-        documents="<results>/data/{data}/documents.jsonl",
-        tokenizer="<results>/data/{data}/tokenizer.json",
-        tokens=expand(
-            "<results>/data/{{data}}/{split}.{kind}",
-            split=["train", "validation", "test"],
-            kind=["bin", "idx"],
-        ),
+        [f"<results>/data/{{data}}/{name}" for name in DATA_FILES],
     log:
         "<logs>/data/{data}.log",
     conda:
-        "../../environment.yml"
+        "../envs/training.yml"
     threads: 2
     params:
-        folder=subpath(output.info, parent=True),
+        folder=subpath(output[0], parent=True),
         scale=config["scale"],
+        code=data_code,
+        settings=data_config,
     shell:
         "python -m experiments.data prepare --scale {params.scale} --name {wildcards.data} --out {params.folder}"
         " > {log} 2>&1"

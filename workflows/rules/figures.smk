@@ -1,11 +1,9 @@
-# One figure from the tables of its studies; drawn again also when its script, the style or its caption changes.
+# One figure from the tables that it reads; drawn again also when its file changes, or the style.
 
 
 rule figure:
     input:
-        tables=lambda w: tables(FIGURES[w.figure]),
-        script=lambda w: f"paper_figures/{SCRIPTS.get(w.figure, w.figure)}.py",
-        style=code("paper_figures", "style.py", "families.py"),
+        lambda w: [f"<results>/{table}" for table in INPUTS[w.figure]],
     output:
         pdf="<results>/figures/{figure}.pdf",
         png=report(
@@ -17,11 +15,12 @@ rule figure:
     log:
         "<logs>/figure/{figure}.log",
     conda:
-        "../../environment.yml"
+        "../envs/figures.yml"
     threads: 1
     params:
         results=subpath(output.pdf, ancestor=2),
         folder=subpath(output.pdf, parent=True),
+        code=lambda w: code("paper_figures.__main__", f"paper_figures.{w.figure}"),
         caption=lambda w: caption(w.figure),
     shell:
         "python -m paper_figures {wildcards.figure} --results {params.results} --out {params.folder} > {log} 2>&1"

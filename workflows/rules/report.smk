@@ -11,9 +11,30 @@ localrules:
     report_html,
 
 
+# Which code made each run: with keep_runs=true, or restored, it may be other code than today's.
+rule runs:
+    input:
+        [path for study in MAIN for path in run_files(study)],
+    output:
+        report("<results>/runs.csv", caption="../report/runs.rst", category="Runs"),
+    log:
+        "<logs>/runs.log",
+    conda:
+        "../envs/figures.yml"
+    threads: 1
+    params:
+        scale=config["scale"],
+        results=subpath(output[0], ancestor=2),
+        code=code("experiments.verdicts.run_code"),
+        training=TRAINING_CODE,
+    shell:
+        "python -m experiments.verdicts.run_code --scale {params.scale} --results {params.results} > {log} 2>&1"
+
+
 rule everything:
     input:
         rules.claims.output,
+        rules.runs.output,
         [study_results(study) for study in MAIN],
         figure_files(MAIN_FIGURES),
         benchmark_files(),
@@ -22,7 +43,6 @@ rule everything:
 rule report_html:
     input:
         rules.everything.input,
-        captions=code("workflows/report", "**/*.rst"),
     output:
         "<results>/report.html",
     log:
@@ -33,6 +53,11 @@ rule report_html:
     params:
         scale=config["scale"],
         results=subpath(output[0], ancestor=2),
+        captions=source.digest(sorted((ROOT / "workflows/report").glob("*.rst"))),
+        # Of the input, so that the place of the checkout and what is kept do not count as changes.
+        snakefile=lambda w, input: ROOT / "Snakefile",
+        keep_runs=lambda w, input: config["keep_runs"],
     shell:
-        "python -m snakemake --profile none --workflow-profile none --nolock --cores 1"
-        " --config scale={params.scale} results={params.results} --report {output} -- everything > {log} 2>&1"
+        "python -m snakemake --snakefile {params.snakefile} --profile none --workflow-profile none --nolock --cores 1"
+        " --config scale={params.scale} results={params.results} keep_runs={params.keep_runs}"
+        " --report {output} -- everything > {log} 2>&1"

@@ -1,29 +1,27 @@
 # From the runs of a study to its tables. Measured seconds go to timings.csv; the other tables repeat bit for bit.
+# A rule for each study, since each has tables of its own.
 
+for study in ANALYSED:
 
-rule table:
-    input:
-        runs=lambda w: run_files(w.study),
-        code=code("experiments/analyse", "*.py"),
-    output:
-        report(
-            "<results>/{study}/table.csv",
-            caption="../report/table.rst",
-            category="Tables",
-            labels={"study": "{study}"},
-        ),
-    log:
-        "<logs>/table/{study}.log",
-    wildcard_constraints:
-        study=one_of(ANALYSED),
-    conda:
-        "../../environment.yml"
-    threads: 1
-    params:
-        scale=config["scale"],
-        results=subpath(output[0], ancestor=3),
-        title=lambda w: STUDIES[w.study].title,
-        question=lambda w: STUDIES[w.study].question,
-    shell:
-        "python -m experiments.analyse --study {wildcards.study} --scale {params.scale} --results {params.results}"
-        " > {log} 2>&1"
+    rule:
+        name:
+            f"{study}_tables"
+        input:
+            run_files(study),
+        output:
+            **table_outputs(STUDIES[study].program, {"table.csv": study}, study),
+        log:
+            f"<logs>/table/{study}.log",
+        conda:
+            "../envs/training.yml"
+        threads: 1
+        params:
+            study=study,
+            scale=config["scale"],
+            results=subpath(output.table, ancestor=3),
+            code=code("experiments.analyse.__main__", STUDIES[study].program),
+            title=STUDIES[study].title,
+            question=STUDIES[study].question,
+        shell:
+            "python -m experiments.analyse --study {params.study} --scale {params.scale} --results {params.results}"
+            " > {log} 2>&1"

@@ -1,22 +1,17 @@
 # One training run. Its folder is complete when `status` is there, whatever that says: a diverged or failed run is a
 # result too. Beside the files below it may hold tensors.parquet, spectra.parquet and a checkpoint; they are published
-# before `status`.
+# before `status`. A run follows from its settings, its text and the code: not from the other lines of its study.
 
 
 rule train:
     input:
-        study=study_yaml,
-        scale=f"experiments/scales/{config['scale']}.yaml",
-        data=lambda w: f"<results>/data/{RUNS[w.study][w.run].data.path}/data.yaml",
+        lambda w: data_files(RUNS[w.study][w.run]),
     output:
-        config="<results>/{study}/{run}/run.yaml",
-        metrics="<results>/{study}/{run}/metrics.jsonl",
-        summary="<results>/{study}/{run}/summary.json",
-        status="<results>/{study}/{run}/status",
+        [f"<results>/{{study}}/{{run}}/{name}" for name in RUN_FILES],
     log:
         "<logs>/train/{study}/{run}.log",
     conda:
-        "../../environment.yml"
+        "../envs/training.yml"
     # A core for each process, so that runs side by side do not disturb each other's timings; Snakemake cuts it down
     # to the machine.
     # Under Slurm they are those of one node, and a task is the launcher of one node.
@@ -27,7 +22,10 @@ rule train:
         launch=lambda w: slurm.launch_command(slurm_job(w), SITE),
     params:
         scale=config["scale"],
-        results=subpath(output.status, ancestor=4),
+        results=subpath(output[0], ancestor=4),
+        code=run_code,
+        # How often a run saves its state changes nothing that it computes.
+        settings=lambda w: settings(RUNS[w.study][w.run], but={"train": {"checkpoint_interval"}}),
     # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes. On a terminal the progress bar
     # is shown; the log gets the lines without it.
     shell:

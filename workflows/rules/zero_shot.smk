@@ -2,28 +2,32 @@
 # data was fetched beforehand: no network is used.
 
 
+TASK_FILES = [
+    f"experiments/evaluation/tasks/{path.name}"
+    for path in sorted((ROOT / "experiments/evaluation/tasks").glob("*.yaml"))
+]
+
+
 rule tasks:
     input:
         data=evaluated_data,
-        code=code("experiments/evaluation/tasks", "*.py", "*.yaml"),
     output:
         "<results>/{study}/tasks/tasks.json",
     log:
         "<logs>/tasks/{study}.log",
     conda:
-        "../../environment.yml"
+        "../envs/evaluation.yml"
     threads: 1
     params:
         data=subpath(input.data, parent=True),
         folder=subpath(output[0], parent=True),
+        code=code("experiments.evaluation.tasks.make", "experiments.evaluation.tasks.utils", files=TASK_FILES),
     shell:
         "python -m experiments.evaluation.tasks.make --data {params.data} --out {params.folder} > {log} 2>&1"
 
 
 # Runs first and where Snakemake runs: what is missing is said before anything is trained.
 rule standard_tasks:
-    input:
-        study_yaml,
     output:
         "<results>/{study}/standard_tasks.json",
     log:
@@ -31,9 +35,11 @@ rule standard_tasks:
     priority: 100
     localrule: True
     conda:
-        "../../environment.yml"
+        "../envs/evaluation.yml"
     params:
         scale=config["scale"],
+        code=code("experiments.evaluation.standard_tasks"),
+        settings=lambda w: settings(EVALUATIONS[w.study]),
     shell:
         "python -m experiments.evaluation.standard_tasks check --study {wildcards.study} --scale {params.scale} --out {output}"
         " > {log} 2>&1"
@@ -48,10 +54,11 @@ rule export:
     log:
         "<logs>/export/{study}.log",
     conda:
-        "../../environment.yml"
+        "../envs/evaluation.yml"
     threads: 2
     params:
         data=subpath(input.data, parent=True),
+        code=code("experiments.evaluation.export"),
         runs=lambda w, input: [Path(status).parent for status in input.runs],
     # All in one process: the imports take longer than a model.
     shell:
@@ -61,35 +68,26 @@ rule export:
 
 rule evaluate:
     input:
-        study=study_yaml,
         models="<results>/{study}/models",
         tasks=evaluated_tasks,
-        code=code("experiments", "evalua*.py", "equivalence.yaml", "standard_data.py"),
     output:
-        table=report(
-            "<results>/{study}/table.csv",
-            caption="../report/table.rst",
-            category="Tables",
-            labels={"study": "{study}"},
+        **table_outputs(
+            EVALUATION,
+            {"table.csv": "{study}", "summary.csv": "{study}, means over seeds"},
         ),
-        summary=report(
-            "<results>/{study}/summary.csv",
-            caption="../report/table.rst",
-            category="Tables",
-            labels={"study": "{study}, means over seeds"},
-        ),
-        timings="<results>/{study}/timings.csv",
     log:
         "<logs>/evaluate/{study}.log",
     wildcard_constraints:
         study=one_of(EVALUATED),
     conda:
-        "../../environment.yml"
+        "../envs/evaluation.yml"
     threads: 2
     params:
         models=lambda w, input: [Path(input.models, run.name) for _, run in evaluated_runs(w.study)],
         tasks=lambda w, input: task_options(w.study, input.tasks),
         folder=subpath(output.table, parent=True),
+        code=code(EVALUATION, files=["experiments/evaluation/equivalence.yaml"]),
+        settings=lambda w: settings(EVALUATIONS[w.study]),
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,
     shell:

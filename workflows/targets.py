@@ -8,12 +8,12 @@ from pathlib import Path
 
 from edgc.errors import UserError
 from experiments.spec import matrix
-from experiments.spec.study_checks import figures, nearest
+from experiments.spec.study import nearest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 NAMED_RULE = re.compile(r"^ *rule +([a-z_]+):", re.MULTILINE)
 FOLDERS = ("data", "figures", "benchmarks", "logs")
-FILES = ("claims.csv", "report.html", "regression.csv")
+FILES = ("claims.csv", "report.html", "regression.csv", "runs.csv")
 
 
 def targets() -> list[str]:
@@ -47,13 +47,15 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path) -> None:
 
 
 def _check_path(path: Path, parts: tuple[str, ...], scale: str) -> None:
+    from paper_figures import FIGURES  # reads the files of all figures, one of which may be wrong
+
     where = "the command line"
     studies = matrix.studies()
     if parts and parts[0] not in (*studies, *FOLDERS, *FILES):
         fix = nearest(parts[0], [*studies, *FOLDERS, *FILES])
         raise UserError(f"unknown target {str(path)!r}: nothing makes {parts[0]}", where=where, fix=fix)
-    if len(parts) == 2 and parts[0] == "figures" and Path(parts[1]).stem not in figures():
-        fix = nearest(Path(parts[1]).stem, figures())
+    if len(parts) == 2 and parts[0] == "figures" and Path(parts[1]).stem not in FIGURES:
+        fix = nearest(Path(parts[1]).stem, FIGURES)
         raise UserError(f"unknown target {str(path)!r}: no such figure", where=where, fix=fix)
     if len(parts) == 3 and parts[0] in studies and not matrix.load_study(parts[0]).needs:
         runs = [run.name for run in matrix.runs(parts[0], scale)]

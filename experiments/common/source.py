@@ -1,0 +1,130 @@
+"""What the project's own source says, read without importing it: constants, imports, and a fingerprint of a program.
+
+A program's fingerprint covers all modules of the project that it imports, directly or not, as syntax trees without
+comments, docstrings and layout. It changes exactly when something that the program may execute changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from edgc.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("edgc", "experiments", "paper_figures")
+DIGITS = 16  # of a fingerprint: 64 bits
+# Which runs there are and how their settings come about is left out: the settings themselves say it.
+SETTLED = frozenset({"experiments.spec.matrix"})
+
+
+def constant(path: Path, name: str) -> Any:
+    """The value of ``name = <literal>`` at the top of a Python file; None where there is no such line.
+
+    Raises:
+        UserError: the value is not written out.
+    """
+    for node in _parsed(path).body:
+        if isinstance(node, ast.Assign) and name in {getattr(target, "id", None) for target in node.targets}:
+            try:
+                return ast.literal_eval(node.value)
+            except ValueError:
+                fix = "write it out: it is read without running the file"
+                raise UserError(f"{name} is computed", where=path, fix=fix) from None
+    return None
+
+
+def fingerprint(*modules: str, files: Iterable[Path] = ()) -> str:
+    """Of the code of ``modules`` and of every module of the project that they import, directly or not.
+
+    Args:
+        modules: names with dots.
+        files: others that the programs read, by content.
+    """
+    total = hashlib.sha256()
+    for path in closure(*modules):
+        total.update(f"{path.relative_to(ROOT).as_posix()} {_digest(path)}\n".encode())
+    total.update(digest(files).encode())
+    return total.hexdigest()[:DIGITS]
+
+
+def digest(files: Iterable[Path]) -> str:
+    """Of the names and contents of files."""
+    total = hashlib.sha256()
+    for path in sorted(files):
+        total.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()[:DIGITS]
+
+
+def closure(*modules: str) -> list[Path]:
+    """Files of ``modules`` and of every module of the project that they import, in functions too; sorted.
+
+    Raises:
+        ValueError: a module that the project does not have.
+    """
+    missing = [module for module in modules if not _files(module)]
+    if missing:
+        raise ValueError(f"no module {missing[0]} in {ROOT}")
+    found: set[Path] = set()
+    new = {path for module in modules for path in _files(module)}
+    while new:
+        found |= new
+        names = {name for path in new for name in _imports(path)} - SETTLED
+        new = {path for name in names for path in _files(name)} - found
+    return sorted(found)
+
+
+def imported_packages(*modules: str) -> list[str]:
+    """Top-level names of what the closure of ``modules`` imports from outside the project and the standard library."""
+    names = {name.partition(".")[0] for path in closure(*modules) for name in _imports(path)}
+    return sorted(names - sys.stdlib_module_names - set(PACKAGES))
+
+
+def _files(module: str) -> list[Path]:
+    """The file of a module of the project and those of the packages it lies in; nothing for other modules."""
+    parts = module.split(".")
+    if parts[0] not in PACKAGES:
+        return []
+    path = ROOT.joinpath(*parts)
+    own = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not own.is_file():
+        return []
+    packages = [ROOT.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts))]
+    return [own, *(package for package in packages if package.is_file())]
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        raise UserError(f"not valid Python at line {error.lineno}", where=path, fix="correct it") from None
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[str]:
+    return frozenset(name for node in ast.walk(_parsed(path)) for name in _imported(node))
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+        # What is imported from a package may be a module of it, or a name in it.
+        yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+@functools.cache
+def _digest(path: Path) -> str:
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        match node:
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if ast.get_docstring(node, clean=False) is not None:
+                    del node.body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()

@@ -1,0 +1,155 @@
+"""The files of studies and scales, and the settings of the pipeline: what may stand in them.
+
+This is the one check of these files; Snakemake and every program read them through :mod:`experiments.spec.matrix`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from edgc.errors import UserError
+from experiments.common.source import ROOT, constant
+from experiments.common.yaml_settings import Settings
+
+ANALYSES = ROOT / "experiments" / "analyse"
+CLUSTER_MODEL = "experiments.simulation.cluster_model"
+SCENARIOS = "experiments.simulation.break_even"
+EVALUATION = "experiments.evaluation.evaluate"
+
+
+def _once(values: list[Any]) -> list[Any]:
+    """Refuse a value given twice: two runs would have one name, and one folder."""
+    for value in values:
+        if values.count(value) > 1:
+            kind = "seed " if isinstance(value, int) else ""
+            raise ValueError(f"{kind}{value} appears twice; give it once")
+    return values
+
+
+Name = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]  # of a file, a folder and a target
+Text = Annotated[str, Field(min_length=1)]
+Names = Annotated[list[Name], AfterValidator(_once)]
+Seeds = Annotated[list[Annotated[int, Field(ge=0)]], AfterValidator(_once)]
+
+
+class StudyLayer(Settings):
+    """The part of a study that a scale may override."""
+
+    base: dict[str, Any] = {}
+    variants: dict[Name, dict[str, Any]] = {}
+    seeds: Seeds = []
+    evaluation: dict[str, Any] = {}
+
+
+class Study(StudyLayer):
+    """A study file (``experiments/studies/<study>.yaml``).
+
+    ``analysis`` names the module of :mod:`experiments.analyse` that makes tables of the runs. Instead of it,
+    ``cluster`` holds inputs of the cluster model, ``scenarios`` clusters that it is asked about, and ``needs`` the
+    variants of other studies whose models are evaluated. ``only_by_name`` lists the scales at which the study is too
+    long for `all` and is made by its own target alone.
+    """
+
+    study: Name
+    title: Text
+    question: Text
+    analysis: Name | None = None
+    scales: dict[Name, StudyLayer] = {}
+    only_by_name: Names = []
+    cluster: dict[str, Any] | None = None
+    scenarios: dict[str, Any] | None = None
+    needs: dict[Name, Literal["all"] | Annotated[Names, Field(min_length=1)]] | None = None
+
+    @property
+    def program(self) -> str | None:
+        """The module that writes the study's tables; it says which in ``RESULTS`` and ``DETAILS``."""
+        for key, module in (("cluster", CLUSTER_MODEL), ("scenarios", SCENARIOS), ("needs", EVALUATION)):
+            if getattr(self, key) is not None:
+                return module
+        return f"experiments.analyse.{self.analysis}" if self.analysis else None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the tables that are committed with the study's results."""
+        return tables_of(self.program, "RESULTS") if self.program else ()
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of all tables, with those too long to be committed."""
+        return tables_of(self.program) if self.program else ()
+
+
+def tables_of(program: str, *kinds: str) -> tuple[str, ...]:
+    """Names of the tables that a program says it writes, by default of both kinds."""
+    path = ROOT.joinpath(*program.split(".")).with_suffix(".py")
+    return tuple(name for kind in kinds or ("RESULTS", "DETAILS") for name in constant(path, kind) or ())
+
+
+class Scale(Settings):
+    """A scale file (``experiments/scales/<scale>.yaml``): settings of every run, and seeds."""
+
+    scale: Name
+    title: Text
+    defaults: dict[str, Any]
+    seeds: Annotated[Seeds, Field(min_length=1)]
+
+
+def _truth(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+class PipelineSettings(Settings):
+    """``snakemake --config key=value``.
+
+    ``results`` is the folder of all results. With ``keep_runs`` a finished run stays although the code that made it
+    has changed; the report says which these are.
+    """
+
+    scale: Name = "ci"
+    results: Annotated[str, Field(pattern="^[^\\s'\"$`]+$")] = "results"
+    keep_runs: Annotated[bool, BeforeValidator(_truth)] = False
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What may have been meant: the closest names, or all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
+
+
+def analyses() -> list[str]:
+    """The modules that make the tables of a study, ``table.csv`` among them."""
+    return sorted(
+        path.stem for path in ANALYSES.glob("*.py") if "table.csv" in (constant(path, "RESULTS") or ())
+    )
+
+
+def check_names(study: Study, where: Path, scales: Iterable[str], studies: Iterable[str]) -> None:
+    """Check a study file against what else there is.
+
+    Args:
+        study, where: the study and its file.
+        scales, studies: names of all files of their kinds.
+
+    Raises:
+        UserError: an unknown scale, study or analysis, or runs of which nothing makes tables.
+    """
+    for key, names, known in (
+        ("scales", study.scales, scales),
+        ("only_by_name", study.only_by_name, scales),
+        ("needs", study.needs or (), studies),
+        ("scenarios.of", [(study.scenarios or {}).get("of", study.study)], studies),
+        ("analysis", [study.analysis] if study.analysis else (), analyses()),
+    ):
+        for name in names:
+            if name not in known:
+                raise UserError(f"{key}: unknown name {name!r}", where=where, fix=nearest(name, known))
+    trains = bool(study.variants) or any(layer.variants for layer in study.scales.values())
+    if trains and study.program is None:
+        fix = f"add analysis: with one of {', '.join(analyses())}, or a new module of experiments/analyse"
+        raise UserError("missing key analysis: nothing makes tables of the runs", where=where, fix=fix)

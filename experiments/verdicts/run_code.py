@@ -1,0 +1,64 @@
+"""Which code made each run: ``python -m experiments.verdicts.run_code --scale ci`` writes ``results/ci/runs.csv``.
+
+A run is made again when the code of training changes (:func:`experiments.spec.code.training_code`), unless it is
+kept on purpose; then this table says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from experiments.analyse.tables import write_table
+from experiments.common.cli import main_guard
+from experiments.spec import matrix
+from experiments.spec.code import training_code
+
+TODAY = ("no", "unknown", "yes")  # whether the run's code is today's, in the order of the rows
+
+
+def table(folder: Path, scale: str) -> list[dict[str, Any]]:
+    """A row for each run in ``folder``, the results of a scale; those of other code than today's first."""
+    today = training_code()
+    rows = []
+    for study in matrix.studies():
+        for run in matrix.runs(study, scale):
+            path = folder / study / run.name
+            if not (path / "status").is_file():
+                continue
+            record = yaml.safe_load((path / "run.yaml").read_text(encoding="utf-8")) or {}
+            made = record.get("provenance") or {}
+            code = made.get("code")
+            rows.append(
+                {
+                    "study": study,
+                    "run": run.name,
+                    "status": (path / "status").read_text(encoding="utf-8").strip(),
+                    "today": "unknown" if code is None else "yes" if code == today else "no",
+                    "code": code,
+                    "commit": (made.get("git") or {}).get("commit"),
+                    "started": made.get("started"),
+                }
+            )
+    return sorted(rows, key=lambda row: TODAY.index(row["today"]))
+
+
+@main_guard
+def main(
+    scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
+    results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
+) -> None:
+    """Write results/<scale>/runs.csv."""
+    rows = table(results / scale, scale)
+    write_table(results / scale / "runs.csv", rows)
+    counts = {kind: sum(row["today"] == kind for row in rows) for kind in TODAY}
+    print(
+        f"{len(rows)} runs; made by today's code: " + ", ".join(f"{kind} {n}" for kind, n in counts.items())
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
