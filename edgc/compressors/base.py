@@ -25,12 +25,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from edgc.checks import need
 from edgc.compressors.channel import Channel
 from edgc.errors import UserError
+from edgc.lazy import Tensor, torch
 from edgc.runtime.clock import Stopwatch, mark
 from edgc.runtime.profiling import parts
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from edgc.lazy import Tensor, torch
 from edgc.runtime.clock import Stopwatch, mark
 from edgc.runtime.profiling import named
 
@@ -35,11 +32,11 @@ class Channel:
         waited: time that :meth:`finish` took: communication that nothing hid.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> None:
+    def __init__(self, group: torch.distributed.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> None:
         self.group = group
         self.shards = tuple(shards)
-        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+        self.rank = torch.distributed.get_rank(group) if torch.distributed.is_initialized() else 0
         self.bytes = 0
         self.waited = Stopwatch()
         self._pending: list[tuple[Any, Tensor | None]] = []  # with what is to become a mean once it is summed
@@ -51,7 +48,9 @@ class Channel:
         if self.world == 1 or tensor.numel() == 0:
             return
         before_sum(tensor, self.world)
-        self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
+        self._start(
+            torch.distributed.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True
+        )
         self.bytes += all_reduce_bytes(_bytes(tensor), self.world)
 
     @named("edgc::reduce_scatter")
@@ -62,7 +61,7 @@ class Channel:
         for buffer in buffers:
             own = self.own_part(buffer)
             before_sum(buffer, self.world)
-            work = dist.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
+            work = torch.distributed.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
             self._start(work, own, divide=True)
             self.bytes += (self.world - 1) * _bytes(buffer) // self.world
 
@@ -76,7 +75,9 @@ class Channel:
         if self.world == 1:
             output.copy_(source)
             return
-        self._start(dist.all_to_all_single(output, source, group=self.group, async_op=True), source)
+        self._start(
+            torch.distributed.all_to_all_single(output, source, group=self.group, async_op=True), source
+        )
         self.bytes += (self.world - 1) * _bytes(source) // self.world
 
     @named("edgc::all_gather")
@@ -85,7 +86,9 @@ class Channel:
         if self.world == 1:
             output.copy_(source.view_as(output))
             return
-        self._start(dist.all_gather_into_tensor(output, source, group=self.group, async_op=True), source)
+        self._start(
+            torch.distributed.all_gather_into_tensor(output, source, group=self.group, async_op=True), source
+        )
         self.bytes += (self.world - 1) * _bytes(source)
 
     def _start(self, work: Any, tensor: Tensor, divide: bool = False) -> None:

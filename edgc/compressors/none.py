@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps, flat_view
 from edgc.compressors.channel import Channel
+from edgc.lazy import Tensor, torch
 
 
 def dense_steps(tensors: Sequence[Tensor], channel: Channel) -> Steps:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
 
 # Squares of so many entries are added in fp32, their sums in fp64: relative error below 1e-6.

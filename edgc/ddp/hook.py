@@ -35,7 +35,8 @@ from edgc.buckets import Bucket, BucketWorker, Log
 from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
 from edgc.checks import integer, need
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.algorithm import compressible, mean_bits
+from edgc.compressors.powersgd.algorithm import mean_bits
+from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
 from edgc.control.controller import Decision
 from edgc.engine import Engine, Iteration, Observer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy.estimators import Sampler, combine, estimate
 from edgc.runtime.clock import mark, seconds_between

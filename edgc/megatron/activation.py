@@ -31,9 +31,9 @@ from torch import Tensor
 
 from edgc.compressors.base import Statistics
 from edgc.compressors.norms import square_sums
-from edgc.compressors.powersgd.matrices import within
 from edgc.compressors.powersgd.orthogonal import Orthonormal
 from edgc.compressors.powersgd.state import keep, random_factor
+from edgc.compressors.tensors import within
 from edgc.errors import UserError
 from edgc.runtime.clock import mark
 from edgc.runtime.device import host_decides

@@ -11,7 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from edgc.checks import integer
-from edgc.compressors.powersgd.algorithm import compressible, mean_bits
+from edgc.compressors.powersgd.algorithm import mean_bits
+from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
 from edgc.engine import Engine, Observer
 from edgc.errors import UserError

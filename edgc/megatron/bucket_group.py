@@ -9,7 +9,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.messages import finite
+from edgc.compressors.tensors import finite
 from edgc.runtime.clock import mark
 
 

@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.messages import finite
+from edgc.compressors.tensors import finite
 from edgc.engine import Engine
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, groups_of, timeout_of

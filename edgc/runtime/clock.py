@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+from edgc.lazy import torch
 
-Mark = float | torch.cuda.Event
+if TYPE_CHECKING:
+    Mark = float | torch.cuda.Event
 
 
 def mark(device: torch.device) -> Mark:

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from torch.autograd import profiler
+from edgc.lazy import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +31,7 @@ def span(name: str) -> contextlib.AbstractContextManager[object]:
     """What happens inside is called ``name`` in a trace. Without a profiler it is nothing: a range that nobody
     looks at takes 15 us, and a step has hundreds of them."""
     # Should a version of torch not say whether there is a profiler, that is the price.
+    profiler = torch.autograd.profiler
     return profiler.record_function(name) if getattr(profiler, "_is_profiler_enabled", True) else _NOTHING
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims

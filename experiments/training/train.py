@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.compressors.channel import all_reduce_bytes
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.tensors import compressible
 from edgc.control.plan import Plan
 from edgc.runtime.groups import gather_objects
 from experiments.data.batches import MicroBatch, train_batches, validation_batches

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
-from edgc.compressors.powersgd.algorithm import compressible, saves_bytes
+from edgc.compressors.powersgd.algorithm import saves_bytes
+from edgc.compressors.tensors import compressible
 
 VOCABULARY, WIDTH, LENGTH, RANK, SMALLEST = 64, 32, 16, 4, 256
 

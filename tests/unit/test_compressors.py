@@ -37,7 +37,7 @@ from edgc.compressors import (
 )
 from edgc.compressors.entrywise.randomk import draw
 from edgc.compressors.entrywise.topk import chosen, largest
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.runtime.device import host_decides, masked_path

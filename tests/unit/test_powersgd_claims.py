@@ -19,9 +19,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.profiler import ProfilerActivity, profile
 
 from edgc.compressors import Channel, Gradient, PowerSGD
-from edgc.compressors.powersgd.algorithm import compressible, saves_bytes
+from edgc.compressors.powersgd.algorithm import saves_bytes
 from edgc.compressors.powersgd.matrices import RowBlocks
 from edgc.compressors.powersgd.state import random_factor
+from edgc.compressors.tensors import compressible
 from tests.lockstep import reduce_together
 from tests.workers import run_workers
 

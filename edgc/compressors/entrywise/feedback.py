@@ -30,18 +30,14 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from edgc.checks import need
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.channel import Channel
 from edgc.compressors.none import dense_steps
 from edgc.compressors.norms import square_sums
-from edgc.compressors.powersgd.algorithm import compressible
-from edgc.compressors.powersgd.matrices import within
-from edgc.compressors.powersgd.messages import finite
+from edgc.compressors.tensors import compressible, finite, within
 from edgc.errors import UserError
+from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
 
 
@@ -169,7 +165,7 @@ class Feedback(Compressor):
         for gradient in drained:
             self._then(partial(self._sent, gradient.name, ok))
         statistics.gradient_sq, statistics.input_sq = (
-            torch.where(ok, norm, 0.0) if isinstance(norm, Tensor) else norm
+            torch.where(ok, norm, 0.0) if isinstance(norm, torch.Tensor) else norm
             for norm in (statistics.gradient_sq, statistics.input_sq)
         )
         statistics.skipped = statistics.skipped + (~ok).int()

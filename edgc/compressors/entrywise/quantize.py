@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-import torch
-from torch import Tensor
-
 from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
 from edgc.compressors.quantization.blocks import Blocks
 from edgc.compressors.quantization.mean import QuantisedMean
+from edgc.lazy import Tensor, torch
 
 
 class Quantize(Feedback):

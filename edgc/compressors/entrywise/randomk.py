@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-import torch
-from torch import Tensor
-
 from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
 from edgc.compressors.entrywise.topk import chosen
+from edgc.lazy import Tensor, torch
 
 
 class RandomK(Feedback):

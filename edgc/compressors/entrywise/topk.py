@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 
-import torch
-from torch import Tensor
-
 from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
+from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
 
 # One entry in this many is looked at to guess a bound below the k-th largest; prime, to meet every column.

@@ -40,21 +40,17 @@ from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.channel import Channel
 from edgc.compressors.norms import square_sums
 from edgc.compressors.powersgd.matrices import Batched, Passes, RowBlocks
-from edgc.compressors.powersgd.messages import blocks_of, finite
+from edgc.compressors.powersgd.messages import blocks_of
 from edgc.compressors.powersgd.orthogonal import Orthonormal
 from edgc.compressors.powersgd.state import State, keep
 from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace, grouped, signature
+from edgc.compressors.tensors import compressible, finite
 from edgc.config import FACTOR_BITS, FACTOR_DTYPES
 from edgc.errors import UserError
 from edgc.measurement.spectral import MatrixSpectrum
 from edgc.runtime.device import host_decides
 
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def compressible(shape: Sequence[int], min_elements: int) -> bool:
-    """Whether a parameter of this shape is compressed at all: a matrix with at least ``min_elements`` entries."""
-    return len(shape) == 2 and min(shape) > 1 and shape[0] * shape[1] >= min_elements
 
 
 def mean_bits(matrices: Iterable[tuple[Sequence[int], int]]) -> float:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.norms import square_sum, square_sums
+from edgc.compressors.tensors import within
 
 # Entries of a block: 4 MiB of fp32, measured best of 0.5 to 8 MiB. At least so many rows: for fewer, packing the right
 # factor anew for every block takes longer than the product.
@@ -189,12 +190,6 @@ def _blocks(x: Matrices) -> Iterator[tuple[int, slice]]:
         for i in range(len(x.names))
         for start in range(0, rows, height)
     )
-
-
-def within(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 ``x``, clamped in place to the largest values of ``dtype``."""
-    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    return x.clamp_(-limit, limit)
 
 
 class Batched:

@@ -5,7 +5,7 @@ All buffers live as long as the object; nothing is allocated from call to call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -131,11 +131,3 @@ class Dense:
             size = self._sizes.get(dtype, 0) + (self._room if dtype == torch.float32 else 0)
             self._memory[dtype] = torch.empty(size, dtype=dtype, device=self.device)
         return self._memory[dtype]
-
-
-def finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged."""
-    flags = [
-        low.isfinite() & high.isfinite() for low, high in map(torch.aminmax, filter(Tensor.numel, tensors))
-    ]
-    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device="cpu")

@@ -16,7 +16,8 @@ from edgc.compressors.base import Gradient, Steps
 from edgc.compressors.channel import Channel
 from edgc.compressors.norms import square_sums
 from edgc.compressors.powersgd.matrices import Matrices, batch_view
-from edgc.compressors.powersgd.messages import Dense, Wire, blocks_of, finite
+from edgc.compressors.powersgd.messages import Dense, Wire, blocks_of
+from edgc.compressors.tensors import finite
 from edgc.runtime.device import Later
 
 LEFT, RIGHT = 0, 1

@@ -26,10 +26,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from edgc.compressors.quantization.scratch import Scratch
+from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
 
 FACTORS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)

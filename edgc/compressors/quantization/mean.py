@@ -6,12 +6,10 @@ Like a ring all-reduce it moves every entry twice, (W-1)/W of a vector each way,
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from edgc.compressors.base import Steps
 from edgc.compressors.channel import Channel
 from edgc.compressors.quantization.blocks import Blocks
+from edgc.lazy import Tensor, torch
 
 __all__ = ["Blocks", "QuantisedMean", "quantised_mean"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy.estimators import Sampler, estimate, moments
 from edgc.runtime.groups import gather_objects

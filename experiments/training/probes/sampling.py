@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.tensors import compressible
 from edgc.config import SAMPLINGS, EDGCConfig
 from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler

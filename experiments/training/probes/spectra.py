@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient, PowerSGD
-from edgc.compressors.powersgd.algorithm import compressible
+from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy.estimators import estimate, moments
 from experiments.spec.settings import ProbeConfig
