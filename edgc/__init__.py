@@ -7,8 +7,9 @@ this package itself not even that, so that settings can be checked on a login no
 
 from __future__ import annotations
 
-from edgc.config import EDGCConfig, EntropyConfig, TimingConfig
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from edgc.sections import EntropyConfig, TimingConfig
 
 __version__ = "0.1.0"
 __all__ = ["EDGCConfig", "EntropyConfig", "TimingConfig", "UserError", "__version__"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.control.controller import Decision
+from edgc.control.plan import Decision
 from edgc.engine import Engine, Iteration
 from edgc.errors import UserError
 from edgc.in_order import InOrder

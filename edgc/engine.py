@@ -20,13 +20,16 @@ import torch.distributed as dist
 
 from edgc.checkpoints.saved_state import compare_settings
 from edgc.checks import need
-from edgc.compressors import Channel, Gradient, PowerSGD, Statistics, build
+from edgc.compressors import Channel, Gradient, Statistics
 from edgc.compressors.base import Compressor, Steps
-from edgc.compressors.powersgd.algorithm import saves_bytes
+from edgc.compressors.entrywise.feedback import Feedback
+from edgc.compressors.powersgd.algorithm import PowerSGD, saves_bytes
 from edgc.compressors.quantised_warm_up import THROUGH, WarmUp
-from edgc.config import EDGCConfig
-from edgc.control.controller import Controller, Decision, Plan
+from edgc.config import CompressingConfig, EDGCConfig
+from edgc.control.adaptive import make_controller
 from edgc.control.layer_ranks import LayerRanks
+from edgc.control.plan import Decision, Plan
+from edgc.control.policies.spectral import SpectralConfig
 from edgc.entropy.meter import EntropyMeter, Measured
 from edgc.measurement.mean_error import Measured as MeanMeasured
 from edgc.measurement.mean_error import relative
@@ -35,7 +38,6 @@ from edgc.measurement.window import Window, gather, report
 from edgc.runtime.clock import Stopwatch
 from edgc.timing.trials import Trials
 
-RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 Observer = Callable[[int, Sequence[Gradient]], None]
 Shape = tuple[int, int]
 _STATE = ("settings", "iteration", "scale", "controller", "compressor", "window", "gate", "layer_ranks")
@@ -111,10 +113,10 @@ class Engine:
         self.config = config
         self.stage = stage
         self.stages = len(shapes)
-        self.compressor = build(config)
+        self.compressor = config.build()
         self.deferred = self.compressor.deferred = deferred
         self.warm_up = WarmUp.of(config, self.compressor, deferred)
-        self.controller = Controller(
+        self.controller = make_controller(
             config, shapes, iterations, overlapped=overlapped, gradient_bits=gradient_bits
         )
         self._gradient_bits = gradient_bits
@@ -127,11 +129,10 @@ class Engine:
         self.last: Iteration | None = None
         self.decision: Decision | None = None
         self.decision_entropy_full: tuple[float, ...] = ()
-        self.layer_ranks = LayerRanks() if config.per_layer else None
+        self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
+        gated = isinstance(config, CompressingConfig) and config.cost_gate
         # Through whatever reductions are sent at the time: studies exchange it.
-        self._trials = Trials(
-            lambda: build(config), stage, config.cost_gate, lambda *options: self.open_channel(*options)
-        )
+        self._trials = Trials(config.build, stage, gated, lambda *options: self.open_channel(*options))
         self._window = Window(config.window, config.seed)
         self._replicas = math.nan  # number of this rank's group of replicas, if it has one with others in it
         self._start_iteration()
@@ -154,7 +155,7 @@ class Engine:
         Where it ends with collectives, every rank has to come to them at the same point; and where the result of an
         entrywise method is measured, gradients must still be there.
         """
-        entrywise = self.config.method not in (*RANKED, "none", "bf16") and self._samples
+        entrywise = isinstance(self.compressor, Feedback) and self._samples
         return entrywise or self.plan.exchange or self._window_ends
 
     @property
@@ -301,8 +302,10 @@ class Engine:
             self._statistics.bytes += channel.bytes
         measured = mean.close(message)
         self._window.errors = measured.error_sq, measured.input_sq
-        saves = partial(saves_bytes, factor_dtype=self.config.factor_dtype, gradient_bits=self._gradient_bits)
-        self._window.curve = error_curve(list(measured.spectra.values()), grid, saves)
+        if isinstance(self.compressor, PowerSGD):
+            dtype = self.compressor.factor_dtype
+            saves = partial(saves_bytes, factor_dtype=dtype, gradient_bits=self._gradient_bits)
+            self._window.curve = error_curve(list(measured.spectra.values()), grid, saves)
         if self.layer_ranks is not None:
             self.layer_ranks.take(measured.spectra, grid)
         return measured
@@ -336,7 +339,7 @@ class Engine:
         measured = self._measure_errors(skipped)
         self.last = Iteration(
             iteration=self.iteration,
-            rank=self.rank if self.config.method in RANKED and self._has_compressed() else None,
+            rank=self.rank if isinstance(self.compressor, PowerSGD) and self._has_compressed() else None,
             entropy=entropy.sampled,
             entropy_full=entropy.full,
             seconds_entropy=entropy.seconds,

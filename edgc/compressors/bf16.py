@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.channel import Channel
 from edgc.compressors.none import dense_steps
+from edgc.config import ConstantConfig, Example, Look
 from edgc.lazy import Tensor, torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16Config(ConstantConfig):
+    """An all-reduce in bfloat16."""
+
+    method: str = "bf16"
+
+    look = Look("bf16 all-reduce", "#666666", "P", "--")
+    examples = {"bf16": Example(lambda m, n: 2 * m * n, exact=False)}
+
+    def build(self) -> BF16:
+        return BF16()
 
 
 class BF16(Compressor):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps, flat_view
 from edgc.compressors.channel import Channel
+from edgc.config import EDGCConfig, Example, Look
 from edgc.lazy import Tensor, torch
 
 
@@ -25,6 +28,25 @@ def dense_steps(tensors: Sequence[Tensor], channel: Channel) -> Steps:
         if sent is not None:
             for tensor, part in zip(group, sent.split([tensor.numel() for tensor in group]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCompressionConfig(EDGCConfig):
+    """Uncompressed averaging."""
+
+    method: str = "none"
+
+    look = Look("Megatron, uncompressed", "#000000", "o")
+    examples = {"none": Example(lambda m, n: 4 * m * n)}
+
+    def build(self) -> NoCompression:
+        return NoCompression()
+
+    @classmethod
+    def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
+        if values["record_full_entropy"]:
+            return {}
+        return {"entropy": "set a method that compresses, or record_full_entropy: true"}
 
 
 class NoCompression(Compressor):

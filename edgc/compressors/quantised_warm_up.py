@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from edgc.compressors import PowerSGD, Quantize
 from edgc.compressors.base import Compressor
+from edgc.compressors.entrywise.quantize import Quantize
 from edgc.config import EDGCConfig
 from edgc.control.plan import Plan
+from edgc.control.settings import PolicyConfig
+
+if TYPE_CHECKING:
+    from edgc.compressors.powersgd.algorithm import PowerSGD
 
 PHASES = ("warmup", "search")
 THROUGH = 1  # to a method without ranks the number says only that it is to compress
@@ -29,7 +33,7 @@ class WarmUp:
 
     compressor: Quantize
 
-    def __init__(self, config: EDGCConfig, main: PowerSGD, deferred: bool) -> None:
+    def __init__(self, config: PolicyConfig, main: PowerSGD, deferred: bool) -> None:
         self._config, self._main, self._deferred = config, main, deferred
         self.on = True
         self._keep({})
@@ -37,10 +41,9 @@ class WarmUp:
     @classmethod
     def of(cls, config: EDGCConfig, main: Compressor, deferred: bool) -> WarmUp | None:
         """None where warm-up sends fp32."""
-        if config.warmup_bits is None:
+        if not isinstance(config, PolicyConfig) or config.warmup_bits is None:
             return None
-        assert isinstance(main, PowerSGD)
-        return cls(config, main, deferred)
+        return cls(config, cast("PowerSGD", main), deferred)
 
     def follow(self, plan: Plan) -> None:
         """Between two iterations, all changes settled: hand over what is kept if compression starts with ``plan``."""

@@ -33,16 +33,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edgc.buckets import Bucket, BucketWorker, Log
 from edgc.checkpoints.saved_state import State, refuse_other_parameters, state_for
-from edgc.checks import integer, need
+from edgc.checks import dotted, integer, need
 from edgc.compressors import Gradient
 from edgc.compressors.powersgd.algorithm import mean_bits
 from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
-from edgc.control.controller import Decision
+from edgc.control.plan import Decision
 from edgc.engine import Engine, Iteration, Observer
 from edgc.errors import UserError, copied
 from edgc.runtime.groups import gather_objects, own_group
-from edgc.usable import refuse_stages
 
 __all__ = ["Handle", "register"]
 
@@ -291,7 +290,7 @@ def register(
     described = [*zip(parameters, shapes, strict=True)]
     _same_on_all_ranks(model, (config, iterations, scaler is not None, whole_steps, described))
     integer("iterations", iterations, 1)
-    refuse_stages(config, "edgc.ddp.register")
+    _refuse_stages(config)
     compressed = [
         ((shape[0], shape[1]), 8 * parameter.element_size())
         for shape, parameter in zip(shapes, parameters.values(), strict=True)
@@ -316,6 +315,21 @@ def register(
     handle.log = log
     model.register_comm_hook(handle, _hook)
     return handle
+
+
+def _refuse_stages(config: EDGCConfig) -> None:
+    """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for."""
+    one, values = "a plain data-parallel job has one stage", dotted(config.to_dict())
+    for key, unused, word, why in (
+        ("pipeline.rank", None, "null", one),
+        ("fused_embedding", False, "false", one),
+        ("compressed_stages", 1, "1", one),
+        ("alignment", "off", "off", one),
+        ("compress_experts", True, "true", "a plain data-parallel job has no expert parallelism"),
+    ):
+        if (value := values.get(key, unused)) != unused:
+            where, fix = "edgc.ddp.register", f"{why}; set {key}: {word}"
+            raise UserError(f"{key} = {value!r} cannot be used", where=where, fix=fix)
 
 
 def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:

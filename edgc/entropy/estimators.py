@@ -32,8 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc.config import ESTIMATORS
 from edgc.entropy.sampler import Sampler
+from edgc.sections import ESTIMATORS
 
 __all__ = ["Moments", "Sampler", "combine", "estimate", "moments", "near_zero_share"]
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from edgc.lazy import torch
 
-if TYPE_CHECKING:
-    Mark = float | torch.cuda.Event
+Mark: TypeAlias = "float | torch.cuda.Event"
 
 
 def mark(device: torch.device) -> Mark:

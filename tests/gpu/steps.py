@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.compressors import Compressor, Gradient, Statistics, build
-from edgc.config import FACTOR_DTYPES, METHODS, EDGCConfig
+from edgc.compressors import Compressor, Gradient, Statistics
+from edgc.compressors.powersgd import FACTOR_DTYPES
+from edgc.config import METHODS, EDGCConfig
 from edgc.runtime.device import masked_path
 from tests.lockstep import reduce_together
 
@@ -63,7 +64,7 @@ assert {options["method"] for options in CASES.values()} == set(METHODS), "a met
 def compressors(name: str, world: int, deferred: bool = False) -> list[Compressor]:
     """One for each worker."""
     config = EDGCConfig.from_dict({**CASES[name], "min_compression_elements": SMALLEST, "seed": 3})
-    made = [build(config) for _ in range(world)]
+    made = [config.build() for _ in range(world)]
     for compressor in made:
         compressor.deferred = deferred
     return made

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.compressors import Gradient, NoCompression
+from edgc.compressors import Gradient
 from edgc.compressors.channel import after_sum, before_sum
+from edgc.compressors.none import NoCompression
 from tests.lockstep import reduce_together
 
 LARGEST = torch.finfo(torch.float16).max

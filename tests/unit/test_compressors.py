@@ -22,21 +22,14 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from edgc.compressors import (
-    BF16,
-    Channel,
-    Compressor,
-    Gradient,
-    NoCompression,
-    PowerSGD,
-    Quantize,
-    RandomK,
-    Sign,
-    TopK,
-    build,
-)
-from edgc.compressors.entrywise.randomk import draw
-from edgc.compressors.entrywise.topk import chosen, largest
+from edgc.compressors import Channel, Compressor, Gradient
+from edgc.compressors.bf16 import BF16
+from edgc.compressors.entrywise.quantize import Quantize
+from edgc.compressors.entrywise.randomk import RandomK, draw
+from edgc.compressors.entrywise.sign import Sign
+from edgc.compressors.entrywise.topk import TopK, chosen, largest
+from edgc.compressors.none import NoCompression
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.tensors import compressible
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
@@ -666,7 +659,7 @@ def test_errors_of_another_model_are_refused(rank: int | None) -> None:
 def test_every_method_of_the_settings_is_built() -> None:
     common: dict[str, Any] = dict(min_compression_elements=77, seed=5)
     built = {
-        method: build(EDGCConfig(method=method, rank=4 if method == "powersgd" else None, **common))
+        method: EDGCConfig(method=method, rank=4 if method == "powersgd" else None, **common).build()
         for method in ("none", "bf16", "powersgd", "topk", "randomk", "quantize", "sign", "edgc")
     }
     kinds = [NoCompression, BF16, PowerSGD, TopK, RandomK, Quantize, Sign, PowerSGD]
@@ -675,15 +668,15 @@ def test_every_method_of_the_settings_is_built() -> None:
     assert all(
         c.seed == 5 for c in built.values() if isinstance(c, (RandomK, Quantize)) and type(c) is not Sign
     )
-    low = build(
-        EDGCConfig(method="powersgd", rank=4, factor_dtype="int4", one_sided=True, error_dtype="bf16")
-    )
+    low = EDGCConfig(
+        method="powersgd", rank=4, factor_dtype="int4", one_sided=True, error_dtype="bf16"
+    ).build()
     assert isinstance(low, PowerSGD) and (low.factor_dtype, low.one_sided) == ("int4", True)
     low.reduce([Gradient("p", torch.randn(40, 50))], Channel(None), 4)
     assert low.errors["p"].dtype == torch.bfloat16
-    assert isinstance(half := build(EDGCConfig(method="topk", density=0.5)), TopK) and half.density == 0.5
-    two = build(EDGCConfig(method="quantize", bits=2, rounding="stochastic"))
+    assert isinstance(half := EDGCConfig(method="topk", density=0.5).build(), TopK) and half.density == 0.5
+    two = EDGCConfig(method="quantize", bits=2, rounding="stochastic").build()
     assert isinstance(two, Quantize) and two.blocks.bits == 2 and two.blocks.stochastic
     assert not two.error_feedback
-    bare = build(EDGCConfig(method="sign", error_feedback=False))
+    bare = EDGCConfig(method="sign", error_feedback=False).build()
     assert isinstance(bare, Sign) and not bare.error_feedback

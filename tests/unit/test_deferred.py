@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edgc import EDGCConfig
-from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, build
-from edgc.config import EntropyConfig
+from edgc.compressors import Channel, Compressor, Gradient
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.entropy.meter import EntropyMeter
+from edgc.sections import EntropyConfig
 from tests.workers import run_workers
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ SHAPES = {"a": (48, 40), "b": (40,), "c": (33, 64), "d": (48, 40)}
 
 
 def fresh(method: str, **changes: Any) -> Compressor:
-    return build(EDGCConfig(**METHODS[method], min_compression_elements=16, **changes))
+    return EDGCConfig(**METHODS[method], min_compression_elements=16, **changes).build()
 
 
 def gradients(seed: int, scale: float = 1.0) -> list[Gradient]:

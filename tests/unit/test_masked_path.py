@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import edgc.compressors.entrywise.randomk as randomk
-from edgc.compressors import Compressor, Gradient, Statistics, build
+from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.config import EDGCConfig
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import Later, masked_path
@@ -51,7 +51,7 @@ deferring = pytest.mark.parametrize("deferred", [False, True])
 
 
 def workers(options: dict[str, Any], deferred: bool = False) -> list[Compressor]:
-    made = [build(EDGCConfig(**options, min_compression_elements=16, seed=3)) for _ in range(WORKERS)]
+    made = [EDGCConfig(**options, min_compression_elements=16, seed=3).build() for _ in range(WORKERS)]
     for compressor in made:
         compressor.deferred = deferred
     return made

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD, Statistics
-from edgc.compressors.powersgd.algorithm import saves_bytes
+from edgc.compressors import Channel, Gradient, Statistics
+from edgc.compressors.none import NoCompression
+from edgc.compressors.powersgd.algorithm import PowerSGD, saves_bytes
 from edgc.compressors.powersgd.state import random_factor
 from edgc.errors import UserError
 from tests.lockstep import Room, reduce_together

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.profiler import ProfilerActivity, profile
 
-from edgc.compressors import Channel, Gradient, PowerSGD
-from edgc.compressors.powersgd.algorithm import saves_bytes
+from edgc.compressors import Channel, Gradient
+from edgc.compressors.powersgd.algorithm import PowerSGD, saves_bytes
 from edgc.compressors.powersgd.matrices import RowBlocks
 from edgc.compressors.powersgd.state import random_factor
 from edgc.compressors.tensors import compressible

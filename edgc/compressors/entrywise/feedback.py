@@ -36,6 +36,7 @@ from edgc.compressors.channel import Channel
 from edgc.compressors.none import dense_steps
 from edgc.compressors.norms import square_sums
 from edgc.compressors.tensors import compressible, finite, within
+from edgc.config import ConstantConfig
 from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
@@ -83,6 +84,17 @@ class Flat:
         ends = [*self.offsets[1:], len(self.work)]
         for offset, shape, end in zip(self.offsets, self.shapes, ends, strict=True):
             self.work[offset + shape.numel() : end].zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntrywiseConfig(ConstantConfig):
+    """What the entrywise methods have in common.
+
+    Attributes:
+        error_feedback: off only for ablations.
+    """
+
+    error_feedback: bool = True
 
 
 #: Whether the result is finite, the same on every rank, and what writes it to a vector laid out like ``Flat.work``.

@@ -3,12 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 
+from edgc.checks import one_of, require
 from edgc.compressors.channel import Channel
-from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
-from edgc.compressors.quantization.blocks import Blocks
+from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.compressors.quantization.blocks import LEVELS, Blocks
 from edgc.compressors.quantization.mean import QuantisedMean
+from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
+
+
+def _example(bits: int, bound: float | None = None) -> Example:
+    """Each entry travels twice, (W-1)/W of them each way, with the bfloat16 scale of its block of 64."""
+    settings = {"bits": bits, "rounding": "nearest" if bound is None else "stochastic"}
+    return Example(lambda m, n: m * n * (bits / 8 + 2 / 64), settings, exact=bound is None, bound=bound)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig(EntrywiseConfig):
+    """Every entry in a few bits (ours; with ``stochastic`` rounding QSGD: Alistarh et al., NeurIPS 2017).
+
+    Attributes:
+        bits: 8, 4 or 2.
+        rounding: ``nearest`` with error feedback, or ``stochastic``: unbiased, without.
+    """
+
+    method: str = "quantize"
+    bits: int = 8
+    rounding: str = "nearest"
+
+    look = Look("Quantised", "#999933", "X", "--")
+    examples = {
+        **{f"int{bits}": _example(bits) for bits in (8, 4, 2)},
+        # Two roundings, each by less than a step of the largest entry, which is rounded up.
+        **{f"stochastic{bits}": _example(bits, 2 * 1.02 / LEVELS[bits]) for bits in (8, 4, 2)},
+    }
+
+    def _check(self) -> None:
+        super()._check()
+        one_of("rounding", self.rounding, ("nearest", "stochastic"))
+        self._whole("bits", 1)
+        require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
+
+    def build(self) -> Quantize:
+        return Quantize(
+            self.bits,
+            self.rounding,
+            min_elements=self.min_compression_elements,
+            error_feedback=self.error_feedback,
+            seed=self.seed,
+        )
 
 
 class Quantize(Feedback):

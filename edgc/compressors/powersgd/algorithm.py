@@ -39,13 +39,13 @@ from torch import Tensor
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.channel import Channel
 from edgc.compressors.norms import square_sums
+from edgc.compressors.powersgd import FACTOR_BITS, FACTOR_DTYPES
 from edgc.compressors.powersgd.matrices import Batched, Passes, RowBlocks
 from edgc.compressors.powersgd.messages import blocks_of
 from edgc.compressors.powersgd.orthogonal import Orthonormal
 from edgc.compressors.powersgd.state import State, keep
 from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace, grouped, signature
 from edgc.compressors.tensors import compressible, finite
-from edgc.config import FACTOR_BITS, FACTOR_DTYPES
 from edgc.errors import UserError
 from edgc.measurement.spectral import MatrixSpectrum
 from edgc.runtime.device import host_decides
