@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.data import prepare
+from experiments.data.prepare import prepare
 from experiments.spec.settings import DataConfig
 from experiments.training.events import read_events
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgc.doctor import __main__ as doctor
+from edgc.doctor import command as doctor
 from edgc.doctor import diagnosis
 from edgc.timing.link import Cost, Link, break_even
 

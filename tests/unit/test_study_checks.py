@@ -14,6 +14,7 @@ from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix, study_checks
 from experiments.training import launch
+from workflows import program as workflow
 
 MINE = "window_ablation"  # a study that trains and is analysed
 
@@ -88,7 +89,7 @@ def changed(root: Path, study: str, change: Callable[[str], str]) -> Path:
 
 
 @pytest.mark.parametrize("case", STUDY)
-@pytest.mark.parametrize("program", ["pipeline", "matrix", "launch"])
+@pytest.mark.parametrize("program", ["workflow", "matrix", "launch"])
 def test_a_wrong_study_is_one_line_with_key_file_and_fix(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, program: str
 ) -> None:
@@ -96,7 +97,7 @@ def test_a_wrong_study_is_one_line_with_key_file_and_fix(
     path = changed(root, study, change)
     before = sorted(root.rglob("*"))
     run: dict[str, Callable[[], Any]] = {
-        "pipeline": lambda: program.main(["--results", str(tmp_path / "results")]),
+        "workflow": lambda: workflow.main(["--results", str(tmp_path / "results")]),
         "matrix": lambda: matrix.main(study, "ci"),
         "launch": lambda: launch.main(study, "w4-s1", None, "ci", tmp_path / "results"),
     }

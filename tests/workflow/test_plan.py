@@ -74,7 +74,7 @@ def test_each_target_plans_alone(plans: dict[str, dict[str, int]], target: str) 
 
 
 def test_regression_trains_only_what_is_compared_or_claimed(plans: dict[str, dict[str, int]]) -> None:
-    tolerances = yaml.safe_load((ROOT / "experiments" / "tolerances.yaml").read_text())
+    tolerances = yaml.safe_load((ROOT / "experiments" / "verdicts" / "tolerances.yaml").read_text())
     claims = yaml.safe_load((ROOT / "results" / "paper_claims.yaml").read_text())
     used = {item["study"] for item in [*tolerances["checks"], *claims["claims"]]}
     assert "policies" not in used
