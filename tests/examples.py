@@ -36,5 +36,6 @@ CONSTANT = below(ConstantConfig)
 ENTRYWISE = below(EntrywiseConfig)
 LOW_RANK = below(LowRankConfig)
 DENSE = [name for name in FOUND if name not in ENTRYWISE + LOW_RANK]
+AT_RANDOM = [name for name in FOUND if getattr(config_of(name).build(), "draws_at_random", False)]
 UNBIASED = [name for name, (_, example) in FOUND.items() if example.bound is not None]
 """Exact on average only, without error feedback."""

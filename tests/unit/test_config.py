@@ -221,7 +221,11 @@ def test_errors_without_a_file_name_none() -> None:
         ({"method": "topk", "gate_interval": 5}, "gate_interval = 5", "cost_gate: true"),
         ({"cost_gate": True}, "cost_gate = True is not used with method: none", "set method: bf16, edgc, "),
         ({"compress_experts": False}, "compress_experts = False is not used", "set method: bf16, edgc, "),
-        ({"compressed_stages": 0.5}, "compressed_stages = 0.5 is not used", "set method: bf16, powersgd, "),
+        (
+            {"compressed_stages": 0.5},
+            "compressed_stages = 0.5 is not used",
+            "set method: bf16, natural, powersgd, ",
+        ),
         (
             {"entropy": {"entry_rate": 0.5}},
             "entropy.entry_rate = 0.5 is not used",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 from edgc.checks import one_of, require
 from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
 from edgc.compressors.quantization.blocks import LEVELS, Blocks
-from edgc.compressors.quantization.mean import QuantisedMean
+from edgc.compressors.quantization.mean import QuantisedMean, Quantiser
 from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 
@@ -56,37 +57,20 @@ class QuantizeConfig(EntrywiseConfig):
         )
 
 
-class Quantize(Feedback):
+class Quantised(Feedback):
     """Quantised by every worker and averaged by :class:`~edgc.compressors.quantization.mean.QuantisedMean`.
 
-    With one worker nothing is sent and so nothing is rounded. Every matrix starts a block of its own.
+    With one worker nothing is sent and so nothing is rounded. Every matrix starts a group of its own.
 
     Args:
-        bits: 8, 4, 2 or 1.
-        rounding: ``nearest``, with error feedback, or ``stochastic``: each worker on its own, the result is the mean
-            on average, nothing is kept.
+        quantiser: of single vectors.
+        stochastic: whether it draws: each worker on its own.
         min_elements, error_feedback, seed: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
-
-    Raises:
-        ValueError: see :class:`~edgc.compressors.quantization.blocks.Blocks`.
     """
 
-    def __init__(
-        self,
-        bits: int = 8,
-        rounding: str = "nearest",
-        *,
-        min_elements: int = 1024,
-        error_feedback: bool = True,
-        seed: int = 0,
-    ) -> None:
-        stochastic = rounding == "stochastic"
-        super().__init__(
-            min_elements=min_elements, error_feedback=error_feedback and not stochastic, seed=seed
-        )
-        self.blocks = Blocks(bits, stochastic=stochastic)
-        self.align = self.blocks.size
-        self.draws_at_random = stochastic
+    def __init__(self, quantiser: Quantiser, *, align: int, stochastic: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.quantiser, self.align, self.draws_at_random = quantiser, align, stochastic
 
     def waits(self, rank: int | None) -> int:
         return 1 if rank is None else 2
@@ -104,7 +88,7 @@ class Quantize(Feedback):
             return exact.isfinite().all(), write
         mean = flat.buffers.get("mean")
         if mean is None:
-            mean = QuantisedMean(len(work), channel.world, self.blocks, work.device)
+            mean = QuantisedMean(len(work), channel.world, self.quantiser, work.device)
             flat.buffers["mean"] = mean
         generator = None
         if self.draws_at_random:
@@ -113,3 +97,27 @@ class Quantize(Feedback):
                 generator = torch.Generator(work.device).manual_seed(generator.initial_seed())
         yield from mean.steps(work, channel, residual=work, generator=generator)
         return mean.finite(), mean.unpack
+
+
+class Quantize(Quantised):
+    """Blocks of 64 entries in few bits.
+
+    Args:
+        bits: 8, 4, 2 or 1.
+        rounding: ``nearest``, with error feedback, or ``stochastic``: each worker on its own, the result is the mean
+            on average, nothing is kept.
+        options: see :class:`Quantised`.
+
+    Raises:
+        ValueError: see :class:`~edgc.compressors.quantization.blocks.Blocks`.
+    """
+
+    def __init__(
+        self, bits: int = 8, rounding: str = "nearest", *, error_feedback: bool = True, **options: Any
+    ) -> None:
+        stochastic = rounding == "stochastic"
+        self.blocks = Blocks(bits, stochastic=stochastic)
+        feedback = error_feedback and not stochastic
+        super().__init__(
+            self.blocks, align=self.blocks.size, stochastic=stochastic, error_feedback=feedback, **options
+        )
