@@ -18,6 +18,7 @@ from edgc.config import Example, Look
 from edgc.lazy import Tensor, torch
 
 _MANTISSA, _INFINITE = 23, 255  # bits of an fp32's fraction; the exponent of what is not finite
+_CHUNK = 1 << 18  # entries in work at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,37 +76,40 @@ class Powers:
     ) -> None:
         """As :meth:`edgc.compressors.quantization.mean.Quantiser.pack`; an entry that is not finite stays so."""
         out.zero_()
-        if not x.numel():
-            return
         exponents, signs = self._views(out)
-        bits = x.view(torch.int32)
-        magnitude = bits.bitwise_and(0x7FFFFFFF).clamp_(max=_INFINITE << _MANTISSA)
-        # Added to the fraction, a number below 2^23 carries into the exponent with the probability asked for.
-        carry = torch.randint(
-            1 << _MANTISSA, magnitude.shape, generator=generator, dtype=torch.int32, device=x.device
-        )
-        power = carry.add_(magnitude).bitwise_right_shift_(_MANTISSA).clamp_(max=_INFINITE - 1)
-        exponents[: x.numel()].copy_(power.masked_fill_(magnitude == _INFINITE << _MANTISSA, _INFINITE))
-        negative = torch.zeros(len(exponents), dtype=torch.uint8, device=x.device)
-        negative[: x.numel()].copy_(bits < 0)
-        for place in range(8):
-            signs.bitwise_or_(negative[place::8].bitwise_left_shift(place))
+        for begin in range(0, x.numel(), _CHUNK):
+            part, places = x[begin : begin + _CHUNK], slice(begin // 8, (begin + _CHUNK) // 8)
+            bits = part.view(torch.int32)
+            magnitude = bits.bitwise_and(0x7FFFFFFF).clamp_(max=_INFINITE << _MANTISSA)
+            broken = magnitude == _INFINITE << _MANTISSA
+            # Added to the fraction, a number below 2^23 carries into the exponent with the probability asked for.
+            carry = torch.randint(
+                1 << _MANTISSA, part.shape, generator=generator, dtype=torch.int32, device=x.device
+            )
+            power = magnitude.add_(carry).bitwise_right_shift_(_MANTISSA).clamp_(max=_INFINITE - 1)
+            exponents[begin : begin + len(part)].copy_(power.masked_fill_(broken, _INFINITE))
+            negative = bits < 0
+            for place in range(8):
+                flags = negative[place::8].to(torch.uint8).bitwise_left_shift_(place)
+                signs[places][: len(flags)].bitwise_or_(flags)
         if residual is not None:
-            sent = torch.empty_like(x)
-            self.unpack(out, sent)
-            torch.sub(x, sent, out=residual)
+            if residual is not x:
+                residual.copy_(x)
+            self.unpack(out, residual, weight=-1, add=True)
 
     def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None:
         exponents, signs = self._views(message)
-        bits = exponents.to(torch.int32).bitwise_left_shift_(_MANTISSA)
-        for place in range(8):
-            negative = signs.bitwise_right_shift(place).bitwise_and_(1)
-            bits[place::8].bitwise_or_(negative.to(torch.int32).bitwise_left_shift_(31))
-        values = bits.view(torch.float32)[: out.numel()]
-        if add:
-            out.add_(values, alpha=weight)
-        else:
-            torch.mul(values, weight, out=out)
+        for begin in range(0, out.numel(), _CHUNK):
+            part, places = out[begin : begin + _CHUNK], signs[begin // 8 : (begin + _CHUNK) // 8]
+            bits = exponents[begin : begin + _CHUNK].to(torch.int32).bitwise_left_shift_(_MANTISSA)
+            for place in range(8):
+                negative = places.bitwise_right_shift(place).bitwise_and_(1)
+                bits[place::8].bitwise_or_(negative.to(torch.int32).bitwise_left_shift_(31))
+            values = bits.view(torch.float32)[: len(part)]
+            if add:
+                part.add_(values, alpha=weight)
+            else:
+                torch.mul(values, weight, out=part)
 
     def finite(self, message: Tensor) -> Tensor:
         return self._views(message)[0].amax() < _INFINITE
