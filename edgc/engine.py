@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 from edgc.checkpoints.saved_state import compare_settings
 from edgc.checks import need
-from edgc.compressors import Channel, Compressor, Gradient, Statistics, build
+from edgc.compressors import Channel, Compressor, Gradient, Statistics
 from edgc.compressors.base import Steps
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.quantised_warm_up import THROUGH, WarmUp
 from edgc.config import EDGCConfig
 from edgc.control.plan import Decision, Plan
-from edgc.monitor import RANKED, Iteration, Monitor, Shape
+from edgc.control.settings import PolicyConfig
+from edgc.monitor import Iteration, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
 
 WARM_UP = ("warmup", "search")  # phases of a plan
@@ -74,14 +76,17 @@ class Engine:
     ) -> None:
         self.config = config
         self.stage, self.stages = stage, len(shapes)
-        self.compressor = build(config)
+        self.compressor = config.build()
         self.deferred = self.compressor.deferred = deferred
-        self.warm_up = WarmUp.of(config, self.compressor, deferred)
+        self.warm_up: WarmUp | None = None
+        if isinstance(config, PolicyConfig) and config.warmup_bits is not None:
+            assert isinstance(self.compressor, PowerSGD)
+            self.warm_up = WarmUp(config, config.warmup_bits, self.compressor)
         self.observer = observer
         self.open_channel = open_channel
         self.monitor = Monitor(
             config,
-            lambda: build(config),
+            config.build,
             # Through whatever reductions are sent at the time: studies exchange it.
             lambda *options: self.open_channel(*options),
             stage=stage,
@@ -247,7 +252,7 @@ class Engine:
         # Trials disturb the step that they are part of.
         if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
             monitor.window.times.add(self.iteration, self._statistics)
-        compressors, rank = self._compressors, self.rank if self.config.method in RANKED else None
+        compressors, rank = self._compressors, self.rank if isinstance(self.compressor, PowerSGD) else None
         rank = rank if self._statistics.lossy else None
         self.last = Iteration(self.iteration, rank, self._statistics, exposed=exposed, skipped=skipped)
         self.decision = None

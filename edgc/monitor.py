@@ -16,11 +16,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, Statistics
+from edgc.compressors import Channel, Compressor, Gradient, Statistics
+from edgc.compressors.entrywise.feedback import EntrywiseConfig
+from edgc.compressors.powersgd import LowRankConfig
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.sizes import saves_bytes
-from edgc.config import EDGCConfig
-from edgc.control.controller import Controller, Decision, Plan
+from edgc.config import CompressingConfig, EDGCConfig
+from edgc.control.adaptive import make_controller
 from edgc.control.layer_ranks import LayerRanks
+from edgc.control.plan import Decision, Plan
+from edgc.control.policies.spectral import SpectralConfig
+from edgc.control.settings import PolicyConfig
 from edgc.entropy.meter import EntropyMeter
 from edgc.measurement.report import relative, report
 from edgc.measurement.spectral import MatrixSpectrum, error_curve
@@ -30,7 +36,6 @@ from edgc.runtime.groups import gather_objects
 from edgc.timing.trials import Trials
 
 Shape = tuple[int, int]
-RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Monitor:
             whether it is the last of a window.
         keeps_times: whether the times of reductions may be asked for.
         replicas: number of this rank's group of replicas; nan as long as it has none with others in it.
+        gradient_bits: of an entry of the first stage's compressible gradients, on average.
         entropy_full: of the last decision, per stage and of all entries.
     """
 
@@ -96,20 +102,22 @@ class Monitor:
         gradient_bits: float,
     ) -> None:
         self.config, self.stage, self.stages = config, stage, len(shapes)
-        self.controller = Controller(
+        self.controller = make_controller(
             config, shapes, iterations, overlapped=overlapped, gradient_bits=gradient_bits
         )
         self.entropy = EntropyMeter(config)
-        self.trials = Trials(make, stage, config.cost_gate, open_channel)
-        self.layer_ranks = LayerRanks() if config.per_layer else None
+        gated = isinstance(config, CompressingConfig) and config.cost_gate
+        self.trials = Trials(make, stage, gated, open_channel)
+        self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
         self.window = Window(config.window, config.seed)
-        self.keeps_times = config.method == "edgc" and config.remeasure_above is not None
+        self._entrywise = isinstance(config, EntrywiseConfig)
+        self.gradient_bits = gradient_bits
+        self.keeps_times = isinstance(config, PolicyConfig) and config.remeasure_above is not None
         self.replicas = math.nan
         self.entropy_full: tuple[float, ...] = ()
         self._exchange_group, self._open_channel = exchange_group, open_channel
-        self._saves_bytes = partial(
-            saves_bytes, factor_dtype=config.factor_dtype, gradient_bits=gradient_bits
-        )
+        dtype = config.factor_dtype if isinstance(config, LowRankConfig) else "fp32"
+        self._saves_bytes = partial(saves_bytes, factor_dtype=dtype, gradient_bits=gradient_bits)
 
     def next_due(self, iteration: int) -> int:
         """The first iteration from this one on at which something is measured or exchanged, if nothing is decided
@@ -136,7 +144,7 @@ class Monitor:
         """Whether this iteration must be closed at its end, even if the host waits for a GPU: where it ends with
         collectives, every rank has to come to them at the same point; and where the result of an entrywise method is
         measured, gradients must still be there."""
-        return self.window_ends or (self.samples and self.config.method not in (*RANKED, "none", "bf16"))
+        return self.window_ends or (self.samples and self._entrywise)
 
     def reduced(self, gradients: Sequence[Gradient], channel: Channel, lossy: Compressor | None) -> None:
         """``gradients`` were reduced over ``channel``; None: without a loss."""

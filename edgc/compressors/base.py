@@ -26,11 +26,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from edgc.checks import need
 from edgc.errors import UserError
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel, Stopwatch, mark, span, traced
 from edgc.runtime.device import host_decides
 
@@ -94,7 +92,7 @@ class Statistics:
     def lossy(self) -> bool:
         """:attr:`compressed`, without waiting for a GPU: a norm is there because something was compressed."""
         norm = self.input_sq
-        return (isinstance(norm, Tensor) and norm.is_cuda) or float(norm) > 0
+        return (isinstance(norm, torch.Tensor) and norm.is_cuda) or float(norm) > 0
 
     @property
     def worker_error(self) -> float | None:

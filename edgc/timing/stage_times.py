@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgc.config import EDGCConfig
+from edgc.control.settings import PolicyConfig
 from edgc.timing.alignment import LinearTime, align
 from edgc.timing.change_detector import ChangeDetector
 from edgc.timing.rank_search import RankSearch
@@ -39,7 +39,7 @@ class StageTimes:
     """The times that one run aligns its stages with, and their measurement (``config.alignment``).
 
     Args:
-        config: the compression settings.
+        config: settings of method ``edgc``.
         stages: number of pipeline stages.
         overlapped: whether reductions overlap with backward or with each other.
 
@@ -48,7 +48,7 @@ class StageTimes:
         timing: what the last finished measurement says, per stage; empty before, and where times are given.
     """
 
-    def __init__(self, config: EDGCConfig, stages: int, *, overlapped: bool = False) -> None:
+    def __init__(self, config: PolicyConfig, stages: int, *, overlapped: bool = False) -> None:
         self.config, self.stages, self.overlapped = config, stages, overlapped
         self.search: RankSearch | None = None
         self.timing: tuple[StageTiming, ...] = ()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from edgc.config import FACTOR_DTYPES
+from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench import machine
 from experiments.bench.children import Child, Group

@@ -153,7 +153,7 @@ def bits() -> list[tuple[float, float]]:
         run = configuration("bits", POWERSGD, train={"precision": precision})
         session = session_of(run)
         sizes = {8 * p.main_grad.element_size() for chunk in session.chunks for p in chunk.parameters()}
-        found.append((session.attachment.engine._gradient_bits, float(*sizes)))
+        found.append((session.attachment.engine.monitor.gradient_bits, float(*sizes)))
         end(session)
     return found
 

@@ -6,10 +6,9 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +16,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import edgc.engine
-from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD, Statistics
-from edgc.compressors.dense import flat_view
-from edgc.config import EDGCConfig, EntropyConfig
+from edgc.compressors import Channel, Gradient, Statistics
+from edgc.compressors.dense import NoCompression, flat_view
+from edgc.compressors.powersgd import LowRankConfig
+from edgc.compressors.powersgd.algorithm import PowerSGD
+from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.runtime.channel import Stopwatch
+from edgc.sections import EntropyConfig
 from edgc.timing import trial
 from edgc.timing.cost_gate import CostGate, GateSchedule, GateVerdict, GroupTimes, label, summary, verdicts
 from tests.workers import run_workers
@@ -183,15 +184,9 @@ class Claiming(NoCompression):
         statistics.compress.total += claimed
 
 
-@contextmanager
-def building(build: Any) -> Iterator[None]:
-    module: Any = edgc.engine
-    original = module.build
-    module.build = build
-    try:
-        yield
-    finally:
-        module.build = original
+def building(build: Any) -> Any:
+    """Compressors of method ``powersgd`` are what ``build`` makes of its settings."""
+    return mock.patch.object(LowRankConfig, "build", build)
 
 
 def drive(engine: Engine, buckets: list[list[Gradient]], *, jitter: random.Random | None = None) -> None:

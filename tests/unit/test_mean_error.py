@@ -14,9 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.compressors import Compressor, Gradient, PowerSGD, Quantize, RandomK, Sign, TopK
+from edgc.compressors import Compressor, Gradient
+from edgc.compressors.entrywise.quantize import Quantize
+from edgc.compressors.entrywise.randomk import RandomK
+from edgc.compressors.entrywise.sign import Sign
+from edgc.compressors.entrywise.topk import TopK
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
-from edgc.control.policies import spectral
+from edgc.control.policies.spectral import spectral
 from edgc.engine import Engine
 from edgc.measurement.mean_error import FEWER, MeanError, Measured
 from edgc.measurement.report import relative

@@ -30,15 +30,14 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from edgc.checks import need
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.dense import dense_steps
 from edgc.compressors.passes import finite, square_sums, within
 from edgc.compressors.sizes import compressible
+from edgc.config import ConstantConfig
 from edgc.errors import UserError
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
@@ -85,6 +84,17 @@ class Flat:
         ends = [*self.offsets[1:], len(self.work)]
         for offset, shape, end in zip(self.offsets, self.shapes, ends, strict=True):
             self.work[offset + shape.numel() : end].zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntrywiseConfig(ConstantConfig):
+    """What the entrywise methods have in common.
+
+    Attributes:
+        error_feedback: off only for ablations.
+    """
+
+    error_feedback: bool = True
 
 
 #: Whether the result is finite, the same on every rank, and what writes it to a vector laid out like ``Flat.work``.
@@ -167,7 +177,7 @@ class Feedback(Compressor):
         for gradient in drained:
             self._then(partial(self._sent, gradient.name, ok))
         statistics.gradient_sq, statistics.input_sq = (
-            torch.where(ok, norm, 0.0) if isinstance(norm, Tensor) else norm
+            torch.where(ok, norm, 0.0) if isinstance(norm, torch.Tensor) else norm
             for norm in (statistics.gradient_sq, statistics.input_sq)
         )
         statistics.skipped = statistics.skipped + (~ok).int()

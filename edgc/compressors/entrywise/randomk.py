@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
+from edgc.checks import number
+from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
 from edgc.compressors.entrywise.topk import chosen
+from edgc.config import Example, Look
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomKConfig(EntrywiseConfig):
+    """Random entries of every matrix, the same on all workers, with error feedback (Stich et al., NeurIPS 2018).
+
+    Attributes:
+        density: share of the entries that a worker sends (ours).
+    """
+
+    method: str = "randomk"
+    density: float = 0.01
+
+    look = Look("Random-k", "#882255", ">", ":")
+    examples = {"randomk": Example(lambda m, n: 4 * chosen(m * n, 0.05), {"density": 0.05})}
+
+    def _check(self) -> None:
+        super()._check()
+        number("density", self.density, 0, 1, open_low=True)
+
+    def build(self) -> RandomK:
+        return RandomK(
+            self.density,
+            min_elements=self.min_compression_elements,
+            error_feedback=self.error_feedback,
+            seed=self.seed,
+        )
 
 
 class RandomK(Feedback):

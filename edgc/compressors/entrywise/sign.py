@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.entrywise.quantize import Quantize
+from edgc.config import Example, Look
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignConfig(EntrywiseConfig):
+    """One bit an entry with error feedback, as 1-bit Adam (Tang et al., ICML 2021) averages its momentum."""
+
+    method: str = "sign"
+
+    look = Look("Sign", "#8C510A", "h", ":")
+    examples = {"sign": Example(lambda m, n: m * n * (1 / 8 + 2 / 64))}
+
+    def build(self) -> Sign:
+        return Sign(min_elements=self.min_compression_elements, error_feedback=self.error_feedback)
 
 
 class Sign(Quantize):

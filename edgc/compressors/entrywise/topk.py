@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
+from edgc.checks import number
+from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.config import Example, Look
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
 # One entry in this many is looked at to guess a bound below the k-th largest; prime, to meet every column.
 _SAMPLING = 61
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKConfig(EntrywiseConfig):
+    """The largest entries of every matrix, with error feedback (Stich et al., NeurIPS 2018).
+
+    Attributes:
+        density: share of the entries that a worker sends (ours).
+    """
+
+    method: str = "topk"
+    density: float = 0.01
+
+    look = Look("Top-k", "#56B4E9", "<", "-.")
+    examples = {"topk": Example(lambda m, n: 8 * chosen(m * n, 0.05), {"density": 0.05})}
+
+    def _check(self) -> None:
+        super()._check()
+        number("density", self.density, 0, 1, open_low=True)
+
+    def build(self) -> TopK:
+        smallest = self.min_compression_elements
+        return TopK(self.density, min_elements=smallest, error_feedback=self.error_feedback)
 
 
 class TopK(Feedback):
