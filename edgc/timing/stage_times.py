@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edgc.control.settings import PolicyConfig
 from edgc.timing.alignment import LinearTime, align
 from edgc.timing.change_detector import ChangeDetector
 from edgc.timing.rank_search import RankSearch
+
+if TYPE_CHECKING:  # the settings of what stands above
+    from edgc.control.settings import PolicyConfig
 
 
 @dataclass(frozen=True)
