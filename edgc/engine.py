@@ -36,7 +36,7 @@ from edgc.measurement.mean_error import relative
 from edgc.measurement.spectral import error_curve
 from edgc.measurement.window import Window, gather, report
 from edgc.runtime.clock import Stopwatch
-from edgc.timing.trials import Trials
+from edgc.timing.benchmark import Benchmark
 
 Observer = Callable[[int, Sequence[Gradient]], None]
 Shape = tuple[int, int]
@@ -132,7 +132,7 @@ class Engine:
         self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
         gated = isinstance(config, CompressingConfig) and config.cost_gate
         # Through whatever reductions are sent at the time: studies exchange it.
-        self._trials = Trials(config.build, stage, gated, lambda *options: self.open_channel(*options))
+        self._benchmark = Benchmark(config.build, stage, gated, lambda *options: self.open_channel(*options))
         self._window = Window(config.window, config.seed)
         self._replicas = math.nan  # number of this rank's group of replicas, if it has one with others in it
         self._start_iteration()
@@ -140,7 +140,7 @@ class Engine:
     def _start_iteration(self) -> None:
         self._statistics = Statistics()
         self._compressed: set[str] = set()  # names handed over to be compressed
-        self._trials.start_iteration()
+        self._benchmark.start_iteration()
         self._window.mean.start_iteration()
 
     @property
@@ -215,15 +215,15 @@ class Engine:
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         rank = self.rank if channel.world > 1 and compress else None
         if self.plan.probe_rank is not None and gradients and compress:
-            sent = yield from self._trials.probe(gradients, group, self.plan.probe_rank, shards)
+            sent = yield from self._benchmark.probe(gradients, group, self.plan.probe_rank, shards)
             self._statistics.bytes += sent
         if self.layer_ranks is not None and rank is not None:
             gradients = self.layer_ranks.given(gradients)
-        gate = self._trials.gate
+        gate = self._benchmark.gate
         if gate is not None and rank is not None:
             if self.plan.gate and gradients:
                 # Added after the yields, between which other buckets add theirs.
-                sent = yield from self._trials.compare(gradients, group, rank, shards)
+                sent = yield from self._benchmark.compare(gradients, group, rank, shards)
                 self._statistics.bytes += sent
             if not gate.compresses({gradient.name: gradient.tensor.numel() for gradient in gradients}):
                 rank = None
@@ -333,7 +333,7 @@ class Engine:
             entropy = Measured(math.nan, math.nan, entropy.seconds)
         self._window.entropy.add(entropy.sampled)
         self._window.entropy_full.add(entropy.full)
-        # Trials disturb the step that they are part of.
+        # Benchmarks disturb the step that they are part of.
         if not (skipped or self.plan.probe_rank is not None or self.plan.gate):
             self._window.times.add(self.iteration, self._statistics)
         measured = self._measure_errors(skipped)
@@ -359,7 +359,7 @@ class Engine:
         if self.plan.ranks != before.ranks:
             self._window.times.clear()
         if self.plan.probe_rank is None:
-            self._trials.end_search()
+            self._benchmark.end_search()
         self._start_iteration()
 
     def _has_compressed(self) -> bool:
@@ -370,7 +370,7 @@ class Engine:
     def _exchange_and_decide(self, backward_seconds: Sequence[float]) -> None:
         probe = backward = math.nan
         if self.plan.probe_rank is not None:
-            probe = self._trials.probe_seconds
+            probe = self._benchmark.probe_seconds
             finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
             backward = median_low(finite) if finite else math.nan
         grid, watches = self.controller.rank_grid, self.controller.watches(self.iteration)
@@ -381,7 +381,7 @@ class Engine:
             grid,
             watches=watches,
             probed=self.plan.probe_rank is not None,
-            gate=self._trials.judge(self.exchange_group) if self.plan.gate else (),
+            gate=self._benchmark.judge(self.exchange_group) if self.plan.gate else (),
         )
         self.decision = self.controller.observe(self.iteration, made)
         if self.layer_ranks is not None and self.controller.rank_grid != grid:
@@ -402,7 +402,7 @@ class Engine:
             "controller": self.controller.state_dict(),
             "compressor": compressor if self.warm_up is None else self.warm_up.state_dict(compressor),
             "window": self._window.state_dict(),
-            "gate": self._trials.gate.state_dict() if self._trials.gate is not None else None,
+            "gate": self._benchmark.gate.state_dict() if self._benchmark.gate is not None else None,
             "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
         }
 
@@ -430,8 +430,8 @@ class Engine:
             self._window.mean.load_state_dict(None)
         else:
             self._window.load_state_dict(state["window"])
-        if self._trials.gate is not None:
-            self._trials.gate.load_state_dict(state["gate"] or {})
+        if self._benchmark.gate is not None:
+            self._benchmark.gate.load_state_dict(state["gate"] or {})
         if self.layer_ranks is not None and not changed:
             self.layer_ranks.load_state_dict(state["layer_ranks"])
         self._start_iteration()

@@ -35,7 +35,7 @@ from torch import Tensor
 from edgc.entropy.sampler import Sampler
 from edgc.sections import ESTIMATORS
 
-__all__ = ["Moments", "Sampler", "combine", "estimate", "moments", "near_zero_share"]
+__all__ = ["Moments", "Sampler", "combine", "estimate", "moments"]
 
 _CORE = 8.0
 """Half width of the equal bins, in robust standard deviations."""
@@ -91,12 +91,6 @@ def moments(x: Tensor) -> Moments:
         return Moments(count, zeros, math.nan, math.nan, math.nan, math.nan)
     mean, sigma, third, fourth = _standardised(kept, 4)
     return Moments(count, zeros, mean, sigma, third, fourth - 3)
-
-
-def near_zero_share(x: Tensor, threshold: float) -> float:
-    """Share of the entries of ``x``, exact zeros included, whose absolute value is below ``threshold``."""
-    values = _flat(x)
-    return int((values.abs() < threshold).sum()) / values.numel() if values.numel() else math.nan
 
 
 def combine(entropies: Sequence[float], numels: Sequence[int]) -> float:

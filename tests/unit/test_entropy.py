@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from edgc.entropy.estimators import combine, estimate, moments, near_zero_share
+from edgc.entropy.estimators import combine, estimate, moments
 from edgc.sections import ESTIMATORS
 
 DRAWS = 10**6
@@ -245,12 +245,6 @@ def test_moments_leave_out_zeros_and_survive_the_edges() -> None:
 def test_gaussian_is_the_logarithm_of_the_moments_sigma() -> None:
     x, _ = draw("laplace", 10_000)
     assert estimate(x, "gaussian") == pytest.approx(math.log(moments(x).sigma) + HALF_LOG_2_PI_E, abs=1e-12)
-
-
-def test_near_zero_share() -> None:
-    assert near_zero_share(torch.tensor([0.0, -0.5, 0.5, 2.0]), 0.6) == 0.75
-    assert near_zero_share(torch.tensor([1.0, 2.0]), 1.0) == 0.0
-    assert math.isnan(near_zero_share(torch.empty(0), 1.0))
 
 
 def test_combine_weights_by_size_and_ignores_nan() -> None:
