@@ -259,7 +259,11 @@ def all_cases() -> dict[str, dict[str, Any]]:
     search = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
     spectral = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}
     return {
-        **{f"each {name}": train(configuration(name, settings)) for name, settings in EACH.items()},
+        **{
+            f"each {name}": train(configuration(name, settings))
+            for name, settings in EACH.items()
+            if name != "edgc"
+        },
         "plain": train(none, attached=False),
         "none": train(none),
         "none_overlap": train(configuration("none", {"method": "none"}, train=overlap)),
