@@ -172,7 +172,7 @@ class Engine:
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         compress = compress and channel.world > 1
         rank = self.plan.ranks[self.stage] if compress else None
-        own, gate = self.monitor.layer_ranks, self.monitor.trials.gate
+        own, gate = self.monitor.layer_ranks, self.monitor.benchmark.gate
         if rank is not None and own is not None:
             gradients = [replace(gradient, rank=own.ranks.get(gradient.name)) for gradient in gradients]
         if rank is not None and gate is not None:
@@ -185,14 +185,14 @@ class Engine:
     def _observed(self, local: Gradients, group: Group, compress: bool, shards: Shards) -> Steps:
         """The same in an iteration in which something is due, with what is measured before and after."""
         self._look_at(local, "local")
-        trials, plan = self.monitor.trials, self.plan
+        benchmark, plan = self.monitor.benchmark, self.plan
         if plan.probe_rank is not None and local and compress:
             # Added after the yields, between which other buckets add theirs; so below.
-            sent = yield from trials.probe(local, group, plan.probe_rank, shards)
+            sent = yield from benchmark.probe(local, group, plan.probe_rank, shards)
             self._statistics.bytes += sent
         gradients, channel, compressor, rank = self._open(local, group, compress, shards)
         if plan.gate and self.rank is not None and gradients and compress and channel.world > 1:
-            sent = yield from trials.compare(gradients, group, self.rank, shards)
+            sent = yield from benchmark.compare(gradients, group, self.rank, shards)
             self._statistics.bytes += sent
         yield from compressor.exchange(gradients, channel, rank, self._statistics)
         if self._due:
@@ -249,7 +249,7 @@ class Engine:
                 taken as a measurement, and what was ``deferred`` is dropped.
         """
         monitor, plan = self.monitor, self.plan
-        # Trials disturb the step that they are part of.
+        # Benchmarks disturb the step that they are part of.
         if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
             monitor.window.times.add(self.iteration, self._statistics)
         compressors, rank = self._compressors, self.rank if isinstance(self.compressor, PowerSGD) else None
@@ -272,7 +272,7 @@ class Engine:
         if self.plan.ranks != plan.ranks:
             monitor.window.times.clear()
         if self.plan.probe_rank is None:
-            monitor.trials.end_search()
+            monitor.benchmark.end_search()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""

@@ -33,7 +33,7 @@ from edgc.measurement.spectral import MatrixSpectrum, error_curve
 from edgc.measurement.window import Window, gather
 from edgc.runtime.channel import Stopwatch
 from edgc.runtime.groups import gather_objects
-from edgc.timing.trials import Trials
+from edgc.timing.benchmark import Benchmark
 
 Shape = tuple[int, int]
 
@@ -73,12 +73,12 @@ class Monitor:
     """Measurements and controller of one rank; what it is given is documented at :class:`edgc.engine.Engine`.
 
     Args:
-        make: a new compressor of the run's kind, for trials.
+        make: a new compressor of the run's kind, for benchmarks.
         open_channel: what messages of measurements are sent through.
 
     Attributes:
         entropy: GDS.
-        trials: reductions that are timed on copies, and the verdicts of the cost gate.
+        benchmark: reductions that are timed on copies, and the verdicts of the cost gate.
         layer_ranks: ranks of single matrices; None unless they are asked for.
         samples, window_ends: whether this iteration's errors are measured (where GDS samples and at window ends), and
             whether it is the last of a window.
@@ -107,7 +107,7 @@ class Monitor:
         )
         self.entropy = EntropyMeter(config)
         gated = isinstance(config, CompressingConfig) and config.cost_gate
-        self.trials = Trials(make, stage, gated, open_channel)
+        self.benchmark = Benchmark(make, stage, gated, open_channel)
         self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
         self.window = Window(config.window, config.seed)
         self._entrywise = isinstance(config, EntrywiseConfig)
@@ -136,7 +136,7 @@ class Monitor:
         self.window_ends = iteration % self.config.window == 0
         self.samples = self.entropy.samples(iteration) or self.window_ends
         self._compressed: set[str] = set()  # names handed over to be compressed
-        self.trials.start_iteration()
+        self.benchmark.start_iteration()
         self.window.mean.start_iteration()
 
     @property
@@ -193,7 +193,7 @@ class Monitor:
         """Exchange measurements with all ranks, and let the controller decide; collective."""
         probe = backward = math.nan
         if plan.probe_rank is not None:
-            probe = self.trials.probe_seconds
+            probe = self.benchmark.probe_seconds
             finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
             backward = median_low(finite) if finite else math.nan
         grid, watches = self.controller.rank_grid, self.controller.watches(iteration)
@@ -204,7 +204,7 @@ class Monitor:
             grid,
             watches=watches,
             probed=plan.probe_rank is not None,
-            gate=self.trials.judge(self._exchange_group) if plan.gate else (),
+            gate=self.benchmark.judge(self._exchange_group) if plan.gate else (),
         )
         decision = self.controller.observe(iteration, made)
         if self.layer_ranks is not None and self.controller.rank_grid != grid:
@@ -222,7 +222,7 @@ class Monitor:
             "scale": self.entropy.scale,
             "controller": self.controller.state_dict(),
             "window": self.window.state_dict(),
-            "gate": self.trials.gate.state_dict() if self.trials.gate is not None else None,
+            "gate": self.benchmark.gate.state_dict() if self.benchmark.gate is not None else None,
             "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
         }
 
@@ -235,7 +235,7 @@ class Monitor:
             self.window.mean.load_state_dict(None)
         else:
             self.window.load_state_dict(state["window"])
-        if self.trials.gate is not None:
-            self.trials.gate.load_state_dict(state["gate"] or {})
+        if self.benchmark.gate is not None:
+            self.benchmark.gate.load_state_dict(state["gate"] or {})
         if self.layer_ranks is not None and not changed_settings:
             self.layer_ranks.load_state_dict(state["layer_ranks"])

@@ -32,6 +32,8 @@ def below(*kinds: type[EDGCConfig]) -> list[str]:
 
 
 POLICIES = [kind.policy for kind in methods() if issubclass(kind, PolicyConfig)]
+EACH = {kind.method: settings_of(next(iter(kind.examples))) for kind in methods() if kind.examples}
+"""The first example of every method, by the method's name."""
 CONSTANT = below(ConstantConfig)
 ENTRYWISE = below(EntrywiseConfig)
 LOW_RANK = below(LowRankConfig)

@@ -15,7 +15,7 @@ from edgc.compressors import Channel, Gradient
 from edgc.config import EDGCConfig
 from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
-from edgc.timing import trial
+from edgc.timing import benchmark
 from edgc.timing.link import Cost, Link, break_even
 
 GBIT = 1e9 / 8
@@ -96,7 +96,7 @@ def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -
     """Medians over repeats of what one method takes, then means over ranks."""
     compressor, made, rounds = config.build(), [], 0
     for repeat in range(request.repeats + 1):
-        run, rounds = trial.timed(compressor, gradients, Channel(None), config.fixed_rank or 1), 0
+        run, rounds = benchmark.timed(compressor, gradients, Channel(None), config.fixed_rank or 1), 0
         while True:
             try:
                 next(run)
@@ -104,13 +104,13 @@ def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -
                 made.append(end.value)
                 break
             rounds += 1
-        if repeat == 0 and _slowest(trial.seconds(made[0])) > _SLOW:
+        if repeat == 0 and _slowest(benchmark.seconds(made[0])) > _SLOW:
             break
     timed = made[1:] or made  # the first one also pays for memory
     mine = [
         statistics.median(item.compress.seconds for item in timed),
         statistics.median(item.decompress.seconds for item in timed),
-        statistics.median(trial.seconds(item) for item in timed),
+        statistics.median(benchmark.seconds(item) for item in timed),
     ]
     columns = zip(*gather_objects(mine), strict=True)
     compress, decompress, total = (statistics.fmean(column) for column in columns)
