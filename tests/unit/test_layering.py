@@ -130,9 +130,9 @@ def test_the_public_face_is_whole() -> None:
         "from edgc import EDGCConfig, EntropyConfig, Handle, TimingConfig, UserError, register"
     )
     assert "torch" in loaded and "megatron" not in loaded
-    assert "megatron" in modules_after("from edgc import Attachment, attach")
+    whole = "import edgc; assert all(getattr(edgc, name) is not None for name in edgc.__all__)"
+    assert "megatron" in modules_after(whole)
     import edgc
 
-    assert all(getattr(edgc, name) is not None for name in edgc.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = edgc.nothing
