@@ -48,8 +48,7 @@ class Iteration:
         exposed: time in which the step waited for averaged gradients; None if nobody measured it.
         skipped: whether the whole step was given up because of a gradient that was not finite.
         mean_error_sq, mean_input_sq: at window ends, what :class:`edgc.measurement.mean_error.Measured` says of the
-        window; nan
-            elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
+            window; nan elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
     """
 
     iteration: int
