@@ -24,19 +24,18 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from edgc.checks import need
-from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
+from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
 from edgc.compressors.dense import dense_steps
 from edgc.compressors.passes import finite, square_sums, within
 from edgc.compressors.sizes import compressible
 from edgc.config import ConstantConfig
-from edgc.errors import UserError
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
@@ -101,7 +100,7 @@ class EntrywiseConfig(ConstantConfig):
 Result = tuple[Tensor, Callable[[Tensor], None]]
 
 
-class Feedback(Compressor):
+class Feedback(KeepsErrors):
     """A method that sends a part of every entry or every part of some, and keeps the rest as error feedback.
 
     Args:
@@ -136,7 +135,8 @@ class Feedback(Compressor):
         for gradient in gradients:
             through = rank is not None and compressible(gradient.tensor.shape, self.min_elements)
             (lossy if through else dense).append(gradient)
-        drained = self._add_errors(dense)
+        drained = [gradient for gradient in dense if gradient.name in self.errors]
+        self._add_errors(drained)
         messages = dense_steps([gradient.tensor for gradient in dense], channel)
         next(messages)
         if not lossy:
@@ -170,7 +170,7 @@ class Feedback(Compressor):
                 statistics.gradient_sq = statistics.input_sq = 0.0
                 statistics.skipped += 1
                 return False
-            self._forget(drained)
+            self._forget(drained, ok)
             return True
         for gradient in dense:
             gradient.tensor.masked_fill_(~ok, math.nan)
@@ -255,40 +255,9 @@ class Feedback(Compressor):
         if self.draws_at_random:
             self.counts[name] = self.counts.get(name, 0) + 1
 
-    def _error(self, gradient: Gradient) -> Tensor:
-        error, tensor = self.errors[gradient.name], gradient.tensor
-        if error.shape != tensor.shape:
-            raise UserError(
-                f"error feedback of {gradient.name} is {tuple(error.shape)}, its gradient {tuple(tensor.shape)}",
-                fix="load the compressor's state of this very model",
-            )
-        return error.to(tensor.device)
-
-    def _drain(self, gradients: Sequence[Gradient]) -> None:
-        self._forget(self._add_errors(gradients))
-
-    def _add_errors(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Add E where there is one; returns those."""
-        drained = [gradient for gradient in gradients if gradient.name in self.errors]
-        for gradient in drained:
-            gradient.tensor.add_(self._error(gradient))
-        return drained
-
-    def _forget(self, gradients: Sequence[Gradient]) -> None:
-        for gradient in gradients:
-            self._then(partial(self.errors.__delitem__, gradient.name))
-
     def _sent(self, name: str, ok: Tensor) -> None:
         """:meth:`_forget` where nobody looks whether the result was finite."""
         self.errors[name] = self.errors[name].to(ok.device).masked_fill_(ok, 0)
-
-    @property
-    def kept(self) -> Mapping[str, Tensor]:
-        return self.errors
-
-    def rescale(self, factor: float) -> None:
-        for error in self.errors.values():
-            error.mul_(factor)
 
     def _generator(self, name: str, *parts: object) -> torch.Generator:
         """Random numbers of this method, step, name and ``parts``; the same wherever those are."""
