@@ -40,14 +40,7 @@ class NaturalConfig(EntrywiseConfig):
     }
 
     def build(self) -> Natural:
-        return Natural(
-            Powers(),
-            align=Powers.group,
-            stochastic=True,
-            min_elements=self.min_compression_elements,
-            error_feedback=self.error_feedback,
-            seed=self.seed,
-        )
+        return Natural(self, Powers(), align=Powers.group, stochastic=True)
 
 
 class Natural(Quantised):

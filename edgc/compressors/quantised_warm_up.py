@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from edgc.compressors.base import Compressor
-from edgc.compressors.entrywise.quantize import Quantize
+from edgc.compressors.entrywise.quantize import Quantize, QuantizeConfig
 from edgc.config import EDGCConfig
 from edgc.control.plan import Plan
 from edgc.control.settings import PolicyConfig
@@ -66,11 +66,11 @@ class WarmUp:
         """Begin anew with ``errors``."""
         config = self._config
         assert config.warmup_bits is not None
-        self.compressor = Quantize(
-            config.warmup_bits,
-            min_elements=config.min_compression_elements,
+        self.compressor = QuantizeConfig(
+            bits=config.warmup_bits,
+            min_compression_elements=config.min_compression_elements,
             error_feedback=config.error_feedback,
             seed=config.seed,
-        )
+        ).build()
         self.compressor.deferred = self._deferred
         self.compressor.load_state_dict({"errors": errors, "counts": {}})
