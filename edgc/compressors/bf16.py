@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
 from edgc.compressors.channel import Channel
 from edgc.compressors.none import dense_steps
-from edgc.config import ConstantConfig, Example, Look
+from edgc.config import ConstantConfig
+from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps, flat_view
 from edgc.compressors.channel import Channel
-from edgc.config import EDGCConfig, Example, Look
+from edgc.config import EDGCConfig
+from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 
 

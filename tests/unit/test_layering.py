@@ -59,8 +59,18 @@ def test_only_the_megatron_package_needs_megatron() -> None:
     assert not loaded & {"megatron", "experiments", "pydantic", "yaml", "pandas", "typer"}
 
 
+SETTINGS = "from edgc.config import EDGCConfig, methods; [kind.look for kind in methods()]; EDGCConfig(method='topk')"
+
+
 @pytest.mark.parametrize(
-    "statement", ["import edgc", "import experiments.spec.matrix", "import paper_figures"]
+    "statement",
+    [
+        "import edgc",
+        SETTINGS,
+        "import edgc.control.adaptive",
+        "import experiments.spec.matrix",
+        "import paper_figures",
+    ],
 )
 def test_what_snakemake_imports_for_every_plan_is_light(statement: str) -> None:
     assert not modules_after(statement) & {"torch", "megatron", "pandas", "matplotlib"}

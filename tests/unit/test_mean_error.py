@@ -17,7 +17,7 @@ from torch import Tensor
 from edgc.compressors import Compressor, Gradient
 from edgc.compressors.entrywise.quantize import QuantizeConfig
 from edgc.compressors.entrywise.randomk import RandomKConfig
-from edgc.compressors.entrywise.sign import Sign
+from edgc.compressors.entrywise.sign import SignConfig
 from edgc.compressors.entrywise.topk import TopKConfig
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
@@ -45,7 +45,7 @@ METHODS: dict[str, Callable[[], Compressor]] = {
     "quantize 2": QuantizeConfig(bits=2).build,
     "topk": TopKConfig(density=0.05).build,
     "randomk": RandomKConfig(density=0.05).build,
-    "sign": Sign,
+    "sign": SignConfig().build,
 }
 
 # --------------------------------------------------------------------- gradients

@@ -10,7 +10,7 @@ from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
 from edgc.compressors.quantization.blocks import LEVELS, Blocks
 from edgc.compressors.quantization.mean import QuantisedMean, Quantiser
-from edgc.config import Example, Look
+from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 
 

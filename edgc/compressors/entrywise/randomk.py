@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
 from edgc.compressors.entrywise.topk import SparseConfig, chosen
-from edgc.config import Example, Look
+from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 
 

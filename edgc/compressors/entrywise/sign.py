@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.entrywise.quantize import Quantised
 from edgc.compressors.quantization.blocks import Blocks
-from edgc.config import Example, Look
+from edgc.description import Example, Look
 
 
 @dataclass(frozen=True, kw_only=True)

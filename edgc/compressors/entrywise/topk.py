@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from edgc.checks import number
 from edgc.compressors.channel import Channel
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
-from edgc.config import Example, Look
+from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
 
