@@ -12,45 +12,19 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from edgc import presets
 from edgc.checks import Settings, dotted, number, unknown
+from edgc.description import Example, Look
 from edgc.errors import UserError
 from edgc.sections import EntropyConfig, PipelineConfig
 
 if TYPE_CHECKING:
     from edgc.compressors.base import Compressor
-
-
-class Look(NamedTuple):
-    """How a method is drawn in every figure: in a legend, in matplotlib's words for colour, marker and line."""
-
-    label: str
-    colour: str
-    marker: str
-    line: str = "-"
-
-
-@dataclass(frozen=True)
-class Example:
-    """Settings of a method that the tests of all methods run.
-
-    Attributes:
-        settings: beside ``method`` (and ``policy``).
-        sent: bytes that a rank sends in a group of two for one fp32 gradient of so many rows and columns.
-        exact: within 1e-6 of its norm, what is sent plus what is kept is what came in.
-        bound: where the result is exact only on average, the largest error of an entry, as a share of the largest entry
-            that any worker has; None elsewhere.
-    """
-
-    sent: Callable[[int, int], float]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    exact: bool = True
-    bound: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +77,10 @@ class EDGCConfig(Settings):
         def __init__(self, **settings: Any) -> None: ...
 
     def __new__(cls, **settings: Any) -> Self:
-        return object.__new__(cls._type_for(settings))
+        kind = cls._type_for(settings)
+        if settings:  # a copy is made without
+            kind._check_keys(settings)
+        return object.__new__(kind)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,6 +122,7 @@ class EDGCConfig(Settings):
         """As of all settings; a ``preset`` (:mod:`edgc.presets`) among them is laid under the other keys."""
         values = presets.resolved(values, where=where, prefix=prefix)
         kind = cls._type_for(values, where=where, prefix=prefix)
+        kind._check_keys(values, where=where, prefix=prefix)
         return super(EDGCConfig, kind).from_dict(values, where=where, prefix=prefix)
 
     @classmethod
@@ -163,9 +141,7 @@ class EDGCConfig(Settings):
         in the records of runs. Of an unknown method, and unknown keys, all stay: for others to refuse.
         """
         try:
-            kind = cls._type_for(
-                {key: values[key] for key in ("method", "policy") if key in values}, whole=False
-            )
+            kind = cls._type_for(values)
         except UserError:
             return dict(values)
         own = {f.name: f.default for f in fields(kind)}
@@ -173,14 +149,11 @@ class EDGCConfig(Settings):
         return {key: v for key, v in values.items() if (key in own or not users(key)) and key not in idle}
 
     @classmethod
-    def _type_for(
-        cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "", whole: bool = True
-    ) -> type[Self]:
-        """The type of ``values``' method; with ``whole`` it is to have all keys and to lack none.
+    def _type_for(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> type[Self]:
+        """The type of the method, and of the policy, that ``values`` name.
 
         Raises:
-            UserError: an unknown method, policy or key, a key of another method, or a setting without a default that is
-                not given.
+            UserError: there is no such method or policy.
         """
         found = [kind for kind in methods() if issubclass(kind, cls)]
         for key, usual in (("method", "none"), ("policy", "cqm")):
@@ -192,19 +165,22 @@ class EDGCConfig(Settings):
                     raise UserError(f"{prefix}{key} = {name!r} is not valid", where=where, fix=fix)
                 found = [kind for kind in found if getattr(kind, key) == name]
         [kind] = found
-        own = {f.name: f for f in fields(kind)}
-        for key, value in values.items() if whole else ():
-            if key not in own:
-                if not users(key):
-                    raise unknown(key, own, where, prefix)
-                name, value = next(iter(dotted({key: value}).items()))
-                what = f"{prefix}{name} = {value!r} is not used with {kind.title()}"
-                raise UserError(what, where=where, fix=f"leave it out, or set {_either(users(key))}")
-        for f in own.values() if whole and values else ():
-            if f.name not in values and f.default is f.default_factory is MISSING:
-                what = f"{prefix}{f.name} is missing: {kind.title()} has no default for it"
-                raise UserError(what, where=where, fix=f"give the {f.name}")
         return kind
+
+    @classmethod
+    def _check_keys(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> None:
+        """Refuse an unknown key, one of another method, and the lack of one that has no default."""
+        own = {f.name: f for f in fields(cls)}
+        for key in (key for key in values if key not in own):
+            if not users(key):
+                raise unknown(key, own, where, prefix)
+            name, value = next(iter(dotted({key: values[key]}).items()))
+            what = f"{prefix}{name} = {value!r} is not used with {cls.title()}"
+            raise UserError(what, where=where, fix=f"leave it out, or set {_either(users(key))}")
+        for f in own.values():
+            if f.name not in values and f.default is f.default_factory is MISSING:
+                what = f"{prefix}{f.name} is missing: {cls.title()} has no default for it"
+                raise UserError(what, where=where, fix=f"give the {f.name}")
 
 
 @dataclass(frozen=True, kw_only=True)

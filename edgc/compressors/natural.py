@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.entrywise.quantize import Quantised
-from edgc.config import Example, Look
+from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 
 _MANTISSA, _INFINITE = 23, 255  # bits of an fp32's fraction; the exponent of what is not finite
@@ -40,14 +40,7 @@ class NaturalConfig(EntrywiseConfig):
     }
 
     def build(self) -> Natural:
-        return Natural(
-            Powers(),
-            align=Powers.group,
-            stochastic=True,
-            min_elements=self.min_compression_elements,
-            error_feedback=self.error_feedback,
-            seed=self.seed,
-        )
+        return Natural(self, Powers(), align=Powers.group, stochastic=True)
 
 
 class Natural(Quantised):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgc.compressors.entrywise.quantize import Quantize
+from edgc.compressors.entrywise.quantize import Quantize, QuantizeConfig
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.compressors.powersgd.algorithm import PowerSGD
 
@@ -53,11 +53,11 @@ class WarmUp:
     def _keep(self, errors: dict[str, Any]) -> None:
         """Begin anew with ``errors``."""
         config = self._config
-        self.compressor = Quantize(
-            self._bits,
-            min_elements=config.min_compression_elements,
+        self.compressor = QuantizeConfig(
+            bits=self._bits,
+            min_compression_elements=config.min_compression_elements,
             error_feedback=config.error_feedback,
             seed=config.seed,
-        )
+        ).build()
         self.compressor.deferred = self._main.deferred
         self.compressor.load_state_dict({"errors": errors, "counts": {}})

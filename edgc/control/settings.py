@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from edgc.checks import number, one_of, require
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.config import Look
+from edgc.description import Look
 from edgc.errors import UserError
 from edgc.sections import TimingConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgc.timing.alignment import LinearTime, align
@@ -35,6 +35,19 @@ class StageTiming:
     seconds_per_rank: float | None
     seconds_fixed: float | None
     residual: float | None
+
+    @property
+    def line(self) -> LinearTime | None:
+        """T(r)."""
+        if self.seconds_per_rank is None or self.seconds_fixed is None:
+            return None
+        return LinearTime(self.seconds_per_rank, self.seconds_fixed)
+
+    def seconds(self, rank: int | None) -> float:
+        """Of a reduction at ``rank`` (None: uncompressed), nan where that is not known."""
+        if rank is None:
+            return self.seconds_uncompressed
+        return math.nan if self.line is None else self.line.time(rank)
 
 
 class StageTimes:
@@ -96,20 +109,16 @@ class StageTimes:
         """
         assert self.search is not None
         before, first = self.predicted(ranks), not self.timing
-        lines: Sequence[LinearTime | None] = self.search.lines() or (None,) * self.stages
+        lines = self.search.lines()
         self.timing = tuple(
             StageTiming(
                 stage,
                 sorted(kept)[len(kept) // 2] if kept else None,
                 self.search.uncompressed()[stage],
                 self.search.timed(stage),
-                *(
-                    (None,) * 3
-                    if line is None
-                    else (line.seconds_per_rank, line.seconds_fixed, line.relative_residual)
-                ),
+                *(astuple(lines[stage]) if lines else (None,) * 3),
             )
-            for stage, (kept, line) in enumerate(zip(self._backward, lines, strict=True))
+            for stage, kept in enumerate(self._backward)
         )
         self._backward = [[] for _ in range(self.stages)]
         if first or self._detector is None:
@@ -136,7 +145,7 @@ class StageTimes:
         """Seconds of a reduction per stage by the last measurement, nan where that does not say."""
         if not self.timing:
             return (math.nan,) * self.stages
-        return tuple(_seconds(timing, rank) for timing, rank in zip(self.timing, ranks, strict=True))
+        return tuple(timing.seconds(rank) for timing, rank in zip(self.timing, ranks, strict=True))
 
     def ranks(self, first_rank: int, r_min: int | None, r_max: int) -> tuple[tuple[int | None, ...], str]:
         """The ranks of all stages for stage 0's, and a remark where alignment was asked for in vain."""
@@ -149,8 +158,7 @@ class StageTimes:
             lines = [LinearTime(given.seconds_per_rank, given.seconds_fixed)] * self.stages
             uncompressed = [given.seconds_uncompressed or math.inf] * self.stages
         else:
-            known = [_line(timing) for timing in self.timing]
-            lines = [line for line in known if line is not None]
+            lines = [timing.line for timing in self.timing if timing.line is not None]
             if len(lines) < self.stages:
                 return same, "not aligned: fewer than two ranks were timed"
             if any(timing.backward_seconds is None for timing in self.timing[:-1]):
@@ -185,19 +193,6 @@ class StageTimes:
             StageTiming(**{**item, "timed": tuple((int(rank), float(t)) for rank, t in item["timed"])})
             for item in state["timing"]
         )
-
-
-def _line(timing: StageTiming) -> LinearTime | None:
-    if timing.seconds_per_rank is None or timing.seconds_fixed is None:
-        return None
-    return LinearTime(timing.seconds_per_rank, timing.seconds_fixed)
-
-
-def _seconds(timing: StageTiming, rank: int | None) -> float:
-    if rank is None:
-        return timing.seconds_uncompressed
-    line = _line(timing)
-    return math.nan if line is None else line.time(rank)
 
 
 def _words(rank: int | None) -> str:

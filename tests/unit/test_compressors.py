@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from edgc.compressors import Channel, Compressor, Gradient, Statistics
 from edgc.compressors.dense import NoCompression
-from edgc.compressors.entrywise.quantize import Quantize
-from edgc.compressors.entrywise.randomk import RandomK, draw
-from edgc.compressors.entrywise.topk import TopK, chosen, largest
+from edgc.compressors.entrywise.quantize import QuantizeConfig
+from edgc.compressors.entrywise.randomk import RandomKConfig, draw
+from edgc.compressors.entrywise.topk import TopKConfig, chosen, largest
 from edgc.compressors.sizes import compressible
 from edgc.errors import UserError
 from edgc.runtime.device import host_decides, masked_path
@@ -370,7 +370,9 @@ def unbiased(bits: int, repeats: int) -> Record:
     gradient = Spec((16, 64), 1.0, torch.float32, "contiguous").tensor(me)
     expected, found = mean(double(gradient)), {}
     for rounding in ("stochastic", "nearest"):
-        compressor = Quantize(bits, rounding, min_elements=SMALLEST, error_feedback=False)
+        compressor = QuantizeConfig(
+            bits=bits, rounding=rounding, min_compression_elements=SMALLEST, error_feedback=False
+        ).build()
         errors = []
         for _ in range(repeats // 20):
             copies = [Gradient(f"p{i}", gradient.clone()) for i in range(20)]
@@ -410,8 +412,8 @@ def everything(cases: list[Case]) -> dict[str, list[Record]]:
         records[f"dense {name}"] = list(lossless(make, None, name))
     records["lossless"] = [
         *lossless(NoCompression, 4, "none"),
-        *lossless(lambda: TopK(1.0, min_elements=1), 4, "topk"),
-        *lossless(lambda: RandomK(1.0, min_elements=1), 4, "randomk"),
+        *lossless(TopKConfig(density=1.0, min_compression_elements=1).build, 4, "topk"),
+        *lossless(RandomKConfig(density=1.0, min_compression_elements=1).build, 4, "randomk"),
     ]
     if dist.get_world_size() == 2:
         records["unbiased"] = [unbiased(bits, 400) for bits in (8, 4, 2)]
@@ -603,7 +605,7 @@ def test_random_entries_are_different_and_evenly_spread(entries: int, k: int) ->
 
 
 def test_random_entries_change_from_step_to_step() -> None:
-    compressor = RandomK(0.05, min_elements=1, error_feedback=False)
+    compressor = RandomKConfig(density=0.05, min_compression_elements=1, error_feedback=False).build()
     sent = []
     for _ in range(2):
         gradient = Gradient("p", torch.ones(20, 20))
@@ -622,7 +624,7 @@ def test_without_error_feedback_nothing_is_kept(name: str) -> None:
 
 @pytest.mark.parametrize("rank", [4, None])
 def test_errors_of_another_model_are_refused(rank: int | None) -> None:
-    first, second = TopK(min_elements=1), TopK(min_elements=1)
+    first, second = (TopKConfig(min_compression_elements=1).build() for _ in range(2))
     first.reduce([Gradient("p", torch.randn(30, 40))], Channel(None), 4)
     second.load_state_dict(first.state_dict())
     with pytest.raises(UserError, match=r"p is \(30, 40\), its gradient \(40, 30\)"):

@@ -47,7 +47,7 @@ def test_no_import_points_back(package: str) -> None:
 
 # Folders and modules of edgc, the lowest first. What one of them imports is in a layer below its own.
 LAYERS = (
-    {"errors", "lazy"},
+    {"description", "errors", "lazy"},
     {"checks", "presets", "runtime"},
     {"sections"},
     {"config"},
@@ -111,10 +111,14 @@ def test_only_the_megatron_package_needs_megatron() -> None:
     assert not loaded & {"megatron", "experiments", "pydantic", "yaml", "pandas", "typer"}
 
 
+SETTINGS = "from edgc.config import EDGCConfig, methods; [kind.look for kind in methods()]; EDGCConfig(method='topk')"
+
+
 @pytest.mark.parametrize(
     "statement",
     [
         "from edgc import EDGCConfig, UserError",
+        SETTINGS,
         "import edgc.control.adaptive",
         "import edgc.control.layer_ranks",
         "import experiments.spec.matrix",

@@ -90,7 +90,7 @@ class EntrywiseConfig(ConstantConfig):
     """What the entrywise methods have in common.
 
     Attributes:
-        error_feedback: off only for ablations.
+        error_feedback: off only for ablations, and for methods that are unbiased without.
     """
 
     error_feedback: bool = True
@@ -101,21 +101,15 @@ Result = tuple[Tensor, Callable[[Tensor], None]]
 
 
 class Feedback(KeepsErrors):
-    """A method that sends a part of every entry or every part of some, and keeps the rest as error feedback.
-
-    Args:
-        min_elements: matrices with fewer entries are sent dense.
-        error_feedback: off only to show what it is worth, and for methods that are unbiased without.
-        seed: of whatever is drawn at random; must agree on all workers.
-    """
+    """A method that sends a part of every entry or every part of some, and keeps the rest as error feedback."""
 
     align = 1
     draws_at_random = False
 
-    def __init__(self, *, min_elements: int = 1024, error_feedback: bool = True, seed: int = 0) -> None:
-        self.min_elements = min_elements
-        self.error_feedback = error_feedback
-        self.seed = seed
+    def __init__(self, config: EntrywiseConfig) -> None:
+        self.min_elements = config.min_compression_elements
+        self.error_feedback = config.error_feedback
+        self.seed = config.seed
         self.errors: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self._flats: dict[tuple[Any, ...], Flat] = {}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
 from edgc.checks import one_of, require
 from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
 from edgc.compressors.quantization.blocks import LEVELS, Blocks
 from edgc.compressors.quantization.mean import QuantisedMean, Quantiser
-from edgc.config import Example, Look
+from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 
@@ -48,13 +47,7 @@ class QuantizeConfig(EntrywiseConfig):
         require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
 
     def build(self) -> Quantize:
-        return Quantize(
-            self.bits,
-            self.rounding,
-            min_elements=self.min_compression_elements,
-            error_feedback=self.error_feedback,
-            seed=self.seed,
-        )
+        return Quantize(self)
 
 
 class Quantised(Feedback):
@@ -63,13 +56,14 @@ class Quantised(Feedback):
     With one worker nothing is sent and so nothing is rounded. Every matrix starts a group of its own.
 
     Args:
-        quantiser: of single vectors.
-        stochastic: whether it draws: each worker on its own.
-        min_elements, error_feedback, seed: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
+        align: entries that share something in the quantiser, which no two matrices are to share.
+        stochastic: whether the quantiser draws: on each worker on its own.
     """
 
-    def __init__(self, quantiser: Quantiser, *, align: int, stochastic: bool = False, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, config: EntrywiseConfig, quantiser: Quantiser, *, align: int, stochastic: bool = False
+    ) -> None:
+        super().__init__(config)
         self.quantiser, self.align, self.draws_at_random = quantiser, align, stochastic
 
     def waits(self, rank: int | None) -> int:
@@ -100,24 +94,10 @@ class Quantised(Feedback):
 
 
 class Quantize(Quantised):
-    """Blocks of 64 entries in few bits.
+    """Blocks of 64 entries; what is rounded at random is the mean on average, and nothing is kept."""
 
-    Args:
-        bits: 8, 4, 2 or 1.
-        rounding: ``nearest``, with error feedback, or ``stochastic``: each worker on its own, the result is the mean
-            on average, nothing is kept.
-        options: see :class:`Quantised`.
-
-    Raises:
-        ValueError: see :class:`~edgc.compressors.quantization.blocks.Blocks`.
-    """
-
-    def __init__(
-        self, bits: int = 8, rounding: str = "nearest", *, error_feedback: bool = True, **options: Any
-    ) -> None:
-        stochastic = rounding == "stochastic"
-        self.blocks = Blocks(bits, stochastic=stochastic)
-        feedback = error_feedback and not stochastic
-        super().__init__(
-            self.blocks, align=self.blocks.size, stochastic=stochastic, error_feedback=feedback, **options
-        )
+    def __init__(self, config: QuantizeConfig) -> None:
+        stochastic = config.rounding == "stochastic"
+        self.blocks = Blocks(config.bits, stochastic=stochastic)
+        super().__init__(config, self.blocks, align=self.blocks.size, stochastic=stochastic)
+        self.error_feedback &= not stochastic

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
-from edgc.compressors.entrywise.quantize import Quantize
-from edgc.config import Example, Look
+from edgc.compressors.entrywise.quantize import Quantised
+from edgc.compressors.quantization.blocks import Blocks
+from edgc.description import Example, Look
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +20,16 @@ class SignConfig(EntrywiseConfig):
     examples = {"sign": Example(lambda m, n: m * n * (1 / 8 + 2 / 64))}
 
     def build(self) -> Sign:
-        return Sign(min_elements=self.min_compression_elements, error_feedback=self.error_feedback)
+        return Sign(self)
 
 
-class Sign(Quantize):
-    """Signs of blocks of 64, averaged like :class:`~edgc.compressors.entrywise.quantize.Quantize`: 1.25 bits an entry.
+class Sign(Quantised):
+    """Signs of blocks of 64, averaged like other quantised vectors: 1.25 bits an entry.
 
     The mean of the workers is rounded to signs once more by the worker that owns the shard, which keeps what that
-    loses, as 1-bit Adam's server does (Tang et al., ICML 2021).
-
-    Args:
-        min_elements, error_feedback: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
+    loses, as 1-bit Adam's server does.
     """
 
-    def __init__(self, *, min_elements: int = 1024, error_feedback: bool = True) -> None:
-        super().__init__(1, min_elements=min_elements, error_feedback=error_feedback)
+    def __init__(self, config: SignConfig) -> None:
+        blocks = Blocks(1)
+        super().__init__(config, blocks, align=blocks.size)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgc.checks import one_of
-from edgc.config import CompressingConfig, ConstantConfig, Example, Look
+from edgc.config import CompressingConfig, ConstantConfig
+from edgc.description import Example, Look
 
 if TYPE_CHECKING:
     from edgc.compressors.powersgd.algorithm import PowerSGD

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgc.config import Example
 from edgc.control.history import History
 from edgc.control.policies.base import Move, Policy, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import GivenConfig
+from edgc.description import Example
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgc.config import Look
 from edgc.control.history import History
 from edgc.control.policies.released import Released
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
+from edgc.description import Look
 from edgc.errors import UserError
 
 

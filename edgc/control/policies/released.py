@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgc.config import Look
 from edgc.control.policies.base import MeansPolicy, Target, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
+from edgc.description import Look
 
 
 @dataclass(frozen=True, kw_only=True)

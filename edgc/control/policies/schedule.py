@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from edgc.checks import integer, number, require
-from edgc.config import Look
 from edgc.control.policies.base import Move, Policy, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import GivenConfig
+from edgc.description import Look
 
 Schedule = tuple[tuple[float, int], ...]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgc.checks import number
-from edgc.config import Look
 from edgc.control.policies.base import Move, SteppedPolicy, Target, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
+from edgc.description import Look
 from edgc.measurement.spectral import SmoothedCurves
 
 
