@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgc.compressors.entrywise.quantize import Quantize, QuantizeConfig
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.compressors.powersgd.algorithm import PowerSGD
+
+if TYPE_CHECKING:
+    from edgc.compressors.powersgd.algorithm import PowerSGD
 
 THROUGH = 1  # to a method without ranks the number says only that it is to compress
 
