@@ -10,8 +10,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from edgc.config import EDGCConfig, EntropyConfig, PipelineConfig, TimingConfig
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
+from edgc.sections import EntropyConfig, PipelineConfig, TimingConfig
 
 if TYPE_CHECKING:
     from edgc.ddp import Handle, register

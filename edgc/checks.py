@@ -77,7 +77,26 @@ def need(state: object, keys: Iterable[str], where: str) -> None:
 
 
 class Settings:
-    """``from_dict`` / ``to_dict`` for a dataclass of settings; nested settings are dictionaries."""
+    """``from_dict`` / ``to_dict`` for a frozen dataclass of settings; nested settings are dictionaries.
+
+    On construction switches and sections are checked by their declaration; the rest is for :meth:`_check`.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                require(isinstance(value, bool), field.name, value, "use true or false")
+            elif (section := _section(field)) is not None:
+                if isinstance(value, Mapping):
+                    value = section.from_dict(value, prefix=f"{field.name}.")
+                    object.__setattr__(self, field.name, value)
+                fix = "give a mapping of its settings, or leave it out"
+                require(isinstance(value, section), field.name, value, fix)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse values that are not valid, with a ``UserError``."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
@@ -86,12 +105,10 @@ class Settings:
         kwargs: dict[str, Any] = {}
         for key, value in values.items():
             if key not in fields:
-                close = difflib.get_close_matches(key, fields, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(fields)}"
-                raise UserError(f"unknown key {prefix}{key}", where=where, fix=hint)
-            factory = fields[key].default_factory
-            if isinstance(factory, type) and issubclass(factory, Settings) and isinstance(value, Mapping):
-                value = factory.from_dict(value, where=where, prefix=f"{prefix}{key}.")
+                raise unknown(key, fields, where, prefix)
+            section = _section(fields[key])
+            if section is not None and isinstance(value, Mapping):
+                value = section.from_dict(value, where=where, prefix=f"{prefix}{key}.")
             kwargs[key] = value
         try:
             return cls(**kwargs)
@@ -100,18 +117,25 @@ class Settings:
                 raise
             raise UserError(prefix + error.message, where=where, fix=error.fix) from None
 
-    def _whole(self, key: str, low: int) -> None:
+    def _whole(self, key: str, low: int, *, optional: bool = False) -> None:
         """Check a whole number and keep it as a plain int: one of NumPy's would not go into JSON or YAML."""
-        object.__setattr__(self, key, integer(key, getattr(self, key), low))
-
-    def _section(self, key: str, section: type[Settings]) -> None:
-        """Check a nested section; a mapping is made into one."""
         value = getattr(self, key)
-        if isinstance(value, Mapping):
-            value = section.from_dict(value, prefix=f"{key}.")
-        require(isinstance(value, section), key, value, "give a mapping of its settings, or leave it out")
-        object.__setattr__(self, key, value)
+        if not (optional and value is None):
+            object.__setattr__(self, key, integer(key, value, low))
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain nested dictionaries, defaults included."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+def unknown(key: str, known: Iterable[str], where: object = None, prefix: str = "") -> UserError:
+    """The error for a key that nothing knows."""
+    close = difflib.get_close_matches(key, list(known), n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+    return UserError(f"unknown key {prefix}{key}", where=where, fix=hint)
+
+
+def _section(field: dataclasses.Field[Any]) -> type[Settings] | None:
+    """The type of a field that holds nested settings, else None."""
+    kind = field.default_factory
+    return kind if isinstance(kind, type) and issubclass(kind, Settings) else None

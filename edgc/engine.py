@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 from edgc.checkpoints.saved_state import compare_settings
 from edgc.checks import need
-from edgc.compressors import Channel, Compressor, Gradient, Statistics, build
+from edgc.compressors import Channel, Compressor, Gradient, Statistics
 from edgc.compressors.base import Steps
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.quantised_warm_up import THROUGH, WarmUp
 from edgc.config import EDGCConfig
 from edgc.control.plan import Decision, Plan
-from edgc.monitor import RANKED, Iteration, Monitor, Shape
+from edgc.control.settings import PolicyConfig
+from edgc.monitor import Iteration, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
 
 WARM_UP = ("warmup", "search")  # phases of a plan
@@ -74,14 +76,17 @@ class Engine:
     ) -> None:
         self.config = config
         self.stage, self.stages = stage, len(shapes)
-        self.compressor = build(config)
+        self.compressor = config.build()
         self.deferred = self.compressor.deferred = deferred
-        self.warm_up = WarmUp.of(config, self.compressor, deferred)
+        self.warm_up: WarmUp | None = None
+        if isinstance(config, PolicyConfig) and config.warmup_bits is not None:
+            assert isinstance(self.compressor, PowerSGD)
+            self.warm_up = WarmUp(config, config.warmup_bits, self.compressor)
         self.observer = observer
         self.open_channel = open_channel
         self.monitor = Monitor(
             config,
-            lambda: build(config),
+            config.build,
             # Through whatever reductions are sent at the time: studies exchange it.
             lambda *options: self.open_channel(*options),
             stage=stage,
@@ -167,7 +172,7 @@ class Engine:
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         compress = compress and channel.world > 1
         rank = self.plan.ranks[self.stage] if compress else None
-        own, gate = self.monitor.layer_ranks, self.monitor.trials.gate
+        own, gate = self.monitor.layer_ranks, self.monitor.benchmark.gate
         if rank is not None and own is not None:
             gradients = [replace(gradient, rank=own.ranks.get(gradient.name)) for gradient in gradients]
         if rank is not None and gate is not None:
@@ -180,14 +185,14 @@ class Engine:
     def _observed(self, local: Gradients, group: Group, compress: bool, shards: Shards) -> Steps:
         """The same in an iteration in which something is due, with what is measured before and after."""
         self._look_at(local, "local")
-        trials, plan = self.monitor.trials, self.plan
+        benchmark, plan = self.monitor.benchmark, self.plan
         if plan.probe_rank is not None and local and compress:
             # Added after the yields, between which other buckets add theirs; so below.
-            sent = yield from trials.probe(local, group, plan.probe_rank, shards)
+            sent = yield from benchmark.probe(local, group, plan.probe_rank, shards)
             self._statistics.bytes += sent
         gradients, channel, compressor, rank = self._open(local, group, compress, shards)
         if plan.gate and self.rank is not None and gradients and compress and channel.world > 1:
-            sent = yield from trials.compare(gradients, group, self.rank, shards)
+            sent = yield from benchmark.compare(gradients, group, self.rank, shards)
             self._statistics.bytes += sent
         yield from compressor.exchange(gradients, channel, rank, self._statistics)
         if self._due:
@@ -244,10 +249,10 @@ class Engine:
                 taken as a measurement, and what was ``deferred`` is dropped.
         """
         monitor, plan = self.monitor, self.plan
-        # Trials disturb the step that they are part of.
+        # Benchmarks disturb the step that they are part of.
         if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
             monitor.window.times.add(self.iteration, self._statistics)
-        compressors, rank = self._compressors, self.rank if self.config.method in RANKED else None
+        compressors, rank = self._compressors, self.rank if isinstance(self.compressor, PowerSGD) else None
         rank = rank if self._statistics.lossy else None
         self.last = Iteration(self.iteration, rank, self._statistics, exposed=exposed, skipped=skipped)
         self.decision = None
@@ -267,7 +272,7 @@ class Engine:
         if self.plan.ranks != plan.ranks:
             monitor.window.times.clear()
         if self.plan.probe_rank is None:
-            monitor.trials.end_search()
+            monitor.benchmark.end_search()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""

@@ -16,21 +16,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, Statistics
+from edgc.compressors import Channel, Compressor, Gradient, Statistics
+from edgc.compressors.entrywise.feedback import EntrywiseConfig
+from edgc.compressors.powersgd import LowRankConfig
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.sizes import saves_bytes
-from edgc.config import EDGCConfig
-from edgc.control.controller import Controller, Decision, Plan
+from edgc.config import CompressingConfig, EDGCConfig
+from edgc.control.adaptive import make_controller
 from edgc.control.layer_ranks import LayerRanks
+from edgc.control.plan import Decision, Plan
+from edgc.control.policies.spectral import SpectralConfig
+from edgc.control.settings import PolicyConfig
 from edgc.entropy.meter import EntropyMeter
 from edgc.measurement.report import relative, report
 from edgc.measurement.spectral import MatrixSpectrum, error_curve
 from edgc.measurement.window import Window, gather
 from edgc.runtime.channel import Stopwatch
 from edgc.runtime.groups import gather_objects
-from edgc.timing.trials import Trials
+from edgc.timing.benchmark import Benchmark
 
 Shape = tuple[int, int]
-RANKED = ("powersgd", "edgc")  # to other methods the rank says only that they are to compress
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,7 @@ class Iteration:
         exposed: time in which the step waited for averaged gradients; None if nobody measured it.
         skipped: whether the whole step was given up because of a gradient that was not finite.
         mean_error_sq, mean_input_sq: at window ends, what :class:`edgc.measurement.mean_error.Measured` says of the
-        window; nan
-            elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
+            window; nan elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
     """
 
     iteration: int
@@ -68,12 +72,12 @@ class Monitor:
     """Measurements and controller of one rank; what it is given is documented at :class:`edgc.engine.Engine`.
 
     Args:
-        make: a new compressor of the run's kind, for trials.
+        make: a new compressor of the run's kind, for benchmarks.
         open_channel: what messages of measurements are sent through.
 
     Attributes:
         entropy: GDS.
-        trials: reductions that are timed on copies, and the verdicts of the cost gate.
+        benchmark: reductions that are timed on copies, and the verdicts of the cost gate.
         layer_ranks: ranks of single matrices; None unless they are asked for.
         samples, window_ends: whether this iteration's errors are measured (where GDS samples and at window ends), and
             whether it is the last of a window.
@@ -97,21 +101,22 @@ class Monitor:
         gradient_bits: float,
     ) -> None:
         self.config, self.stage, self.stages = config, stage, len(shapes)
-        self.controller = Controller(
+        self.controller = make_controller(
             config, shapes, iterations, overlapped=overlapped, gradient_bits=gradient_bits
         )
         self.entropy = EntropyMeter(config)
-        self.trials = Trials(make, stage, config.cost_gate, open_channel)
-        self.layer_ranks = LayerRanks() if config.per_layer else None
+        gated = isinstance(config, CompressingConfig) and config.cost_gate
+        self.benchmark = Benchmark(make, stage, gated, open_channel)
+        self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
         self.window = Window(config.window, config.seed)
+        self._entrywise = isinstance(config, EntrywiseConfig)
         self.gradient_bits = gradient_bits
-        self.keeps_times = config.method == "edgc" and config.remeasure_above is not None
+        self.keeps_times = isinstance(config, PolicyConfig) and config.remeasure_above is not None
         self.replicas = math.nan
         self.entropy_full: tuple[float, ...] = ()
         self._exchange_group, self._open_channel = exchange_group, open_channel
-        self._saves_bytes = partial(
-            saves_bytes, factor_dtype=config.factor_dtype, gradient_bits=gradient_bits
-        )
+        dtype = config.factor_dtype if isinstance(config, LowRankConfig) else "fp32"
+        self._saves_bytes = partial(saves_bytes, factor_dtype=dtype, gradient_bits=gradient_bits)
 
     def next_due(self, iteration: int) -> int:
         """The first iteration from this one on at which something is measured or exchanged, if nothing is decided
@@ -130,7 +135,7 @@ class Monitor:
         self.window_ends = iteration % self.config.window == 0
         self.samples = self.entropy.samples(iteration) or self.window_ends
         self._compressed: set[str] = set()  # names handed over to be compressed
-        self.trials.start_iteration()
+        self.benchmark.start_iteration()
         self.window.mean.start_iteration()
 
     @property
@@ -138,7 +143,7 @@ class Monitor:
         """Whether this iteration must be closed at its end, even if the host waits for a GPU: where it ends with
         collectives, every rank has to come to them at the same point; and where the result of an entrywise method is
         measured, gradients must still be there."""
-        return self.window_ends or (self.samples and self.config.method not in (*RANKED, "none", "bf16"))
+        return self.window_ends or (self.samples and self._entrywise)
 
     def reduced(self, gradients: Sequence[Gradient], channel: Channel, lossy: Compressor | None) -> None:
         """``gradients`` were reduced over ``channel``; None: without a loss."""
@@ -187,7 +192,7 @@ class Monitor:
         """Exchange measurements with all ranks, and let the controller decide; collective."""
         probe = backward = math.nan
         if plan.probe_rank is not None:
-            probe = self.trials.probe_seconds
+            probe = self.benchmark.probe_seconds
             finite = [seconds for seconds in backward_seconds if math.isfinite(seconds)]
             backward = median_low(finite) if finite else math.nan
         grid, watches = self.controller.rank_grid, self.controller.watches(iteration)
@@ -198,7 +203,7 @@ class Monitor:
             grid,
             watches=watches,
             probed=plan.probe_rank is not None,
-            gate=self.trials.judge(self._exchange_group) if plan.gate else (),
+            gate=self.benchmark.judge(self._exchange_group) if plan.gate else (),
         )
         decision = self.controller.observe(iteration, made)
         if self.layer_ranks is not None and self.controller.rank_grid != grid:
@@ -216,7 +221,7 @@ class Monitor:
             "scale": self.entropy.scale,
             "controller": self.controller.state_dict(),
             "window": self.window.state_dict(),
-            "gate": self.trials.gate.state_dict() if self.trials.gate is not None else None,
+            "gate": self.benchmark.gate.state_dict() if self.benchmark.gate is not None else None,
             "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
         }
 
@@ -229,7 +234,7 @@ class Monitor:
             self.window.mean.load_state_dict(None)
         else:
             self.window.load_state_dict(state["window"])
-        if self.trials.gate is not None:
-            self.trials.gate.load_state_dict(state["gate"] or {})
+        if self.benchmark.gate is not None:
+            self.benchmark.gate.load_state_dict(state["gate"] or {})
         if self.layer_ranks is not None and not changed_settings:
             self.layer_ranks.load_state_dict(state["layer_ranks"])

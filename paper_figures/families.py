@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import seaborn as sns
+
+from edgc.config import methods
+from edgc.control.settings import PolicyConfig
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -14,8 +16,7 @@ if TYPE_CHECKING:
 Line = str | tuple[int, tuple[float, ...]]
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """How one family of methods looks in every figure."""
 
     key: str
@@ -30,24 +31,21 @@ class Family:
         return {"color": self.colour, "marker": self.marker, "linestyle": line} | face
 
 
+def _registered() -> dict[str, Family]:
+    """Methods, and policies that have a look of their own, as their files say."""
+    found: dict[str, Family] = {}
+    for kind in methods():
+        key = kind.method if kind.look is PolicyConfig.look else getattr(kind, "policy", kind.method)
+        found.setdefault(key, Family(key, *kind.look))
+    return found
+
+
 # Okabe-Ito colours first; the marker differs too, so that grey print and every colour vision can tell them
 # apart.
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, Family] = _registered() | {
     f.key: f
     for f in (
-        Family("none", "Megatron, uncompressed", "#000000", "o"),
-        Family("bf16", "bf16 all-reduce", "#666666", "P", "--"),
-        Family("powersgd", "PowerSGD, fixed rank", "#0072B2", "s"),
-        Family("edgc", "EDGC", "#D55E00", "D"),
-        Family("released", "EDGC (released policy)", "#E69F00", "^", "--"),
-        Family("spectral", "EDGC (spectral)", "#009E73", "v", "-."),
-        Family("loss", "follows the loss", "#CC3311", "2", ":"),
-        Family("schedule", "schedule given in advance", "#332288", "3", "-."),
         Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", "--"),
-        Family("topk", "Top-k", "#56B4E9", "<", "-."),
-        Family("randomk", "Random-k", "#882255", ">", ":"),
-        Family("quantize", "Quantised", "#999933", "X", "--"),
-        Family("sign", "Sign", "#8C510A", "h", ":"),
         Family("factors_bf16", "PowerSGD, bf16 factors", "#7FB2D9", "8"),
         Family("factors_int8", "PowerSGD, int8 factors", "#004D80", "H"),
         Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*"),
@@ -71,6 +69,7 @@ _WORDS = (
     ("sign", ("sign",)),
     ("bf16", ("bf16", "fp16")),
     ("none", ("none", "uncompressed", "megatron", "dense")),
+    *((kind.method, (kind.method,)) for kind in methods()),
 )
 
 ESTIMATORS: dict[str, Family] = {

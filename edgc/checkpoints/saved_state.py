@@ -143,11 +143,12 @@ def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: b
     Raises:
         UserError: it is of another method, or of other settings and that is not ``allowed``; with their names.
     """
-    old = dotted({**EDGCConfig().to_dict(), **saved})
+    method = saved.get("method", "none")
+    if method != config.method:
+        what = f"the saved state is of method {method}, not {config.method}"
+        raise UserError(what, fix=f"set method: {method}, or start without the state")
+    old = dotted(EDGCConfig.from_record(saved, where="the saved state").to_dict())
     now = dotted(config.to_dict())
-    if old["method"] != now["method"]:
-        what = f"the saved state is of method {old['method']}, not {now['method']}"
-        raise UserError(what, fix=f"set method: {old['method']}, or start without the state")
     other = [key for key in {**old, **now} if _plain(old.get(key)) != _plain(now.get(key))]
     if other and not allowed:
         found = ", ".join(f"{key} = {old.get(key)!r}, now {now.get(key)!r}" for key in other)

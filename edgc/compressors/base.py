@@ -26,11 +26,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from edgc.checks import need
 from edgc.errors import UserError
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel, Stopwatch, mark, span, traced
 from edgc.runtime.device import host_decides
 
@@ -266,9 +264,16 @@ class KeepsErrors(Compressor):
     def _add_errors(self, gradients: Sequence[Gradient]) -> None:
         """Add what is kept of ``gradients``, of each of them something."""
         for gradient in gradients:
-            # A state may have been loaded on another device.
-            error = self.errors[gradient.name] = self.errors[gradient.name].to(gradient.tensor.device)
-            gradient.tensor.add_(error)
+            gradient.tensor.add_(self._error(gradient))
+
+    def _error(self, gradient: Gradient) -> Tensor:
+        """What is kept of a gradient, on its device: a state may have been loaded on another one."""
+        error, tensor = self.errors[gradient.name], gradient.tensor
+        if error.shape != tensor.shape:
+            what = f"error feedback of {gradient.name} is {tuple(error.shape)}, its gradient {tuple(tensor.shape)}"
+            raise UserError(what, fix="load the compressor's state of this very model")
+        self.errors[gradient.name] = error.to(tensor.device)
+        return self.errors[gradient.name]
 
     def _forget(self, gradients: Sequence[Gradient], ok: Tensor) -> None:
         """What was kept of ``gradients`` has been sent, if ``ok``."""

@@ -5,12 +5,14 @@ Every other method sends what it does not compress through :class:`Dense`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
+from edgc.config import ConstantConfig, EDGCConfig
+from edgc.description import Example, Look
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 
 
@@ -103,6 +105,25 @@ def dense_steps(tensors: Sequence[Tensor], channel: Channel) -> Steps:
     dense.unpack()
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoCompressionConfig(EDGCConfig):
+    """Uncompressed averaging."""
+
+    method: str = "none"
+
+    look = Look("Megatron, uncompressed", "#000000", "o")
+    examples = {"none": Example(lambda m, n: 4 * m * n)}
+
+    def build(self) -> NoCompression:
+        return NoCompression()
+
+    @classmethod
+    def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
+        if values["record_full_entropy"]:
+            return {}
+        return {"entropy": "set a method that compresses, or record_full_entropy: true"}
+
+
 class NoCompression(Compressor):
     """The baseline: the exact mean. Keeps no state; ``rank`` is ignored."""
 
@@ -112,6 +133,19 @@ class NoCompression(Compressor):
         if channel.shards:
             return self.scattered(gradients, channel, statistics)
         return dense_steps([gradient.tensor for gradient in gradients], channel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16Config(ConstantConfig):
+    """An all-reduce in bfloat16."""
+
+    method: str = "bf16"
+
+    look = Look("bf16 all-reduce", "#666666", "P", "--")
+    examples = {"bf16": Example(lambda m, n: 2 * m * n, exact=False)}
+
+    def build(self) -> BF16:
+        return BF16()
 
 
 class BF16(Compressor):

@@ -15,10 +15,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
 from edgc.compressors.base import Gradient
+from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
 
 # Entries of a block: 4 MiB of fp32, measured best of 0.5 to 8 MiB. At least so many rows: for fewer, packing the right

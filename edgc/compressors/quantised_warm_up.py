@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edgc.compressors import Compressor, PowerSGD, Quantize
-from edgc.config import EDGCConfig
+from edgc.compressors.entrywise.quantize import Quantize, QuantizeConfig
+from edgc.compressors.powersgd import LowRankConfig
+
+if TYPE_CHECKING:
+    from edgc.compressors.powersgd.algorithm import PowerSGD
 
 THROUGH = 1  # to a method without ranks the number says only that it is to compress
 
@@ -17,7 +20,8 @@ class WarmUp:
     what a state means does not depend on which of the two holds it.
 
     Args:
-        main: the method after warm-up.
+        config: of the method after warm-up, ``main``.
+        bits: of an entry in warm-up.
 
     Attributes:
         on: whether it is warm-up now.
@@ -26,18 +30,10 @@ class WarmUp:
 
     compressor: Quantize
 
-    def __init__(self, config: EDGCConfig, main: PowerSGD, deferred: bool) -> None:
-        self._config, self._main, self._deferred = config, main, deferred
+    def __init__(self, config: LowRankConfig, bits: int, main: PowerSGD) -> None:
+        self._config, self._bits, self._main = config, bits, main
         self.on = True
         self._keep({})
-
-    @classmethod
-    def of(cls, config: EDGCConfig, main: Compressor, deferred: bool) -> WarmUp | None:
-        """None where warm-up sends fp32."""
-        if config.warmup_bits is None:
-            return None
-        assert isinstance(main, PowerSGD)
-        return cls(config, main, deferred)
 
     def follow(self, on: bool) -> None:
         """Whether it is still warm-up; between two iterations, all changes settled. Hands over what is kept if not."""
@@ -59,12 +55,11 @@ class WarmUp:
     def _keep(self, errors: dict[str, Any]) -> None:
         """Begin anew with ``errors``."""
         config = self._config
-        assert config.warmup_bits is not None
-        self.compressor = Quantize(
-            config.warmup_bits,
-            min_elements=config.min_compression_elements,
+        self.compressor = QuantizeConfig(
+            bits=self._bits,
+            min_compression_elements=config.min_compression_elements,
             error_feedback=config.error_feedback,
             seed=config.seed,
-        )
-        self.compressor.deferred = self._deferred
+        ).build()
+        self.compressor.deferred = self._main.deferred
         self.compressor.load_state_dict({"errors": errors, "counts": {}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from edgc.config import FACTOR_BITS
+from edgc.compressors.powersgd import FACTOR_BITS
 
 
 def compressible(shape: Sequence[int], min_elements: int) -> bool:

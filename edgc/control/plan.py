@@ -9,6 +9,8 @@ from edgc.timing.cost_gate import GateVerdict
 from edgc.timing.stage_times import StageTiming
 
 Phase = Literal["warmup", "search", "active", "disabled"]
+Ranks = tuple[int | None, ...]
+"""One per stage; None: uncompressed."""
 
 
 @dataclass(frozen=True)
@@ -16,14 +18,13 @@ class Plan:
     """What to do at one iteration.
 
     Attributes:
-        ranks: one per stage; None sends that stage's gradients uncompressed.
         probe_rank: rank of a reduction to time beside the real one; 0 means uncompressed, None no probe.
         exchange: whether :meth:`Controller.observe` must be called after this iteration.
         gate: whether the cost gate measures every group of gradients in this iteration.
     """
 
     phase: Phase
-    ranks: tuple[int | None, ...]
+    ranks: Ranks
     probe_rank: int | None
     exchange: bool
     gate: bool = False
@@ -44,7 +45,7 @@ class Decision:
     iteration: int
     phase: Phase
     reason: str
-    ranks: tuple[int | None, ...]
+    ranks: Ranks
     entropy: tuple[float, ...]
     r_min: int | None
     r_max: int | None

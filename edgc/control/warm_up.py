@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from edgc.config import EDGCConfig
+from edgc.control.settings import PolicyConfig
 
 
 def ends(
-    config: EDGCConfig,
+    config: PolicyConfig,
     iterations: int,
     iteration: int,
     previous: float | None,
@@ -31,7 +31,7 @@ def ends(
         return False, "before warmup_fraction"
     if measuring:
         return False, "the search of r_max is not finished"
-    if entropy is None and not config.ranks_given:
+    if entropy is None and not config.gives_ranks:
         return False, "no entropy was measured in this window"
     change = abs(entropy - previous) if entropy is not None and previous is not None else math.inf
     if change <= config.stability_tolerance:

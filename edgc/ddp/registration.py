@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc.buckets import Log
-from edgc.checks import integer
+from edgc.checks import dotted, integer
 from edgc.compressors.sizes import compressible, mean_bits
 from edgc.config import EDGCConfig
 from edgc.ddp.hook import Handle, Scaler, Unregistered, hook, matrix_shape
 from edgc.engine import Engine, Observer
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
-from edgc.usable import refuse_stages
 
 
 def register(
@@ -57,7 +56,7 @@ def register(
     described = [*zip(parameters, shapes, strict=True)]
     _same_on_all_ranks(model, (config, iterations, scaler is not None, whole_steps, described))
     integer("iterations", iterations, 1)
-    refuse_stages(config, "edgc.ddp.register")
+    _refuse_stages(config)
     compressed = [
         ((shape[0], shape[1]), 8 * parameter.element_size())
         for shape, parameter in zip(shapes, parameters.values(), strict=True)
@@ -82,6 +81,21 @@ def register(
     handle.log = log
     model.register_comm_hook(handle, hook)
     return handle
+
+
+def _refuse_stages(config: EDGCConfig) -> None:
+    """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for."""
+    one, values = "a plain data-parallel job has one stage", dotted(config.to_dict())
+    for key, unused, word, why in (
+        ("pipeline.rank", None, "null", one),
+        ("fused_embedding", False, "false", one),
+        ("compressed_stages", 1, "1", one),
+        ("alignment", "off", "off", one),
+        ("compress_experts", True, "true", "a plain data-parallel job has no expert parallelism"),
+    ):
+        if (value := values.get(key, unused)) != unused:
+            where, fix = "edgc.ddp.register", f"{why}; set {key}: {word}"
+            raise UserError(f"{key} = {value!r} cannot be used", where=where, fix=fix)
 
 
 def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:

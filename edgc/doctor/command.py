@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from edgc.checks import plain
-from edgc.config import FACTOR_DTYPES
+from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.doctor.diagnosis import GBIT, Request, measure, text
 from edgc.errors import UserError
 

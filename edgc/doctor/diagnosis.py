@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from edgc.compressors import Channel, Gradient, build
+from edgc.compressors import Channel, Gradient
 from edgc.config import EDGCConfig
 from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
-from edgc.timing import trial
+from edgc.timing import benchmark
 from edgc.timing.link import Cost, Link, break_even
 
 GBIT = 1e9 / 8
@@ -94,9 +94,9 @@ def _all_reduces(request: Request, device: torch.device) -> list[tuple[float, fl
 
 def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -> dict[str, Any]:
     """Medians over repeats of what one method takes, then means over ranks."""
-    compressor, made, rounds = build(config), [], 0
+    compressor, made, rounds = config.build(), [], 0
     for repeat in range(request.repeats + 1):
-        run, rounds = trial.timed(compressor, gradients, Channel(None), config.rank or 1), 0
+        run, rounds = benchmark.timed(compressor, gradients, Channel(None), config.fixed_rank or 1), 0
         while True:
             try:
                 next(run)
@@ -104,18 +104,18 @@ def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -
                 made.append(end.value)
                 break
             rounds += 1
-        if repeat == 0 and _slowest(trial.seconds(made[0])) > _SLOW:
+        if repeat == 0 and _slowest(benchmark.seconds(made[0])) > _SLOW:
             break
     timed = made[1:] or made  # the first one also pays for memory
     mine = [
         statistics.median(item.compress.seconds for item in timed),
         statistics.median(item.decompress.seconds for item in timed),
-        statistics.median(trial.seconds(item) for item in timed),
+        statistics.median(benchmark.seconds(item) for item in timed),
     ]
     columns = zip(*gather_objects(mine), strict=True)
     compress, decompress, total = (statistics.fmean(column) for column in columns)
     return {
-        "rank": config.rank,
+        "rank": config.fixed_rank,
         "seconds_compress": compress,
         "seconds_decompress": decompress,
         "seconds_measured": total,

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgc.config import ESTIMATORS
+from edgc.sections import ESTIMATORS
 
 _CORE = 8.0
 """Half width of the equal bins, in robust standard deviations."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from edgc.config import EntropyConfig
+from edgc.sections import EntropyConfig
 
 MAX_COPIES = 32
 """Largest 1/beta that ``diagonal`` reads: it makes that many copies of a matrix's parts, each at a fixed cost."""

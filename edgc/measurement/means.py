@@ -48,7 +48,7 @@ def stage_seconds(rows: Sequence[tuple[float, Sequence[float]]]) -> float:
 
     At each iteration the replica that waited least counts, because the last to arrive waits for nobody; of the
     iterations the median, because what disturbs a few of them is no change of the network; and the mean of what the
-    groups of replicas (one per tensor-parallel rank) say, as of their trials.
+    groups of replicas (one per tensor-parallel rank) say, as of their benchmarks.
 
     Args:
         rows: per rank the number of its group of replicas (nan: it has no other replica) and its times by place.

@@ -14,7 +14,7 @@ from edgc.compressors import Statistics
 from edgc.measurement.mean_error import MeanError
 from edgc.measurement.means import Mean
 from edgc.measurement.spectral import Curve
-from edgc.timing.trial import seconds
+from edgc.timing.benchmark import seconds
 
 
 class WindowTimes:

@@ -12,7 +12,8 @@ from megatron.core.distributed import DistributedDataParallel
 
 from edgc.checks import integer
 from edgc.compressors.sizes import compressible, mean_bits
-from edgc.config import EDGCConfig
+from edgc.config import CompressingConfig, EDGCConfig
+from edgc.control.settings import PolicyConfig
 from edgc.engine import Engine, Observer
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
@@ -78,9 +79,10 @@ def attach(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     fused = fuse(chunks, names) if config.fused_embedding else None
     elsewhere = fused.parameter if fused is not None else None
+    experts = isinstance(config, CompressingConfig) and config.compress_experts
     own = [
         (tuple(parameter.shape), 8 * parameter.main_grad.element_size())
-        for group in (groups if config.compress_experts else dense)
+        for group in (groups if experts else dense)
         for parameter in sorted(group.params, key=names.__getitem__)
         if parameter is not elsewhere
     ]
@@ -103,11 +105,11 @@ def attach(
     fp16 = bool(chunks[0].config.fp16)
     attachment = Attachment(engine, groups, overlap=overlap, fp16=fp16, fused=fused, pipeline=pipeline)
     for group in groups:
-        compress = config.compress_experts or group not in expert
+        compress = experts or group not in expert
         group.edgc_join(attachment, names, compress=compress, elsewhere=elsewhere)
     if optimizer is not None:
         attachment.guard(optimizer)
-    if config.method == "edgc" and config.alignment == "measured":
+    if isinstance(config, PolicyConfig) and config.alignment == "measured":
         for chunk in chunks:
             attachment.hooks.append(chunk.module.register_forward_hook(attachment.time_backward))
     return attachment

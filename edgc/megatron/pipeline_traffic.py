@@ -43,10 +43,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from edgc.config import PipelineConfig
 from edgc.errors import UserError
 from edgc.megatron.activation import ActivationCompressor, Layout, Traffic
 from edgc.megatron.pipeline_schedule import BackwardSchedule
+from edgc.sections import PipelineConfig
 
 _GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]  # those that the schedules ask for
 _REFUSED = ("variable_seq_lengths", "use_ring_exchange_p2p", "mtp_standalone")

@@ -21,14 +21,11 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.autograd import profiler
+from edgc.lazy import Tensor, torch
 
-Mark = float | torch.cuda.Event
+Mark: TypeAlias = "float | torch.cuda.Event"
 
 
 def mark(device: torch.device) -> Mark:
@@ -75,13 +72,13 @@ _NOTHING = contextlib.nullcontext()
 
 def traced() -> bool:
     """Whether there is a profiler; also where this version of torch does not say so."""
-    return bool(getattr(profiler, "_is_profiler_enabled", True))
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
     """What happens inside is called ``name`` in a trace. Without a profiler it is nothing: a range that nobody
     looks at takes 15 us, and a step has hundreds of them."""
-    return profiler.record_function(name) if traced() else _NOTHING
+    return torch.autograd.profiler.record_function(name) if traced() else _NOTHING
 
 
 class Channel:
@@ -106,11 +103,11 @@ class Channel:
         waited: time that :meth:`finish` took: communication that nothing hid.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> None:
+    def __init__(self, group: torch.distributed.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> None:
         self.group = group
         self.shards = tuple(shards)
-        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+        self.rank = torch.distributed.get_rank(group) if torch.distributed.is_initialized() else 0
         self.bytes = 0
         self.waited = Stopwatch()
         self._pending: list[tuple[Any, Tensor | None]] = []  # with what is to become a mean once it is summed
@@ -122,7 +119,9 @@ class Channel:
             return
         with span("edgc::all_reduce"):
             before_sum(tensor, self.world)
-            self._start(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
+            self._start(
+                torch.distributed.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True
+            )
         self.bytes += all_reduce_bytes(tensor.nbytes, self.world)
 
     def scatter_means(self, buffers: Sequence[Tensor]) -> None:
@@ -133,7 +132,7 @@ class Channel:
             for buffer in buffers:
                 own = self.own_part(buffer)
                 before_sum(buffer, self.world)
-                work = dist.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
+                work = torch.distributed.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
                 self._start(work, own, divide=True)
                 self.bytes += (self.world - 1) * buffer.nbytes // self.world
 
@@ -147,7 +146,9 @@ class Channel:
             output.copy_(source)
             return
         with span("edgc::all_to_all"):
-            self._start(dist.all_to_all_single(output, source, group=self.group, async_op=True), source)
+            self._start(
+                torch.distributed.all_to_all_single(output, source, group=self.group, async_op=True), source
+            )
         self.bytes += (self.world - 1) * source.nbytes // self.world
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
@@ -156,7 +157,10 @@ class Channel:
             output.copy_(source.view_as(output))
             return
         with span("edgc::all_gather"):
-            self._start(dist.all_gather_into_tensor(output, source, group=self.group, async_op=True), source)
+            self._start(
+                torch.distributed.all_gather_into_tensor(output, source, group=self.group, async_op=True),
+                source,
+            )
         self.bytes += (self.world - 1) * source.nbytes
 
     def _start(self, work: Any, tensor: Tensor, divide: bool = False) -> None:

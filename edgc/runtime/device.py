@@ -11,8 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
+from edgc.lazy import Tensor, torch
 
 _masked = os.environ.get("EDGC_MASKED_PATH", "") == "1"
 

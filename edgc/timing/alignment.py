@@ -30,14 +30,12 @@ class LinearTime:
     Attributes:
         seconds_per_rank: slope, at least 0.
         seconds_fixed: what is paid at any rank.
-        residual: root mean square of the fit's residuals; 0 for given times.
-        relative_residual: the same as a share of the mean of the fitted times.
+        residual: root mean square error of the fit, as a share of the mean of the fitted times; 0 for given times.
     """
 
     seconds_per_rank: float
     seconds_fixed: float
     residual: float = 0.0
-    relative_residual: float = 0.0
 
     @classmethod
     def fit(cls, points: Sequence[tuple[float, float]]) -> Self:
@@ -61,7 +59,7 @@ class LinearTime:
         fixed = mean_time - slope * mean_rank
         squares = math.fsum((t - slope * r - fixed) ** 2 for r, t in zip(ranks, seconds, strict=True))
         residual = math.sqrt(squares / len(ranks))
-        return cls(slope, fixed, residual, residual / mean_time if mean_time > 0 else 0.0)
+        return cls(slope, fixed, residual / mean_time if mean_time > 0 else 0.0)
 
     def time(self, rank: float) -> float:
         """T(rank), seconds."""

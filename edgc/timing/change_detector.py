@@ -4,11 +4,11 @@ Once a window every stage's measured time of a reduction is compared with T(r) o
 uncompressed time. Where they differ by more than a share, everything is timed anew. Three things would make that go
 wrong, and this is what is done about them:
 
-* A real step is not a trial: other processes compete with it, the line is only fitted. If a new measurement gives the
-  old times again, the difference was no change, and from then on the stage is compared with what it really took
+* A real step is not a benchmark: other processes compete with it, the line is only fitted. If a new measurement gives
+  the old times again, the difference was no change, and from then on the stage is compared with what it really took
   (in its next window, scaled by T) instead of with T itself.
 * Where reductions overlap with backward, or are compressed only in part, a stage takes less than T, and how much less
-  no trial can tell. Such runs are compared with the first window after a measurement from the start, and with the
+  no benchmark can tell. Such runs are compared with the first window after a measurement from the start, and with the
   first window at every rank they go on to. Where the rank has just moved, anything between "all of the change of T
   was hidden" and "none of it" is as expected, and the share is one of T, not of the little that is left to see.
 * Noise must not start measurements for ever: after one, nothing is judged for ``PATIENCE`` windows, and for twice as

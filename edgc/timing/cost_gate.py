@@ -1,7 +1,7 @@
 """The cost gate: compress a group of gradients only where that was measured to be faster than sending it dense.
 
 A group is what one call of :meth:`edgc.engine.Engine.exchange` reduces. On a schedule (:class:`GateSchedule`) every
-rank times a compressed and a dense reduction of each of its groups on copies (:mod:`edgc.timing.trial`). The ranks
+rank times a compressed and a dense reduction of each of its groups on copies (:mod:`edgc.timing.benchmark`). The ranks
 exchange these times, every rank averages them in the same order (:func:`verdicts`), and each follows the verdicts of
 its own stage (:class:`CostGate`) until the next measurement. Plain arithmetic: no tensors, no process groups, no clock.
 """

@@ -126,8 +126,12 @@ class RankSearch:
         return [LinearTime.fit(self.timed(stage)) for stage in range(len(self._times[0]))]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"times": [list(row) for row in self._times], "repeat": self._repeat}
+        times = [list(row) for row in self._times]
+        return {"schedule": list(self.schedule), "times": times, "repeat": self._repeat}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._times = [[float(t) for t in row] for row in state["times"]]
-        self._repeat = int(state["repeat"])
+        """Go on from :meth:`state_dict`; begin anew if that is of other ranks."""
+        self.restart()
+        if state["schedule"] == self.schedule:
+            self._times = [[float(t) for t in row] for row in state["times"]]
+            self._repeat = int(state["repeat"]) % self.repeats

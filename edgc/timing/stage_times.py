@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
-from edgc.config import EDGCConfig
 from edgc.timing.alignment import LinearTime, align
 from edgc.timing.change_detector import ChangeDetector
 from edgc.timing.rank_search import RankSearch
+
+if TYPE_CHECKING:  # the settings of what stands above
+    from edgc.control.settings import PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,25 @@ class StageTiming:
     seconds_fixed: float | None
     residual: float | None
 
+    @property
+    def line(self) -> LinearTime | None:
+        """T(r)."""
+        if self.seconds_per_rank is None or self.seconds_fixed is None:
+            return None
+        return LinearTime(self.seconds_per_rank, self.seconds_fixed)
+
+    def seconds(self, rank: int | None) -> float:
+        """Of a reduction at ``rank`` (None: uncompressed), nan where that is not known."""
+        if rank is None:
+            return self.seconds_uncompressed
+        return math.nan if self.line is None else self.line.time(rank)
+
 
 class StageTimes:
     """The times that one run aligns its stages with, and their measurement (``config.alignment``).
 
     Args:
-        config: the compression settings.
+        config: settings of method ``edgc``.
         stages: number of pipeline stages.
         overlapped: whether reductions overlap with backward or with each other.
 
@@ -48,7 +63,7 @@ class StageTimes:
         timing: what the last finished measurement says, per stage; empty before, and where times are given.
     """
 
-    def __init__(self, config: EDGCConfig, stages: int, *, overlapped: bool = False) -> None:
+    def __init__(self, config: PolicyConfig, stages: int, *, overlapped: bool = False) -> None:
         self.config, self.stages, self.overlapped = config, stages, overlapped
         self.search: RankSearch | None = None
         self.timing: tuple[StageTiming, ...] = ()
@@ -94,20 +109,16 @@ class StageTimes:
         """
         assert self.search is not None
         before, first = self.predicted(ranks), not self.timing
-        lines: Sequence[LinearTime | None] = self.search.lines() or (None,) * self.stages
+        lines = self.search.lines()
         self.timing = tuple(
             StageTiming(
                 stage,
                 sorted(kept)[len(kept) // 2] if kept else None,
                 self.search.uncompressed()[stage],
                 self.search.timed(stage),
-                *(
-                    (None,) * 3
-                    if line is None
-                    else (line.seconds_per_rank, line.seconds_fixed, line.relative_residual)
-                ),
+                *(astuple(lines[stage]) if lines else (None,) * 3),
             )
-            for stage, (kept, line) in enumerate(zip(self._backward, lines, strict=True))
+            for stage, kept in enumerate(self._backward)
         )
         self._backward = [[] for _ in range(self.stages)]
         if first or self._detector is None:
@@ -134,7 +145,7 @@ class StageTimes:
         """Seconds of a reduction per stage by the last measurement, nan where that does not say."""
         if not self.timing:
             return (math.nan,) * self.stages
-        return tuple(_seconds(timing, rank) for timing, rank in zip(self.timing, ranks, strict=True))
+        return tuple(timing.seconds(rank) for timing, rank in zip(self.timing, ranks, strict=True))
 
     def ranks(self, first_rank: int, r_min: int | None, r_max: int) -> tuple[tuple[int | None, ...], str]:
         """The ranks of all stages for stage 0's, and a remark where alignment was asked for in vain."""
@@ -147,8 +158,7 @@ class StageTimes:
             lines = [LinearTime(given.seconds_per_rank, given.seconds_fixed)] * self.stages
             uncompressed = [given.seconds_uncompressed or math.inf] * self.stages
         else:
-            known = [_line(timing) for timing in self.timing]
-            lines = [line for line in known if line is not None]
+            lines = [timing.line for timing in self.timing if timing.line is not None]
             if len(lines) < self.stages:
                 return same, "not aligned: fewer than two ranks were timed"
             if any(timing.backward_seconds is None for timing in self.timing[:-1]):
@@ -183,19 +193,6 @@ class StageTimes:
             StageTiming(**{**item, "timed": tuple((int(rank), float(t)) for rank, t in item["timed"])})
             for item in state["timing"]
         )
-
-
-def _line(timing: StageTiming) -> LinearTime | None:
-    if timing.seconds_per_rank is None or timing.seconds_fixed is None:
-        return None
-    return LinearTime(timing.seconds_per_rank, timing.seconds_fixed)
-
-
-def _seconds(timing: StageTiming, rank: int | None) -> float:
-    if rank is None:
-        return timing.seconds_uncompressed
-    line = _line(timing)
-    return math.nan if line is None else line.time(rank)
 
 
 def _words(rank: int | None) -> str:

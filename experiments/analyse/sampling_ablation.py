@@ -8,7 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from edgc.config import EDGCConfig, EntropyConfig
+from edgc.config import EDGCConfig
+from edgc.sections import EntropyConfig
 from experiments.analyse import sampling_grid
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import summarise

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc.config import EDGCConfig, EntropyConfig
-from edgc.control.controller import Controller, Report
+from edgc.config import EDGCConfig
+from edgc.control.adaptive import make_controller
 from edgc.entropy.estimators import combine
 from edgc.entropy.sampler import Sampler
+from edgc.measurement.report import Report
+from edgc.sections import EntropyConfig
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, quartiles
 from experiments.analyse.tables import identity
@@ -101,7 +103,7 @@ def ranks(
     settings: EDGCConfig, stage: Sequence[tuple[int, int]], iterations: int, means: Sequence[float]
 ) -> list[int | None]:
     """Rank of the one stage after each window, as a controller decides that is fed these means."""
-    controller = Controller(settings, [list(stage)], iterations)
+    controller = make_controller(settings, [list(stage)], iterations)
     decided: list[int | None] = []
     for k, entropy in enumerate(means):
         at = (k + 1) * settings.window

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from edgc.control.rank_model import StageModel, error, next_rank
+from edgc.control.settings import PolicyConfig
 from edgc.entropy.sampler import Sampler
 from experiments.analyse.runs import Run
 
@@ -90,7 +91,9 @@ def noise(run: Run) -> list[tuple[float, float]]:
     frame = frame[measured & frame["entropy_full"].notna()]
     frame = frame.assign(window=(frame["iteration"].astype(int) - 1) // window)
     iterations = float(run.config["train"]["iterations"])
-    whole = frame["window"].between(settings.warmup_fraction * iterations / window, iterations // window - 1)
+    # Of a run without compression: as EDGC would have it.
+    warm_up = (settings if isinstance(settings, PolicyConfig) else PolicyConfig).warmup_fraction
+    whole = frame["window"].between(warm_up * iterations / window, iterations // window - 1)
     found = []
     for _, stage in frame[whole].groupby("stage"):
         means = stage.groupby("window")["entropy_full"].mean().to_numpy()

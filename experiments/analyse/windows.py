@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from edgc.control import warm_up
+from edgc.control.settings import PolicyConfig
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import pearson
 from experiments.analyse.tables import ranks_text
@@ -164,6 +165,7 @@ def warm_up_ends(run: Run, tolerances: Sequence[float]) -> list[dict[str, Any]]:
     Judged by the run's own window means of stage 0. After the run's own warm-up they are of compressed training.
     """
     settings = run.edgc
+    assert isinstance(settings, PolicyConfig)
     means = trajectory(run, settings.window)
     first = means[means["stage"] == 0]
     iterations = int(run.config["train"]["iterations"])

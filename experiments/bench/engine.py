@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgc.config import FACTOR_DTYPES
+from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench import machine
 from experiments.bench.children import Child, Group

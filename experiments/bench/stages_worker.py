@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from edgc.control.controller import Decision
+from edgc.control.plan import Decision
 from edgc.megatron import cpu_shims
 from edgc.runtime.channel import Mark
 from experiments.spec.settings import RunConfig

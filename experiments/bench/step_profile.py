@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from edgc.config import FACTOR_DTYPES
+from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench.children import Child, ChildError, Group
 from experiments.bench.engine_table import kernel_rows, spread

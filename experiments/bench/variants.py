@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.compressors import Channel, build
+from edgc.compressors import Channel
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
 from edgc.runtime.channel import Stopwatch, mark
@@ -130,7 +130,7 @@ class Ours(Variant):
         config = EDGCConfig(
             method="powersgd", rank=rank, factor_dtype=factor_dtype, min_compression_elements=1, seed=SEED
         )
-        self.compressor = build(config)
+        self.compressor = config.build()
         self.shapes, self.rank, self.group = shapes, rank, group
 
     def step(self, buffer: Tensor) -> Parts:

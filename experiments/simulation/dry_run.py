@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
@@ -92,9 +93,9 @@ def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
 def rank_of(run: RunConfig, asked: int) -> int | None:
     """The rank that a step is looked at: the configured one, and ``asked`` where a controller decides it."""
     config = run.edgc
-    if config.method == "edgc":
+    if isinstance(config, PolicyConfig):
         return config.r_max or asked
-    return config.rank if config.method == "powersgd" else None
+    return config.fixed_rank
 
 
 def look_at(run: RunConfig, shape: GPTShape, stage: StageShard, asked: int) -> Row:

@@ -25,9 +25,12 @@ import pandas as pd
 import typer
 
 from edgc.config import EDGCConfig
-from edgc.control.controller import Controller, Report
-from edgc.control.policies import Ranks
+from edgc.control.adaptive import make_controller
+from edgc.control.controller import Controller
+from edgc.control.plan import Ranks
+from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
+from edgc.measurement.report import Report
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.simulation import cluster_step
@@ -154,7 +157,7 @@ class Trace:
 def follow(course: Course, entropy: Recorded, config: EDGCConfig) -> Trace:
     """Take a controller through a run."""
     iterations = course.iterations
-    controller = Controller(config, [stage.matrices for stage in course.stages], iterations)
+    controller = make_controller(config, [stage.matrices for stage in course.stages], iterations)
     spent: Counter[tuple[int, Ranks]] = Counter()
     measurements = 0
     moves: list[tuple[int, str, Ranks]] = []
@@ -215,6 +218,7 @@ def edgc_run(study: str) -> RunConfig:
 def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(a row per bandwidth and recorded entropy, a row per change of ranks) of a study's EDGC run."""
     run = edgc_run(study)
+    assert isinstance(run.edgc, PolicyConfig)
     # The network of the model does not change.
     config, iterations = replace(run.edgc, remeasure_above=None), run.train.iterations
     rows: list[dict[str, Any]] = []

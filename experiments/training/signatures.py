@@ -6,7 +6,7 @@ predicted T(r) by different amounts, so that what was to finish together does no
 
 Each is judged once a window by medians, against the scatter of the same window or run, and is reported from the second
 window in a row on, so that noise alone hardly ever is. A skipped step is no evidence for anything, and neither are the
-times of a step that was measured in (it was disturbed). Plain arithmetic on numbers that are equal on all ranks;
+times of a step that was measured in (a benchmark disturbs it). Plain arithmetic on numbers that are equal on all ranks;
 nothing here changes what a run does.
 """
 

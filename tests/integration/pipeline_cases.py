@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.config import PipelineConfig
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from edgc.megatron.pipeline_schedule import BackwardSchedule
+from edgc.sections import PipelineConfig
 from tests.integration import megatron_cases
 from tests.integration.megatron_cases import configuration, session_of, train
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from edgc.megatron import cpu_shims
+from tests.examples import EACH
 from tests.integration.layout_cases import FP16, OVERLAP, SHARDED
 from tests.integration.megatron_cases import EDGC, configuration, train
 
 METHODS: dict[str, dict[str, Any]] = {
-    "none": {"method": "none"},
+    **{name: settings for name, settings in EACH.items() if name != "edgc"},
     "powersgd": {"method": "powersgd", "rank": 4},
     "powersgd int8": {"method": "powersgd", "rank": 8, "factor_dtype": "int8", "error_dtype": "bf16"},
     "powersgd one-sided": {"method": "powersgd", "rank": 4, "one_sided": True},
-    "topk": {"method": "topk", "density": 0.05},
-    "quantize": {"method": "quantize", "bits": 4},
 }
 HOW: dict[str, dict[str, Any]] = {
     "": {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from edgc.config import FACTOR_DTYPES
+from edgc.compressors.powersgd import FACTOR_DTYPES
 from experiments.bench.gradients import entries, layer_shapes, make
 from experiments.bench.variants import Ours, TorchHook, Variant
 

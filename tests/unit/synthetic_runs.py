@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 import yaml
 
-from edgc.compressors import Gradient, build
+from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
 from experiments.spec.settings import ProbeConfig
 from experiments.training.probes.sampling import SamplingProbe
@@ -464,7 +464,7 @@ def write_rank_model(root: Path) -> Path:
     for name, compression in variants.items():
         path = write_run(folder, variant=name, compression=compression | common, **about)
         settings = EDGCConfig.from_dict(compression | common)
-        compressor = build(settings)
+        compressor = settings.build()
         probe = SpectraProbe(ProbeConfig(every=20, spectra=True), settings, 0, compressor, reports=True)
         for t in range(1, ITERATIONS + 1):
             if name == "none" and not probe.config.due(t):
@@ -475,7 +475,7 @@ def write_rank_model(root: Path) -> Path:
                 for key, shape in RANK_MODEL_SHAPES.items()
             ]
             probe.observe(t, gradients)
-            reduce_together([compressor], [gradients], settings.rank)
+            reduce_together([compressor], [gradients], settings.fixed_rank)
             probe.end_iteration(t, skipped=False)
         pd.DataFrame(probe.rows).to_parquet(path / "spectra.parquet")
     return folder

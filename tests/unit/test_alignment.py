@@ -23,17 +23,17 @@ def test_fit_recovers_a_line() -> None:
 
 
 def test_fit_reports_its_residual() -> None:
-    # Errors of +-0.1 that are orthogonal to (1, r) leave the line as it is and a residual of exactly 0.1.
+    # Errors of +-0.1 that are orthogonal to (1, r) leave the line as it is; the mean time is 2.5.
     points = [(1, 1.1), (2, 1.9), (3, 2.9), (4, 4.1)]
     line = LinearTime.fit(points)
     assert line.seconds_per_rank == pytest.approx(1.0)
     assert line.seconds_fixed == pytest.approx(0.0)
-    assert line.residual == pytest.approx(0.1)
+    assert line.residual == pytest.approx(0.1 / 2.5)
 
 
 def test_fit_of_falling_times_is_flat() -> None:
     line = LinearTime.fit([(4, 2.0), (8, 1.0)])
-    assert (line.seconds_per_rank, line.seconds_fixed, line.residual) == (0.0, 1.5, 0.5)
+    assert (line.seconds_per_rank, line.seconds_fixed, line.residual) == (0.0, 1.5, 0.5 / 1.5)
     with pytest.raises(ValueError, match="no inverse"):
         line.rank(1.0)
 

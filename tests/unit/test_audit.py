@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors import Channel, Gradient, PowerSGD
+from edgc.compressors import Channel, Gradient
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.state import random_factor
-from edgc.config import EDGCConfig
-from edgc.control import policies
+from edgc.control.policies.cqm import CQMConfig, cqm
+from edgc.control.policies.released import by_change
 from edgc.control.rank_model import StageModel
 from edgc.entropy.estimators import combine, estimate
 from edgc.timing.alignment import LinearTime, align
@@ -164,7 +165,7 @@ def test_first_windows_hold_zeros() -> None:
     # After the search, one sampled iteration is compressed in the whole run.
     sampled = range(WARM_UP, ITERATIONS, published.SAMPLED_EVERY)
     assert [t for t in sampled if published.compressed_after_search(t)] == [WARM_UP]
-    target = policies.by_change("released", 16, 64, 0.0, 0.0, 0.0, 5.0)
+    target = by_change("entropy", 16, 64, 0.0, 0.0, 0.0, 5.0)
     assert target.rank is None  # ours leaves the rank where the published formula divides by zero
 
 
@@ -177,7 +178,7 @@ HEIGHTS = st.floats(-8, 8).map(lambda h: round(h, 3))
 @given(st.lists(HEIGHTS, min_size=3, max_size=8), st.integers(2, 16).map(lambda k: 8 * k))
 def test_policy_released_is_the_linear_rule(windows: list[float], r_max: int) -> None:
     first, second, previous, last = *windows[:2], *windows[-2:]
-    ours = policies.by_change("released", r_max // 4, r_max, first, second, previous, last)
+    ours = by_change("entropy", r_max // 4, r_max, first, second, previous, last)
     if first == second:
         assert ours.rank is None
         return
@@ -195,7 +196,7 @@ def test_linear_rule_has_no_direction_and_no_shape() -> None:
     for size in (1024, 4096):
         stage = StageModel([(size, size)])
         for change in (-0.02, 0.02):
-            asked[size, change] = policies.cqm(stage, 64, -7.0, -7.0 + change).rank
+            asked[size, change] = cqm(stage, 64, -7.0, -7.0 + change).rank
     assert asked[1024, -0.02] == pytest.approx(53, abs=0.5)
     assert asked[1024, 0.02] == pytest.approx(75, abs=0.5)
     assert asked[4096, -0.02] == pytest.approx(21, abs=0.5)
@@ -211,7 +212,7 @@ def test_linear_rule_does_not_keep_the_error() -> None:
     assert ranks[:13] == list(range(64, 12, -4))
     assert set(ranks[12:]) == {16}
     assert stage.error(16) / stage.error(64) == pytest.approx(1.092, abs=0.002)
-    assert policies.cqm(stage, 64, -7.0, -7.0).rank == pytest.approx(64)
+    assert cqm(stage, 64, -7.0, -7.0).rank == pytest.approx(64)
 
 
 # --------------------------------------------------------------------------- 5, 6: a reducer made at each step
@@ -318,7 +319,7 @@ def test_search_over_equal_times_ends_by_chance() -> None:
 
 @given(st.integers(4, 512).map(lambda k: 4 * k))
 def test_lower_rank_is_a_quarter(r_max: int) -> None:
-    ours = EDGCConfig(method="edgc", r_max=r_max).lower_rank(r_max)
+    ours = CQMConfig(r_max=r_max).lower_rank(r_max)
     assert 0 <= r_max / 4 - ours < 4
     # The published floor holds up to the rounding to even ranks.
     lowest = published.linear_rank(r_max / 4, r_max, [0.0, 1.0, 1.0], [8], step=r_max)
@@ -355,7 +356,7 @@ def test_loss_rule_goes_to_the_lower_rank_whatever_the_gradients_do() -> None:
     assert ranks[12] == 18
     assert set(ranks[13:]) == {16}
     stage = StageModel([(1024, 1024)])
-    rising, falling = (policies.cqm(stage, 64, -7.0, -7.0 + change).rank for change in (0.05, -0.05))
+    rising, falling = (cqm(stage, 64, -7.0, -7.0 + change).rank for change in (0.05, -0.05))
     assert rising == pytest.approx(91, abs=0.6)
     assert falling == pytest.approx(37, abs=0.6)
 

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from edgc.config import FACTOR_DTYPES
+from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench import engine, engine_table, floor, gpt, network, testbed
 from experiments.bench.__main__ import app

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.compressors import Gradient, NoCompression
+from edgc.compressors import Gradient
+from edgc.compressors.dense import NoCompression
 from edgc.runtime.channel import after_sum, before_sum
 from tests.lockstep import reduce_together
 

@@ -22,56 +22,33 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from edgc.compressors import (
-    BF16,
-    Channel,
-    Compressor,
-    Gradient,
-    NoCompression,
-    PowerSGD,
-    Quantize,
-    RandomK,
-    Sign,
-    Statistics,
-    TopK,
-    build,
-)
-from edgc.compressors.entrywise.randomk import draw
-from edgc.compressors.entrywise.topk import chosen, largest
+from edgc.compressors import Channel, Compressor, Gradient, Statistics
+from edgc.compressors.dense import NoCompression
+from edgc.compressors.entrywise.quantize import QuantizeConfig
+from edgc.compressors.entrywise.randomk import RandomKConfig, draw
+from edgc.compressors.entrywise.topk import TopKConfig, chosen, largest
 from edgc.compressors.sizes import compressible
-from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.runtime.device import host_decides, masked_path
+from tests import examples
 from tests.lockstep import Room
 from tests.workers import run_workers
 
 SMALLEST = 64
-METHODS: dict[str, Callable[[], Compressor]] = {
-    "none": NoCompression,
-    "bf16": BF16,
-    "powersgd": lambda: PowerSGD(min_elements=SMALLEST, seed=3),
-    "powersgd bf16": lambda: PowerSGD(min_elements=SMALLEST, seed=3, factor_dtype="bf16"),
-    "powersgd int8": lambda: PowerSGD(min_elements=SMALLEST, seed=3, factor_dtype="int8"),
-    "powersgd int4": lambda: PowerSGD(min_elements=SMALLEST, seed=3, factor_dtype="int4"),
-    "powersgd one-sided": lambda: PowerSGD(min_elements=SMALLEST, seed=3, one_sided=True),
-    "powersgd errors in bf16": lambda: PowerSGD(min_elements=SMALLEST, seed=3, error_dtype="bf16"),
-    "topk": lambda: TopK(0.05, min_elements=SMALLEST),
-    "randomk": lambda: RandomK(0.05, min_elements=SMALLEST, seed=3),
-    "int8": lambda: Quantize(8, min_elements=SMALLEST),
-    "int4": lambda: Quantize(4, min_elements=SMALLEST),
-    "int2": lambda: Quantize(2, min_elements=SMALLEST),
-    "stochastic8": lambda: Quantize(8, "stochastic", min_elements=SMALLEST, seed=3),
-    "stochastic4": lambda: Quantize(4, "stochastic", min_elements=SMALLEST, seed=3),
-    "stochastic2": lambda: Quantize(2, "stochastic", min_elements=SMALLEST, seed=3),
-    "sign": lambda: Sign(min_elements=SMALLEST),
-}
+
+
+def maker(name: str, **changes: Any) -> Callable[[], Compressor]:
+    """Makes compressors of an example."""
+    return examples.config_of(name, min_compression_elements=SMALLEST, seed=3, **changes).build
+
+
+# What method edgc compresses with is PowerSGD.
+METHODS = {name: maker(name) for name in examples.FOUND if name != "edgc"}
 WORLDS = (1, 2, 4)
 MASKED = "2 masked"
 # How far sent + kept may be from what came in, relative to the root mean square of the workers' norms.
 EXACT = 1e-6
 IN_BF16 = 1e-2  # what is added up in bfloat16: 2**-9 an operation
-LEVELS = {"stochastic8": 127, "stochastic4": 7, "stochastic2": 1}
-STATELESS = {"none", "bf16"}
 
 # --------------------------------------------------------------------- what is reduced
 
@@ -247,7 +224,7 @@ def conserves(case: Case, make: Callable[[], Compressor], label: str) -> Iterato
         # Everything that is measured is exchanged for all tensors together.
         lengths = [len(item) for item in before]
         tops = torch.tensor([float(item.abs().max()) if len(item) else 0.0 for item in before])
-        if label in LEVELS:
+        if label in examples.UNBIASED:
             dist.all_reduce(tops, dist.ReduceOp.MAX)
         squares = [(norm(item) / 1e32) ** 2 for item in before]
         message = mean(torch.cat([*before, *after, torch.tensor(squares, dtype=torch.float64)]))
@@ -393,7 +370,9 @@ def unbiased(bits: int, repeats: int) -> Record:
     gradient = Spec((16, 64), 1.0, torch.float32, "contiguous").tensor(me)
     expected, found = mean(double(gradient)), {}
     for rounding in ("stochastic", "nearest"):
-        compressor = Quantize(bits, rounding, min_elements=SMALLEST, error_feedback=False)
+        compressor = QuantizeConfig(
+            bits=bits, rounding=rounding, min_compression_elements=SMALLEST, error_feedback=False
+        ).build()
         errors = []
         for _ in range(repeats // 20):
             copies = [Gradient(f"p{i}", gradient.clone()) for i in range(20)]
@@ -433,8 +412,8 @@ def everything(cases: list[Case]) -> dict[str, list[Record]]:
         records[f"dense {name}"] = list(lossless(make, None, name))
     records["lossless"] = [
         *lossless(NoCompression, 4, "none"),
-        *lossless(lambda: TopK(1.0, min_elements=1), 4, "topk"),
-        *lossless(lambda: RandomK(1.0, min_elements=1), 4, "randomk"),
+        *lossless(TopKConfig(density=1.0, min_compression_elements=1).build, 4, "topk"),
+        *lossless(RandomKConfig(density=1.0, min_compression_elements=1).build, 4, "randomk"),
     ]
     if dist.get_world_size() == 2:
         records["unbiased"] = [unbiased(bits, 400) for bits in (8, 4, 2)]
@@ -471,9 +450,12 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 
 @pytest.mark.parametrize("rank", [None, 4])
-@pytest.mark.parametrize("name", [*METHODS, "powersgd one-sided int4"])
-def test_it_waits_as_often_as_it_says(name: str, rank: int | None) -> None:
-    make = METHODS.get(name, lambda: PowerSGD(min_elements=SMALLEST, one_sided=True, factor_dtype="int4"))
+@pytest.mark.parametrize("one_sided", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_it_waits_as_often_as_it_says(name: str, rank: int | None, one_sided: bool) -> None:
+    if one_sided and name not in examples.LOW_RANK:
+        pytest.skip("has no two sides")
+    make = maker(name, one_sided=True) if one_sided else METHODS[name]
     room, compressors = Room(2), [make(), make()]
     generator = torch.Generator().manual_seed(0)
     running = [
@@ -494,9 +476,10 @@ def test_it_waits_as_often_as_it_says(name: str, rank: int | None) -> None:
 def test_any_gradients(world: int | str, name: str) -> None:
     """Equal replicas, nothing lost, finite, bytes as seen, and an exact step drains what was kept."""
     in_bf16 = {(torch.bfloat16, False)}
-    if name in STATELESS or name.startswith("powersgd"):
+    example = examples.FOUND[name][1]
+    if name not in examples.ENTRYWISE:
         in_bf16.add((torch.bfloat16, True))
-    if "bf16" in name:
+    if not example.exact:
         in_bf16 |= {(torch.float32, False), (torch.float32, True)}
     for records in together(world, f"conserves {name}"):
         exact_step = records[0].label.endswith("step 2")
@@ -506,9 +489,8 @@ def test_any_gradients(world: int | str, name: str) -> None:
             assert 0 <= sum(record.seen) - record.bytes <= len(record.seen), record.label
             if exact_step:
                 assert record.left == 0, record.label
-            if name in LEVELS and not exact_step:
-                # Each of the two roundings is off by less than a step of the largest entry, and that is rounded up.
-                assert record.worst <= 2 * 1.02 / LEVELS[name] + IN_BF16, record.label
+            if example.bound is not None and not exact_step:
+                assert record.worst <= example.bound + IN_BF16, record.label
                 continue
             for key, gap in record.gaps.items():
                 assert gap <= (IN_BF16 if key in in_bf16 else EXACT), f"{gap} of {key}: {record.label}"
@@ -521,7 +503,7 @@ def test_a_bad_number_reaches_all_and_touches_nothing(world: int | str, name: st
         for record in records:
             assert record.extra["hit"], f"it did not arrive: {record.label}"
             assert record.extra["state"], f"it left traces: {record.label}"
-            if name not in STATELESS | set(LEVELS):
+            if name not in examples.DENSE + examples.UNBIASED:
                 assert record.skipped == 1, record.label
 
 
@@ -539,8 +521,8 @@ def test_resume_equals_never_stopped(world: int | str, name: str) -> None:
 def test_gradients_in_other_groups(world: int | str, name: str) -> None:
     for records in together(world, f"companies {name}"):
         assert len({record.digest for record in records}) == 1
-        if name not in LEVELS:
-            tolerance = IN_BF16 if "bf16" in name else EXACT
+        if name not in examples.UNBIASED:
+            tolerance = EXACT if examples.FOUND[name][1].exact else IN_BF16
             assert all(record.extra["gap"] < tolerance for record in records)
 
 
@@ -567,26 +549,9 @@ def test_stochastic_rounding_is_unbiased() -> None:
 
 def test_lengths_on_the_wire() -> None:
     """Of two workers, each sends an all-reduced tensor once, and half of it in each of two directions otherwise."""
-    entries = 512 * 512
-    k = round(0.05 * entries)
-    expected = {
-        "none": 4 * entries,
-        "bf16": 2 * entries,
-        **dict.fromkeys(("powersgd", "powersgd errors in bf16"), 4 * 8 * 1024),
-        "powersgd bf16": 2 * 8 * 1024,
-        "powersgd int8": 8 * 1024 * 33 // 32,
-        "powersgd int4": 8 * 1024 * 17 // 32,
-        "powersgd one-sided": 4 * 8 * 512,
-        "topk": 8 * k,
-        "randomk": 4 * k,
-        **dict.fromkeys(("int8", "stochastic8"), entries * 33 // 32),
-        **dict.fromkeys(("int4", "stochastic4"), entries * 17 // 32),
-        **dict.fromkeys(("int2", "stochastic2"), entries * 9 // 32),
-        "sign": entries * 5 // 32,
-    }
     for records in together(2, "lengths"):
         for record in records:
-            assert record.bytes == expected[record.label], record.label
+            assert record.bytes == examples.FOUND[record.label][1].sent(512, 512), record.label
     errors = {record.label: record.extra["error"] for record in results(2)[0]["lengths"]}
     assert errors["none"] is None and errors["bf16"] is None
     # Gaussian entries: what 1, 2, 4 and 8 bits cannot but lose, and 95 % or 5 % of the largest entries left out.
@@ -640,7 +605,7 @@ def test_random_entries_are_different_and_evenly_spread(entries: int, k: int) ->
 
 
 def test_random_entries_change_from_step_to_step() -> None:
-    compressor = RandomK(0.05, min_elements=1, error_feedback=False)
+    compressor = RandomKConfig(density=0.05, min_compression_elements=1, error_feedback=False).build()
     sent = []
     for _ in range(2):
         gradient = Gradient("p", torch.ones(20, 20))
@@ -650,43 +615,36 @@ def test_random_entries_change_from_step_to_step() -> None:
     assert not torch.equal(*sent)
 
 
-@pytest.mark.parametrize("make", [TopK, RandomK, Quantize, Sign])
-def test_without_error_feedback_nothing_is_kept(make: Callable[..., Any]) -> None:
-    compressor = make(min_elements=1, error_feedback=False)
+@pytest.mark.parametrize("name", examples.ENTRYWISE)
+def test_without_error_feedback_nothing_is_kept(name: str) -> None:
+    compressor = maker(name, error_feedback=False)()
     compressor.reduce([Gradient("p", torch.randn(30, 30))], Channel(None), 4)
     assert compressor.state_dict()["errors"] == {}
 
 
 @pytest.mark.parametrize("rank", [4, None])
 def test_errors_of_another_model_are_refused(rank: int | None) -> None:
-    first, second = TopK(min_elements=1), TopK(min_elements=1)
+    first, second = (TopKConfig(min_compression_elements=1).build() for _ in range(2))
     first.reduce([Gradient("p", torch.randn(30, 40))], Channel(None), 4)
     second.load_state_dict(first.state_dict())
     with pytest.raises(UserError, match=r"p is \(30, 40\), its gradient \(40, 30\)"):
         second.reduce([Gradient("p", torch.randn(40, 30))], Channel(None), rank)
 
 
-def test_every_method_of_the_settings_is_built() -> None:
-    common: dict[str, Any] = dict(min_compression_elements=77, seed=5)
-    built = {
-        method: build(EDGCConfig(method=method, rank=4 if method == "powersgd" else None, **common))
-        for method in ("none", "bf16", "powersgd", "topk", "randomk", "quantize", "sign", "edgc")
-    }
-    kinds = [NoCompression, BF16, PowerSGD, TopK, RandomK, Quantize, Sign, PowerSGD]
-    assert [type(compressor) for compressor in built.values()] == kinds
-    assert all(c.min_elements == 77 for c in built.values() if hasattr(c, "min_elements"))
-    assert all(
-        c.seed == 5 for c in built.values() if isinstance(c, (RandomK, Quantize)) and type(c) is not Sign
-    )
-    low = build(
-        EDGCConfig(method="powersgd", rank=4, factor_dtype="int4", one_sided=True, error_dtype="bf16")
-    )
-    assert isinstance(low, PowerSGD) and (low.factor_dtype, low.one_sided) == ("int4", True)
-    low.reduce([Gradient("p", torch.randn(40, 50))], Channel(None), 4)
-    assert low.errors["p"].dtype == torch.bfloat16
-    assert isinstance(half := build(EDGCConfig(method="topk", density=0.5)), TopK) and half.density == 0.5
-    two = build(EDGCConfig(method="quantize", bits=2, rounding="stochastic"))
-    assert isinstance(two, Quantize) and two.blocks.bits == 2 and two.blocks.stochastic
-    assert not two.error_feedback
-    bare = build(EDGCConfig(method="sign", error_feedback=False))
-    assert isinstance(bare, Sign) and not bare.error_feedback
+@pytest.mark.parametrize("name", examples.FOUND)
+def test_settings_reach_the_compressor(name: str) -> None:
+    compressor: Any = examples.config_of(name, min_compression_elements=77, seed=5).build()
+    options = examples.settings_of(name)
+    assert getattr(compressor, "min_elements", 77) == 77
+    assert not getattr(compressor, "draws_at_random", False) or compressor.seed == 5
+    for key in ("factor_dtype", "one_sided", "density", "error_feedback"):
+        assert getattr(compressor, key, options.get(key)) == options.get(
+            key, getattr(compressor, key, None)
+        ), key
+    if "bits" in options:
+        stochastic = options["rounding"] == "stochastic"
+        assert (compressor.blocks.bits, compressor.blocks.stochastic) == (options["bits"], stochastic)
+        assert compressor.error_feedback != stochastic
+    if "error_dtype" in options:
+        compressor.reduce([Gradient("p", torch.randn(40, 50))], Channel(None), 4)
+        assert compressor.errors["p"].dtype == torch.bfloat16

@@ -12,11 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.config import POLICIES, EDGCConfig, EntropyConfig, TimingConfig
-from edgc.control.controller import Controller, Decision, Plan, Report
+from edgc.config import EDGCConfig
+from edgc.control.adaptive import make_controller
+from edgc.control.controller import Controller
+from edgc.control.plan import Decision, Plan
+from edgc.control.policies.spectral import SpectralConfig
 from edgc.control.rank_model import StageModel, next_rank
+from edgc.control.settings import GivenConfig, PolicyConfig
 from edgc.errors import UserError
+from edgc.measurement.report import Report
+from edgc.sections import EntropyConfig, TimingConfig
 from edgc.timing.cost_gate import GateVerdict
+from tests import examples
 
 SHAPES = [(256, 256), (256, 1024)]
 NAN = math.nan
@@ -24,10 +31,10 @@ Probe = Callable[[int], float]
 Curves = Callable[[int, Sequence[int]], Any]
 
 
-def config(**overrides: Any) -> EDGCConfig:
+def config(**overrides: Any) -> PolicyConfig:
     """Those of the settings that the policy can use."""
     values: dict[str, Any] = {"method": "edgc", "window": 10, "r_max": 64, **overrides}
-    return EDGCConfig.from_record(values)
+    return PolicyConfig.from_record(values)
 
 
 def drive(
@@ -152,7 +159,7 @@ SCENARIOS: list[tuple[str, dict[str, Any], list[float], list[int | None]]] = [
     ("overrides", "entropies", "expected"), [s[1:] for s in SCENARIOS], ids=[s[0] for s in SCENARIOS]
 )
 def test_state_machine(overrides: dict[str, Any], entropies: list[float], expected: list[int | None]) -> None:
-    plans, decisions = drive(Controller(config(**overrides), [SHAPES], 100), entropies)
+    plans, decisions = drive(make_controller(config(**overrides), [SHAPES], 100), entropies)
     assert [d.iteration for d in decisions] == list(range(10, 101, 10))
     assert [d.ranks[0] for d in decisions] == expected
     assert [d.phase for d in decisions] == ["warmup" if rank is None else "active" for rank in expected]
@@ -164,7 +171,7 @@ def test_state_machine(overrides: dict[str, Any], entropies: list[float], expect
 
 
 def test_warm_up_of_the_paper_is_a_tenth() -> None:
-    paper = Controller(EDGCConfig(method="edgc", r_max=64), [SHAPES], 230_000)
+    paper = make_controller(EDGCConfig(method="edgc", r_max=64), [SHAPES], 230_000)
     _, decisions = drive(paper, [1.0])
     assert next(d.iteration for d in decisions if d.phase == "active") == 23_000
     assert (paper.r_min, paper.r_max) == (16, 64)
@@ -174,7 +181,7 @@ def test_rank_follows_the_model_when_no_limit_binds() -> None:
     model, change = StageModel(SHAPES), -0.012
     wanted = next_rank(model, 64, 0.0, change)
     assert 56 < wanted < 63
-    _, decisions = drive(Controller(config(), [SHAPES], 100), [0.0, 0.0, change])
+    _, decisions = drive(make_controller(config(), [SHAPES], 100), [0.0, 0.0, change])
     assert decisions[-1].ranks[0] == 4 * round(wanted / 4)
     assert f"{wanted:.1f}" in decisions[-1].reason
     assert decisions[-1].target == pytest.approx(wanted)
@@ -183,13 +190,13 @@ def test_rank_follows_the_model_when_no_limit_binds() -> None:
 
 def test_the_reference_is_the_end_of_warm_up() -> None:
     # Far from the first window's entropy, but equal to that of warm-up's last window: nothing moves.
-    _, decisions = drive(Controller(config(), [SHAPES], 100), [9.0, 4.0, 2.0, 1.95, 1.95])
+    _, decisions = drive(make_controller(config(), [SHAPES], 100), [9.0, 4.0, 2.0, 1.95, 1.95])
     assert {d.ranks[0] for d in decisions if d.phase == "active"} == {64}
 
 
 def test_reasons_say_what_happened() -> None:
     def reasons(overrides: dict[str, Any], entropies: list[float]) -> list[str]:
-        return [d.reason for d in drive(Controller(config(**overrides), [SHAPES], 100), entropies)[1]]
+        return [d.reason for d in drive(make_controller(config(**overrides), [SHAPES], 100), entropies)[1]]
 
     stable = reasons({}, [1.0, 1.0, 0.0, NAN])
     assert "not stable" in stable[0]
@@ -251,7 +258,7 @@ def test_spectral(
 ) -> None:
     timing = TimingConfig(backward_seconds=0.08, seconds_per_rank=0.01, seconds_fixed=0.3)
     settings_ = config(policy="spectral", target_error=0.201, smoothing=1.0, timing=timing, **overrides)
-    controller = Controller(settings_, [SHAPES] * len(exponents[0]), 100)
+    controller = make_controller(settings_, [SHAPES] * len(exponents[0]), 100)
     # Entropy is not needed once warm-up is over.
     _, decisions = drive(
         controller, [1.0, 1.0, NAN], curves=power_law([[9.0] * len(exponents[0])] * 2 + exponents)
@@ -264,7 +271,9 @@ def test_spectral_is_smoothed() -> None:
     def ranks(smoothing: float) -> list[int | None]:
         settings_ = config(policy="spectral", target_error=0.201, smoothing=smoothing, step_limit=100)
         curves = power_law([[1.0]] * 4 + [[0.5], [1.0]])
-        return [d.ranks[0] for d in drive(Controller(settings_, [SHAPES], 100), [1.0], curves=curves)[1]][2:]
+        return [
+            d.ranks[0] for d in drive(make_controller(settings_, [SHAPES], 100), [1.0], curves=curves)[1]
+        ][2:]
 
     # The fifth window alone asks for r_max; weighed by 0.1 it moves the rank a little, and is forgotten slowly.
     assert ranks(1.0) == [24, 24, 64, 24, 24, 24, 24, 24]
@@ -279,42 +288,45 @@ def test_spectral_is_smoothed() -> None:
 
 def test_spectral_says_why() -> None:
     settings_ = config(policy="spectral", target_error=0.201, smoothing=1.0)
-    _, decisions = drive(Controller(settings_, [SHAPES] * 2, 100), [1.0], curves=power_law([[1.0, None]]))
+    _, decisions = drive(
+        make_controller(settings_, [SHAPES] * 2, 100), [1.0], curves=power_law([[1.0, None]])
+    )
     assert decisions[2].reason == (
         "stage 0: predicted error 0.2000 at rank 24 meets 0.201; rank 64 -> 56; "
         "stage 1: no spectra in this window, rank unchanged"
     )
-    _, decisions = drive(Controller(settings_, [SHAPES], 100), [1.0], curves=power_law([[0.5]]))
+    _, decisions = drive(make_controller(settings_, [SHAPES], 100), [1.0], curves=power_law([[0.5]]))
     assert "predicted error 0.3522 at rank 64 does not meet 0.201; rank 64 -> 64" in decisions[2].reason
 
 
 def test_the_rank_grid_is_asked_for_only_while_it_is_used() -> None:
-    controller = Controller(config(policy="spectral", r_max=16), [SHAPES], 100)
+    controller = make_controller(config(policy="spectral", r_max=16), [SHAPES], 100)
     assert controller.rank_grid == ()
     drive(controller, [1.0], stop=20)
     assert controller.phase == "active"
     assert controller.rank_grid == (4, 8, 12, 16)
-    other = Controller(config(), [SHAPES], 100)
+    other = make_controller(config(), [SHAPES], 100)
     drive(other, [1.0], stop=20)
     assert other.rank_grid == ()
 
 
 def test_a_curve_of_another_grid_is_refused() -> None:
-    controller = Controller(config(policy="spectral"), [SHAPES], 100)
+    controller = make_controller(config(policy="spectral"), [SHAPES], 100)
     with pytest.raises(ValueError):
         drive(controller, [1.0], curves=lambda window, grid: ((0.5, 0.1),))
 
 
-@pytest.mark.parametrize("method", ["bf16", "topk", "randomk", "quantize", "sign", "powersgd"])
-def test_other_methods_compress_from_the_first_iteration(method: str) -> None:
-    rank = 6 if method == "powersgd" else None
-    controller = Controller(EDGCConfig(method=method, rank=rank), [[], []], 30)
-    assert controller.plan(1) == Plan("active", (rank or 1,) * 2, None, False)
+@pytest.mark.parametrize("name", examples.CONSTANT)
+def test_other_methods_compress_from_the_first_iteration(name: str) -> None:
+    config = examples.config_of(name)
+    controller = make_controller(config, [[], []], 30)
+    assert controller.plan(1) == Plan("active", (config.fixed_rank or 1,) * 2, None, False)
+    assert (config.fixed_rank == 8) == (config.method == "powersgd")
 
 
 def test_the_cost_gate_measures_on_its_schedule() -> None:
     settings_ = EDGCConfig(method="powersgd", rank=6, cost_gate=True, gate_interval=7, window=5)
-    plans, decisions = drive(Controller(settings_, [SHAPES], 30), [NAN])
+    plans, decisions = drive(make_controller(settings_, [SHAPES], 30), [NAN])
     measured = [i for i, plan in enumerate(plans, start=1) if plan.gate]
     assert measured == [1, 8, 15, 22, 29]
     assert [i for i, plan in enumerate(plans, start=1) if plan.exchange] == measured
@@ -326,7 +338,7 @@ def test_the_cost_gate_measures_on_its_schedule() -> None:
 
 def test_the_cost_gate_measures_again_when_the_rank_has_changed() -> None:
     settings_ = config(cost_gate=True, gate_interval=25)
-    plans, decisions = drive(Controller(settings_, [SHAPES], 100), [1.0, 1.0, 0.0, 0.0, 1.0])
+    plans, decisions = drive(make_controller(settings_, [SHAPES], 100), [1.0, 1.0, 0.0, 0.0, 1.0])
     # Active from 21; the rank moves at 30 and 40 and back up at 50 and 60; 86 is 25 after 61.
     assert [d.ranks[0] for d in decisions if d.iteration % 10 == 0][1:6] == [64, 56, 48, 56, 64]
     assert [i for i, plan in enumerate(plans, start=1) if plan.gate] == [21, 31, 41, 51, 61, 86]
@@ -334,7 +346,7 @@ def test_the_cost_gate_measures_again_when_the_rank_has_changed() -> None:
 
 
 def test_without_compression_there_is_nothing_to_gate() -> None:
-    controller = Controller(config(r_max=None, cost_gate=True), [[(8, 8)]], 100)
+    controller = make_controller(config(r_max=None, cost_gate=True), [[(8, 8)]], 100)
     assert controller.phase == "disabled"
     plans, decisions = drive(controller, [1.0])
     assert not any(plan.gate or plan.exchange for plan in plans)
@@ -343,13 +355,15 @@ def test_without_compression_there_is_nothing_to_gate() -> None:
 
 def test_a_gate_without_verdicts_decides_nothing() -> None:
     settings_ = EDGCConfig(method="powersgd", rank=6, cost_gate=True)
-    controller = Controller(settings_, [SHAPES], 30)
+    controller = make_controller(settings_, [SHAPES], 30)
     assert controller.observe(1, Report((NAN,))) is None
     assert not controller.plan(2).gate
 
 
 def test_a_probe_that_was_given_up_is_timed_again() -> None:
-    controller = Controller(config(r_max=None, search_start=1, search_repeats=1), [[(256, 256)]] * 2, 100)
+    controller = make_controller(
+        config(r_max=None, search_start=1, search_repeats=1), [[(256, 256)]] * 2, 100
+    )
     controller.observe(1, Report((NAN, NAN), (0.5, 0.5)))
     assert controller.plan(2).probe_rank == 4
     assert controller.observe(2, Report((NAN, NAN), (0.1, NAN))) is None
@@ -360,9 +374,8 @@ def test_a_probe_that_was_given_up_is_timed_again() -> None:
 
 @pytest.mark.parametrize("method", ["none", "powersgd"])
 def test_methods_without_a_controller(method: str) -> None:
-    controller = Controller(
-        EDGCConfig(method=method, rank=6 if method == "powersgd" else None), [SHAPES] * 2, 30
-    )
+    rank = {"rank": 6} if method == "powersgd" else {}
+    controller = make_controller(EDGCConfig(method=method, **rank), [SHAPES] * 2, 30)
     expected = (None, None) if method == "none" else (6, 6)
     for iteration in (1, 10, 30, 1000):
         phase = "disabled" if method == "none" else "active"
@@ -372,7 +385,7 @@ def test_methods_without_a_controller(method: str) -> None:
 
 
 def test_search_probes_then_decides() -> None:
-    controller = Controller(config(r_max=None, search_start=12), [[(256, 256)]], 200)
+    controller = make_controller(config(r_max=None, search_start=12), [[(256, 256)]], 200)
     plans, decisions = drive(controller, [1.0], probe=linear(dense=0.5))
     probes = {i: p.probe_rank for i, p in enumerate(plans, start=1) if p.probe_rank is not None}
     assert list(probes) == list(range(12, 24))
@@ -392,7 +405,7 @@ def test_search_probes_then_decides() -> None:
 
 
 def test_warm_up_waits_for_the_search() -> None:
-    controller = Controller(config(r_max=None, search_start=95), [SHAPES], 200)
+    controller = make_controller(config(r_max=None, search_start=95), [SHAPES], 200)
     _, decisions = drive(controller, [1.0], probe=linear(dense=0.5))
     waiting = [d for d in decisions if d.iteration in (20, 50, 90)]
     assert all(d.phase == "warmup" and "search" in d.reason for d in waiting)
@@ -402,7 +415,7 @@ def test_warm_up_waits_for_the_search() -> None:
 
 def test_search_that_ends_on_a_window_end_takes_effect_there() -> None:
     # Twelve probes from iteration 9 end at 20, where warm-up can end too.
-    controller = Controller(config(r_max=None, search_start=9), [[(256, 256)]], 200)
+    controller = make_controller(config(r_max=None, search_start=9), [[(256, 256)]], 200)
     _, decisions = drive(controller, [1.0], probe=linear(dense=0.5))
     last = next(d for d in decisions if d.iteration == 20)
     assert last.phase == "active"
@@ -412,7 +425,7 @@ def test_search_that_ends_on_a_window_end_takes_effect_there() -> None:
 
 
 def test_compression_that_never_pays_is_disabled() -> None:
-    controller = Controller(config(r_max=None), [SHAPES] * 2, 200)
+    controller = make_controller(config(r_max=None), [SHAPES] * 2, 200)
     plans, decisions = drive(controller, [1.0], probe=linear(dense=0.05))
     assert decisions[-1].phase == "disabled"
     assert decisions[-1].iteration == 13
@@ -422,27 +435,27 @@ def test_compression_that_never_pays_is_disabled() -> None:
 
 
 def test_compression_that_always_pays_goes_to_the_last_rank_that_saves_bytes() -> None:
-    controller = Controller(config(r_max=None, search_start=1), [[(256, 256)]], 400)
+    controller = make_controller(config(r_max=None, search_start=1), [[(256, 256)]], 400)
     drive(controller, [1.0], probe=linear(dense=100.0))
     assert controller.r_max == 124
 
 
 def test_matrices_that_cannot_shrink_disable_compression() -> None:
     for controller, reason in (
-        (Controller(config(r_max=None), [[(8, 8)]], 100), "saves no bytes"),
-        (Controller(config(), [[], []], 100), "no matrix"),
+        (make_controller(config(r_max=None), [[(8, 8)]], 100), "saves no bytes"),
+        (make_controller(config(), [[], []], 100), "no matrix"),
     ):
         assert controller.plan(1).phase == "disabled"
         assert reason in controller.reason
 
 
-def aligned(**overrides: Any) -> EDGCConfig:
+def aligned(**overrides: Any) -> PolicyConfig:
     timing = TimingConfig(backward_seconds=0.08, seconds_per_rank=0.01, seconds_fixed=0.3)
     return config(**{"alignment": "given", "timing": timing, **overrides})
 
 
 def test_given_times_align_the_stages() -> None:
-    _, decisions = drive(Controller(aligned(), [SHAPES] * 3, 100), [1.0, 1.0, 0.0])
+    _, decisions = drive(make_controller(aligned(), [SHAPES] * 3, 100), [1.0, 1.0, 0.0])
     expected = [
         (64, None, None),
         (56, 64, None),
@@ -459,7 +472,7 @@ def test_given_uncompressed_time_bounds_the_budget() -> None:
     timing = TimingConfig(
         backward_seconds=0.08, seconds_per_rank=0.01, seconds_fixed=0.3, seconds_uncompressed=0.9
     )
-    _, decisions = drive(Controller(aligned(timing=timing), [SHAPES] * 3, 100), [1.0, 1.0, 0.0])
+    _, decisions = drive(make_controller(aligned(timing=timing), [SHAPES] * 3, 100), [1.0, 1.0, 0.0])
     # Stage 2's budget is 1.02, 0.94 and 0.86 s at rank 56, 48 and 40 of stage 0.
     assert [d.ranks for d in decisions if d.phase == "active"][1:4] == [
         (56, None, None),
@@ -469,15 +482,15 @@ def test_given_uncompressed_time_bounds_the_budget() -> None:
 
 
 def test_one_stage_is_never_changed_by_alignment() -> None:
-    free = drive(Controller(config(), [SHAPES], 100), [1.0, 1.0, 0.0])[1]
-    assert [d.ranks for d in drive(Controller(aligned(), [SHAPES], 100), [1.0, 1.0, 0.0])[1]] == [
+    free = drive(make_controller(config(), [SHAPES], 100), [1.0, 1.0, 0.0])[1]
+    assert [d.ranks for d in drive(make_controller(aligned(), [SHAPES], 100), [1.0, 1.0, 0.0])[1]] == [
         d.ranks for d in free
     ]
 
 
 def test_measured_times_come_from_the_search() -> None:
     settings_ = config(r_max=None, alignment="measured", search_start=1, search_repeats=1)
-    controller = Controller(settings_, [[(256, 256)]] * 3, 100)
+    controller = make_controller(settings_, [[(256, 256)]] * 3, 100)
     _, decisions = drive(controller, [1.0, 1.0, 0.0], probe=linear(dense=0.5))
     active = [d.ranks for d in decisions if d.phase == "active"]
     # r_max is 40 and t_b = 0.04 s is worth four ranks; at rank 32 the last stage's budget is just r_max.
@@ -486,7 +499,7 @@ def test_measured_times_come_from_the_search() -> None:
 
 def test_measured_with_r_max_given_times_the_line_and_keeps_r_max() -> None:
     settings_ = config(r_max=24, alignment="measured", search_start=1, search_repeats=1)
-    controller = Controller(settings_, [SHAPES] * 2, 100)
+    controller = make_controller(settings_, [SHAPES] * 2, 100)
     plans, decisions = drive(controller, [1.0, 1.0, 0.0], probe=linear(dense=0.001))
     assert [p.probe_rank for p in plans[:5]] == [0, 4, 8, 16, 24]
     assert controller.r_max == 24
@@ -497,7 +510,7 @@ def test_measured_with_r_max_given_times_the_line_and_keeps_r_max() -> None:
 def test_measured_without_a_backward_time_says_so() -> None:
     settings_ = config(r_max=24, alignment="measured", search_start=1, search_repeats=1)
     _, decisions = drive(
-        Controller(settings_, [SHAPES] * 2, 100), [1.0], probe=linear(dense=9.0), backward=None
+        make_controller(settings_, [SHAPES] * 2, 100), [1.0], probe=linear(dense=9.0), backward=None
     )
     assert decisions[-1].ranks == (24, 24)
     assert any("no backward time" in d.reason for d in decisions)
@@ -505,7 +518,7 @@ def test_measured_without_a_backward_time_says_so() -> None:
 
 def test_fixed_policy_lets_other_stages_rise() -> None:
     settings_ = aligned(policy="fixed", rank=6, r_max=None)
-    _, decisions = drive(Controller(settings_, [[(256, 256)]] * 3, 100), [1.0])
+    _, decisions = drive(make_controller(settings_, [[(256, 256)]] * 3, 100), [1.0])
     assert decisions[-1].ranks == (6, 12, 20)
     assert (decisions[-1].r_min, decisions[-1].r_max) == (6, 124)
 
@@ -540,13 +553,13 @@ def test_settings_that_cannot_work_are_one_line_errors(
     overrides: dict[str, Any], shapes: list[tuple[int, int]], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        Controller(config(**overrides), [shapes, SHAPES], 100)
+        make_controller(config(**overrides), [shapes, SHAPES], 100)
     assert caught.value.fix
     assert "\n" not in str(caught.value)
 
 
 def test_refuses_reports_that_do_not_fit() -> None:
-    controller = Controller(config(r_max=None), [SHAPES] * 2, 100)
+    controller = make_controller(config(r_max=None), [SHAPES] * 2, 100)
     with pytest.raises(ValueError, match="iteration 1 has no exchange"):
         controller.observe(1, Report((1.0, 1.0)))
     with pytest.raises(ValueError, match="1 entropies for 2 stages"):
@@ -555,31 +568,31 @@ def test_refuses_reports_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match="probe"):
             controller.observe(10, Report((1.0, 1.0), seconds))
     with pytest.raises(ValueError, match="at least one stage"):
-        Controller(config(), [], 100)
+        make_controller(config(), [], 100)
 
 
 def test_refuses_a_state_of_another_run() -> None:
-    state = Controller(config(), [SHAPES] * 2, 100).state_dict()
+    state = make_controller(config(), [SHAPES] * 2, 100).state_dict()
     for other in (
-        Controller(config(), [SHAPES], 100),
-        Controller(config(r_max=None), [SHAPES] * 2, 100),
-        Controller(config(policy="spectral"), [SHAPES] * 2, 100),
+        make_controller(config(), [SHAPES], 100),
+        make_controller(config(r_max=None), [SHAPES] * 2, 100),
+        make_controller(config(policy="spectral"), [SHAPES] * 2, 100),
     ):
         with pytest.raises(UserError, match="does not fit"):
             other.load_state_dict(state)
     with pytest.raises(UserError, match="does not fit"):
-        Controller(config(), [SHAPES] * 2, 100).load_state_dict({**state, "format": 99})
+        make_controller(config(), [SHAPES] * 2, 100).load_state_dict({**state, "format": 99})
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[EDGCConfig, int, int, list[float], Probe, Curves]:
+def runs(draw: st.DrawFn) -> tuple[PolicyConfig, int, int, list[float], Probe, Curves]:
     """Settings, stages, iterations, entropy per window, a timing function that repeats, and error curves."""
     multiple = draw(st.sampled_from([1, 2, 4, 8]))
     r_max = draw(st.none() | st.integers(1, 200 // multiple).map(lambda k: k * multiple))
     r_min = draw(st.none() | st.integers(1, 200 // multiple).map(lambda k: k * multiple))
     if r_max is not None and r_min is not None:
         r_min = min(r_min, r_max)
-    policy = draw(st.sampled_from(POLICIES))
+    policy = draw(st.sampled_from(examples.POLICIES))
     warmup = draw(st.floats(0, 0.5))
     window = draw(st.integers(1, 12))
     settings_ = config(
@@ -628,18 +641,18 @@ def runs(draw: st.DrawFn) -> tuple[EDGCConfig, int, int, list[float], Probe, Cur
     )
 
 
-def build(settings_: EDGCConfig, stages: int, iterations: int) -> Controller:
-    return Controller(settings_, [SHAPES] * stages, iterations)
+def build(settings_: PolicyConfig, stages: int, iterations: int) -> Controller:
+    return make_controller(settings_, [SHAPES] * stages, iterations)
 
 
 @settings(max_examples=300, deadline=None)
 @given(run=runs())
-def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], Probe, Curves]) -> None:
+def test_limits_hold_in_every_run(run: tuple[PolicyConfig, int, int, list[float], Probe, Curves]) -> None:
     settings_, stages, iterations, entropies, probe, curves = run
     controller = build(settings_, stages, iterations)
     plans, decisions = drive(controller, entropies, probe=probe, curves=curves)
     window, multiple = settings_.window, settings_.rank_multiple
-    given = settings_.ranks_given
+    given = settings_.ranks_given if isinstance(settings_, GivenConfig) else ()
     for iteration, plan in enumerate(plans, start=1):
         assert len(plan.ranks) == stages
         if plan.phase != "active":
@@ -660,10 +673,10 @@ def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], 
     for old, new in pairwise(moves):
         assert old is not None
         assert new is not None
-        assert abs(new - old) <= settings_.step_limit or settings_.policy == "schedule"
+        assert isinstance(settings_, GivenConfig) or abs(new - old) <= settings_.step_limit
     if moves:
         assert moves[0] in (given or (controller.r_max,))
-    if settings_.monotone and settings_.policy == "spectral":
+    if isinstance(settings_, SpectralConfig) and settings_.monotone:
         assert all(new <= old for old, new in pairwise(moves) if old is not None and new is not None)
     gated = [i for i, plan in enumerate(plans, start=1) if plan.gate]
     assert not gated or settings_.cost_gate
@@ -680,7 +693,7 @@ def test_limits_hold_in_every_run(run: tuple[EDGCConfig, int, int, list[float], 
 
 @settings(max_examples=100, deadline=None)
 @given(run=runs())
-def test_same_numbers_same_decisions(run: tuple[EDGCConfig, int, int, list[float], Probe, Curves]) -> None:
+def test_same_numbers_same_decisions(run: tuple[PolicyConfig, int, int, list[float], Probe, Curves]) -> None:
     settings_, stages, iterations, entropies, probe, curves = run
     first = drive(build(settings_, stages, iterations), entropies, probe=probe, curves=curves)
     second = drive(build(settings_, stages, iterations), entropies, probe=probe, curves=curves)
@@ -690,7 +703,7 @@ def test_same_numbers_same_decisions(run: tuple[EDGCConfig, int, int, list[float
 @settings(max_examples=150, deadline=None)
 @given(run=runs(), where=st.floats(0, 1))
 def test_a_resumed_run_decides_as_one_that_never_stopped(
-    run: tuple[EDGCConfig, int, int, list[float], Probe, Curves], where: float
+    run: tuple[PolicyConfig, int, int, list[float], Probe, Curves], where: float
 ) -> None:
     settings_, stages, iterations, entropies, probe, curves = run
     whole = drive(build(settings_, stages, iterations), entropies, probe=probe, curves=curves)
@@ -708,7 +721,7 @@ def test_a_resumed_run_decides_as_one_that_never_stopped(
 @pytest.mark.parametrize("policy", ["fixed", "schedule"])
 def test_ranks_that_are_given_need_no_entropy_in_every_window(policy: str) -> None:
     given: dict[str, Any] = {"rank": 8} if policy == "fixed" else {"schedule": [[0, 8]]}
-    controller = Controller(config(policy=policy, window=4, **given), [SHAPES], 100)
+    controller = make_controller(config(policy=policy, window=4, **given), [SHAPES], 100)
     _, decisions = drive(controller, [NAN])
     assert controller.ranks == (8,)
     assert next(d.iteration for d in decisions if d.phase == "active") == 52, (
@@ -718,20 +731,20 @@ def test_ranks_that_are_given_need_no_entropy_in_every_window(policy: str) -> No
 
 def test_windows_of_exactly_one_sample_are_allowed() -> None:
     for window, rate in ((10, 0.1), (3, 1 / 3), (7, 1 / 7), (2, 0.5)):
-        Controller(config(window=window, entropy=EntropyConfig(iteration_rate=rate)), [SHAPES], 100)
+        make_controller(config(window=window, entropy=EntropyConfig(iteration_rate=rate)), [SHAPES], 100)
 
 
 @pytest.mark.parametrize("iterations", [0, -5, 1e3, "100", None, True, math.nan])
 @pytest.mark.parametrize("method", ["none", "sign", "edgc"])
 def test_a_length_that_is_no_whole_number_is_refused(method: str, iterations: Any) -> None:
     with pytest.raises(UserError) as caught:
-        Controller(EDGCConfig(method=method), [SHAPES], iterations)
+        make_controller(EDGCConfig(method=method), [SHAPES], iterations)
     said = f"iterations = {iterations!r} is not valid; use a whole number of at least 1"
     assert str(caught.value) == said
 
 
 def test_a_policy_that_is_told_no_loss_says_so_at_the_first_window() -> None:
-    controller = Controller(config(policy="loss"), [SHAPES] * 2, 100)
+    controller = make_controller(config(policy="loss"), [SHAPES] * 2, 100)
     with pytest.raises(UserError) as caught:
         controller.observe(10, Report((1.0, 1.0)))
     said = str(caught.value)
@@ -739,24 +752,24 @@ def test_a_policy_that_is_told_no_loss_says_so_at_the_first_window() -> None:
         "policy loss was not told a training loss in the first 10 iterations; call add_loss(loss)"
     )
     # Once it was told any, a window without one leaves the ranks as they are.
-    controller = Controller(config(policy="loss"), [SHAPES] * 2, 100)
+    controller = make_controller(config(policy="loss"), [SHAPES] * 2, 100)
     for window, loss in enumerate((math.inf, 3.0, 2.5, NAN)):
         decision = controller.observe(10 * (window + 1), Report((1.0, 1.0), loss=loss))
     assert decision is not None and "no loss was measured in this window" in decision.reason
     # The loss of iteration 1 comes after a window that it ends.
-    controller = Controller(
+    controller = make_controller(
         config(policy="loss", window=1, entropy=EntropyConfig(iteration_rate=1.0)), [SHAPES], 100
     )
     controller.observe(1, Report((1.0,)))
     with pytest.raises(UserError, match="in the first 2 iterations"):
         controller.observe(2, Report((1.0,)))
     for policy in ("cqm", "released", "spectral"):
-        Controller(config(policy=policy), [SHAPES], 100).observe(10, Report((1.0,)))
+        make_controller(config(policy=policy), [SHAPES], 100).observe(10, Report((1.0,)))
 
 
 def test_the_controller_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, edgc.control.controller; sys.exit('torch' in sys.modules)"
+    code = "import sys, edgc.control.adaptive; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

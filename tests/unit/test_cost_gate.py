@@ -6,10 +6,9 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,13 +16,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import edgc.engine
-from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD, Statistics
-from edgc.compressors.dense import flat_view
-from edgc.config import EDGCConfig, EntropyConfig
+from edgc.compressors import Channel, Gradient, Statistics
+from edgc.compressors.dense import NoCompression, flat_view
+from edgc.compressors.powersgd import LowRankConfig
+from edgc.compressors.powersgd.algorithm import PowerSGD
+from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.runtime.channel import Stopwatch
-from edgc.timing import trial
+from edgc.sections import EntropyConfig
+from edgc.timing import benchmark
 from edgc.timing.cost_gate import CostGate, GateSchedule, GateVerdict, GroupTimes, label, summary, verdicts
 from tests.workers import run_workers
 
@@ -110,7 +111,7 @@ def test_groups_that_are_cut_anew_follow_most_of_their_entries() -> None:
     assert gate.compresses({"a": 5, "b": 7})
 
 
-# --------------------------------------------------------------------- trials
+# --------------------------------------------------------------------- benchmarks
 
 
 def stopped(
@@ -124,18 +125,18 @@ def stopped(
     )
 
 
-def test_the_faster_trial_counts_and_one_that_was_given_up_does_not() -> None:
-    assert trial.seconds(stopped(1.0, 2.0, 4.0)) == 7.0
-    assert math.isnan(trial.seconds(stopped(1.0, skipped=1)))
-    trials = (stopped(3.0), stopped(2.0), stopped(0.1, skipped=1))
-    assert trial.Comparison(trials, (stopped(5.0), stopped(6.0))).seconds == (2.0, 5.0)
-    assert all(map(math.isnan, trial.Comparison((stopped(1.0, skipped=1),), ()).seconds))
+def test_the_faster_one_counts_and_one_that_was_given_up_does_not() -> None:
+    assert benchmark.seconds(stopped(1.0, 2.0, 4.0)) == 7.0
+    assert math.isnan(benchmark.seconds(stopped(1.0, skipped=1)))
+    made = (stopped(3.0), stopped(2.0), stopped(0.1, skipped=1))
+    assert benchmark.Comparison(made, (stopped(5.0), stopped(6.0))).seconds == (2.0, 5.0)
+    assert all(map(math.isnan, benchmark.Comparison((stopped(1.0, skipped=1),), ()).seconds))
 
 
 def test_copies_lie_in_memory_as_the_originals_do() -> None:
     buffer = torch.arange(20.0)
     views = [buffer[:6].view(2, 3), buffer[6:20].view(7, 2)]
-    copied = trial.copies([Gradient("a", views[0]), Gradient("b", views[1])])
+    copied = benchmark.copies([Gradient("a", views[0]), Gradient("b", views[1])])
     assert [c.name for c in copied] == ["a", "b"]
     assert flat_view([c.tensor for c in copied]) is not None
     assert all(torch.equal(c.tensor, view) for c, view in zip(copied, views, strict=True))
@@ -146,7 +147,7 @@ def test_copies_lie_in_memory_as_the_originals_do() -> None:
         Gradient("h", buffer.bfloat16()),
         Gradient("b", views[1]),
     ]
-    copied = trial.copies(scattered)
+    copied = benchmark.copies(scattered)
     assert all(torch.equal(c.tensor, g.tensor) for c, g in zip(copied, scattered, strict=True))
     assert all(c.tensor.dtype == g.tensor.dtype for c, g in zip(copied, scattered, strict=True))
     assert not {c.tensor.untyped_storage().data_ptr() for c in copied} & {
@@ -183,15 +184,9 @@ class Claiming(NoCompression):
         statistics.compress.total += claimed
 
 
-@contextmanager
-def building(build: Any) -> Iterator[None]:
-    module: Any = edgc.engine
-    original = module.build
-    module.build = build
-    try:
-        yield
-    finally:
-        module.build = original
+def building(build: Any) -> Any:
+    """Compressors of method ``powersgd`` are what ``build`` makes of its settings."""
+    return mock.patch.object(LowRankConfig, "build", build)
 
 
 def drive(engine: Engine, buckets: list[list[Gradient]], *, jitter: random.Random | None = None) -> None:
@@ -258,8 +253,8 @@ def two_stages() -> list[int | None]:
 
 def untouched() -> dict[str, Any]:
     """The same gradients through a gated engine, whose gate finds compression faster, and through one without."""
-    original = trial.Comparison.seconds
-    comparison: Any = trial.Comparison
+    original = benchmark.Comparison.seconds
+    comparison: Any = benchmark.Comparison
     comparison.seconds = 1.0, 2.0
     jitter = random.Random(dist.get_rank())
     try:
@@ -290,8 +285,8 @@ def untouched() -> dict[str, Any]:
 
 def drained() -> dict[str, Any]:
     """A gate that finds compression slower: what iteration 1 kept is sent at iteration 2."""
-    original = trial.Comparison.seconds
-    comparison: Any = trial.Comparison
+    original = benchmark.Comparison.seconds
+    comparison: Any = benchmark.Comparison
     comparison.seconds = 2.0, 1.0
     try:
         engine = engine_of(GATED)
@@ -312,7 +307,7 @@ def drained() -> dict[str, Any]:
 
 
 def recorded() -> dict[str, Any]:
-    """Sizes of the all-reduces of a gated iteration, in order, and whether a trial left one unfinished at a yield."""
+    """Sizes of the all-reduces of a gated iteration, in order, and whether one was left unfinished at a yield."""
     sizes: list[int] = []
     unfinished: set[int] = set()
     original = dist.all_reduce
@@ -332,7 +327,7 @@ def recorded() -> dict[str, Any]:
 
     dist.all_reduce = recording
     try:
-        comparing = trial.compare(lambda: PowerSGD(min_elements=64), draw(1)[0], Channel(None), 4)
+        comparing = benchmark.compare(lambda: PowerSGD(min_elements=64), draw(1)[0], Channel(None), 4)
         left = [len(unfinished) for _ in comparing]
         sizes.clear()
         engine = engine_of(GATED)
@@ -412,10 +407,10 @@ def test_a_group_that_goes_dense_sends_what_it_had_kept(results: list[dict[str, 
         assert sum(missing).abs().max() < 1e-5
 
 
-def test_trials_keep_the_order_of_collectives(results: list[dict[str, Any]]) -> None:
+def test_benchmarks_keep_the_order_of_collectives(results: list[dict[str, Any]]) -> None:
     first, second = (result["recorded"] for result in results)
     assert first["sizes"] == second["sizes"]
-    assert first["sizes"][0] == 4, "the ranks meet before the first trial"
+    assert first["sizes"][0] == 4, "the ranks meet before the first benchmark"
     # Between two ranks a ring all-reduce sends a tensor once.
     for result in (first, second):
         assert result["bytes"] == sum(result["sizes"]) > 0

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from edgc import EDGCConfig
 from edgc.checkpoints.saved_state import merge
-from edgc.compressors import Gradient, Statistics, build
-from edgc.config import ESTIMATORS, FACTOR_DTYPES, METHODS, EntropyConfig
+from edgc.compressors import Gradient, Statistics
+from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.engine import Engine
 from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import masked_path
+from edgc.sections import ESTIMATORS, EntropyConfig
+from tests import examples
 from tests.lockstep import reduce_together
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,26 +52,16 @@ BOTH_PATHS = pytest.mark.parametrize("masked", [False, True], ids=["host looks",
 
 def configurations() -> dict[str, dict[str, Any]]:
     """Every method, with every value of what changes how it computes."""
-    found: dict[str, dict[str, Any]] = {}
-    for method in METHODS:
-        if method == "edgc":  # the same compressor as powersgd
-            continue
-        found[method] = {"method": method}
+    found = {
+        name: examples.settings_of(name) for name in examples.FOUND if name != "edgc"
+    }  # that is powersgd
     for factors in FACTOR_DTYPES:
-        for one_sided in (False, True):
-            label = f"powersgd {factors}{' one-sided' if one_sided else ''}"
-            found[label] = {"method": "powersgd", "factor_dtype": factors, "one_sided": one_sided}
-    found["powersgd errors in bf16"] = {"method": "powersgd", "error_dtype": "bf16"}
-    found["powersgd without warm start"] = {"method": "powersgd", "warm_start": False}
-    for bits in (8, 4, 2):
-        for rounding in ("nearest", "stochastic"):
-            found[f"quantize {bits} {rounding}"] = {"method": "quantize", "bits": bits, "rounding": rounding}
+        label = f"powersgd {factors} one-sided"
+        found[label] = {"method": "powersgd", "rank": 4, "factor_dtype": factors, "one_sided": True}
+    found["powersgd without warm start"] = {"method": "powersgd", "rank": 4, "warm_start": False}
     for method in ("topk", "randomk"):
         for density in (0.02, 0.7, 1.0):
             found[f"{method} {density}"] = {"method": method, "density": density}
-    for label, options in found.items():
-        if label.startswith("powersgd"):
-            options["rank"] = 4
     return found
 
 
@@ -100,7 +92,7 @@ def plain(thing: Any) -> Any:
 
 def reductions(options: dict[str, Any], dtype: torch.dtype) -> Any:
     """Six reductions of three workers, with ranks that change, one of them exact; what is sent, kept and said."""
-    workers = [build(EDGCConfig(**options, min_compression_elements=16, seed=3)) for _ in range(3)]
+    workers = [EDGCConfig(**options, min_compression_elements=16, seed=3).build() for _ in range(3)]
     seen: list[Any] = []
     for step, rank in enumerate((4, 4, 8, None, 6, 2)):
         gradients = [drawn(step, worker, dtype) for worker in range(3)]
@@ -132,7 +124,7 @@ def test_every_method(name: str, masked: bool, default: tuple[torch.dtype, str])
 
 @every_default
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize("name", ["powersgd int4", "topk", "quantize", "sign"])
+@pytest.mark.parametrize("name", ["powersgd int4", "topk", "int8", "sign"])
 def test_other_gradients(name: str, dtype: torch.dtype, default: tuple[torch.dtype, str]) -> None:
     expected = usual(name, dtype, False)
     with defaults(*default):

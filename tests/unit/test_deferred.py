@@ -13,29 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edgc import EDGCConfig
-from edgc.compressors import Channel, Compressor, Gradient, PowerSGD, build
-from edgc.config import EntropyConfig
+from edgc.compressors import Channel, Compressor, Gradient
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.entropy.meter import EntropyMeter
+from edgc.sections import EntropyConfig
+from tests import examples
 from tests.workers import run_workers
 
-METHODS: dict[str, dict[str, Any]] = {
-    "none": {"method": "none"},
-    "bf16": {"method": "bf16"},
-    "powersgd": {"method": "powersgd", "rank": 4},
-    "powersgd bf16": {"method": "powersgd", "rank": 4, "factor_dtype": "bf16", "error_dtype": "bf16"},
-    "powersgd int4": {"method": "powersgd", "rank": 8, "factor_dtype": "int4"},
-    "powersgd one-sided": {"method": "powersgd", "rank": 4, "one_sided": True},
-    "topk": {"method": "topk", "density": 0.1},
-    "randomk": {"method": "randomk", "density": 0.1},
-    "quantize": {"method": "quantize", "bits": 2},
-    "stochastic": {"method": "quantize", "rounding": "stochastic"},
-    "sign": {"method": "sign"},
-}
+METHODS = [name for name in examples.FOUND if name != "edgc"]  # that is powersgd
 SHAPES = {"a": (48, 40), "b": (40,), "c": (33, 64), "d": (48, 40)}
 
 
 def fresh(method: str, **changes: Any) -> Compressor:
-    return build(EDGCConfig(**METHODS[method], min_compression_elements=16, **changes))
+    return examples.config_of(method, min_compression_elements=16, **changes).build()
 
 
 def gradients(seed: int, scale: float = 1.0) -> list[Gradient]:
@@ -76,7 +66,7 @@ def test_dropped_steps_never_were(method: str, steps: list[tuple[bool, int | Non
         assert same(deferred.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("method", ["powersgd", "powersgd int4", "powersgd one-sided", "topk", "quantize"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in examples.DENSE])
 def test_error_feedback_follows_a_loss_scale(method: str) -> None:
     scaled, plain, scale = fresh(method), fresh(method), 2.0**16
     scaled.rescale(scale)

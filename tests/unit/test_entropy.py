@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from edgc.config import ESTIMATORS
 from edgc.entropy.estimators import combine, estimate, moments
+from edgc.sections import ESTIMATORS
 
 DRAWS = 10**6
 DIFFERENTIAL = ("histogram", "gaussian", "vasicek")

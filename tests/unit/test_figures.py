@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from edgc.config import methods
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
 from experiments.spec import matrix
@@ -195,6 +196,12 @@ def test_an_undefined_correlation_is_explained_not_hidden(tables: Path, tmp_path
         assert "2 usable windows" in " ".join(text.get_text() for text in fig.texts)
     finally:
         plt.close(fig)
+
+
+def test_every_method_is_drawn_as_its_file_says() -> None:
+    for kind in methods():
+        if kind.method != "edgc":  # whose policies are told apart by more than the name
+            assert style.family(kind.method) == (kind.method, *kind.look)
 
 
 def test_families_are_fixed_and_distinct() -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.compressors import Gradient
-from edgc.config import EntropyConfig
 from edgc.control.layer_ranks import allocate
 from edgc.engine import Engine
+from edgc.sections import EntropyConfig
 from tests.unit import test_spectral_engine
 from tests.workers import run_workers
 

@@ -12,23 +12,17 @@ import torch
 from torch import Tensor
 
 import edgc.compressors.entrywise.randomk as randomk
-from edgc.compressors import Compressor, Gradient, Statistics, build
+from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.config import EDGCConfig
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import Later, masked_path
+from tests import examples
 from tests.host_reads import HostRead, NoHostReads
 from tests.lockstep import Room, reduce_together
 
 WORKERS = 3
-ENTRYWISE: dict[str, dict[str, Any]] = {
-    "topk": {"method": "topk", "density": 0.1},
-    "topk without error feedback": {"method": "topk", "density": 0.1, "error_feedback": False},
-    "randomk": {"method": "randomk", "density": 0.1},
-    "int8": {"method": "quantize", "bits": 8},
-    "int4": {"method": "quantize", "bits": 4},
-    "int2": {"method": "quantize", "bits": 2},
-    "stochastic": {"method": "quantize", "bits": 4, "rounding": "stochastic"},
-    "sign": {"method": "sign"},
+ENTRYWISE = {name: examples.settings_of(name) for name in examples.ENTRYWISE} | {
+    "topk without error feedback": {"method": "topk", "density": 0.1, "error_feedback": False}
 }
 LOW_RANK: dict[str, dict[str, Any]] = {
     f"powersgd {factors}{' one-sided' if one_sided else ''}": {
@@ -40,8 +34,8 @@ LOW_RANK: dict[str, dict[str, Any]] = {
     for factors in ("fp32", "bf16", "int8", "int4")
     for one_sided in (False, True)
 }
-DENSE = {"none": {"method": "none"}, "bf16": {"method": "bf16"}}
-AT_RANDOM = {"randomk", "stochastic"}
+DENSE = {name: examples.settings_of(name) for name in examples.DENSE}
+AT_RANDOM = examples.AT_RANDOM
 RANDOM_STATE = "counts"
 SHAPES = [(40, 24), (24,), (33, 70), (), (3, 4), (0, 5), (40, 24)]
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,7 +45,7 @@ deferring = pytest.mark.parametrize("deferred", [False, True])
 
 
 def workers(options: dict[str, Any], deferred: bool = False) -> list[Compressor]:
-    made = [build(EDGCConfig(**options, min_compression_elements=16, seed=3)) for _ in range(WORKERS)]
+    made = [EDGCConfig(**options, min_compression_elements=16, seed=3).build() for _ in range(WORKERS)]
     for compressor in made:
         compressor.deferred = deferred
     return made
@@ -191,7 +185,9 @@ def test_the_very_first_gradient_is_not_finite(name: str, deferred: bool) -> Non
     assert all_equal(tensors(mine), tensors(reference))
 
 
-@pytest.mark.parametrize("name", sorted(ENTRYWISE.keys() - {"stochastic", "topk without error feedback"}))
+@pytest.mark.parametrize(
+    "name", sorted(ENTRYWISE.keys() - {*examples.UNBIASED, "topk without error feedback"})
+)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nothing_is_lost_over_a_step_that_is_given_up(name: str, dtype: torch.dtype) -> None:
     """Sent + kept = input, as float64 sums over the steps that count."""

@@ -14,9 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.compressors import Compressor, Gradient, PowerSGD, Quantize, RandomK, Sign, TopK
+from edgc.compressors import Compressor, Gradient
+from edgc.compressors.entrywise.quantize import QuantizeConfig
+from edgc.compressors.entrywise.randomk import RandomKConfig
+from edgc.compressors.entrywise.sign import SignConfig
+from edgc.compressors.entrywise.topk import TopKConfig
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
-from edgc.control.policies import spectral
+from edgc.control.policies.spectral import spectral
 from edgc.engine import Engine
 from edgc.measurement.mean_error import FEWER, MeanError, Measured
 from edgc.measurement.report import relative
@@ -37,11 +42,11 @@ METHODS: dict[str, Callable[[], Compressor]] = {
     "bf16 errors": lambda: PowerSGD(error_dtype="bf16"),
     "one-sided": lambda: PowerSGD(one_sided=True),
     "one-sided int4": lambda: PowerSGD(one_sided=True, factor_dtype="int4"),
-    "quantize 8": lambda: Quantize(8),
-    "quantize 2": lambda: Quantize(2),
-    "topk": lambda: TopK(0.05),
-    "randomk": lambda: RandomK(0.05),
-    "sign": Sign,
+    "quantize 8": QuantizeConfig(bits=8).build,
+    "quantize 2": QuantizeConfig(bits=2).build,
+    "topk": TopKConfig(density=0.05).build,
+    "randomk": RandomKConfig(density=0.05).build,
+    "sign": SignConfig().build,
 }
 
 # --------------------------------------------------------------------- gradients
@@ -208,7 +213,7 @@ def test_a_reduction_that_was_given_up_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: PowerSGD(error_feedback=False), lambda: TopK(0.1, error_feedback=False)]
+    "make", [lambda: PowerSGD(error_feedback=False), TopKConfig(density=0.1, error_feedback=False).build]
 )
 def test_without_error_feedback_it_is_not_known(make: Callable[[], Compressor]) -> None:
     _, measured = window(make, 2, 1.0)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from edgc.compressors import Channel, Gradient, build
+from edgc.compressors import Channel, Gradient
 from edgc.compressors.quantization.blocks import Blocks
 from edgc.config import EDGCConfig
 from tests.lockstep import reduce_together
@@ -39,7 +39,7 @@ def measured(dtype: torch.dtype, deferred: bool, **options: str | bool) -> int:
         Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, SHAPES, strict=True))
     ]
     before = storages()
-    compressor = build(EDGCConfig(method="powersgd", rank=RANK, **options))
+    compressor = EDGCConfig(method="powersgd", rank=RANK, **options).build()
     compressor.deferred = deferred
     for _ in range(3):
         compressor.reduce(gradients, Channel(None), RANK)
@@ -95,7 +95,7 @@ def test_gradients_that_are_not_fp32_are_copied() -> None:
 def quantised(buckets: int, **options: str | int) -> int:
     """Bytes of two workers that reduce so many small buckets, each a call of its own, with a quantiser."""
     before = storages()
-    compressors = [build(EDGCConfig(min_compression_elements=16, **options)) for _ in range(2)]
+    compressors = [EDGCConfig(min_compression_elements=16, **options).build() for _ in range(2)]
     for bucket in range(buckets):
         mine = [[Gradient(f"w{bucket}", torch.ones(64, 48))] for _ in compressors]
         reduce_together(compressors, mine, RANK)

@@ -18,11 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.config import POLICIES, EDGCConfig, EntropyConfig
-from edgc.control.controller import Controller, Decision, Plan, Report
+from edgc.control.adaptive import make_controller
+from edgc.control.controller import Controller
+from edgc.control.plan import Decision, Plan
+from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
+from edgc.measurement.report import Report
+from edgc.sections import EntropyConfig
 from edgc.timing.change_detector import PATIENCE, ChangeDetector
 from edgc.timing.stage_times import StageTiming
+from tests import examples
 
 SHAPES = [(256, 256), (256, 1024)]
 NAN = math.nan
@@ -47,7 +52,7 @@ class Network:
         return self.fixed + self.slope[stage] * rank if rank else self.dense[stage]
 
 
-def measured(**overrides: Any) -> EDGCConfig:
+def measured(**overrides: Any) -> PolicyConfig:
     """Those of the settings that the policy and the alignment can use."""
     values: dict[str, Any] = {
         "method": "edgc",
@@ -62,7 +67,7 @@ def measured(**overrides: Any) -> EDGCConfig:
         "entropy": EntropyConfig(iteration_rate=1.0),
         **overrides,
     }
-    return EDGCConfig.from_record(values)
+    return PolicyConfig.from_record(values)
 
 
 class Run:
@@ -139,7 +144,9 @@ def by_formula(
 
 def test_a_drop_of_bandwidth_is_measured_once_and_the_ranks_follow() -> None:
     before, after = Network(), Network().slower(3.0)
-    run = Run(Controller(measured(), [SHAPES] * 3, 2000), lambda i: before if i <= 1000 else after).to(2000)
+    run = Run(make_controller(measured(), [SHAPES] * 3, 2000), lambda i: before if i <= 1000 else after).to(
+        2000
+    )
     first, second = [d for d in run.decisions if d.timing]
     assert first.iteration < 10 and 1010 < second.iteration < 1030
     # One window with the new times, then one probe per rank of the schedule; nothing before and nothing after.
@@ -172,7 +179,7 @@ def test_a_drop_of_bandwidth_is_measured_once_and_the_ranks_follow() -> None:
 def test_one_stage_alone_is_enough() -> None:
     before = Network()
     after = replace(before, slope=(0.03, 0.01, 0.01))
-    run = Run(Controller(measured(), [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
+    run = Run(make_controller(measured(), [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
     triggers = [d for d in run.decisions if "measured anew" in d.reason]
     assert [d.iteration for d in triggers] == [210]
     assert "stage 0" in triggers[0].reason and "stage 1" not in triggers[0].reason
@@ -183,7 +190,7 @@ def test_one_stage_alone_is_enough() -> None:
 def test_an_uncompressed_stage_is_watched_too() -> None:
     before = Network(dense=(2.0, 2.0, 0.3))
     after = replace(before, dense=(2.0, 2.0, 0.9))
-    run = Run(Controller(measured(), [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
+    run = Run(make_controller(measured(), [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
     assert run.plans[199].ranks == (16, 20, None)
     [trigger] = [d for d in run.decisions if "measured anew" in d.reason]
     assert "stage 2 measured 0.9 s, predicted 0.3 s at no compression" in trigger.reason
@@ -192,7 +199,7 @@ def test_an_uncompressed_stage_is_watched_too() -> None:
 
 def test_a_faster_network_is_a_change_too() -> None:
     slow, fast = Network().slower(3.0), Network()
-    run = Run(Controller(measured(), [SHAPES] * 3, 400), lambda i: slow if i <= 200 else fast).to(400)
+    run = Run(make_controller(measured(), [SHAPES] * 3, 400), lambda i: slow if i <= 200 else fast).to(400)
     assert len(run.measurements) == 2
     assert run.plans[199].ranks == (16, 16, 16)
     assert run.plans[-1].ranks == (16, 20, 24)
@@ -202,8 +209,8 @@ def test_a_searched_r_max_is_found_anew_and_ranks_are_clamped() -> None:
     # At first rank 64 pays: T(60) = 0.7 = dense. Later only what is below 24: the dense time falls to a third.
     before = Network(dense=(0.7,) * 3, backward=(0.0,) * 3)
     after = replace(before, dense=(0.34,) * 3, slope=(0.013,) * 3)
-    settings_ = measured(policy="cqm", rank=None, r_max=None)
-    run = Run(Controller(settings_, [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
+    settings_ = measured(policy="cqm", r_max=None)
+    run = Run(make_controller(settings_, [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
     limits = [(d.r_min, d.r_max) for d in run.decisions if d.timing]
     assert limits == [(12, 60), (4, 16)]  # 0.1 + 0.013 r = 0.34 at rank 18.5
     assert run.plans[199].ranks == (60, 60, 60)
@@ -215,14 +222,14 @@ def test_a_searched_r_max_is_found_anew_and_ranks_are_clamped() -> None:
 def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed() -> None:
     good = Network(dense=(0.7,) * 3)
     bad = replace(good, dense=(0.05,) * 3)
-    settings_ = measured(policy="cqm", rank=None, r_max=None)
+    settings_ = measured(policy="cqm", r_max=None)
 
     def network(iteration: int) -> Network:
         return bad if 200 < iteration <= 600 else good
 
     # Stage 0's compressed times did not change; it is noticed because they did for a moment.
     run = Run(
-        Controller(settings_, [SHAPES] * 3, 1000),
+        make_controller(settings_, [SHAPES] * 3, 1000),
         network,
         step=lambda seconds: seconds,
         noise=iter([*[1.0] * 54, *[2.0] * 6, *[1.0] * 1000]).__next__,
@@ -243,8 +250,8 @@ def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed() -> None:
 @pytest.mark.parametrize("policy", ["cqm", "released", "spectral"])
 def test_ranks_follow_the_policy_and_the_new_times(policy: str) -> None:
     before, after = Network(), Network().slower(3.0)
-    settings_ = measured(policy=policy, rank=None, r_min=8, target_error=0.2)
-    controller = Controller(settings_, [SHAPES] * 3, 400)
+    settings_ = measured(policy=policy, r_min=8, target_error=0.2)
+    controller = make_controller(settings_, [SHAPES] * 3, 400)
     run = Run(controller, lambda i: before if i <= 200 else after, entropy=lambda i: 1.0 - 0.002 * i).to(400)
     timing: Sequence[StageTiming] = ()
     active = 0
@@ -264,7 +271,7 @@ def test_ranks_follow_the_policy_and_the_new_times(policy: str) -> None:
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_noise_never_starts_a_measurement(overlapped: bool) -> None:
     generator = random.Random(0)
-    controller = Controller(measured(), [SHAPES] * 3, 1002 * WINDOW, overlapped=overlapped)
+    controller = make_controller(measured(), [SHAPES] * 3, 1002 * WINDOW, overlapped=overlapped)
     # Compared with a window that is itself noisy, two times may differ by 1.1 / 0.9; its share is one of T.
     noise = 0.1 if not overlapped else 0.09
     run = Run(controller, lambda i: Network(), noise=lambda: generator.uniform(1 - noise, 1 + noise))
@@ -279,7 +286,9 @@ def test_a_step_that_always_takes_longer_is_measured_once_more_and_then_compared
     def network(iteration: int) -> Network:
         return Network() if iteration <= change else Network().slower(3.0)
 
-    run = Run(Controller(measured(), [SHAPES] * 3, 900), network, step=lambda seconds: 1.3 * seconds).to(900)
+    run = Run(make_controller(measured(), [SHAPES] * 3, 900), network, step=lambda seconds: 1.3 * seconds).to(
+        900
+    )
     first, confirmed, found, again = (d for d in run.decisions if d.timing)
     assert confirmed.iteration < 50 and "times have not changed" in confirmed.reason
     assert "times have not changed" in again.reason, "and so after every change"
@@ -295,7 +304,9 @@ def test_a_step_that_always_takes_longer_is_measured_once_more_and_then_compared
 def test_measurements_that_find_nothing_become_rarer() -> None:
     # Steps alternate between two times; a new measurement says every time that nothing has changed.
     flip = iter([factor for _ in range(4000) for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0)])
-    run = Run(Controller(measured(), [SHAPES] * 2, 8000), lambda i: Network(), noise=flip.__next__).to(8000)
+    run = Run(make_controller(measured(), [SHAPES] * 2, 8000), lambda i: Network(), noise=flip.__next__).to(
+        8000
+    )
     ends = run.measurements[1:]
     gaps = [b - a for a, b in pairwise(ends)]
     assert 3 <= len(ends) <= 9
@@ -306,7 +317,7 @@ def test_a_change_during_the_wait_is_seen_after_it() -> None:
     def network(iteration: int) -> Network:
         return Network().slower(1.0 if iteration <= 200 else 3.0 if iteration <= 240 else 9.0)
 
-    run = Run(Controller(measured(), [SHAPES] * 3, 400), network).to(400)
+    run = Run(make_controller(measured(), [SHAPES] * 3, 400), network).to(400)
     _, second, third = run.measurements
     assert 210 < second < 220
     # Windows end at 220, 230, ...; the first PATIENCE after the measurement are not judged.
@@ -317,14 +328,14 @@ def test_a_change_during_the_wait_is_seen_after_it() -> None:
 
 
 def test_overlapped_runs_are_compared_with_their_own_first_window() -> None:
-    settings_ = measured(policy="cqm", rank=None, r_min=8)
+    settings_ = measured(policy="cqm", r_min=8)
 
     def entropy(iteration: int) -> float:
         return 1.0 if iteration <= 60 else 0.0  # ranks fall by 8 a window
 
     def drive(hidden: Callable[[float], float], slow_from: int) -> Run:
         return Run(
-            Controller(settings_, [SHAPES] * 2, 400, overlapped=True),
+            make_controller(settings_, [SHAPES] * 2, 400, overlapped=True),
             lambda i: Network().slower(3.0 if i > slow_from else 1.0),
             step=hidden,
             entropy=entropy,
@@ -375,7 +386,7 @@ def test_what_is_not_known_is_not_judged() -> None:
     ],
 )
 def test_one_stage_and_no_alignment_measure_nothing(overrides: dict[str, Any], stages: int) -> None:
-    controller = Controller(measured(**overrides), [SHAPES] * stages, 200)
+    controller = make_controller(measured(**overrides), [SHAPES] * stages, 200)
     run = Run(controller, lambda i: Network().slower(1.0 if i < 100 else 9.0)).to(200)
     assert run.probed == [] == run.measurements
     assert not any(d.reduction_seconds for d in run.decisions)
@@ -388,8 +399,8 @@ def test_a_searched_r_max_alone_depends_on_stage_0(alignment: str, stages: int) 
     before = Network(dense=(0.7,) * 3)
 
     def drive(after: Network) -> Run:
-        settings_ = measured(policy="cqm", rank=None, r_max=None, alignment=alignment)
-        controller = Controller(settings_, [SHAPES] * stages, 400)
+        settings_ = measured(policy="cqm", r_max=None, alignment=alignment)
+        controller = make_controller(settings_, [SHAPES] * stages, 400)
         return Run(controller, lambda i: before if i <= 200 else after).to(400)
 
     slower = drive(replace(before, slope=(0.02, 0.01, 0.01)))
@@ -400,7 +411,7 @@ def test_a_searched_r_max_alone_depends_on_stage_0(alignment: str, stages: int) 
 
 
 def test_switched_off() -> None:
-    controller = Controller(measured(remeasure_above=None), [SHAPES] * 3, 400)
+    controller = make_controller(measured(remeasure_above=None), [SHAPES] * 3, 400)
     run = Run(controller, lambda i: Network().slower(1.0 if i < 100 else 9.0)).to(400)
     assert len(run.measurements) == 1
     assert not any(controller.watches(i) for i in range(1, 401))
@@ -410,13 +421,13 @@ def test_switched_off() -> None:
 
 
 @st.composite
-def stories(draw: st.DrawFn) -> tuple[EDGCConfig, int, bool, int]:
+def stories(draw: st.DrawFn) -> tuple[PolicyConfig, int, bool, int]:
     """Settings, stages, whether reductions overlap, and the seed of everything that is reported."""
-    policy = draw(st.sampled_from(POLICIES))
+    policy = draw(st.sampled_from(examples.POLICIES))
     searched = policy not in ("fixed", "schedule") and draw(st.booleans())
     settings_ = measured(
         policy=policy,
-        rank=8 if policy == "fixed" else None,
+        rank=8,
         schedule=[[0.0, 16], [0.3, 8], [0.6, 32]] if policy == "schedule" else (),
         r_max=None if searched else 64,
         window=draw(st.integers(1, 7)),
@@ -455,15 +466,15 @@ def anything(controller: Controller, iteration: int, seed: int) -> Report:
 @settings(max_examples=150, deadline=None)
 @given(story=stories(), cut=st.integers(0, 200))
 def test_all_controllers_agree_and_go_on_from_a_saved_state(
-    story: tuple[EDGCConfig, int, bool, int], cut: int
+    story: tuple[PolicyConfig, int, bool, int], cut: int
 ) -> None:
     settings_, stages, overlapped, seed = story
     shapes = [SHAPES] * stages
-    first, second = (Controller(settings_, shapes, 200, overlapped=overlapped) for _ in range(2))
+    first, second = (make_controller(settings_, shapes, 200, overlapped=overlapped) for _ in range(2))
     for iteration in range(1, 201):
         if iteration == cut:
             saved = json.dumps(second.state_dict(), allow_nan=False)
-            second = Controller(settings_, shapes, 200, overlapped=overlapped)
+            second = make_controller(settings_, shapes, 200, overlapped=overlapped)
             second.load_state_dict(json.loads(saved))
             assert json.dumps(second.state_dict()) == saved
         plan = first.plan(iteration)
@@ -480,9 +491,9 @@ def test_all_controllers_agree_and_go_on_from_a_saved_state(
 
 
 def test_a_state_of_a_run_that_measures_otherwise_is_refused() -> None:
-    state = Controller(measured(), [SHAPES] * 2, 100).state_dict()
+    state = make_controller(measured(), [SHAPES] * 2, 100).state_dict()
     for overrides in ({"remeasure_above": None}, {"alignment": "off"}):
         with pytest.raises(UserError, match="does not fit"):
-            Controller(measured(**overrides), [SHAPES] * 2, 100).load_state_dict(state)
+            make_controller(measured(**overrides), [SHAPES] * 2, 100).load_state_dict(state)
     with pytest.raises(UserError, match="does not fit"):
-        Controller(measured(), [SHAPES] * 2, 100).load_state_dict({**state, "format": 2})
+        make_controller(measured(), [SHAPES] * 2, 100).load_state_dict({**state, "format": 2})

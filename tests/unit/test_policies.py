@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgc.control import policies
+from edgc.control.policies.cqm import CQMConfig, cqm
+from edgc.control.policies.released import by_change
+from edgc.control.policies.schedule import scheduled
+from edgc.control.policies.spectral import spectral
 from edgc.control.rank_model import StageModel
 
 
 def test_cqm_asks_for_the_rank_of_equal_error() -> None:
     stage = StageModel([(256, 256), (256, 1024)])
-    assert policies.cqm(stage, 64, -2.0, -2.0).rank == pytest.approx(64)
-    lower = policies.cqm(stage, 64, -2.0, -2.05)
+    assert cqm(stage, 64, -2.0, -2.0).rank == pytest.approx(64)
+    lower = cqm(stage, 64, -2.0, -2.05)
     assert lower.rank is not None
     assert 50 < lower.rank < 60
     assert "-0.0500 nats" in lower.reason
@@ -37,18 +40,18 @@ def test_cqm_asks_for_the_rank_of_equal_error() -> None:
         (0.0, 2.0, None, 1.0, None),
     ],
 )
-@pytest.mark.parametrize("policy", ["released", "loss"])
-def test_by_change(
+@pytest.mark.parametrize("what", ["entropy", "loss"])
+def test_the_rule_of_changes(
     first: float | None,
     second: float | None,
     previous: float | None,
     entropy: float,
     expected: float | None,
-    policy: str,
+    what: str,
 ) -> None:
-    target = policies.by_change(policy, 16, 64, first, second, previous, entropy)
+    target = by_change(what, 16, 64, first, second, previous, entropy)
     assert target.rank == (None if expected is None else pytest.approx(expected))
-    assert ("loss" if policy == "loss" else "entrop") in target.reason
+    assert ("loss" if what == "loss" else "entrop") in target.reason
 
 
 @given(
@@ -63,12 +66,12 @@ def test_a_schedule_has_the_rank_of_the_last_share_that_is_over(
     schedule = [(share / 1000, rank) for share, rank in thousandths]
     iteration = round(where * iterations)
     over = [rank for share, rank in thousandths if share * iterations <= 1000 * iteration]
-    assert policies.scheduled(schedule, iteration, iterations) == (over[-1] if over else schedule[0][1])
+    assert scheduled(schedule, iteration, iterations) == (over[-1] if over else schedule[0][1])
 
 
 def test_a_share_of_a_schedule_is_meant_exactly() -> None:
     schedule = [(0.0, 8), (0.1, 4)]
-    assert [policies.scheduled(schedule, i, 30) for i in (2, 3, 30)] == [8, 4, 4]
+    assert [scheduled(schedule, i, 30) for i in (2, 3, 30)] == [8, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_a_share_of_a_schedule_is_meant_exactly() -> None:
     ],
 )
 def test_spectral_takes_the_smallest_rank_that_is_enough(target_error: float, expected: int) -> None:
-    target = policies.spectral((0.64, 0.25, 0.09, 0.04), (4, 8, 12, 16), target_error)
+    target = spectral((0.64, 0.25, 0.09, 0.04), (4, 8, 12, 16), target_error)
     assert target.rank == expected
     assert ("does not meet" in target.reason) == (target_error < 0.2)
     assert f"at rank {expected}" in target.reason
@@ -98,7 +101,7 @@ def test_spectral_takes_the_smallest_rank_that_is_enough(target_error: float, ex
 def test_a_stricter_target_never_asks_for_less(drops: list[float], target: float, stricter: float) -> None:
     curve = list(accumulate(drops, operator.mul))
     ranks = range(4, 4 * len(curve) + 1, 4)
-    loose, strict = (policies.spectral(curve, ranks, t).rank for t in (target, target * stricter))
+    loose, strict = (spectral(curve, ranks, t).rank for t in (target, target * stricter))
     assert loose is not None
     assert strict is not None
     assert strict >= loose
@@ -122,7 +125,7 @@ def test_a_stricter_target_never_asks_for_less(drops: list[float], target: float
     ],
 )
 def test_step(current: int, target: float, limit: int, expected: int) -> None:
-    assert policies.step(current, target, 16, 64, 4, limit) == expected
+    assert CQMConfig(step_limit=limit).step(current, target, 16, 64) == expected
 
 
 @given(
@@ -138,7 +141,8 @@ def test_step_keeps_all_limits(
 ) -> None:
     r_min, r_max = low * multiple, (low + span) * multiple
     current = (low + round(where * span)) * multiple
-    rank = policies.step(current, target, r_min, r_max, multiple, limit)
+    config = CQMConfig(step_limit=limit, rank_multiple=multiple)
+    rank = config.step(current, target, r_min, r_max)
     assert r_min <= rank <= r_max
     assert rank % multiple == 0
     assert abs(rank - current) <= limit

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors import Channel, Gradient, NoCompression, PowerSGD, Statistics
+from edgc.compressors import Channel, Gradient, Statistics
+from edgc.compressors.dense import NoCompression
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.compressors.sizes import saves_bytes
 from edgc.errors import UserError

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.profiler import ProfilerActivity, profile
 
-from edgc.compressors import Channel, Gradient, PowerSGD
+from edgc.compressors import Channel, Gradient
 from edgc.compressors.passes import RowBlocks
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.compressors.sizes import compressible, saves_bytes
 from tests.lockstep import reduce_together

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgc.compressors.entrywise.sign import SignConfig
 from edgc.config import EDGCConfig
-from edgc.control.controller import Controller
+from edgc.control.adaptive import make_controller
 from edgc.errors import UserError
 from edgc.presets import PRESETS
 from experiments.spec import matrix
@@ -37,15 +38,12 @@ def test_given_keys_win_also_inside_a_section() -> None:
 
 
 def test_the_whole_of_optimus_cc_is_its_parts() -> None:
-    whole = EDGCConfig.from_dict({"preset": "optimus_cc"}).to_dict()
-    none = EDGCConfig().to_dict()
-    changed: dict[str, Any] = {}
-    for part in ("backprop", "stages", "embedding"):
-        values = EDGCConfig.from_dict({"preset": f"optimus_cc_{part}"}).to_dict()
-        different = {key: value for key, value in values.items() if value != none[key]}
-        assert different and not different.keys() & changed.keys(), "no two parts change the same setting"
-        changed |= different
-    assert {**none, **changed} == whole
+    whole = EDGCConfig.from_dict({"preset": "optimus_cc"})
+    parts = [PRESETS[f"optimus_cc_{part}"] for part in ("backprop", "stages", "embedding")]
+    keys = [key for part in parts for key in part if part["method"] != "none" or key != "method"]
+    assert len(keys) == len(set(keys)) == 5, "no two parts change the same setting"
+    merged = {key: value for part in parts for key, value in part.items()}
+    assert EDGCConfig.from_dict(merged | {"method": "powersgd"}) == whole
 
 
 @pytest.mark.parametrize(
@@ -87,8 +85,8 @@ def test_runs_hold_what_the_preset_stands_for() -> None:
 )
 def test_the_first_stages_are_compressed(share: float, stages: int, method: str) -> None:
     rank = 8 if method == "powersgd" else None
-    config = EDGCConfig(method=method, rank=rank, compressed_stages=share)
-    plan = Controller(config, [[(64, 64)]] * stages, 100).plan(1)
+    config = EDGCConfig(method=method, compressed_stages=share, **({"rank": rank} if rank else {}))
+    plan = make_controller(config, [[(64, 64)]] * stages, 100).plan(1)
     compressed = sum(rank is not None for rank in plan.ranks)
     assert plan.ranks == (rank or 1,) * compressed + (None,) * (stages - compressed)
     assert compressed == 1 or share * stages - 1 < compressed < share * stages + 1e-6
@@ -99,15 +97,15 @@ def test_the_first_stages_are_compressed(share: float, stages: int, method: str)
     ("share", "stages", "compressed"), [(0.75, 4, 3), (0.75, 2, 1), (0.7, 10, 7), (1.0, 8, 8)]
 )
 def test_whole_stages(share: float, stages: int, compressed: int) -> None:
-    assert EDGCConfig(method="sign", compressed_stages=share).stages_compressed(stages) == compressed
+    assert SignConfig(compressed_stages=share).stages_compressed(stages) == compressed
 
 
 @pytest.mark.parametrize(
     ("values", "message", "fix"),
     [
-        ({"compressed_stages": 0}, "compressed_stages = 0", "above 0 and at most 1"),
-        ({"compressed_stages": 3}, "compressed_stages = 3", "above 0 and at most 1"),
-        ({"method": "edgc", "compressed_stages": 0.5}, "compressed_stages = 0.5", "alignment sets the ranks"),
+        ({"method": "sign", "compressed_stages": 0}, "compressed_stages = 0", "above 0 and at most 1"),
+        ({"method": "sign", "compressed_stages": 3}, "compressed_stages = 3", "above 0 and at most 1"),
+        ({"method": "edgc", "compressed_stages": 0.5}, "compressed_stages = 0.5", "set method: bf16, "),
         ({"fused_embedding": 1}, "fused_embedding = 1", "use true or false"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile
 
 from edgc import EDGCConfig
-from edgc.compressors import Channel, Gradient, build
+from edgc.compressors import Channel, Gradient
 from edgc.runtime.channel import span
 from tests.workers import run_workers
 
@@ -39,7 +39,7 @@ Event = tuple[str, float, float]
 
 def trace(name: str, *, scattered: bool = False) -> list[Event]:
     """Name, start and end of our ranges in the second reduction of a matrix, in the order of their starts."""
-    compressor = build(EDGCConfig(**METHODS[name], min_compression_elements=64))
+    compressor = EDGCConfig(**METHODS[name], min_compression_elements=64).build()
     for profiled in (False, True):
         flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(1))
         gradients = [Gradient("a", flat.view(64, 48))]
@@ -69,7 +69,7 @@ def seen() -> list[dict[str, list[Event]]]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_part_of_a_reduction_has_a_name(name: str, seen: list[dict[str, list[Event]]]) -> None:
-    waits = build(EDGCConfig(**METHODS[name])).waits(4)
+    waits = EDGCConfig(**METHODS[name]).build().waits(4)
     for rank in seen:
         counts = collections.Counter(event for event, _, _ in rank[name])
         expected = {f"edgc::{kind}": count for kind, count in COLLECTIVES[name].items()}
@@ -95,7 +95,7 @@ def test_a_scattered_mean(seen: list[dict[str, list[Event]]]) -> None:
 
 def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd_profiler, "record_function", lambda name: pytest.fail(f"recorded {name}"))
-    build(EDGCConfig(method="powersgd", rank=4)).reduce(
+    EDGCConfig(method="powersgd", rank=4).build().reduce(
         [Gradient("a", torch.randn(64, 48))], Channel(None), 4
     )
 

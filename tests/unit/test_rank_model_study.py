@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 import torch
 
-from edgc.compressors import Gradient, PowerSGD
+from edgc.compressors import Gradient
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
 from edgc.errors import UserError

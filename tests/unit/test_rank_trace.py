@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.config import EDGCConfig
-from edgc.control.controller import Controller
-from edgc.control.policies import Ranks
+from edgc.control.adaptive import make_controller
+from edgc.control.plan import Ranks
 from experiments.analyse.entropy_trend import grouped, trajectories
 from experiments.analyse.runs import load_run
 from experiments.simulation import cluster_step, rank_trace
@@ -119,7 +119,7 @@ def test_jumps_between_windows_change_nothing(change: float, windows: int, itera
     config = replace(CONFIG, window=max(20, iterations // (10 * windows)), remeasure_above=0.2)
     course = Course(((iterations // 2, toy()), (iterations * 3 // 4, toy(gbits=0.2)), (iterations, toy())))
     trace = follow(course, line(change), config)
-    controller = Controller(config, [stage.matrices for stage in course.stages], iterations)
+    controller = make_controller(config, [stage.matrices for stage in course.stages], iterations)
     spent: Counter[tuple[int, Ranks]] = Counter()
     phases = []
     for iteration in range(1, iterations + 1):

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.config import EntropyConfig
 from edgc.entropy.estimators import estimate
 from edgc.entropy.sampler import MAX_COPIES, Sampler
+from edgc.sections import EntropyConfig
 
 
 def sampler(sampling: str = "diagonal", alpha: float = 0.1, beta: float = 0.25, seed: int = 0) -> Sampler:

@@ -9,18 +9,20 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import asdict, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import edgc.engine
-from edgc.compressors import Gradient, PowerSGD
+from edgc.compressors import Gradient
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.spectrum import Spectrum
-from edgc.config import EDGCConfig, EntropyConfig
-from edgc.control.policies import spectral
+from edgc.config import EDGCConfig
+from edgc.control.policies.spectral import SpectralConfig, spectral
 from edgc.engine import Engine
 from edgc.measurement.spectral import MatrixSpectrum, error_curve
+from edgc.sections import EntropyConfig
 from tests.workers import run_workers
 
 SHAPES = [(64, 96), (80, 48)]
@@ -85,12 +87,11 @@ class Given(PowerSGD):
 
 def with_given_spectra(resume_at: int | None) -> list[dict[str, Any]]:
     """Decisions of five windows; at ``resume_at`` another engine takes over."""
-    module: Any = edgc.engine
-    original = module.build
-    module.build = lambda config: Given(
-        min_elements=config.min_compression_elements, error_feedback=config.error_feedback
-    )
-    try:
+
+    def build(config: SpectralConfig) -> Given:
+        return Given(min_elements=config.min_compression_elements, error_feedback=config.error_feedback)
+
+    with mock.patch.object(SpectralConfig, "build", build):
         engine, decisions = engine_of(), []
         for iteration in range(1, 21):
             Given.asked = iteration, engine.rank or 1
@@ -103,8 +104,6 @@ def with_given_spectra(resume_at: int | None) -> list[dict[str, Any]]:
                 engine = engine_of()
                 engine.load_state_dict(saved)
         return decisions
-    finally:
-        module.build = original
 
 
 # --------------------------------------------------------------------- with PowerSGD's own

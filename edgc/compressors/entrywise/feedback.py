@@ -24,21 +24,19 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from edgc.checks import need
-from edgc.compressors.base import Compressor, Gradient, Statistics, Steps
+from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
 from edgc.compressors.dense import dense_steps
 from edgc.compressors.passes import finite, square_sums, within
 from edgc.compressors.sizes import compressible
-from edgc.errors import UserError
+from edgc.config import ConstantConfig
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
@@ -87,26 +85,31 @@ class Flat:
             self.work[offset + shape.numel() : end].zero_()
 
 
+@dataclass(frozen=True, kw_only=True)
+class EntrywiseConfig(ConstantConfig):
+    """What the entrywise methods have in common.
+
+    Attributes:
+        error_feedback: off only for ablations, and for methods that are unbiased without.
+    """
+
+    error_feedback: bool = True
+
+
 #: Whether the result is finite, the same on every rank, and what writes it to a vector laid out like ``Flat.work``.
 Result = tuple[Tensor, Callable[[Tensor], None]]
 
 
-class Feedback(Compressor):
-    """A method that sends a part of every entry or every part of some, and keeps the rest as error feedback.
-
-    Args:
-        min_elements: matrices with fewer entries are sent dense.
-        error_feedback: off only to show what it is worth, and for methods that are unbiased without.
-        seed: of whatever is drawn at random; must agree on all workers.
-    """
+class Feedback(KeepsErrors):
+    """A method that sends a part of every entry or every part of some, and keeps the rest as error feedback."""
 
     align = 1
     draws_at_random = False
 
-    def __init__(self, *, min_elements: int = 1024, error_feedback: bool = True, seed: int = 0) -> None:
-        self.min_elements = min_elements
-        self.error_feedback = error_feedback
-        self.seed = seed
+    def __init__(self, config: EntrywiseConfig) -> None:
+        self.min_elements = config.min_compression_elements
+        self.error_feedback = config.error_feedback
+        self.seed = config.seed
         self.errors: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self._flats: dict[tuple[Any, ...], Flat] = {}
@@ -126,7 +129,8 @@ class Feedback(Compressor):
         for gradient in gradients:
             through = rank is not None and compressible(gradient.tensor.shape, self.min_elements)
             (lossy if through else dense).append(gradient)
-        drained = self._add_errors(dense)
+        drained = [gradient for gradient in dense if gradient.name in self.errors]
+        self._add_errors(drained)
         messages = dense_steps([gradient.tensor for gradient in dense], channel)
         next(messages)
         if not lossy:
@@ -160,14 +164,14 @@ class Feedback(Compressor):
                 statistics.gradient_sq = statistics.input_sq = 0.0
                 statistics.skipped += 1
                 return False
-            self._forget(drained)
+            self._forget(drained, ok)
             return True
         for gradient in dense:
             gradient.tensor.masked_fill_(~ok, math.nan)
         for gradient in drained:
             self._then(partial(self._sent, gradient.name, ok))
         statistics.gradient_sq, statistics.input_sq = (
-            torch.where(ok, norm, 0.0) if isinstance(norm, Tensor) else norm
+            torch.where(ok, norm, 0.0) if isinstance(norm, torch.Tensor) else norm
             for norm in (statistics.gradient_sq, statistics.input_sq)
         )
         statistics.skipped = statistics.skipped + (~ok).int()
@@ -245,40 +249,9 @@ class Feedback(Compressor):
         if self.draws_at_random:
             self.counts[name] = self.counts.get(name, 0) + 1
 
-    def _error(self, gradient: Gradient) -> Tensor:
-        error, tensor = self.errors[gradient.name], gradient.tensor
-        if error.shape != tensor.shape:
-            raise UserError(
-                f"error feedback of {gradient.name} is {tuple(error.shape)}, its gradient {tuple(tensor.shape)}",
-                fix="load the compressor's state of this very model",
-            )
-        return error.to(tensor.device)
-
-    def _drain(self, gradients: Sequence[Gradient]) -> None:
-        self._forget(self._add_errors(gradients))
-
-    def _add_errors(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Add E where there is one; returns those."""
-        drained = [gradient for gradient in gradients if gradient.name in self.errors]
-        for gradient in drained:
-            gradient.tensor.add_(self._error(gradient))
-        return drained
-
-    def _forget(self, gradients: Sequence[Gradient]) -> None:
-        for gradient in gradients:
-            self._then(partial(self.errors.__delitem__, gradient.name))
-
     def _sent(self, name: str, ok: Tensor) -> None:
         """:meth:`_forget` where nobody looks whether the result was finite."""
         self.errors[name] = self.errors[name].to(ok.device).masked_fill_(ok, 0)
-
-    @property
-    def kept(self) -> Mapping[str, Tensor]:
-        return self.errors
-
-    def rescale(self, factor: float) -> None:
-        for error in self.errors.values():
-            error.mul_(factor)
 
     def _generator(self, name: str, *parts: object) -> torch.Generator:
         """Random numbers of this method, step, name and ``parts``; the same wherever those are."""

@@ -3,47 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
-from edgc.compressors.quantization.blocks import Blocks
-from edgc.compressors.quantization.mean import QuantisedMean
+from edgc.checks import one_of, require
+from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.compressors.quantization.blocks import LEVELS, Blocks
+from edgc.compressors.quantization.mean import QuantisedMean, Quantiser
+from edgc.description import Example, Look
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 
 
-class Quantize(Feedback):
+def _example(bits: int, bound: float | None = None) -> Example:
+    """Each entry travels twice, (W-1)/W of them each way, with the bfloat16 scale of its block of 64."""
+    settings = {"bits": bits, "rounding": "nearest" if bound is None else "stochastic"}
+    return Example(lambda m, n: m * n * (bits / 8 + 2 / 64), settings, exact=bound is None, bound=bound)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig(EntrywiseConfig):
+    """Every entry in a few bits (ours; with ``stochastic`` rounding QSGD: Alistarh et al., NeurIPS 2017).
+
+    Attributes:
+        bits: 8, 4 or 2.
+        rounding: ``nearest`` with error feedback, or ``stochastic``: unbiased, without.
+    """
+
+    method: str = "quantize"
+    bits: int = 8
+    rounding: str = "nearest"
+
+    look = Look("Quantised", "#999933", "X", "--")
+    examples = {
+        **{f"int{bits}": _example(bits) for bits in (8, 4, 2)},
+        # Two roundings, each by less than a step of the largest entry, which is rounded up.
+        **{f"stochastic{bits}": _example(bits, 2 * 1.02 / LEVELS[bits]) for bits in (8, 4, 2)},
+    }
+
+    def _check(self) -> None:
+        super()._check()
+        one_of("rounding", self.rounding, ("nearest", "stochastic"))
+        self._whole("bits", 1)
+        require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
+
+    def build(self) -> Quantize:
+        return Quantize(self)
+
+
+class Quantised(Feedback):
     """Quantised by every worker and averaged by :class:`~edgc.compressors.quantization.mean.QuantisedMean`.
 
-    With one worker nothing is sent and so nothing is rounded. Every matrix starts a block of its own.
+    With one worker nothing is sent and so nothing is rounded. Every matrix starts a group of its own.
 
     Args:
-        bits: 8, 4, 2 or 1.
-        rounding: ``nearest``, with error feedback, or ``stochastic``: each worker on its own, the result is the mean
-            on average, nothing is kept.
-        min_elements, error_feedback, seed: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
-
-    Raises:
-        ValueError: see :class:`~edgc.compressors.quantization.blocks.Blocks`.
+        align: entries that share something in the quantiser, which no two matrices are to share.
+        stochastic: whether the quantiser draws: on each worker on its own.
     """
 
     def __init__(
-        self,
-        bits: int = 8,
-        rounding: str = "nearest",
-        *,
-        min_elements: int = 1024,
-        error_feedback: bool = True,
-        seed: int = 0,
+        self, config: EntrywiseConfig, quantiser: Quantiser, *, align: int, stochastic: bool = False
     ) -> None:
-        stochastic = rounding == "stochastic"
-        super().__init__(
-            min_elements=min_elements, error_feedback=error_feedback and not stochastic, seed=seed
-        )
-        self.blocks = Blocks(bits, stochastic=stochastic)
-        self.align = self.blocks.size
-        self.draws_at_random = stochastic
+        super().__init__(config)
+        self.quantiser, self.align, self.draws_at_random = quantiser, align, stochastic
 
     def waits(self, rank: int | None) -> int:
         return 1 if rank is None else 2
@@ -61,7 +82,7 @@ class Quantize(Feedback):
             return exact.isfinite().all(), write
         mean = flat.buffers.get("mean")
         if mean is None:
-            mean = QuantisedMean(len(work), channel.world, self.blocks, work.device)
+            mean = QuantisedMean(len(work), channel.world, self.quantiser, work.device)
             flat.buffers["mean"] = mean
         generator = None
         if self.draws_at_random:
@@ -70,3 +91,13 @@ class Quantize(Feedback):
                 generator = torch.Generator(work.device).manual_seed(generator.initial_seed())
         yield from mean.steps(work, channel, residual=work, generator=generator)
         return mean.finite(), mean.unpack
+
+
+class Quantize(Quantised):
+    """Blocks of 64 entries; what is rounded at random is the mean on average, and nothing is kept."""
+
+    def __init__(self, config: QuantizeConfig) -> None:
+        stochastic = config.rounding == "stochastic"
+        self.blocks = Blocks(config.bits, stochastic=stochastic)
+        super().__init__(config, self.blocks, align=self.blocks.size, stochastic=stochastic)
+        self.error_feedback &= not stochastic

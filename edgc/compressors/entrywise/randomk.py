@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
 
 from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
-from edgc.compressors.entrywise.topk import chosen
+from edgc.compressors.entrywise.topk import SparseConfig, chosen
+from edgc.description import Example, Look
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomKConfig(SparseConfig):
+    """Random entries of every matrix, the same on all workers, with error feedback (Stich et al., NeurIPS 2018)."""
+
+    method: str = "randomk"
+
+    look = Look("Random-k", "#882255", ">", ":")
+    examples = {"randomk": Example(lambda m, n: 4 * chosen(m * n, 0.05), {"density": 0.05})}
+
+    def build(self) -> RandomK:
+        return RandomK(self)
 
 
 class RandomK(Feedback):
@@ -17,24 +30,13 @@ class RandomK(Feedback):
 
     The draw depends on the seed, the parameter's name and how often it was reduced, so that every worker draws the
     same entries (with the same version of torch). k as in :class:`~edgc.compressors.entrywise.topk.TopK`.
-
-    Args:
-        density: share of the entries that is sent, above 0 and at most 1.
-        min_elements, error_feedback, seed: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
     """
 
     draws_at_random = True
 
-    def __init__(
-        self,
-        density: float = 0.01,
-        *,
-        min_elements: int = 1024,
-        error_feedback: bool = True,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(min_elements=min_elements, error_feedback=error_feedback, seed=seed)
-        self.density = density
+    def __init__(self, config: RandomKConfig) -> None:
+        super().__init__(config)
+        self.density = config.density
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
         drawn = [

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from edgc.compressors.entrywise.quantize import Quantize
+from dataclasses import dataclass
+
+from edgc.compressors.entrywise.feedback import EntrywiseConfig
+from edgc.compressors.entrywise.quantize import Quantised
+from edgc.compressors.quantization.blocks import Blocks
+from edgc.description import Example, Look
 
 
-class Sign(Quantize):
-    """Signs of blocks of 64, averaged like :class:`~edgc.compressors.entrywise.quantize.Quantize`: 1.25 bits an entry.
+@dataclass(frozen=True, kw_only=True)
+class SignConfig(EntrywiseConfig):
+    """One bit an entry with error feedback, as 1-bit Adam (Tang et al., ICML 2021) averages its momentum."""
+
+    method: str = "sign"
+
+    look = Look("Sign", "#8C510A", "h", ":")
+    examples = {"sign": Example(lambda m, n: m * n * (1 / 8 + 2 / 64))}
+
+    def build(self) -> Sign:
+        return Sign(self)
+
+
+class Sign(Quantised):
+    """Signs of blocks of 64, averaged like other quantised vectors: 1.25 bits an entry.
 
     The mean of the workers is rounded to signs once more by the worker that owns the shard, which keeps what that
-    loses, as 1-bit Adam's server does (Tang et al., ICML 2021).
-
-    Args:
-        min_elements, error_feedback: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
+    loses, as 1-bit Adam's server does.
     """
 
-    def __init__(self, *, min_elements: int = 1024, error_feedback: bool = True) -> None:
-        super().__init__(1, min_elements=min_elements, error_feedback=error_feedback)
+    def __init__(self, config: SignConfig) -> None:
+        blocks = Blocks(1)
+        super().__init__(config, blocks, align=blocks.size)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
+from edgc.checks import number
+from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.description import Example, Look
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
 
@@ -16,22 +17,44 @@ from edgc.runtime.device import host_decides
 _SAMPLING = 61
 
 
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig(EntrywiseConfig):
+    """What methods that send some of the entries have in common.
+
+    Attributes:
+        density: share of the entries that a worker sends (ours).
+    """
+
+    density: float = 0.01
+
+    def _check(self) -> None:
+        super()._check()
+        number("density", self.density, 0, 1, open_low=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKConfig(SparseConfig):
+    """The largest entries of every matrix, with error feedback (Stich et al., NeurIPS 2018)."""
+
+    method: str = "topk"
+
+    look = Look("Top-k", "#56B4E9", "<", "-.")
+    examples = {"topk": Example(lambda m, n: 8 * chosen(m * n, 0.05), {"density": 0.05})}
+
+    def build(self) -> TopK:
+        return TopK(self)
+
+
 class TopK(Feedback):
     """Each worker sends its k entries of largest magnitude of every matrix; the result is the mean of what was sent.
 
     Exact: k = density times the number of entries, rounded, at least 1; of equal magnitudes the first in memory order
     goes first. An entry costs 8 bytes, fp32 and its index in the matrix, and goes to all other workers (all-gather).
-
-    Args:
-        density: share of the entries that a worker sends, above 0 and at most 1.
-        min_elements, error_feedback: see :class:`~edgc.compressors.entrywise.feedback.Feedback`.
     """
 
-    def __init__(
-        self, density: float = 0.01, *, min_elements: int = 1024, error_feedback: bool = True
-    ) -> None:
-        super().__init__(min_elements=min_elements, error_feedback=error_feedback)
-        self.density = density
+    def __init__(self, config: TopKConfig) -> None:
+        super().__init__(config)
+        self.density = config.density
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
         counts = [chosen(shape.numel(), self.density) for shape in flat.shapes]

@@ -1,1 +1,93 @@
-"""PowerSGD: low-rank approximation by power iteration, with error feedback and warm start."""
+"""PowerSGD: its settings, read without torch; :mod:`edgc.compressors.powersgd.algorithm` is the algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgc.checks import one_of
+from edgc.config import CompressingConfig, ConstantConfig
+from edgc.description import Example, Look
+
+if TYPE_CHECKING:
+    from edgc.compressors.powersgd.algorithm import PowerSGD
+
+FACTOR_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}
+"""Of an entry of a factor as it is sent, scales included."""
+FACTOR_DTYPES = tuple(FACTOR_BITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig(CompressingConfig):
+    """What ``powersgd`` and ``edgc``, which is PowerSGD under a controller, have in common.
+
+    Attributes:
+        error_feedback, warm_start: off only for ablations; the warm start is PowerSGD's.
+        factor_dtype: what P and Q are sent in: ``fp32``, ``bf16``, ``int8`` or ``int4`` (ours).
+        one_sided: send only P or only Q, in turn: one reduction a step instead of two (ours: an option for
+            latency-bound links; it measured worse at equal bytes).
+        error_dtype: what error feedback is kept in: ``fp32`` or ``bf16`` (half the memory, ours).
+    """
+
+    error_feedback: bool = True
+    warm_start: bool = True
+    factor_dtype: str = "fp32"
+    one_sided: bool = False
+    error_dtype: str = "fp32"
+
+    def _check(self) -> None:
+        super()._check()
+        one_of("factor_dtype", self.factor_dtype, FACTOR_DTYPES)
+        one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
+
+    def build(self) -> PowerSGD:
+        from edgc.compressors.powersgd.algorithm import PowerSGD
+
+        return PowerSGD(
+            min_elements=self.min_compression_elements,
+            error_feedback=self.error_feedback,
+            warm_start=self.warm_start,
+            seed=self.seed,
+            factor_dtype=self.factor_dtype,
+            one_sided=self.one_sided,
+            error_dtype=self.error_dtype,
+        )
+
+
+def _factors(bits: float, sides: int = 2) -> Example:
+    """Rank 8; ``sides`` of the two factors are sent, an entry in so many bits."""
+    names = {bits: name for name, bits in FACTOR_BITS.items()}
+    settings = {"rank": 8, "factor_dtype": names[bits], "one_sided": sides == 1}
+    return Example(lambda m, n: 8 * ((m + n) if sides == 2 else n) * bits / 8, settings, exact=bits != 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGDConfig(LowRankConfig, ConstantConfig):
+    """PowerSGD at one rank, from the first step (Vogels et al., NeurIPS 2019).
+
+    Attributes:
+        rank: of the approximations.
+    """
+
+    method: str = "powersgd"
+    rank: int
+
+    look = Look("PowerSGD, fixed rank", "#0072B2", "s")
+    examples = {
+        "powersgd": _factors(32),
+        "powersgd bf16": _factors(16),
+        "powersgd int8": _factors(8.25),
+        "powersgd int4": _factors(4.25),
+        "powersgd one-sided": _factors(32, sides=1),
+        "powersgd errors in bf16": Example(
+            lambda m, n: 4 * 8 * (m + n), {"rank": 8, "error_dtype": "bf16"}, exact=False
+        ),
+    }
+
+    def _check(self) -> None:
+        super()._check()
+        self._whole("rank", 1)
+
+    @property
+    def fixed_rank(self) -> int:
+        return self.rank

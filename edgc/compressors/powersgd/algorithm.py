@@ -39,12 +39,12 @@ from torch import Tensor
 from edgc.checks import one_of
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
 from edgc.compressors.passes import finite, square_sums
+from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.compressors.powersgd.spectrum import Spectrum, spectrum
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
 from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace, grouped, ways
 from edgc.compressors.sizes import compressible, saves_bytes
-from edgc.config import FACTOR_DTYPES
 from edgc.runtime.channel import Channel
 
 Tensors = Sequence[Tensor]

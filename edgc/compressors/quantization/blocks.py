@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from edgc.compressors.quantization.scratch import Scratch
+from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
 
 FACTORS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
-_LEVELS = {8: 127, 4: 7, 2: 1, 1: 1}
+LEVELS = {8: 127, 4: 7, 2: 1, 1: 1}
 _SMALLEST_STEP = 2.0**-117
 # Entries in work at a time: on a CPU few enough for its last cache, enough that starting an operation costs little.
 _CHUNK_PER_THREAD, _CHUNK_ON_GPU = 1 << 18, 1 << 22
@@ -52,10 +50,10 @@ class Blocks:
     """
 
     def __init__(self, bits: int, size: int = 64, *, stochastic: bool = False) -> None:
-        if bits not in _LEVELS or size < 1 or (stochastic and bits == 1):
+        if bits not in LEVELS or size < 1 or (stochastic and bits == 1):
             raise ValueError(f"no quantiser of bits={bits}, size={size}, stochastic={stochastic}")
         self.bits, self.size, self.stochastic = bits, size, stochastic
-        self.levels = _LEVELS[bits]
+        self.levels = LEVELS[bits]
         self.per_byte = 8 // bits
         self.group = size * self.per_byte
         # The largest bfloat16 (8 significant bits) whose product with the highest level is finite.

@@ -6,14 +6,43 @@ Like a ring all-reduce it moves every entry twice, (W-1)/W of a vector each way,
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Protocol
 
 from edgc.compressors.base import Steps
 from edgc.compressors.quantization.blocks import Blocks
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 
 __all__ = ["Blocks", "QuantisedMean", "quantised_mean"]
+
+
+class Quantiser(Protocol):
+    """What makes messages of flat fp32 vectors, by entries or blocks of them.
+
+    Attributes:
+        group: entries that cannot be cut: messages are of whole groups.
+    """
+
+    group: int
+
+    def bytes(self, elements: int) -> int:
+        """Length of the message of so many entries."""
+
+    def pack(
+        self,
+        x: Tensor,
+        out: Tensor,
+        *,
+        residual: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Write the message of ``x`` to ``out``, as :meth:`edgc.compressors.quantization.blocks.Blocks.pack` does."""
+
+    def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None:
+        """``out`` becomes ``weight`` times what was packed, or gains that."""
+
+    def finite(self, message: Tensor) -> Tensor:
+        """Whether everything in a message is finite, a 0-dim tensor."""
 
 
 class QuantisedMean:
@@ -26,7 +55,7 @@ class QuantisedMean:
         device: of the vectors.
     """
 
-    def __init__(self, elements: int, world: int, blocks: Blocks, device: torch.device) -> None:
+    def __init__(self, elements: int, world: int, blocks: Quantiser, device: torch.device) -> None:
         self.elements, self.world, self.blocks = elements, world, blocks
         self.shard = -(-elements // (world * blocks.group)) * blocks.group
         self._sent, self._received = (

@@ -5,18 +5,16 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, field, fields
+from typing import Any
 
-import torch
-from torch import Tensor
-
-_Key = tuple[int, int, int, torch.device, int | None]
+from edgc.lazy import Tensor, torch
 
 
 class _Own(threading.local):
     """What the current thread has shared; it goes with its last user."""
 
     def __init__(self) -> None:
-        self.scratch: weakref.WeakValueDictionary[_Key, Scratch] = weakref.WeakValueDictionary()
+        self.scratch: weakref.WeakValueDictionary[tuple[Any, ...], Scratch] = weakref.WeakValueDictionary()
 
 
 _own = _Own()

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from edgc.compressors import Gradient
 from edgc.compressors.sizes import compressible
-from edgc.config import SAMPLINGS, EDGCConfig
+from edgc.config import EDGCConfig
 from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler
 from edgc.runtime.channel import mark, seconds_between
+from edgc.sections import SAMPLINGS
 from experiments.spec.settings import ProbeConfig
 from experiments.training.probes.recorder import Recorder
 

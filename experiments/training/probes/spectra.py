@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.compressors import Compressor, Gradient, PowerSGD
+from edgc.compressors import Compressor, Gradient
+from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
+from edgc.control.settings import PolicyConfig
 from edgc.entropy.estimators import estimate, moments
 from experiments.spec.settings import ProbeConfig
 from experiments.training.probes.recorder import Recorder
@@ -121,7 +123,8 @@ class SpectraProbe(Recorder):
         squares = torch.linalg.svdvals(x.double()).square().cpu()
         # left[r]: sum of all but the r largest, from below so that nothing cancels.
         left = [*squares.flip(0).cumsum(0).flip(0).tolist(), 0.0]
-        ranks = list(range(self.edgc.rank_multiple, len(squares) + 1, self.edgc.rank_multiple))
+        multiple = (self.edgc if isinstance(self.edgc, PolicyConfig) else PolicyConfig).rank_multiple
+        ranks = list(range(multiple, len(squares) + 1, multiple))
         return {
             "rows": x.shape[0],
             "columns": x.shape[1],

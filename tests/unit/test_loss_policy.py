@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from edgc.compressors import Gradient
-from edgc.config import EDGCConfig, EntropyConfig
-from edgc.control.policies import by_change
+from edgc.config import EDGCConfig
+from edgc.control.policies.released import by_change
 from edgc.engine import Engine
 from edgc.errors import UserError
+from edgc.sections import EntropyConfig
 
 WINDOW, WINDOWS = 4, 12
 CONFIG = EDGCConfig(

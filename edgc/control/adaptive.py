@@ -1,0 +1,282 @@
+"""Decides the ranks of method ``edgc``: warm-up, search of r_max, windows, limits.
+
+Windows are consecutive blocks of ``window`` iterations, and phases change between windows:
+
+* warm-up: no compression for ``warmup_fraction`` of the run and until two consecutive window means of stage
+  0's entropy differ by at most ``stability_tolerance``, but not beyond the first window end after
+  ``warmup_limit_fraction``;
+* search, inside warm-up (which waits for it): one timed reduction per iteration, see :mod:`edgc.timing.rank_search`;
+* active: stage 0 starts at r_max (reference rank and entropy: the last complete window of warm-up) and moves
+  by the policy (:mod:`edgc.control.policies`) at every window end; the other stages follow by
+  :mod:`edgc.timing.alignment`. Where times were measured they are watched (:mod:`edgc.timing.change_detector`) and, if
+  they change, measured again beside the training steps; then r_max (if it was searched) and the ranks follow at once.
+  While even the lowest rank would be slower, nothing is compressed;
+* disabled: uncompressed to the end: compression that could not pay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgc.compressors.powersgd import FACTOR_BITS
+from edgc.config import EDGCConfig
+from edgc.control import warm_up
+from edgc.control.controller import Controller
+from edgc.control.history import History
+from edgc.control.plan import Phase, Plan, Ranks
+from edgc.control.policies.base import WindowEnd
+from edgc.control.rank_model import StageModel
+from edgc.control.settings import PolicyConfig
+from edgc.errors import UserError
+from edgc.measurement.report import Report
+from edgc.timing.rank_search import bytes_limit
+from edgc.timing.stage_times import StageTimes
+
+Shapes = Sequence[Sequence[tuple[int, int]]]
+
+
+def make_controller(
+    config: EDGCConfig,
+    stages: Shapes,
+    iterations: int,
+    *,
+    overlapped: bool = False,
+    gradient_bits: float = 32,
+) -> Controller:
+    """The controller of one run, of whatever method.
+
+    Args:
+        config: the compression settings.
+        stages: per pipeline stage the (rows, columns) of its compressible matrices.
+        iterations: length of the run.
+        overlapped: whether the training step's reductions overlap with backward or with each other, so that their
+            times show only what nothing hid.
+        gradient_bits: of an entry of the first stage's gradients, on average.
+
+    Raises:
+        UserError: settings that cannot work with this model or this length of run, or a length that is no whole number
+            of at least 1.
+    """
+    if isinstance(config, PolicyConfig):
+        return AdaptiveController(
+            config, stages, iterations, overlapped=overlapped, gradient_bits=gradient_bits
+        )
+    return Controller(config, len(stages), iterations)
+
+
+class AdaptiveController(Controller):
+    """The state machine of one run of method ``edgc``; arguments as of :func:`make_controller`."""
+
+    config: PolicyConfig
+
+    def __init__(
+        self, config: PolicyConfig, stages: Shapes, iterations: int, *, overlapped: bool, gradient_bits: float
+    ) -> None:
+        super().__init__(config, len(stages), iterations)
+        self._history = History()
+        self._target: float | None = None  # of the decision that is being taken
+        self._times = StageTimes(config, self.stages, overlapped=overlapped)
+        self._paused: Ranks | None = None  # ranks to go on from once compression pays again
+        if not any(stages):
+            self.reason = "no matrix is large enough to compress"
+            self._policy = None
+            return
+        self.phase, self.reason = "warmup", ""
+        shapes = [(m, n) for m, n in stages[0]]
+        if not shapes:
+            fix = "lower min_compression_elements or use method: none"
+            raise UserError("the first pipeline stage has no matrix to compress", fix=fix)
+        model = StageModel(shapes)
+        config.check_run(model, self.iterations)
+        self._policy = config.start(model, self.stages, self.iterations)
+        bits = {"factor_bits": FACTOR_BITS[config.factor_dtype], "gradient_bits": gradient_bits}
+        limit = bytes_limit(shapes, config.rank_multiple, **bits)
+        upper = config.upper_rank(limit)
+        if upper is not None:
+            self._set_limits(upper)
+            if config.alignment == "measured" and self.stages > 1:
+                self._times.measure(max(config.rank_multiple, upper), find_r_max=False)
+        elif limit:
+            self._times.measure(limit, find_r_max=True)
+        else:
+            self.phase, self.reason = "disabled", f"rank {config.rank_multiple} already saves no bytes"
+
+    def _set_limits(self, r_max: int) -> None:
+        self.r_min, self.r_max = self.config.lower_rank(r_max), r_max
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        assert self.r_min is not None
+        assert self.r_max is not None
+        return self.r_min, self.r_max
+
+    def plan(self, iteration: int) -> Plan:
+        plan = super().plan(iteration)
+        if self.phase == "disabled":
+            return plan
+        probe = self._times.probe if iteration >= self.config.search_start else None
+        phase: Phase = "search" if self.phase == "warmup" and probe is not None else self.phase
+        exchange = plan.gate or probe is not None or iteration % self.config.window == 0
+        return Plan(phase, self.ranks, probe, exchange, plan.gate)
+
+    @property
+    def rank_grid(self) -> tuple[int, ...]:
+        uses = self._policy is not None and self._policy.uses_curves
+        if not uses or self.phase != "active" or self.r_max is None:
+            return ()
+        return tuple(range(self.config.rank_multiple, self.r_max + 1, self.config.rank_multiple))
+
+    def predicted(self, ranks: Sequence[int | None]) -> tuple[float, ...]:
+        return self._times.predicted(ranks)
+
+    def watches(self, iteration: int) -> bool:
+        return self.phase == "active" and iteration % self.config.window == 0 and self._times.watched
+
+    def _decide(
+        self, iteration: int, plan: Plan, report: Report, gate: list[str]
+    ) -> tuple[list[str], dict[str, Any]]:
+        reasons: list[str] = []
+        facts: dict[str, Any] = {}
+        self._target = None
+        # As they were in this window, whatever is decided below.
+        measured = report.reduction_seconds if self.watches(iteration) else None
+        predicted, grid = self._times.predicted(plan.ranks), self.rank_grid
+        if plan.probe_rank is not None:
+            reasons = self._observe_probe(report)
+            if self._times.probe is None:
+                facts["timing"] = self._times.timing
+        reasons += gate
+        window_end = iteration % self.config.window == 0
+        if window_end and self.phase != "disabled":
+            if measured is not None and (why := self._times.check(measured, plan.ranks)):
+                reasons.append(why)
+            reasons.append(self._end_of_window(iteration, report, grid))
+        if window_end:
+            facts |= {"entropy": report.entropy, "mean_error": report.mean_error}
+        if measured is not None:
+            facts |= {"reduction_seconds": tuple(measured), "predicted_seconds": predicted}
+        return reasons, facts | {"target": self._target}
+
+    def _observe_probe(self, report: Report) -> list[str]:
+        search = self._times.search
+        assert search is not None
+        if report.probe_seconds is None or len(report.probe_seconds) != self.stages:
+            raise ValueError("a probe was due: the report needs probe_seconds, one per stage")
+        if not all(map(math.isfinite, report.probe_seconds)):
+            return []  # a gradient was not finite and the reduction given up: timed again at the next iteration
+        reasons = [] if search.started else ["search: timing reductions"]
+        if not self._times.add(report.probe_seconds, report.backward_seconds):
+            return reasons
+        if verdict := self._times.finish(self.ranks):
+            reasons.append(verdict)
+        r_max = None
+        if search.stop_at_crossing:
+            r_max, why = search.r_max(self.config.rank_multiple)
+            reasons.append(f"search: {why}" + (f"; r_max = {r_max}" if r_max else ""))
+        else:
+            reasons.append("search: times of the reductions are known")
+        if self.phase == "active":
+            reasons.append(self._follow_times(r_max))
+        elif r_max == 0:
+            self.phase = "disabled"
+            reasons[-1] += "; compression is off for this run"
+        elif r_max is not None:
+            self._set_limits(r_max)
+        return reasons
+
+    def _follow_times(self, r_max: int | None) -> str:
+        """Go on with times that were measured anew, and with the r_max found by them (None: not searched)."""
+        old, self._paused = self._paused or self.ranks, None
+        if r_max == 0:
+            self._paused, self.ranks = old, (None,) * self.stages
+            return "nothing is compressed until times change again"
+        if r_max is not None:
+            self._set_limits(r_max)
+        ranks = [rank if rank is None else self.config.clamped(rank, *self._limits) for rank in old]
+        self.ranks, remark = tuple(ranks), ""
+        if self.config.alignment != "off" and ranks[0] is not None:
+            remark = self._spread(ranks[0])
+        return f"ranks {_words(old)} -> {_words(self.ranks)}{remark}"
+
+    def _end_of_window(self, iteration: int, report: Report, grid: Sequence[int]) -> str:
+        """Move on with a window's means; the reason. ``grid``: that of the report's error curves."""
+        assert self._policy is not None
+        self._policy.check_loss(iteration, report.loss, self._history)
+        for means, value in ((self._history.entropy, report.entropy[0]), (self._history.loss, report.loss)):
+            means.add(value if math.isfinite(value) else None)
+        if self.phase == "warmup":
+            return self._warmup(iteration)
+        if self._paused is not None:
+            return "compression would not pay; ranks unchanged"
+        alone = self.config.alignment == "off"
+        curves = report.error_curve if self.rank_grid == grid else None  # another r_max: another grid
+        before = self.ranks if alone else self.ranks[:1]
+        end = WindowEnd(iteration, before, *self._limits, self._history, curves, self.rank_grid)
+        ranks, reason, self._target = self._policy.move(end)
+        if ranks is not None and alone and len(ranks) == self.stages:
+            self.ranks = ranks
+        elif ranks is not None and ranks[0] is not None:
+            reason += self._spread(ranks[0])
+        return reason
+
+    def _warmup(self, iteration: int) -> str:
+        measuring, entropy = self._times.probe is not None, self._history.entropy
+        over, why = warm_up.ends(
+            self.config, self.iterations, iteration, entropy.previous, entropy.now, measuring=measuring
+        )
+        if not over:
+            return f"warm-up: {why}"
+        assert self._policy is not None
+        self.phase = "active"
+        rank = self._policy.begin(iteration, self._limits[1])
+        if entropy.now is not None:
+            self._history.reference = rank, entropy.now
+        return f"warm-up ends: {why}; rank {rank}{self._spread(rank)}"
+
+    def _spread(self, rank: int) -> str:
+        """Set every stage's rank from stage 0's; returns a remark where alignment was asked for in vain."""
+        self.ranks, remark = self._times.ranks(rank, *self._limits)
+        return f"; {remark}" if remark else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        policy = None if self._policy is None else [self.config.policy, self._policy.state_dict()]
+        return super().state_dict() | {
+            "history": self._history.state_dict(),
+            "policy": policy,
+            "paused": list(self._paused) if self._paused else None,
+            "times": self._times.state_dict(),
+        }
+
+    def _fits(self, state: Mapping[str, Any]) -> bool:
+        same_policy = self._policy is None or (state["policy"] or [None])[0] == self.config.policy
+        return same_policy and self._times.fits(state["times"])
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
+        self._history = History.from_state(state["history"])
+        self._paused = tuple(state["paused"]) if state["paused"] else None
+        self._times.load_state_dict(state["times"])
+        if self._policy is not None:
+            self._policy.load_state_dict(state["policy"][1])
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        if self.phase == "disabled":
+            return
+        assert self._policy is not None
+        self.phase, self._history = state["phase"], History.from_state(state["history"])
+        if self._times.fits(state["times"]):
+            self._times.load_state_dict(state["times"])
+        if state["policy"] is not None and state["policy"][0] == self.config.policy:
+            self._policy.load_state_dict(state["policy"][1])
+        if self.phase != "active":
+            return
+        if self.r_max is None:
+            self._set_limits(state["r_max"])
+        if (rank := state["ranks"][0]) is not None:
+            self._spread(self._policy.go_on(rank, self._history, *self._limits))
+
+
+def _words(ranks: Sequence[int | None]) -> str:
+    return "/".join("dense" if rank is None else str(rank) for rank in ranks)

@@ -1,0 +1,137 @@
+"""The contract of policies: the rank of stage 0 after warm-up, and what a window's end makes of ranks.
+
+Plain arithmetic: equal numbers give equal answers, so all ranks of a job decide alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from edgc.control.history import History, Means
+from edgc.control.plan import Ranks
+from edgc.control.settings import SteppedConfig
+from edgc.measurement.spectral import Curve
+
+
+@dataclass(frozen=True)
+class WindowEnd:
+    """What a policy is told when a window has ended, after warm-up.
+
+    Attributes:
+        iteration: the last one of the window.
+        ranks: of all stages where each moves on its own (no alignment), else of stage 0 alone.
+        r_min, r_max: limits of the rank.
+        history: of all windows, this one included.
+        curves: error curves of the stages over ``grid``; None where nothing was measured.
+    """
+
+    iteration: int
+    ranks: Ranks
+    r_min: int
+    r_max: int
+    history: History
+    curves: Sequence[Curve | None] | None = None
+    grid: Sequence[int] = ()
+
+
+class Move(NamedTuple):
+    """What a window's end makes of the ranks.
+
+    Attributes:
+        ranks: after it, of as many stages as were given or of stage 0 alone; None: they stay.
+        target: what the policy asked for on stage 0 before rounding and limits; None where it asks for no rank.
+    """
+
+    ranks: Ranks | None
+    reason: str
+    target: float | None = None
+
+
+class Target(NamedTuple):
+    """A real rank that is asked for, or None for "leave it", and why."""
+
+    rank: float | None
+    reason: str
+
+
+class Policy(ABC):
+    """The rule of one run; made by :meth:`edgc.control.settings.PolicyConfig.start`.
+
+    Attributes:
+        uses_curves: whether reports are to have error curves.
+    """
+
+    uses_curves: ClassVar[bool] = False
+
+    def begin(self, iteration: int, r_max: int) -> int:
+        """The rank of stage 0 after warm-up, which ``iteration`` ends."""
+        return r_max
+
+    @abstractmethod
+    def move(self, end: WindowEnd) -> Move:
+        """What the end of a window makes of ``end.ranks``."""
+
+    def check_loss(self, iteration: int, loss: float, history: History) -> None:  # noqa: B027  (most need none)
+        """Refuse to go on without what the policy follows; ``loss`` as in :class:`edgc.control.plan.Report`.
+
+        Raises:
+            UserError: nobody has told it.
+        """
+
+    def go_on(self, rank: int, history: History, r_min: int, r_max: int) -> int:
+        """The rank of stage 0 to go on with from a state of other settings, in which it had ``rank``.
+
+        Raises:
+            UserError: ``history`` lacks what the policy compares with.
+        """
+        return rank
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next moves depend on beside the history, in JSON's types."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most keep nothing)
+        """Go on from :meth:`state_dict`."""
+
+
+class SteppedPolicy(Policy):
+    """Moves ranks in steps between limits."""
+
+    def __init__(self, config: SteppedConfig) -> None:
+        self.config = config
+
+    def go_on(self, rank: int, history: History, r_min: int, r_max: int) -> int:
+        multiple = self.config.rank_multiple
+        return self.config.clamped(rank // multiple * multiple, r_min, r_max)
+
+
+class MeansPolicy(SteppedPolicy):
+    """Moves stage 0 towards a target that follows from window means.
+
+    Attributes:
+        follows: whose means: ``entropy`` or ``loss``.
+    """
+
+    follows: ClassVar[str] = "entropy"
+
+    @abstractmethod
+    def target(self, now: float, end: WindowEnd) -> Target:
+        """The rank asked for by the mean of the window that has ended."""
+
+    def means(self, history: History) -> Means:
+        means: Means = getattr(history, self.follows)
+        return means
+
+    def move(self, end: WindowEnd) -> Move:
+        now, [old, *_] = self.means(end.history).now, end.ranks
+        assert old is not None
+        if now is None:
+            return Move(None, f"no {self.follows} was measured in this window; ranks unchanged")
+        target = self.target(now, end)
+        if target.rank is None:
+            return Move(None, f"{target.reason}; ranks unchanged")
+        new = self.config.step(old, target.rank, end.r_min, end.r_max)
+        return Move((new,), f"{target.reason}; rank {old} -> {new}", target.rank)

@@ -1,0 +1,44 @@
+"""The settings that the tests of all methods run: the examples in the methods' own files, by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgc.compressors.entrywise.feedback import EntrywiseConfig
+from edgc.compressors.powersgd import LowRankConfig
+from edgc.config import ConstantConfig, EDGCConfig, methods
+from edgc.control.settings import PolicyConfig
+from edgc.description import Example
+
+FOUND: dict[str, tuple[type[EDGCConfig], Example]] = {
+    name: (kind, example) for kind in methods() for name, example in kind.examples.items()
+}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings of an example, ``method`` and ``policy`` included, as a mapping."""
+    kind, example = FOUND[name]
+    policy = {"policy": kind.policy} if hasattr(kind, "policy") else {}
+    return {"method": kind.method, **policy, **example.settings}
+
+
+def config_of(name: str, **changes: Any) -> EDGCConfig:
+    """An example with some settings changed."""
+    return EDGCConfig.from_dict({**settings_of(name), **changes})
+
+
+def below(*kinds: type[EDGCConfig]) -> list[str]:
+    """The examples of some kinds of methods."""
+    return [name for name, (kind, _) in FOUND.items() if issubclass(kind, kinds)]
+
+
+POLICIES = [kind.policy for kind in methods() if issubclass(kind, PolicyConfig)]
+EACH = {kind.method: settings_of(next(iter(kind.examples))) for kind in methods() if kind.examples}
+"""The first example of every method, by the method's name."""
+CONSTANT = below(ConstantConfig)
+ENTRYWISE = below(EntrywiseConfig)
+LOW_RANK = below(LowRankConfig)
+DENSE = [name for name in FOUND if name not in ENTRYWISE + LOW_RANK]
+AT_RANDOM = [name for name in FOUND if getattr(config_of(name).build(), "draws_at_random", False)]
+UNBIASED = [name for name, (_, example) in FOUND.items() if example.bound is not None]
+"""Exact on average only, without error feedback."""
