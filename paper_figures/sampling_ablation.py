@@ -3,7 +3,6 @@ the gradients of one run."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -86,7 +85,7 @@ def error(ax: Axes, found: pd.DataFrame) -> None:
     for (estimator, rule), rows in found.groupby(["estimator", "rule"]):
         means = rows.groupby("rate")["measured_nats"].mean()
         family = style.ESTIMATORS[str(estimator)]
-        marks = replace(family, marker=MARKERS[str(rule)]).marks(filled=rule == "diagonal")
+        marks = family._replace(marker=MARKERS[str(rule)]).marks(filled=rule == "diagonal")
         ax.plot(means.index, means, label=f"{family.label}, {rule}", **marks)
     formula = found[found["estimator"] == "gaussian"].groupby("rate")["formula_nats"].mean()
     ax.plot(formula.index, formula, color="#444444", linewidth=0.9, label="formula, Gaussian")
@@ -122,7 +121,7 @@ def seconds(ax: Axes, found: pd.DataFrame) -> None:
         means = pd.concat([rows, whole]).groupby("rate")["percent"].mean()
         family = style.ESTIMATORS[str(estimator)]
         own, line = rule == "diagonal", "-" if rule == "diagonal" else ":"
-        marks = replace(family, marker=MARKERS[str(rule)]).marks(line, filled=own)
+        marks = family._replace(marker=MARKERS[str(rule)]).marks(line, filled=own)
         ax.plot(means.index, means, label=f"{family.label}, {rule}", **marks)
     squares = percent.loc[percent["estimator"] == "square_sum", "percent"]
     ax.axhline(squares.mean(), color="#444444", linestyle="--", linewidth=0.9, label="sum of all squares")
