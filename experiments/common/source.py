@@ -39,15 +39,16 @@ def constant(path: Path, name: str) -> Any:
     return None
 
 
-def fingerprint(*modules: str, files: Iterable[Path] = ()) -> str:
+def fingerprint(*modules: str, files: Iterable[Path] = (), without: Iterable[str] = ()) -> str:
     """Of the code of ``modules`` and of every module of the project that they import, directly or not.
 
     Args:
         modules: names with dots.
         files: others that the programs read, by content.
+        without: modules whose imports are not followed, because what they say is a parameter of its own.
     """
     total = hashlib.sha256()
-    for path in closure(*modules):
+    for path in closure(*modules, without=without):
         total.update(f"{path.relative_to(ROOT).as_posix()} {_digest(path)}\n".encode())
     total.update(digest(files).encode())
     return total.hexdigest()[:DIGITS]
@@ -61,8 +62,10 @@ def digest(files: Iterable[Path]) -> str:
     return total.hexdigest()[:DIGITS]
 
 
-def closure(*modules: str) -> list[Path]:
+def closure(*modules: str, without: Iterable[str] = ()) -> list[Path]:
     """Files of ``modules`` and of every module of the project that they import, in functions too; sorted.
+
+    A package that is named in a call, ``find("edgc.compressors")``, is imported with all that is in it.
 
     Raises:
         ValueError: a module that the project does not have.
@@ -74,7 +77,7 @@ def closure(*modules: str) -> list[Path]:
     new = {path for module in modules for path in _files(module)}
     while new:
         found |= new
-        names = {name for path in new for name in _imports(path)} - SETTLED
+        names = {name for path in new for name in _imports(path)} - SETTLED - set(without)
         new = {path for name in names for path in _files(name)} - found
     return sorted(found)
 
@@ -108,7 +111,16 @@ def _parsed(path: Path) -> ast.Module:
 
 @functools.cache
 def _imports(path: Path) -> frozenset[str]:
-    return frozenset(name for node in ast.walk(_parsed(path)) for name in _imported(node))
+    return frozenset(name for node in _executed(_parsed(path)) for name in _imported(node))
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and all below it, without what only a type checker reads."""
+    yield node
+    if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _executed(child)
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
@@ -117,6 +129,12 @@ def _imported(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
         # What is imported from a package may be a module of it, or a name in it.
         yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    if isinstance(node, ast.Call):
+        for argument in node.args:
+            name = getattr(argument, "value", None)
+            if isinstance(name, str) and name.partition(".")[0] in PACKAGES:
+                for path in sorted(ROOT.joinpath(*name.split(".")).rglob("*.py")):
+                    yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @functools.cache

@@ -19,7 +19,7 @@ def training_code() -> str:
 
 def data_code() -> str:
     """Fingerprint of the code that prepares text."""
-    return source.fingerprint(DATA)
+    return source.fingerprint(DATA, without=["experiments.spec.settings", "edgc.config"])
 
 
 def recorded_code(record: Path) -> str | None:
