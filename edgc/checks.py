@@ -40,9 +40,7 @@ def number(key: str, value: object, low: float, high: float = math.inf, *, open_
     """Refuse anything but a finite number in [low, high], or with ``open_low`` in (low, high]."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (value > low if open_low else value >= low) and value <= high  # type: ignore[operator]
-    bound = f"{'above' if open_low else 'at least'} {low:g}" + (
-        f" and at most {high:g}" if high < math.inf else ""
-    )
+    bound = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
     require(ok, key, value, f"use a number {bound}")
 
 

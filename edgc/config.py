@@ -237,9 +237,7 @@ def methods() -> tuple[type[EDGCConfig], ...]:
     """
     _import_all("edgc.compressors")
     _import_all("edgc.control.policies")
-    found = [
-        kind for kind in dict.fromkeys(_below(EDGCConfig)) if kind.method and getattr(kind, "policy", "-")
-    ]
+    found = [kind for kind in dict.fromkeys(_below(EDGCConfig)) if kind.method and getattr(kind, "policy", "-")]
     return tuple(sorted(found, key=lambda kind: (kind.method != "none", kind.title())))
 
 

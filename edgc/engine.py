@@ -140,9 +140,7 @@ class Engine:
     def _compressors(self) -> tuple[Compressor, ...]:
         return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up.compressor)
 
-    def reduce(
-        self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()
-    ) -> None:
+    def reduce(self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()) -> None:
         """Average ``gradients`` over ``group`` in place, compressed as the controller says.
 
         Args:
@@ -153,9 +151,7 @@ class Engine:
         for _ in self.exchange(gradients, group, compress=compress, shards=shards):
             pass
 
-    def exchange(
-        self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()
-    ) -> Steps:
+    def exchange(self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()) -> Steps:
         """:meth:`reduce` as a generator that yields while collectives are under way.
 
         Between two yields a driver may advance other reductions, in an order that is the same on every rank.

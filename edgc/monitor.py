@@ -163,9 +163,7 @@ class Monitor:
         window, mean, grid = self.window, self.window.mean, self.controller.rank_grid
         window.entropy.add(entropy.sampled)
         window.entropy_full.add(entropy.full)
-        done = replace(
-            done, entropy=entropy.sampled, entropy_full=entropy.full, seconds_entropy=entropy.seconds
-        )
+        done = replace(done, entropy=entropy.sampled, entropy_full=entropy.full, seconds_entropy=entropy.seconds)
         if self.samples and not done.skipped:
             spectra = {}
             if grid and self._compressed and not statistics.skipped:

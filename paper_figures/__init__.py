@@ -20,9 +20,7 @@ _READ: dict[str, tuple[str, ...]] = {
 # figure -> tables of studies that it reads
 INPUTS = {name: tables for name, tables in _READ.items() if all("/" in table for table in tables)}
 # figure -> studies whose tables it reads
-FIGURES = {
-    name: tuple(dict.fromkeys(table.partition("/")[0] for table in tables)) for name, tables in INPUTS.items()
-}
+FIGURES = {name: tuple(dict.fromkeys(table.partition("/")[0] for table in tables)) for name, tables in INPUTS.items()}
 # figure of a benchmark -> files in the benchmark's folder that it reads
 BENCHMARKS = {name: tables for name, tables in _READ.items() if name not in INPUTS}
 

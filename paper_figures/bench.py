@@ -69,9 +69,7 @@ def thread_count(count: int) -> str:
     return f"{count} thread" if count == 1 else f"{count} threads"
 
 
-def bars(
-    ax: Axes, rows: pd.DataFrame, column: str, look: Family, label: str | None, line: Line | None = None
-) -> None:
+def bars(ax: Axes, rows: pd.DataFrame, column: str, look: Family, label: str | None, line: Line | None = None) -> None:
     """Medians over the rank, with their quartiles."""
     rows = rows.sort_values("rank")
     middle = rows[column]
@@ -92,9 +90,7 @@ def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
     for dtype, look in OURS.items():
         bars(ax, first[first["factor_dtype"] == dtype], column, look, look.label)
     base = first[first["factor_dtype"] == "fp32"].sort_values("rank")
-    ax.plot(
-        base["rank"], base["floor_ms"], color="#444444", linewidth=0.9, linestyle=(0, (4, 2)), label="floor"
-    )
+    ax.plot(base["rank"], base["floor_ms"], color="#444444", linewidth=0.9, linestyle=(0, (4, 2)), label="floor")
     copied = first[first["engine"] == "copy"].sort_values("rank")
     thin: dict[str, Any] = {"color": "#999999", "linewidth": 0.9, "linestyle": (0, (1, 1))}
     ax.plot(copied["rank"], copied[column], label="dense copy", **thin)
@@ -160,9 +156,7 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     packs = [float(row["pack_ms"]) for row in rows]
     ax.barh(names, packs, left=0, color="none", edgecolor="black", hatch="////", linewidth=0.4, height=0.35)
     ax.set_ylim(len(names) + 1.2, -0.7)  # from the top down, with room for the legend
-    patches = [
-        Patch(color=colour, label=label) for colour, label in zip(colours, PARTS.values(), strict=True)
-    ]
+    patches = [Patch(color=colour, label=label) for colour, label in zip(colours, PARTS.values(), strict=True)]
     patches.append(Patch(facecolor="none", edgecolor="black", hatch="////", label="of which packing"))
     ax.legend(handles=patches, loc="lower right", ncols=2)
     ax.set(xlabel="wall time of a step (ms)", ylabel="engine")

@@ -27,9 +27,7 @@ LABELS = {"compute": "no communication"}
 
 def draw(results: Path) -> Figure:
     """A panel per limit, the slowest link first; medians over rounds with quartiles."""
-    table = style.read_benchmark(
-        results / "network.csv", "the network benchmark", "bench-network (root only)"
-    )
+    table = style.read_benchmark(results / "network.csv", "the network benchmark", "bench-network (root only)")
     rates = sorted(table["mbit_per_s"].unique(), key=lambda rate: rate or float("inf"))
     methods = list(dict.fromkeys(table["method"]))
     fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.19 * len(methods) + 1.1, sharey=True)

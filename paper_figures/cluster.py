@@ -23,9 +23,7 @@ OPEN = ":"  # the higher of two fixed ranks: dotted, open markers; the ranks bet
 
 def _lines(table: pd.DataFrame) -> list[tuple[str, str, Any]]:
     """(method, label, line style) of what is drawn, uncompressed first."""
-    ranks = sorted(
-        int(m.removeprefix("powersgd_r")) for m in table["method"].unique() if m.startswith("powersgd_r")
-    )
+    ranks = sorted(int(m.removeprefix("powersgd_r")) for m in table["method"].unique() if m.startswith("powersgd_r"))
     found: list[tuple[str, str, Any]] = [(NONE, "uncompressed fp32", "-"), ("bf16", "bf16", "--")]
     found += [("int8", "int8", "--"), ("int4", "int4", OPEN)]
     drawn = dict.fromkeys((ranks[-1], ranks[0]))
@@ -77,9 +75,7 @@ def draw(results: Path, study: str) -> Figure:
     table = style.read(results, study)
     table = table[table["stage"] == "slowest"].copy()
     if set(table["kind"]) != {"simulated"}:
-        raise UserError(
-            "table.csv holds rows that are not simulated", where=results / study, fix="make it again"
-        )
+        raise UserError("table.csv holds rows that are not simulated", where=results / study, fix="make it again")
     table["seconds"] = table["seconds_communication"] + table["seconds_compress"]
     facts = json.loads((results / study / "summary.json").read_text(encoding="utf-8"))
     claim, degree = facts["paper_reduction_percent"], facts["parallel"]
@@ -94,9 +90,7 @@ def draw(results: Path, study: str) -> Figure:
     _draw_panel(bottom, table, "reduction_with_compress_percent", skip=(NONE,))
     _draw_traces(bottom, traces, "reduction_with_compress_percent")
     bottom.set(ylim=(0, 102), ylabel="time saved (%)")
-    bottom.axhline(
-        claim, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"paper: up to {claim:g} %"
-    )
+    bottom.axhline(claim, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"paper: up to {claim:g} %")
     bottom.set_title("SIMULATED: gradient time saved")
     for ax, overlap in ((alone, False), (beside, True)):
         _draw_panel(ax, steps[steps["overlap"] == overlap], "reduction_time_percent", skip=(NONE,))

@@ -89,9 +89,7 @@ def write(ax: Axes, texts: dict[tuple[float, float], str]) -> None:
 def beside(ax: Axes, point: tuple[float, float], text: str, offset: tuple[float, float]) -> Annotation:
     """A text that far from its point, in typographic points."""
     align = "left" if offset[0] > 0 else "right"
-    label = ax.annotate(
-        text, point, offset, textcoords="offset points", ha=align, va="center", fontsize=style.MIN_FONT
-    )
+    label = ax.annotate(text, point, offset, textcoords="offset points", ha=align, va="center", fontsize=style.MIN_FONT)
     style.outline(label)
     return label
 

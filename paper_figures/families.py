@@ -105,9 +105,7 @@ def family(name: str, policy: str | None = None) -> Family:
 def by_name(name: str) -> Family:
     """As :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``, ``powersgd_r32_int4``."""
     for dtype in ("bf16", "int8", "int4"):
-        if name.startswith(f"factors_{dtype}") or (
-            name.startswith("powersgd") and name.endswith(f"_{dtype}")
-        ):
+        if name.startswith(f"factors_{dtype}") or (name.startswith("powersgd") and name.endswith(f"_{dtype}")):
             return FAMILIES[f"factors_{dtype}"]
     return family(name)
 

@@ -34,9 +34,7 @@ def draw(results: Path) -> Figure:
     shown = summary[summary["gap_nats_mean"].notna()]
     near = shown[shown["gap_nats_mean"] < NEAR]
     zoomed = shown["gap_nats_mean"].max() > FAR and len(near) > 1
-    shape: dict[str, Any] = (
-        {"width": style.TEXT, "width_ratios": [2, 3]} if zoomed else {"width": style.COLUMN}
-    )
+    shape: dict[str, Any] = {"width": style.TEXT, "width_ratios": [2, 3]} if zoomed else {"width": style.COLUMN}
     fig, axes = style.figure(1, 1 + zoomed, height=3.4, **shape)
     low, high = 100 * runs["bytes_ratio"].min(), 100 * runs["bytes_ratio"].max()
     for ax in axes:
@@ -53,9 +51,7 @@ def draw(results: Path) -> Figure:
         axes[1].set(ylim=(least - 0.1 * (NEAR - least), NEAR), title=f"those below {NEAR:g} nats")
         axes[1].set_ylabel("nats")
         style.letter(axes)
-    fig.legend(
-        *style.handles(axes[0]), loc="outside upper center", ncols=3 if zoomed else 2, columnspacing=1.0
-    )
+    fig.legend(*style.handles(axes[0]), loc="outside upper center", ncols=3 if zoomed else 2, columnspacing=1.0)
     style.annotate(
         fig,
         list(shown["n_ok"]),
@@ -107,6 +103,4 @@ def lost(runs: pd.DataFrame) -> str:
     if other.empty:
         return ""
     names = [f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in other.iterrows()]
-    return (
-        "without result: " + ",\n".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    )
+    return "without result: " + ",\n".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

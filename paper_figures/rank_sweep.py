@@ -73,9 +73,7 @@ def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
         median = 1e3 * rows["seconds_median"].median()
         low, high = 1e3 * rows["seconds_q1"].min(), 1e3 * rows["seconds_q3"].max()
         error = np.maximum(0, [median - low, high - median])
-        ax.errorbar(
-            median.index, median, yerr=error, color=colour, marker=marker, linestyle=line, label=label
-        )
+        ax.errorbar(median.index, median, yerr=error, color=colour, marker=marker, linestyle=line, label=label)
     total = fit[(fit["stage"] == stage) & (fit["kind"] == "total")].iloc[0]
     ranks = np.array([fine["rank"].min(), fine["rank"].max()])
     if np.isfinite(total["seconds_per_rank"]):

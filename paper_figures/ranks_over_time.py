@@ -59,9 +59,7 @@ def panel(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
     dense = curves.groupby("iteration")[columns].count().sum(axis=1) == 0
     if dense.any():
         first = dense[~dense].index.min() if (~dense).any() else dense.index.max()
-        ax.axvspan(
-            dense.index.min(), first, color="#dddddd", alpha=0.7, linewidth=0, label="all uncompressed"
-        )
+        ax.axvspan(dense.index.min(), first, color="#dddddd", alpha=0.7, linewidth=0, label="all uncompressed")
     for index, stage in enumerate(stages):
         for number, (_, run) in enumerate(curves.groupby("seed")):
             ax.step(

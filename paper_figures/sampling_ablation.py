@@ -61,9 +61,7 @@ def draw(results: Path) -> Figure:
     style.letter(axes)
     counts = list(fine.groupby(["alpha", "beta"]).size())
     decided = fine.dropna(subset=["decisions_differing"])
-    first = decided[
-        (decided["seed"] == decided["seed"].min()) & ((decided["alpha"] < 1) | (decided["beta"] < 1))
-    ]
+    first = decided[(decided["seed"] == decided["seed"].min()) & ((decided["alpha"] < 1) | (decided["beta"] < 1))]
     text = ", ".join(
         f"α={row['alpha']:g} β={row['beta']:g}: {row['decisions_differing']:g} of {row['decisions_compared']:g}"
         for _, row in first.head(4).iterrows()

@@ -94,9 +94,7 @@ def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
             fontsize=style.MIN_FONT,
         )
         style.outline(ratio)
-    ax.set_xticks(
-        range(len(LABELS)), [f"{LABELS[name]}\n{_shown(table.loc[name, 'ranks'])}" for name in LABELS]
-    )
+    ax.set_xticks(range(len(LABELS)), [f"{LABELS[name]}\n{_shown(table.loc[name, 'ranks'])}" for name in LABELS])
     ax.set_xlim(-0.5, len(LABELS) - 0.2)
     ax.set_ylim(bottom=0)
     ax.set(xlabel="ranks by stage", ylabel="last minus first stage (ms)", title="spread (× equal ranks)")

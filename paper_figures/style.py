@@ -110,14 +110,10 @@ def note(fig: Figure, text: str) -> None:
     engine = fig.get_layout_engine()
     if engine is not None:
         engine.set(rect=(0, height, 1, 1 - height))  # type: ignore[call-arg]
-    fig.text(
-        0.01, 2 / 72 / fig.get_figheight(), text, fontsize=MIN_FONT, color="#444444", va="bottom", ha="left"
-    )
+    fig.text(0.01, 2 / 72 / fig.get_figheight(), text, fontsize=MIN_FONT, color="#444444", va="bottom", ha="left")
 
 
-def spread(
-    n: int | Sequence[int], what: str = "seeds", bars: str = "bars: min to max", *, scale: str = ""
-) -> str:
+def spread(n: int | Sequence[int], what: str = "seeds", bars: str = "bars: min to max", *, scale: str = "") -> str:
     """The standard sentence for a note: how many repeats a point stands for and what the bars or bands show."""
     counts = sorted({int(k) for k in n}) if not isinstance(n, int) else [n]
     text = "–".join(str(k) for k in (counts if len(counts) < 3 else (counts[0], counts[-1])))
@@ -141,9 +137,7 @@ def annotate(
     line = spread(n, what, bars, scale=scale)
     note(
         fig,
-        "\n".join(
-            part for part in ("SIMULATED (model), not measured." if simulated else "", line, extra) if part
-        ),
+        "\n".join(part for part in ("SIMULATED (model), not measured." if simulated else "", line, extra) if part),
     )
 
 
@@ -202,9 +196,7 @@ def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cannot make the figure folder: {error}", where=out_dir, fix="choose another --out"
-        ) from None
+        raise UserError(f"cannot make the figure folder: {error}", where=out_dir, fix="choose another --out") from None
     written = []
     metadata: dict[str, dict[str, None]] = {
         "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
@@ -217,9 +209,7 @@ def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
             fig.savefig(temporary, format=kind, dpi=200, metadata=data)
             temporary.replace(path)
         except OSError as error:
-            raise UserError(
-                f"cannot write the figure: {error}", where=path, fix="choose another --out"
-            ) from None
+            raise UserError(f"cannot write the figure: {error}", where=path, fix="choose another --out") from None
         finally:
             temporary.unlink(missing_ok=True)
         written.append(path)

@@ -32,9 +32,7 @@ def draw(results: Path) -> Figure:
     # One order for all panels, the quickest over the slowest network on top; what never arrives is named below.
     slowest = times[times["megabits"] == bandwidths[0]].groupby("variant")["percent"].mean().sort_values()
     variants = list(slowest.dropna().index)
-    fig, axes = style.figure(
-        1, len(bandwidths), width=style.TEXT, height=1.2 + 0.19 * len(variants), sharey=True
-    )
+    fig, axes = style.figure(1, len(bandwidths), width=style.TEXT, height=1.2 + 0.19 * len(variants), sharey=True)
     for ax, megabits in zip(axes, bandwidths, strict=True):
         panel(ax, times[times["megabits"] == megabits], variants, runs)
         speed = f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"

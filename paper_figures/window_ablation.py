@@ -78,9 +78,7 @@ def correlation(ax: Axes, table: pd.DataFrame) -> None:
         mean = rows.mean()
         if len(mean):
             error = [mean - rows.min(), rows.max() - mean]
-            ax.errorbar(
-                mean.index, mean, yerr=error, color=colour, marker=marker, linestyle=line, label=label
-            )
+            ax.errorbar(mean.index, mean, yerr=error, color=colour, marker=marker, linestyle=line, label=label)
     ax.axhline(PAPER, color="#444444", linewidth=0.9, linestyle=":", label=f"paper: {PAPER} at w = 1000")
     ax.set_xscale("log")
     ticks = sorted(fine["window"].unique())

@@ -53,9 +53,7 @@ def draw(results: Path) -> Figure:
     ok = table[table["status"] == "ok"]
     runs = table.drop_duplicates("run")
     missing = [
-        f"{row['label']} seed {row['seed']} ({row['status']})"
-        for _, row in runs.iterrows()
-        if row["status"] != "ok"
+        f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in runs.iterrows() if row["status"] != "ok"
     ]
     documents = ", ".join(
         f"{title(str(task))} {rows['n'].iloc[0]:.0f}" for task, rows in ok.groupby("task", sort=False)

@@ -61,9 +61,7 @@ def pins(names: tuple[str, ...]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.other_torch", description=__doc__.partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.other_torch", description=__doc__.partition("\n")[0])
     parser.add_argument("torch", help="version, e.g. 2.6.0")
     parser.add_argument(
         "--with",
@@ -92,9 +90,7 @@ def main() -> int:
         ]
         wanted = [str(wheel), f"torch=={options.torch}", *options.others, *pins(RUNNERS)]
         if subprocess.run([*install, *wanted], check=False).returncode:
-            sys.stderr.write(
-                f"error: torch {options.torch} cannot be installed with what pyproject.toml declares\n"
-            )
+            sys.stderr.write(f"error: torch {options.torch} cannot be installed with what pyproject.toml declares\n")
             return 2
         versions = "import torch, numpy; print('torch', torch.__version__, 'numpy', numpy.__version__)"
         subprocess.run([python, "-c", versions], check=True)

@@ -23,9 +23,7 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def _enter(
-    rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _enter(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -39,9 +37,7 @@ def _enter(
 def run_workers(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """``function(*arguments)`` on every rank of a gloo group of ``world``; the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _enter, (world, folder, function, arguments), nprocs=world, start_method="forkserver"
-        )
+        mp.start_processes(_enter, (world, folder, function, arguments), nprocs=world, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

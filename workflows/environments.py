@@ -36,9 +36,7 @@ KINDS: dict[str, tuple[list[str], list[str]]] = {
 KINDS["training"][0].extend(
     f"experiments.analyse.{path.stem}" for path in (ROOT / "experiments" / "analyse").glob("[a-z]*.py")
 )
-KINDS["figures"][0].extend(
-    f"paper_figures.{path.stem}" for path in (ROOT / "paper_figures").glob("[a-z]*.py")
-)
+KINDS["figures"][0].extend(f"paper_figures.{path.stem}" for path in (ROOT / "paper_figures").glob("[a-z]*.py"))
 HEAD = "# {about}; the pins are those of requirements.lock (written by `make environment`).\nname: {name}\n"
 BODY = "channels:\n  - conda-forge\ndependencies:\n  - python=3.11\n  - pip\n  - pip:\n"
 
@@ -63,9 +61,7 @@ def needed(packages: Iterable[str], pins: dict[str, str]) -> set[str]:
         found.add(name)
         for text in importlib.metadata.requires(name) or ():
             other = Requirement(text)
-            if other.marker is None or any(
-                other.marker.evaluate({"extra": extra}) for extra in ("", *extras)
-            ):
+            if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
                 new.append(other)
     return found
 

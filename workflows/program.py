@@ -179,9 +179,7 @@ def closing_words(folder: Path, scale: str) -> list[str]:
                 states[f"{study}/{run.name}"] = path.read_text(encoding="utf-8").strip()
     if states:
         counts = Counter(states.values())
-        lines.append(
-            f"{'runs':8} " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        )
+        lines.append(f"{'runs':8} " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
     lines += [f"         {run}: {state}" for run, state in states.items() if state != "ok"]
     return lines
 
@@ -196,9 +194,7 @@ def main(
         bool, typer.Option("--keep-runs", help="keep runs made by code of an earlier version")
     ] = False,
     profile: Annotated[str | None, typer.Option(help="of Snakemake, e.g. slurm")] = None,
-    parent: Annotated[
-        bool, typer.Option("--die-with-parent", help="end when the starting process ends")
-    ] = False,
+    parent: Annotated[bool, typer.Option("--die-with-parent", help="end when the starting process ends")] = False,
 ) -> None:
     """Run the workflow: one at a time for a results folder, continuing where an interrupted one stopped.
 

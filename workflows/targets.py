@@ -37,9 +37,7 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path) -> None:
     for name in wanted:
         if "/" not in name and not Path(name).suffix:
             if name not in known:
-                raise UserError(
-                    f"unknown target {name!r}", where="the command line", fix=nearest(name, known)
-                )
+                raise UserError(f"unknown target {name!r}", where="the command line", fix=nearest(name, known))
             continue
         path = Path(name)
         if path.is_relative_to(folder):
@@ -60,6 +58,4 @@ def _check_path(path: Path, parts: tuple[str, ...], scale: str) -> None:
     if len(parts) == 3 and parts[0] in studies and not matrix.load_study(parts[0]).needs:
         runs = [run.name for run in matrix.runs(parts[0], scale)]
         if parts[1] not in runs:
-            raise UserError(
-                f"unknown target {str(path)!r}: no such run", where=where, fix=nearest(parts[1], runs)
-            )
+            raise UserError(f"unknown target {str(path)!r}: no such run", where=where, fix=nearest(parts[1], runs))

@@ -97,9 +97,7 @@ def read(folder: Path) -> Manifest:
         raise DamagedCheckpoint(folder, NAME, _reason(error)) from None
     try:
         content = json.loads(found)
-        manifest = Manifest(
-            dict(content["about"]), {name: Entry(**item) for name, item in content["files"].items()}
-        )
+        manifest = Manifest(dict(content["about"]), {name: Entry(**item) for name, item in content["files"].items()})
         intact = found == _encode(manifest, content["format"])
     except (ValueError, TypeError, KeyError, AttributeError):
         intact = False

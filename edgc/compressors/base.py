@@ -75,9 +75,7 @@ class Statistics:
         self.add_norms(other.gradient_sq, other.input_sq, other.error_sq)
         self.skipped = self.skipped + other.skipped
 
-    def add_norms(
-        self, gradient_sq: float | Tensor, input_sq: float | Tensor, error_sq: float | Tensor
-    ) -> None:
+    def add_norms(self, gradient_sq: float | Tensor, input_sq: float | Tensor, error_sq: float | Tensor) -> None:
         """Add squared norms of what was compressed together."""
         self.gradient_sq = self.gradient_sq + gradient_sq
         self.input_sq = self.input_sq + input_sq
@@ -120,9 +118,7 @@ class Compressor(ABC):
     _changes: list[Callable[[], None]] | None = None
 
     @abstractmethod
-    def steps(
-        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
-    ) -> Steps:
+    def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
         """The reduction as a generator; yields with collectives started, is resumed when they are finished.
 
         Args:

@@ -21,10 +21,7 @@ def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
     first = tensors[0]
     position = first.storage_offset()
     for tensor in tensors:
-        same = (
-            tensor.dtype == first.dtype
-            and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        )
+        same = tensor.dtype == first.dtype and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not (same and tensor.is_contiguous() and tensor.storage_offset() == position):
             return None
         position += tensor.numel()
@@ -127,9 +124,7 @@ class NoCompressionConfig(EDGCConfig):
 class NoCompression(Compressor):
     """The baseline: the exact mean. Keeps no state; ``rank`` is ignored."""
 
-    def steps(
-        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
-    ) -> Steps:
+    def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
         if channel.shards:
             return self.scattered(gradients, channel, statistics)
         return dense_steps([gradient.tensor for gradient in gradients], channel)
@@ -159,16 +154,12 @@ class BF16(Compressor):
     def __init__(self) -> None:
         self._messages: dict[tuple[str, ...], Tensor] = {}
 
-    def steps(
-        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
-    ) -> Steps:
+    def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
         if channel.shards and rank is not None:
             yield from self._scattered_halves(channel)
             return
         wide = [gradient for gradient in gradients if gradient.tensor.element_size() > 2 and rank is not None]
-        rest = [
-            gradient.tensor for gradient in gradients if gradient.tensor.element_size() <= 2 or rank is None
-        ]
+        rest = [gradient.tensor for gradient in gradients if gradient.tensor.element_size() <= 2 or rank is None]
         parts: list[Tensor] = []
         if wide:
             message = self._message(wide)

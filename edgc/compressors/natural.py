@@ -76,9 +76,7 @@ class Powers:
             magnitude = bits.bitwise_and(0x7FFFFFFF).clamp_(max=_INFINITE << _MANTISSA)
             broken = magnitude == _INFINITE << _MANTISSA
             # Added to the fraction, a number below 2^23 carries into the exponent with the probability asked for.
-            carry = torch.randint(
-                1 << _MANTISSA, part.shape, generator=generator, dtype=torch.int32, device=x.device
-            )
+            carry = torch.randint(1 << _MANTISSA, part.shape, generator=generator, dtype=torch.int32, device=x.device)
             power = magnitude.add_(carry).bitwise_right_shift_(_MANTISSA).clamp_(max=_INFINITE - 1)
             exponents[begin : begin + len(part)].copy_(power.masked_fill_(broken, _INFINITE))
             negative = bits < 0

@@ -55,9 +55,7 @@ def square_sums(batch: Tensor) -> Tensor:
 
 def finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged."""
-    flags = [
-        low.isfinite() & high.isfinite() for low, high in (torch.aminmax(t) for t in tensors if t.numel())
-    ]
+    flags = [low.isfinite() & high.isfinite() for low, high in (torch.aminmax(t) for t in tensors if t.numel())]
     return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device="cpu")
 
 
@@ -100,8 +98,7 @@ class Matrices:
         self.gradients = [gradient.tensor for gradient in gradients]
         rows, columns = self.shape
         self.needed = [
-            (0, rows) if g.needed is None else (g.needed[0] // columns, -(-g.needed[1] // columns))
-            for g in gradients
+            (0, rows) if g.needed is None else (g.needed[0] // columns, -(-g.needed[1] // columns)) for g in gradients
         ]
         batch = batch_view(self.gradients)
         self.in_place = batch is not None
@@ -233,9 +230,7 @@ def _blocks(x: Matrices) -> Iterator[tuple[int, slice]]:
     """Every matrix by its index, in slices of rows."""
     rows, height = x.shape[0], max(_ROWS, _BLOCK // x.shape[1])
     return (
-        (i, slice(start, min(start + height, rows)))
-        for i in range(len(x.names))
-        for start in range(0, rows, height)
+        (i, slice(start, min(start + height, rows))) for i in range(len(x.names)) for start in range(0, rows, height)
     )
 
 

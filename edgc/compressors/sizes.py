@@ -20,9 +20,7 @@ def mean_bits(matrices: Iterable[tuple[Sequence[int], int]]) -> float:
     return bits / entries if entries else 32
 
 
-def saves_bytes(
-    shape: Sequence[int], rank: int, factor_dtype: str = "fp32", gradient_bits: float = 32
-) -> bool:
+def saves_bytes(shape: Sequence[int], rank: int, factor_dtype: str = "fp32", gradient_bits: float = 32) -> bool:
     """Whether the two factors of this rank, scales included, are smaller than the matrix in its own type."""
     factors = min(rank, *shape) * (shape[0] + shape[1]) * FACTOR_BITS[factor_dtype]
     return factors < shape[0] * shape[1] * gradient_bits

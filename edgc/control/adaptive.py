@@ -60,9 +60,7 @@ def make_controller(
             of at least 1.
     """
     if isinstance(config, PolicyConfig):
-        return AdaptiveController(
-            config, stages, iterations, overlapped=overlapped, gradient_bits=gradient_bits
-        )
+        return AdaptiveController(config, stages, iterations, overlapped=overlapped, gradient_bits=gradient_bits)
     return Controller(config, len(stages), iterations)
 
 
@@ -134,9 +132,7 @@ class AdaptiveController(Controller):
     def watches(self, iteration: int) -> bool:
         return self.phase == "active" and iteration % self.config.window == 0 and self._times.watched
 
-    def _decide(
-        self, iteration: int, plan: Plan, report: Report, gate: list[str]
-    ) -> tuple[list[str], dict[str, Any]]:
+    def _decide(self, iteration: int, plan: Plan, report: Report, gate: list[str]) -> tuple[list[str], dict[str, Any]]:
         reasons: list[str] = []
         facts: dict[str, Any] = {}
         self._target = None

@@ -112,9 +112,7 @@ class Controller:
             **facts,
         )
 
-    def _decide(
-        self, iteration: int, plan: Plan, report: Report, gate: list[str]
-    ) -> tuple[list[str], dict[str, Any]]:
+    def _decide(self, iteration: int, plan: Plan, report: Report, gate: list[str]) -> tuple[list[str], dict[str, Any]]:
         """What the report changes: reasons, among them those of the gate, and what else a decision tells."""
         return gate, {}
 

@@ -76,9 +76,7 @@ class LayerRanks:
         """Of this rank's matrices in the window, for :meth:`decide`: error curve, and rows plus columns."""
         return {name: (curve, self._sides[name]) for name, curve in self._curves.items()}
 
-    def decide(
-        self, rows: Sequence[Mapping[str, tuple[Curve, int]]], common: int | None, ranks: Sequence[int]
-    ) -> None:
+    def decide(self, rows: Sequence[Mapping[str, tuple[Curve, int]]], common: int | None, ranks: Sequence[int]) -> None:
         """Share out the bytes of rank ``common`` (None: nothing is compressed) at the end of a window.
 
         Args:

@@ -87,9 +87,7 @@ class PolicyConfig(LowRankConfig):
         if values["alignment"] != "given":
             found["timing"] = "set alignment: given"
         if values["alignment"] != "measured" and (cls.gives_ranks or values["r_max"] is not None):
-            fix = "have times measured, with alignment: measured" + (
-                "" if cls.gives_ranks else " or without r_max"
-            )
+            fix = "have times measured, with alignment: measured" + ("" if cls.gives_ranks else " or without r_max")
             found |= dict.fromkeys(("search_start", "search_repeats"), fix)
         return found
 

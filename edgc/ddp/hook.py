@@ -206,12 +206,8 @@ class Handle:
         ]
         storage = buffer.untyped_storage().data_ptr()
         if any(gradient.tensor.untyped_storage().data_ptr() != storage for gradient in gradients):
-            raise RuntimeError(
-                "edgc.ddp: this version of torch does not give gradients as views of their bucket"
-            )
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if on_gpu else None
-        )
+            raise RuntimeError("edgc.ddp: this version of torch does not give gradients as views of their bucket")
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
         ready = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
         # DDP reads the future in C++, where an error set from Python is seen only by way of `then`.
         checked = future.then(torch.futures.Future.value)

@@ -106,9 +106,7 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
     """
     if not isinstance(model, DistributedDataParallel):
         what = f"edgc.ddp.register was given a {type(model).__name__}"
-        raise UserError(
-            what, fix="wrap the module in DistributedDataParallel first, and compile it afterwards"
-        )
+        raise UserError(what, fix="wrap the module in DistributedDataParallel first, and compile it afterwards")
     model._comm_hooks = [pair for pair in model._comm_hooks if not isinstance(pair[1], Unregistered)]
     if model._comm_hooks:
         what = "the model already has a communication hook"
@@ -125,9 +123,7 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
         raise UserError("the model's parameters are on several devices", fix="use one device per process")
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
-            raise UserError(
-                f"parameter {name} has type {parameter.dtype}", fix="use real floating-point types"
-            )
+            raise UserError(f"parameter {name} has type {parameter.dtype}", fix="use real floating-point types")
     return parameters
 
 

@@ -40,21 +40,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[Request, bool]:
         UserError: values that make no sense, naming the option.
     """
     parser = _Parser(prog="python -m edgc.doctor", description=__doc__)
-    parser.add_argument(
-        "--shapes", nargs="+", metavar="MxN", help="matrices to reduce, e.g. 1024x3072 1024x1024"
-    )
-    parser.add_argument(
-        "--hidden", type=int, help="instead: width of GPT blocks (default 1024, GPT-2 medium)"
-    )
+    parser.add_argument("--shapes", nargs="+", metavar="MxN", help="matrices to reduce, e.g. 1024x3072 1024x1024")
+    parser.add_argument("--hidden", type=int, help="instead: width of GPT blocks (default 1024, GPT-2 medium)")
     parser.add_argument("--layers", type=int, help="and their number (default 1)")
     parser.add_argument("--rank", type=int, nargs="+", default=[8, 32, 64, 128], help="default 8 32 64 128")
     parser.add_argument("--factor-dtype", choices=FACTOR_DTYPES, default="fp32")
-    parser.add_argument(
-        "--bandwidth", type=float, metavar="GBIT", help="assume this network, in Gbit/s per rank"
-    )
-    parser.add_argument(
-        "--latency", type=float, metavar="US", help="assume this latency of a round, in microseconds"
-    )
+    parser.add_argument("--bandwidth", type=float, metavar="GBIT", help="assume this network, in Gbit/s per rank")
+    parser.add_argument("--latency", type=float, metavar="US", help="assume this latency of a round, in microseconds")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, help="per process (default: the cores shared out)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -69,9 +61,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Request, bool]:
             raise UserError(f"--rank = {rank} is not valid", fix="use whole numbers of at least 1")
     for key, low in (("bandwidth", "above 0"), ("latency", "of at least 0")):
         value = getattr(given, key)
-        if value is not None and not (
-            math.isfinite(value) and value >= 0 and (value > 0 or key == "latency")
-        ):
+        if value is not None and not (math.isfinite(value) and value >= 0 and (value > 0 or key == "latency")):
             raise UserError(f"--{key} = {value} is not valid", fix=f"use a number {low}")
     if given.shapes and (given.hidden or given.layers):
         raise UserError("--shapes and --hidden or --layers exclude each other", fix="give one of them")

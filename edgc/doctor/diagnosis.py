@@ -50,8 +50,7 @@ def measure(request: Request, device: torch.device) -> dict[str, Any]:
     flat = torch.randn(entries, generator=generator, dtype=torch.float32, device="cpu").to(device)
     parts = torch.split(flat, [m * n for m, n in request.shapes])
     gradients = [
-        Gradient(f"w{i}", part.view(shape))
-        for i, (part, shape) in enumerate(zip(parts, request.shapes, strict=True))
+        Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, request.shapes, strict=True))
     ]
     methods: list[tuple[str, EDGCConfig]] = [
         ("dense", EDGCConfig(method="none")),

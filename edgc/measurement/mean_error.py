@@ -167,9 +167,7 @@ class MeanError:
             if item.sketch is not None:
                 left, place = _square(values[place : place + FEWER]), place + FEWER
             singular_sq = [value / item.count for value in item.values]
-            spectra[name] = MatrixSpectrum(
-                item.shape, singular_sq, math.fsum(singular_sq) + left / item.count
-            )
+            spectra[name] = MatrixSpectrum(item.shape, singular_sq, math.fsum(singular_sq) + left / item.count)
         return Measured(error_sq, input_sq, spectra)
 
     def state_dict(self) -> dict[str, Any]:

@@ -152,9 +152,7 @@ class Attachment:
             return Pending(self._worker, future)
         ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
         own = self._own_groups.get(tuple(dist.get_process_group_ranks(group)), group)
-        self._worker.put(
-            Bucket(False, gradients, gradients[0].tensor, future, ready, own, compress, tuple(shards))
-        )
+        self._worker.put(Bucket(False, gradients, gradients[0].tensor, future, ready, own, compress, tuple(shards)))
         return Pending(self._worker, future)
 
     def group_finished(self, started: Mark, ended: Mark, finite: Tensor) -> None:
@@ -265,9 +263,7 @@ class Attachment:
             raise UserError(what, fix="save and load one state per rank")
         refuse_other_parameters(state, self._shapes())
         if (state["pipeline"] is None) != (self.pipeline is None) and not changed_settings:
-            what = (
-                "the saved state's pipeline is of a run that compressed the traffic between stages otherwise"
-            )
+            what = "the saved state's pipeline is of a run that compressed the traffic between stages otherwise"
             raise UserError(what, fix="set pipeline.rank as it was, or load with changed_settings=True")
         self.engine.load_state_dict(state["engine"], changed_settings=changed_settings)
         if self.pipeline is not None and state["pipeline"] is not None:

@@ -38,9 +38,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     grad_reduce_handle: Any
     edgc_names: dict[Any, str]
 
-    def edgc_join(
-        self, attachment: Any, names: dict[Any, str], compress: bool, elsewhere: Any = None
-    ) -> None:
+    def edgc_join(self, attachment: Any, names: dict[Any, str], compress: bool, elsewhere: Any = None) -> None:
         """Reduce through ``attachment``.
 
         Args:

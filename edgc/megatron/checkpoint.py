@@ -223,6 +223,4 @@ def _check_tracker(folder: Path, iteration: int) -> None:
     tracker = folder.parent / TRACKER
     named = tracker.read_text().strip() if tracker.exists() else "0"
     if named.isdigit() and int(named) < iteration:
-        raise DamagedCheckpoint(
-            folder, f"../{TRACKER}", f"names iteration {named}, so this one is unfinished"
-        )
+        raise DamagedCheckpoint(folder, f"../{TRACKER}", f"names iteration {named}, so this one is unfinished")

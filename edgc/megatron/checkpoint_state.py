@@ -108,9 +108,7 @@ def state_of(folder: Path, content: Manifest, layout: Layout, place: Place) -> d
     """
     saved = layout_of(content)
     _refuse_other(saved, layout, folder)
-    places = {
-        Place(**about["place"]): rank_files.file_of(i) for i, about in enumerate(content.about["ranks"])
-    }
+    places = {Place(**about["place"]): rank_files.file_of(i) for i, about in enumerate(content.about["ranks"])}
     with within(folder, FOLDER):
         if saved == layout:
             return dict(rank_files.load(folder / FOLDER, content, places[place])["attachment"])
@@ -185,9 +183,7 @@ def _with_engine(state: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[st
 
 def _merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The first state with the mean of all error feedback."""
-    merged = saved_state.merge(
-        [{"engine": _engine(state), "pipeline": state.get("pipeline")} for state in states]
-    )
+    merged = saved_state.merge([{"engine": _engine(state), "pipeline": state.get("pipeline")} for state in states])
     first = {**states[0], "pipeline": merged["pipeline"]} if "pipeline" in states[0] else states[0]
     return _with_engine(first, merged["engine"])
 

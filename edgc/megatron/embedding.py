@@ -52,9 +52,7 @@ class FusedEmbedding:
     def wrapped(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
         """``finalize`` as Megatron's schedules call it, without its own all-reduce between the copies."""
 
-        def finalize_model_grads(
-            model: Any, num_tokens: Any = None, pg_collection: Any = None, **options: Any
-        ) -> Any:
+        def finalize_model_grads(model: Any, num_tokens: Any = None, pg_collection: Any = None, **options: Any) -> Any:
             if pg_collection is None:
                 groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
             else:

@@ -69,15 +69,11 @@ class CompressedP2P(P2PCommunicator):
         UserError: Megatron's settings have messages whose shapes are not known beforehand.
     """
 
-    def __init__(
-        self, *, pp_group: dist.ProcessGroup, config: Any, pipeline: PipelineConfig, seed: int = 0
-    ) -> None:
+    def __init__(self, *, pp_group: dist.ProcessGroup, config: Any, pipeline: PipelineConfig, seed: int = 0) -> None:
         for key in _REFUSED:
             if getattr(config, key, False):
                 what = f"edgc compresses no pipeline traffic under {key}"
-                raise UserError(
-                    what, where=type(config).__name__, fix=f"set {key} to False, or pipeline.rank to null"
-                )
+                raise UserError(what, where=type(config).__name__, fix=f"set {key} to False, or pipeline.rank to null")
         super().__init__(pp_group, config)
         self.stage, stages = pp_group.rank(), pp_group.size()
         self.next_stage, self.prev_stage = (self.stage + 1) % stages, (self.stage - 1) % stages
@@ -220,9 +216,7 @@ class CompressedP2P(P2PCommunicator):
             return gradient, None
         self.traffic.received_compressed += 1
         message = layout.empty(gradient.device)
-        return message, partial(
-            self.compressor.decompress, message, layout, gradient, self.traffic.statistics
-        )
+        return message, partial(self.compressor.decompress, message, layout, gradient, self.traffic.statistics)
 
     def _next(self, plan: Iterator[tuple[int, bool]]) -> tuple[int, bool]:
         try:
@@ -282,9 +276,7 @@ class CompressedP2P(P2PCommunicator):
 class _Pending:
     """A request whose message lives as long as it; :meth:`wait` may end with work on what has arrived."""
 
-    def __init__(
-        self, request: Any, finish: Callable[[], None] | None = None, *, keep: Tensor | None = None
-    ) -> None:
+    def __init__(self, request: Any, finish: Callable[[], None] | None = None, *, keep: Tensor | None = None) -> None:
         self._request, self._finish, self._keep = request, finish, keep
 
     def wait(self) -> None:

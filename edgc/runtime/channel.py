@@ -119,9 +119,7 @@ class Channel:
             return
         with span("edgc::all_reduce"):
             before_sum(tensor, self.world)
-            self._start(
-                torch.distributed.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True
-            )
+            self._start(torch.distributed.all_reduce(tensor, group=self.group, async_op=True), tensor, divide=True)
         self.bytes += all_reduce_bytes(tensor.nbytes, self.world)
 
     def scatter_means(self, buffers: Sequence[Tensor]) -> None:
@@ -146,9 +144,7 @@ class Channel:
             output.copy_(source)
             return
         with span("edgc::all_to_all"):
-            self._start(
-                torch.distributed.all_to_all_single(output, source, group=self.group, async_op=True), source
-            )
+            self._start(torch.distributed.all_to_all_single(output, source, group=self.group, async_op=True), source)
         self.bytes += (self.world - 1) * source.nbytes // self.world
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:

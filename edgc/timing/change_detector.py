@@ -68,9 +68,7 @@ class ChangeDetector:
                 that is not above 0, is not judged.
         """
         known = [
-            stage
-            for stage in range(self.stages)
-            if math.isfinite(measured[stage]) and 0 < predicted[stage] < math.inf
+            stage for stage in range(self.stages) if math.isfinite(measured[stage]) and 0 < predicted[stage] < math.inf
         ]
         found = []
         for stage in known:
@@ -134,7 +132,5 @@ class ChangeDetector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._patience, self._wait = int(state["patience"]), int(state["wait"])
         self._suspects = [int(stage) for stage in state["suspects"]]
-        self._reference = [
-            None if pair is None else (float(pair[0]), float(pair[1])) for pair in state["reference"]
-        ]
+        self._reference = [None if pair is None else (float(pair[0]), float(pair[1])) for pair in state["reference"]]
         self._pending = [bool(pending) for pending in state["pending"]]

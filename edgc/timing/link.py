@@ -46,9 +46,7 @@ class Link:
             raise ValueError(f"a link needs two sizes and times above 0, not {list(points)}")
         u = [1 / seconds for _, seconds in points]
         v = [size / seconds for size, seconds in points]
-        uu, uv, vv = (
-            math.fsum(a * b for a, b in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v))
-        )
+        uu, uv, vv = (math.fsum(a * b for a, b in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
         determinant = uu * vv - uv * uv
         latency = (math.fsum(u) * vv - math.fsum(v) * uv) / determinant
         slope = (math.fsum(v) * uu - math.fsum(u) * uv) / determinant

@@ -73,9 +73,7 @@ class StageTimes:
     def measure(self, limit: int, *, find_r_max: bool) -> None:
         """Have reductions timed at ranks up to ``limit``: until they stop paying, or at all of them."""
         config = self.config
-        self.search = RankSearch(
-            limit, config.rank_multiple, config.search_repeats, stop_at_crossing=find_r_max
-        )
+        self.search = RankSearch(limit, config.rank_multiple, config.search_repeats, stop_at_crossing=find_r_max)
         if config.remeasure_above is not None:
             # Without alignment only r_max depends on times, and it on those of stage 0 alone.
             judged = self.stages if config.alignment == "measured" else 1

@@ -83,9 +83,7 @@ def grouped(tensors: pd.DataFrame) -> pd.DataFrame:
     """Probe rows with their group; every column that any table uses exists (nan where not recorded)."""
     if tensors.empty:
         return tensors
-    wanted = [f"{kind}_{name}" for name in ESTIMATORS for kind in ("entropy", "sampled")] + list(
-        SHAPE_COLUMNS
-    )
+    wanted = [f"{kind}_{name}" for name in ESTIMATORS for kind in ("entropy", "sampled")] + list(SHAPE_COLUMNS)
     frame = tensors.assign(**{name: np.nan for name in wanted if name not in tensors})
     frame["group"] = [group_of(str(name)) for name in frame["parameter"]]
     if "stage" not in frame:

@@ -72,9 +72,7 @@ def curve(run: Run) -> pd.DataFrame:
     evaluations = run.evaluations.drop_duplicates("iteration", keep="last").set_index("iteration")
     frame["validation_perplexity"] = frame["iteration"].map(evaluations["perplexity"])
     frame["bytes"] = steps["bytes"].cumsum()
-    ranks = stages.pivot_table(
-        index="iteration", columns="stage", values="rank", aggfunc="last", dropna=False
-    )
+    ranks = stages.pivot_table(index="iteration", columns="stage", values="rank", aggfunc="last", dropna=False)
     for stage in ranks.columns:
         frame[f"rank_{int(stage)}"] = frame["iteration"].map(ranks[stage])
     frame = with_identity(run, frame)

@@ -74,9 +74,7 @@ def excess(row: pd.Series, table: pd.DataFrame) -> dict[str, Any]:
 
 def gap_of_fixed(ratios: Sequence[float], gaps: Sequence[float], ratio: float) -> float:
     """The gap of fixed ranks at ``ratio`` of the bytes, linear in its logarithm between neighbours; nan outside."""
-    points = sorted(
-        (r, g) for r, g in zip(ratios, gaps, strict=True) if math.isfinite(r) and math.isfinite(g)
-    )
+    points = sorted((r, g) for r, g in zip(ratios, gaps, strict=True) if math.isfinite(r) and math.isfinite(g))
     if len(points) < 2 or not points[0][0] <= ratio <= points[-1][0]:
         return math.nan
     x, y = zip(*points, strict=True)

@@ -62,9 +62,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     found = {run.path: predictions(run, reference, left) for run in runs}
     table = [row for run in runs for row in accuracy(run, found[run.path])]
     tables = {"table": table, "errors": over_training(runs, found)}
-    return write_tables(
-        out, {**tables, "stiffness": stiffness(runs, reference), "cqm": curves(runs, reference)}
-    )
+    return write_tables(out, {**tables, "stiffness": stiffness(runs, reference), "cqm": curves(runs, reference)})
 
 
 def length(run: Run) -> float:
@@ -165,9 +163,7 @@ def _actual(row: Any, in_use: int, others: Mapping[int, Left]) -> list[tuple[int
     if as_float(row.powersgd_error) > 0:
         found.append((in_use, "powersgd", row.norm * row.powersgd_error))
         place = (row.stage, row.parameter, row.iteration)
-        found += [
-            (rank, "powersgd", row.norm * errors[place]) for rank, errors in others.items() if place in errors
-        ]
+        found += [(rank, "powersgd", row.norm * errors[place]) for rank, errors in others.items() if place in errors]
     return found
 
 

@@ -204,8 +204,6 @@ def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:
         names = sorted(there)
     missing = [name for name in names if not (folder / name).is_dir()]
     if missing or not names:
-        what = (
-            f"{len(missing)} of {len(names)} runs missing, first {missing[0]}" if missing else "no run folder"
-        )
+        what = f"{len(missing)} of {len(names)} runs missing, first {missing[0]}" if missing else "no run folder"
         raise UserError(what, where=folder, fix=fix)
     return [load_run(folder / name) for name in names]

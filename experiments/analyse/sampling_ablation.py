@@ -95,12 +95,7 @@ def compare(run: Run, reference: Run | None) -> dict[str, Any]:
     mine, theirs = active_decisions(run), active_decisions(reference)
     pairs = list(zip(mine, theirs, strict=False))
     largest = max(
-        (
-            abs(a - b)
-            for one, other in pairs
-            for a, b in zip(one, other, strict=False)
-            if math.isfinite(a - b)
-        ),
+        (abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=False) if math.isfinite(a - b)),
         default=math.nan,
     )
     different = sum(differ(one, other) for one, other in pairs) + abs(len(mine) - len(theirs))

@@ -50,9 +50,7 @@ def interval(values: Iterable[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def summarise(
-    table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = ("variant", "label")
-) -> pd.DataFrame:
+def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = ("variant", "label")) -> pd.DataFrame:
     """Mean, sd, range and interval over the finished seeds of each variant; ``n`` counts all runs."""
     rows = []
     for key, group in table.groupby(list(by), sort=False, dropna=False):

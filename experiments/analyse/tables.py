@@ -62,9 +62,7 @@ def ranks_text(ranks: object) -> str:
     """Ranks per stage as text: ``16|12``, ``dense`` where a stage is not compressed, empty when unknown."""
     if not isinstance(ranks, (list, tuple)):
         return ""
-    return "|".join(
-        "dense" if rank is None or as_float(rank) != as_float(rank) else f"{rank:g}" for rank in ranks
-    )
+    return "|".join("dense" if rank is None or as_float(rank) != as_float(rank) else f"{rank:g}" for rank in ranks)
 
 
 def write_tables(out: Path, tables: Mapping[str, pd.DataFrame | Sequence[Mapping[str, Any]]]) -> list[Path]:

@@ -42,9 +42,7 @@ def trajectory(run: Run, window: int) -> pd.DataFrame:
     means = frame.groupby(["stage", "window"], as_index=False).agg(
         entropy=("entropy", "mean"), entropy_full=("entropy_full", "mean"), rank=("rank", "last")
     )
-    every = (
-        means.groupby("window", as_index=False)[["entropy", "entropy_full", "rank"]].mean().assign(stage=-1)
-    )
+    every = means.groupby("window", as_index=False)[["entropy", "entropy_full", "rank"]].mean().assign(stage=-1)
     means = pd.concat([means, every], ignore_index=True)
     means["iteration"] = (means["window"] + 1) * window
     return means.astype({"stage": int})[columns].sort_values(["stage", "window"], ignore_index=True)
@@ -124,9 +122,7 @@ def decision_columns(run: Run) -> dict[str, Any]:
     outside = 0
     for event, row in zip(active, ranks, strict=True):
         low, high = as_float(event.get("r_min")), as_float(event.get("r_max"))
-        outside += any(
-            not (low <= rank <= high) for rank in row if math.isfinite(rank) and math.isfinite(low + high)
-        )
+        outside += any(not (low <= rank <= high) for rank in row if math.isfinite(rank) and math.isfinite(low + high))
     return {
         "decisions": len(active),
         "rank_changes": moves,

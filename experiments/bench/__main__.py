@@ -19,11 +19,7 @@ from experiments.common.files import atomic_write
 REFERENCE = Path("results/reference/bench")
 KEPT = (
     *("engine", "engine_rounds", "engine_kernels", "network", "network_rounds"),
-    *(
-        f"{table}-{model}"
-        for model in engine.MODELS
-        for table in ("engine", "engine_rounds", "engine_kernels")
-    ),
+    *(f"{table}-{model}" for model in engine.MODELS for table in ("engine", "engine_rounds", "engine_kernels")),
     *("step_profile", "step_profile_steps", "step_profile_kernels"),
     *("stages", "stages_iterations", "timeline", "timeline_spans"),
     *("steps", "steps_rounds", "steps_probes", "pipeline", "pipeline_rounds", "pipeline_probes"),

@@ -26,16 +26,10 @@ def time_engines(
     repeats: Annotated[int, typer.Option(help="rounds; medians are taken over them")] = 7,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtypes: Annotated[str, typer.Option(help="of the gradients: fp32, bf16 (default: both on a GPU)")] = "",
-    allocators: Annotated[
-        str, typer.Option(help="default, thp, kept; ignored on a GPU")
-    ] = "default,thp,kept",
+    allocators: Annotated[str, typer.Option(help="default, thp, kept; ignored on a GPU")] = "default,thp,kept",
     gloo: Annotated[bool, typer.Option(help="also time two ranks with gloo; ignored on a GPU")] = True,
-    kernels: Annotated[
-        bool | None, typer.Option(help="also the time of every kernel (default: on a GPU)")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option(help="two ranks, fp32 gradients, three rounds: a minute on a GPU")
-    ] = False,
+    kernels: Annotated[bool | None, typer.Option(help="also the time of every kernel (default: on a GPU)")] = None,
+    quick: Annotated[bool, typer.Option(help="two ranks, fp32 gradients, three rounds: a minute on a GPU")] = False,
     results: Results = RESULTS,
 ) -> None:
     """Time one step of every engine on the same gradients: engine.csv, engine_rounds.csv, engine.json, and with kernels
@@ -78,9 +72,7 @@ def time_engines(
 
 @main_guard
 def profile_step(
-    layers: Annotated[
-        int, typer.Option(help="transformer layers; the defaults are GPT-2 with 124M parameters")
-    ] = 12,
+    layers: Annotated[int, typer.Option(help="transformer layers; the defaults are GPT-2 with 124M parameters")] = 12,
     hidden: Annotated[int, typer.Option(help="hidden size")] = 768,
     heads: Annotated[int, typer.Option(help="attention heads")] = 12,
     vocabulary: Annotated[int, typer.Option(help="tokens that there are")] = 50257,
@@ -88,9 +80,7 @@ def profile_step(
     batch: Annotated[int, typer.Option(help="sequences of a step")] = 8,
     rank: Annotated[int, typer.Option(help="of low-rank methods")] = 32,
     steps: Annotated[int, typer.Option(help="steps that are timed, of each variant")] = 20,
-    variants: Annotated[
-        str, typer.Option(help=f"with commas: {', '.join(step_profile.VARIANTS)}; default: all")
-    ] = "",
+    variants: Annotated[str, typer.Option(help=f"with commas: {', '.join(step_profile.VARIANTS)}; default: all")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     trace: Annotated[bool, typer.Option(help="also write a trace of one step of each variant")] = True,
     quick: Annotated[bool, typer.Option(help="seven variants, ten steps: three minutes on a GPU")] = False,

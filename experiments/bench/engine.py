@@ -236,9 +236,7 @@ def _section(
             slowest = {name: max(answer[name] for answer in answers) for name in answers[0]}
             found.rounds.setdefault(key, []).append(slowest)
         if with_floor:
-            parts = {
-                name: first.ask({"do": "run", "name": name})[0][plan.clock(base.threads)] for name in FLOOR
-            }
+            parts = {name: first.ask({"do": "run", "name": name})[0][plan.clock(base.threads)] for name in FLOOR}
             found.floor.setdefault(base, []).append(parts)
         advance(f"rank {base.rank}, {base.threads} threads" + (", gloo" if base.network == GLOO else ""))
     if plan.kernels and base.network == ALONE:

@@ -114,10 +114,7 @@ def _floor(plan: Plan, found: Measured, key: Key, mine: pd.DataFrame) -> dict[st
     parts = pd.DataFrame(found.floor[replace(key, allocator="", variant="")])
     bandwidth, rate = need.copied / copies, need.operations / parts["products"]
     least = pd.Series(
-        [
-            floor.seconds(need, *measured)
-            for measured in zip(bandwidth, rate, parts["orthogonalisation"], strict=True)
-        ]
+        [floor.seconds(need, *measured) for measured in zip(bandwidth, rate, parts["orthogonalisation"], strict=True)]
     )
     return {
         "floor_ms": 1e3 * float(least.median()),

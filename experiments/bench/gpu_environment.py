@@ -132,9 +132,7 @@ def prepare(venv: Path, over: Path, make: str, given: str | None, run: Run | Non
         _over_venv(venv, over, index_for(gpu), run)
     if not _sees(ready):
         fix = "see docs/gpu.md; EDGC_GPU_INDEX names another package index"
-        raise UserError(
-            f"torch from {index_for(gpu)} sees no GPU: {torch_of(ready)}", where=str(over), fix=fix
-        )
+        raise UserError(f"torch from {index_for(gpu)} sees no GPU: {torch_of(ready)}", where=str(over), fix=fix)
     return ready
 
 
@@ -166,18 +164,14 @@ def _over_given(given: str, over: Path, run: Run) -> str:
     own = torch_of(given)
     if own is None or not own.sees:
         what = "has no torch" if own is None else f"has torch {own.version}, which sees no GPU"
-        raise UserError(
-            f"{given} {what}", where="PYTHON", fix="name a Python whose torch runs on this GPU, or none"
-        )
+        raise UserError(f"{given} {what}", where="PYTHON", fix="name a Python whose torch runs on this GPU, or none")
     python = _new_environment(given, over, run, "--system-site-packages")
     installed = _installed(python)
     missing = [name for name, least in NEEDED.items() if not _will_do(installed.get(_normal(name)), least)]
     if missing:
         wanted = {_normal(name) for name in missing}
         # Pins of the lock for what comes new; what is there stays as it is, torch above all.
-        lines = [
-            f"{n}=={v}" for n, v in pins().items() if _normal(n) in wanted or _normal(n) not in installed
-        ]
+        lines = [f"{n}=={v}" for n, v in pins().items() if _normal(n) in wanted or _normal(n) not in installed]
         lines = [line for line in lines if not line.startswith("torch==")] + [f"torch=={own.version}"]
         constraints = over / "constraints.txt"
         constraints.write_text("\n".join(lines) + "\n")

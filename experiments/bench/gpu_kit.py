@@ -69,9 +69,7 @@ def parts(gpu: bool, full: bool, folder: Path) -> list[Part]:
             "stage": ["engine", "--model", "gpt2-2.5b-stage", "--layers", "1", *alone.split()],
             "step": ["step", *model.split(), *variants],
         }
-    tests = Part(
-        "tests", ["-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"], LIMITS["tests"]
-    )
+    tests = Part("tests", ["-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"], LIMITS["tests"])
     times = FULL if full else 1
     return [
         tests,
@@ -85,9 +83,7 @@ def parts(gpu: bool, full: bool, folder: Path) -> list[Part]:
 def carry_out(part: Part, python: str, log: Path, limit: float) -> Outcome:
     """Run one part; all its processes are gone afterwards."""
     # Containers set the first, with which products of fp32 are not those of fp32.
-    environment = {
-        key: value for key, value in os.environ.items() if key != "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-    }
+    environment = {key: value for key, value in os.environ.items() if key != "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"}
     started = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -153,9 +149,7 @@ def summary(outcomes: Sequence[Outcome], what: str) -> str:
 
 def _described(python: str, device: str) -> dict[str, Any]:
     """Device, versions and commit, as the benchmarks record them; empty if that Python cannot say."""
-    code = (
-        f"import json; from experiments.bench import machine; print(json.dumps(machine.describe({device!r})))"
-    )
+    code = f"import json; from experiments.bench import machine; print(json.dumps(machine.describe({device!r})))"
     done = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else {}
 
@@ -164,12 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
     parser.add_argument("--make", default="make")
-    parser.add_argument(
-        "--python", help="a Python whose torch runs on this GPU, instead of an environment of our own"
-    )
-    parser.add_argument(
-        "--full", action="store_true", help="every engine and variant, all repeats; hours, not minutes"
-    )
+    parser.add_argument("--python", help="a Python whose torch runs on this GPU, instead of an environment of our own")
+    parser.add_argument("--full", action="store_true", help="every engine and variant, all repeats; hours, not minutes")
     parser.add_argument("--only", default="", help=f"parts, with commas, of {', '.join(list(LIMITS)[1:])}")
     parser.add_argument("--results", type=Path, default=Path("results"))
     given = parser.parse_args(arguments)
@@ -178,9 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = [name for name in given.only.split(",") if name]
         for name in wanted:
             if name not in list(LIMITS)[1:]:
-                raise UserError(
-                    f"--only {name!r} is no part", fix=f"use some of {', '.join(list(LIMITS)[1:])}"
-                )
+                raise UserError(f"--only {name!r} is no part", fix=f"use some of {', '.join(list(LIMITS)[1:])}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

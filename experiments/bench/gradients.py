@@ -40,9 +40,7 @@ def named(tensors: Sequence[Tensor]) -> list[Gradient]:
     return [Gradient(name(index), tensor) for index, tensor in enumerate(tensors)]
 
 
-def make(
-    shapes: Sequence[Shape], count: int, *, seed: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
+def make(shapes: Sequence[Shape], count: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """``count`` flat gradients that follow each other: the same directions with other weights, and fresh noise.
 
     A decaying spectrum (exponent 0.7) plus noise, so that a rank that is too small leaves a large error and the

@@ -141,9 +141,7 @@ def time_stages(
     timeline.csv has the share of every kind of work in each iteration; timeline_spans.csv and timeline_trace.json (for
     Perfetto or chrome://tracing) show what every rank did when in the iteration with the median duration.
     """
-    plan = stages.Plan(
-        pipeline=pipeline, data=data, rank=rank, megabytes=megabytes, slowdown=slowdown, steps=steps
-    )
+    plan = stages.Plan(pipeline=pipeline, data=data, rank=rank, megabytes=megabytes, slowdown=slowdown, steps=steps)
     host, folder = place(results)
     with progress(len(stages.VARIANTS) + 1) as advance:
         found = stages.measure(plan, advance)

@@ -122,9 +122,7 @@ def ranks_on(testbed: Testbed, plan: Plan) -> Iterator[Group]:
         "MASTER_PORT": PORT,
         "OMP_NUM_THREADS": str(plan.threads),
     }
-    children = [
-        Child(MODULE, {**shared, "RANK": str(index)}, testbed.inside(index)) for index in range(testbed.hosts)
-    ]
+    children = [Child(MODULE, {**shared, "RANK": str(index)}, testbed.inside(index)) for index in range(testbed.hosts)]
     with Group(children) as group:
         group.ask({"do": "start", "size": asdict(plan.size), "threads": plan.threads})
         yield group
@@ -142,9 +140,7 @@ def _prepare(group: Group, wanted: dict[str, dict[str, Any]]) -> tuple[list[str]
     return chosen, failed
 
 
-def _try(
-    testbed: Testbed, plan: Plan, rate: float | None, name: str, settings: dict[str, Any]
-) -> list[dict[str, Any]]:
+def _try(testbed: Testbed, plan: Plan, rate: float | None, name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """A few steps of a method in processes of its own; its crash is its result."""
     rows = []
     testbed.limit(None)

@@ -72,9 +72,7 @@ class Method:
             self.model.register_comm_hook(dist.group.WORLD, bf16_hook)
             return lambda: round(2 * ring * self.entries)
         if self.hook == "torch":
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=settings["rank"], start_powerSGD_iter=2
-            )
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=settings["rank"], start_powerSGD_iter=2)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             return self._of_torch(state, ring)
         config = {"method": "powersgd"} | {key: value for key, value in settings.items() if key != "hook"}

@@ -52,9 +52,7 @@ class Links:
     stages: Link
 
 
-def predict(
-    compute: Compute, traffic: Traffic, links: Links, micro_batches: int, overhead: float = 0.0
-) -> float:
+def predict(compute: Compute, traffic: Traffic, links: Links, micro_batches: int, overhead: float = 0.0) -> float:
     """Seconds of a step under 1F1B whose gradients are averaged after backward.
 
     Args:
@@ -81,7 +79,5 @@ def predict(
         )
         for forward, backward, sent in zip(compute.forward, compute.backward, traffic.sent, strict=True)
     )
-    after = compute.rest + (
-        links.replicas[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0
-    )
+    after = compute.rest + (links.replicas[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0)
     return Model(stages=stages, micro_batches=micro_batches, after=after).run().seconds

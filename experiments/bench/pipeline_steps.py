@@ -71,9 +71,7 @@ class Plan:
     def configurations(self) -> list[tuple[float, int, str]]:
         """Limit, micro-batches and method of every run, those that calibrate first."""
         free = [(FREE, count, name) for count in CALIBRATED for name in METHODS]
-        limited = [
-            (rate, count, name) for rate in self.rates for count in self.micro_batches for name in METHODS
-        ]
+        limited = [(rate, count, name) for rate in self.rates for count in self.micro_batches for name in METHODS]
         return [*free, *limited]
 
 
@@ -172,8 +170,7 @@ def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
     methods, which do not differ in them; the rest is what these leave of an uncompressed step.
     """
     forward, backward = (
-        tuple(float(rounds[f"{kind}_{stage}"].median()) for stage in range(STAGES))
-        for kind in ("forward", "backward")
+        tuple(float(rounds[f"{kind}_{stage}"].median()) for stage in range(STAGES)) for kind in ("forward", "backward")
     )
     few, many = CALIBRATED
     seconds = rounds.groupby(["method", "micro_batches"])["seconds"].median().unstack()
@@ -217,14 +214,9 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
     free = found.rounds[found.rounds["mbit_per_s"] == FREE]
     without = _links(found.probes[found.probes["mbit_per_s"] == FREE])
     compute = compute_of(free, traffic["none"], without)
-    extra = {
-        str(name): overhead(part, compute, traffic[str(name)], without)
-        for name, part in free.groupby("method")
-    }
+    extra = {str(name): overhead(part, compute, traffic[str(name)], without) for name, part in free.groupby("method")}
     rows = []
-    for (rate, count, name), part in found.rounds.groupby(
-        ["mbit_per_s", "micro_batches", "method"], sort=False
-    ):
+    for (rate, count, name), part in found.rounds.groupby(["mbit_per_s", "micro_batches", "method"], sort=False):
         links = _links(found.probes[found.probes["mbit_per_s"] == rate])
         silent = replace(traffic[name], sent=((),) * STAGES, embedding=0.0)
         expected = predict(compute, traffic[name], links, int(count), extra[name])

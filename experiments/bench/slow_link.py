@@ -26,9 +26,7 @@ class SlowLink:
         messages: what a rank has sent since :meth:`take`, collective by collective.
     """
 
-    def __init__(
-        self, bandwidth: float | None, note: Callable[[float, float], None] = lambda start, end: None
-    ) -> None:
+    def __init__(self, bandwidth: float | None, note: Callable[[float, float], None] = lambda start, end: None) -> None:
         self.bandwidth, self.note = bandwidth, note
         self.messages: list[Sent] = []
 

@@ -166,9 +166,7 @@ def ranks(world: int, testbed: Testbed | None = None) -> Iterator[Group]:
     """One process per rank, each on a host of ``testbed`` if there is one, joined to a process group."""
     environment = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": INTERFACE} if testbed else {})
     with tempfile.TemporaryDirectory() as folder:
-        children = [
-            Child(MODULE, environment, testbed.inside(rank) if testbed else ()) for rank in range(world)
-        ]
+        children = [Child(MODULE, environment, testbed.inside(rank) if testbed else ()) for rank in range(world)]
         with Group(children) as group:
             for rank, child in enumerate(children):
                 child.send({"do": "start", "store": f"{folder}/store", "rank": rank, "world": world})

@@ -56,9 +56,7 @@ def train(
     engine, stage = session.attachment.engine, session.stage
     replica = int(parallel_state.get_data_parallel_rank())
     recorder = _recorder(session)
-    link = engine.open_channel = SlowLink(
-        bandwidths[stage], lambda start, end: recorder.add(LINK, start, end)
-    )
+    link = engine.open_channel = SlowLink(bandwidths[stage], lambda start, end: recorder.add(LINK, start, end))
     generator = torch.Generator().manual_seed(replica)
     decisions: list[Decision] = []
     iterations: list[dict[str, Any]] = []
@@ -107,10 +105,7 @@ def _step(session: Session, run: RunConfig, generator: torch.Generator, recorder
     """One training step on the next random micro-batches."""
     length, size = run.model.sequence_length, run.train.micro_batch
     positions = torch.arange(length).repeat(size, 1)
-    texts = [
-        torch.randint(0, VOCABULARY, (size, length + 1), generator=generator)
-        for _ in range(run.micro_batches)
-    ]
+    texts = [torch.randint(0, VOCABULARY, (size, length + 1), generator=generator) for _ in range(run.micro_batches)]
 
     def forward(batches: Any, model: Any) -> Any:
         text = next(batches)
@@ -146,9 +141,7 @@ class Rank:
         """Join the process group that meets at a file."""
         torch.set_num_threads(1)
         cpu_shims.install()
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT
-        )
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT)
 
     def train(self, run: dict[str, Any], bandwidths: list[float | None]) -> dict[str, Any]:
         """:func:`train` in JSON's types."""

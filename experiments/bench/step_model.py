@@ -102,8 +102,6 @@ def predict(compute: Compute, method: Method, links: Collectives) -> float:
     return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
 
 
-def overhead(
-    compute: Compute, sent: tuple[tuple[Sent, ...], ...], links: Collectives, seconds: float
-) -> float:
+def overhead(compute: Compute, sent: tuple[tuple[Sent, ...], ...], links: Collectives, seconds: float) -> float:
     """What a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
     return max(0.0, seconds - predict(compute, Method(sent=sent), links))

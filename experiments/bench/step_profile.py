@@ -41,9 +41,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 VARIANTS = (DDP, TORCH, *OURS, AGAIN)
 QUICK = (DDP, TORCH, "none", "powersgd fp32", "powersgd int8", "powersgd int4", AGAIN)
-GPT2 = Size(
-    layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024, batch=8
-)  # 124 million parameters
+GPT2 = Size(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024, batch=8)  # 124 million parameters
 PARTS = ("step", "host", "forward", "backward", "optimizer", "compress", "communicate", "decompress")
 SETTLE = 5  # DDP cuts its buckets anew after the first, torch's hook begins to compress after the second
 PROFILED = 2

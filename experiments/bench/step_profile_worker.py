@@ -56,9 +56,7 @@ class Training:
         self.model = DistributedDataParallel(GPT(self.size).to(self.device), gradient_as_bucket_view=True)
         self.handle: edgc.ddp.Handle | None = None
         if variant == TORCH:
-            state = powerSGD_hook.PowerSGDState(
-                cast(Any, None), matrix_approximation_rank=rank, start_powerSGD_iter=2
-            )
+            state = powerSGD_hook.PowerSGDState(cast(Any, None), matrix_approximation_rank=rank, start_powerSGD_iter=2)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif settings is not None:
             config = EDGCConfig.from_dict(settings)
@@ -117,9 +115,7 @@ class Training:
     def facts(self) -> dict[str, Any]:
         """Memory of the steps so far (of the whole process on a CPU), and what the hook reports."""
         if self.device.type == "cuda":
-            peak, resting = (
-                of(self.device) for of in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated)
-            )
+            peak, resting = (of(self.device) for of in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated))
         else:
             peak, resting = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
         statistics = self.handle.last.statistics if self.handle is not None and self.handle.last else None

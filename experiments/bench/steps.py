@@ -121,9 +121,7 @@ def messages(group: Group, workers: int) -> dict[str, list[list[Sent]]]:
             found[name] = group.ask({"do": "messages", "name": name}, network.STEP_SECONDS)[0]
         elif name != COMPUTE:
             share = 0.5 if settings["hook"] == "bf16" else 1.0
-            found[name] = [
-                [(ALL_REDUCE, share * sent_in(ALL_REDUCE, entries, workers))] for _, entries in ready
-            ]
+            found[name] = [[(ALL_REDUCE, share * sent_in(ALL_REDUCE, entries, workers))] for _, entries in ready]
     return found
 
 

@@ -168,7 +168,5 @@ def _run(*command: str, check: bool = True) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     if check and done.returncode != 0:
         lines: Sequence[str] = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise UserError(
-            f"`{' '.join(command)}` failed: {lines[0]}", fix="run as root on a kernel that allows it"
-        )
+        raise UserError(f"`{' '.join(command)}` failed: {lines[0]}", fix="run as root on a kernel that allows it")
     return done.stdout

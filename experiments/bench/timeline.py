@@ -129,9 +129,7 @@ def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     last = max(int(answer["stage"]) for answer in answers)
     together: dict[int, float] = {}  # per replica, when both ends have entered the embedding's all-reduce
     for answer in answers:
-        starts = [
-            float(s) for name, s, _ in answer["spans"] if name == _EMBEDDING and answer["stage"] in (0, last)
-        ]
+        starts = [float(s) for name, s, _ in answer["spans"] if name == _EMBEDDING and answer["stage"] in (0, last)]
         together[int(answer["replica"])] = max([together.get(int(answer["replica"]), 0.0), *starts])
     rows: list[dict[str, Any]] = []
     for answer in answers:
@@ -165,8 +163,7 @@ def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
             elif name == AGREEMENT:
                 found = [("wait", piece) for piece in without((start, end), reductions)]
             rows += [
-                {"stage": stage, "replica": replica, "kind": kind, "micro_batch": micro_batch}
-                | {"start": a, "end": b}
+                {"stage": stage, "replica": replica, "kind": kind, "micro_batch": micro_batch} | {"start": a, "end": b}
                 for kind, (a, b) in found
             ]
     made = pd.DataFrame(rows).astype({"micro_batch": "Int64"})
@@ -190,11 +187,7 @@ def _entered(answers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, str, 
 def _split(start: float, end: float, ready: float, kind: str) -> list[tuple[str, Interval]]:
     """Waiting until ``ready``, then ``kind``."""
     ready = min(max(ready, start), end)
-    return [
-        (name, piece)
-        for name, piece in (("wait", (start, ready)), (kind, (ready, end)))
-        if piece[1] > piece[0]
-    ]
+    return [(name, piece) for name, piece in (("wait", (start, ready)), (kind, (ready, end))) if piece[1] > piece[0]]
 
 
 def shares(spans: pd.DataFrame) -> pd.DataFrame:
@@ -206,9 +199,7 @@ def shares(spans: pd.DataFrame) -> pd.DataFrame:
         work = own[own["kind"] != "wait"]
         lengths = {kind: covered(_intervals(own[own["kind"] == kind])) for kind in KINDS if kind != "wait"}
         idle = idle_share(_intervals(work), window)
-        rows.append(
-            {"stage": stage, "replica": replica, "seconds": window[1] - window[0], "idle": idle, **lengths}
-        )
+        rows.append({"stage": stage, "replica": replica, "seconds": window[1] - window[0], "idle": idle, **lengths})
     return pd.DataFrame(rows)
 
 
@@ -246,9 +237,7 @@ def collect(
     chosen = median_iteration({key: float(spans["end"].max()) for key, spans in timelines.items()})
 
     def labelled(table: pd.DataFrame, iteration: int) -> pd.DataFrame:
-        return pd.concat(
-            [pd.DataFrame({"variant": variant, "iteration": iteration}, index=table.index), table], axis=1
-        )
+        return pd.concat([pd.DataFrame({"variant": variant, "iteration": iteration}, index=table.index), table], axis=1)
 
     every = [labelled(shares(spans), key) for key, spans in timelines.items()]
     return pd.concat(every, ignore_index=True), labelled(timelines[chosen], chosen)

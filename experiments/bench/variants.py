@@ -101,12 +101,8 @@ class Copy(Variant):
 class TorchHook(Variant):
     """torch's ``powerSGD_hook``, with the first Q of :class:`Ours`, so that their errors can be compared."""
 
-    def __init__(
-        self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, like: Tensor
-    ) -> None:
-        first = [
-            random_factor(SEED, 1, name(i), shape[1], min(rank, *shape)) for i, shape in enumerate(shapes)
-        ]
+    def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, like: Tensor) -> None:
+        first = [random_factor(SEED, 1, name(i), shape[1], min(rank, *shape)) for i, shape in enumerate(shapes)]
         self.hook = Hook(shapes, rank, first, group, like)
 
     def step(self, buffer: Tensor) -> Parts:
@@ -124,9 +120,7 @@ class Ours(Variant):
         group: None works as one of two workers with equal gradients (:class:`Mirror`).
     """
 
-    def __init__(
-        self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, factor_dtype: str
-    ) -> None:
+    def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, factor_dtype: str) -> None:
         config = EDGCConfig(
             method="powersgd", rank=rank, factor_dtype=factor_dtype, min_compression_elements=1, seed=SEED
         )

@@ -112,9 +112,7 @@ def wait_for_end(attempt: Path) -> bool:
     return True
 
 
-def follow(
-    start_ranks: Callable[[], None], attempt: Path, node: int, refusal: UserError | None = None
-) -> None:
+def follow(start_ranks: Callable[[], None], attempt: Path, node: int, refusal: UserError | None = None) -> None:
     """The launcher of a node other than 0: run its ranks, and end soon after node 0 has, whatever happens.
 
     Exits with 1 (interrupted) or 2 (bad input) where node 0 has not said how the run ended.

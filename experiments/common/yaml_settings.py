@@ -112,7 +112,5 @@ def deep_merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any
     merged = dict(low)
     for key, value in high.items():
         old = merged.get(key)
-        merged[key] = (
-            deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-        )
+        merged[key] = deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged

@@ -36,9 +36,7 @@ from experiments.data.tokenizer import END_OF_TEXT, MASK
 from experiments.spec.settings import RunConfig
 
 VALIDATION_SEED = 1234  # of the validation order and masks: one fixed set for every run, method and seed
-MASKED_SHARE = (
-    0.15  # BERT (arXiv 1810.04805, section 3.1): of the tokens, 80 % [MASK], 10 % random, 10 % kept
-)
+MASKED_SHARE = 0.15  # BERT (arXiv 1810.04805, section 3.1): of the tokens, 80 % [MASK], 10 % random, 10 % kept
 _INDEX_PATIENCE_SECONDS = 1800.0
 
 
@@ -89,9 +87,7 @@ class MaskedDataset(GPTDataset):
         fate = random.random(len(chosen))
         replacement = vocabulary.ordinary[random.integers(len(vocabulary.ordinary), size=len(chosen))]
         tokens = labels.copy()
-        tokens[chosen] = numpy.where(
-            fate < 0.8, vocabulary.mask, numpy.where(fate < 0.9, replacement, labels[chosen])
-        )
+        tokens[chosen] = numpy.where(fate < 0.8, vocabulary.mask, numpy.where(fate < 0.9, replacement, labels[chosen]))
         loss_mask = numpy.zeros(len(labels), dtype=numpy.float32)
         loss_mask[chosen] = 1.0
         arrays = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
@@ -183,9 +179,7 @@ def train_batches(
     train = cfg.train
     dataset = _open(cfg, data_dir, "train", train.iterations * train.global_batch, cfg.seed)
     masked = cfg.model.architecture == "bert"
-    batches = Batches(
-        dataset, train.iterations, train.global_batch, train.micro_batch, dp_rank, dp_size, masked
-    )
+    batches = Batches(dataset, train.iterations, train.global_batch, train.micro_batch, dp_rank, dp_size, masked)
     return batches.start(start_iteration)
 
 
@@ -206,9 +200,7 @@ def validation_batches(cfg: RunConfig, data_dir: Path, dp_rank: int, dp_size: in
         )
         raise UserError(message, where=data_dir, fix=fix)
     masked = cfg.model.architecture == "bert"
-    return Batches(
-        dataset, train.eval_batches, train.global_batch, train.micro_batch, dp_rank, dp_size, masked
-    )
+    return Batches(dataset, train.eval_batches, train.global_batch, train.micro_batch, dp_rank, dp_size, masked)
 
 
 def _open(cfg: RunConfig, data_dir: Path, split: str, samples: int | None, seed: int) -> GPTDataset:

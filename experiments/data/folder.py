@@ -81,9 +81,7 @@ def load_info(folder: Path) -> DataInfo:
     return info
 
 
-def check_whole(
-    folder: Path, info: DataInfo, names: Iterable[str] = FILES, *, checksums: bool = True
-) -> None:
+def check_whole(folder: Path, info: DataInfo, names: Iterable[str] = FILES, *, checksums: bool = True) -> None:
     """Compare the files of ``folder``, or those called ``names``, with what ``info`` says of them.
 
     Without ``checksums`` only sizes are compared.
@@ -102,9 +100,7 @@ def check_config(info: DataInfo, config: DataConfig, folder: Path) -> None:
     for key, wanted in recorded(config).items():
         if info.config.get(key) != wanted:
             message = f"data.{key} = {wanted!r}, but the folder was prepared with {info.config.get(key)!r}"
-            raise UserError(
-                message, where=folder / "data.yaml", fix="prepare it again or use another data.path"
-            )
+            raise UserError(message, where=folder / "data.yaml", fix="prepare it again or use another data.path")
 
 
 def texts(folder: Path, split: str) -> Iterator[Document]:

@@ -163,9 +163,7 @@ def _write(
         tokenizer = _tokenizer(config, source, tokenizer_files, progress)
         tokenizer.save(folder / "tokenizer.json")
         dtype = DType.optimal_dtype(tokenizer.vocab_size)
-        builders = {
-            split: IndexedDatasetBuilder(str(folder / f"{split}.bin"), dtype=dtype) for split in SPLITS
-        }
+        builders = {split: IndexedDatasetBuilder(str(folder / f"{split}.bin"), dtype=dtype) for split in SPLITS}
         digest = hashlib.sha256()
         with (folder / "documents.jsonl").open("w", encoding="utf-8") as index:
             shards = make_shards(tokenizer, dtype) if make_shards is not None else None
@@ -211,9 +209,7 @@ def _tokenizer(config: DataConfig, source: Source, files: Path | None, progress:
         raise UserError("data.vocab_size is missing for data.tokenizer = bpe", fix=fix)
     train = (document for document in source.documents() if source.split_of(document) == "train")
     task = progress.add_task("train tokenizer", total=None)
-    trained = tokenizer.train_bpe(
-        (document.text for document in _counted(train, progress, task)), config.vocab_size
-    )
+    trained = tokenizer.train_bpe((document.text for document in _counted(train, progress, task)), config.vocab_size)
     progress.update(task, total=progress.tasks[task].completed)
     return trained
 

@@ -115,9 +115,7 @@ def load_gpt2(files: Path | None = None) -> TextTokenizer:
         UserError: the files are missing, or the hub cannot be reached.
     """
     try:
-        tokenizer = (
-            _gpt2_from_files(files) if files else Tokenizer.from_pretrained(GPT2, revision=GPT2_REVISION)
-        )
+        tokenizer = _gpt2_from_files(files) if files else Tokenizer.from_pretrained(GPT2, revision=GPT2_REVISION)
     except UserError:
         raise
     except Exception as error:  # `tokenizers` raises bare Exception, the hub a family of its own

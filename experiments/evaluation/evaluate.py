@@ -53,9 +53,7 @@ app = typer.Typer(add_completion=False)
 
 def inputs(model: Model, task: TaskFile, batch_size: int) -> Row:
     """Everything that decides the outcome of one evaluation."""
-    versions = {
-        name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "tokenizers", "torch")
-    }
+    versions = {name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "tokenizers", "torch")}
     settings = {"bootstrap_iters": BOOTSTRAP, "seed": SEED, "dtype": DTYPE, "batch_size": batch_size}
     total = digest(model.digest, task.digest, task.name, json.dumps([settings, versions], sort_keys=True))
     return {"digest": total, "settings": settings, "versions": versions}
@@ -158,9 +156,7 @@ def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import handle_non_serializable
 
-    seeds = dict.fromkeys(
-        ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED
-    )
+    seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
     encode: dict[str, Any] = {"default": handle_non_serializable, "ensure_ascii": False}
     manager = task_manager(work.folders)
     lm = HFLM(pretrained=str(model.path), device=work.device, dtype=DTYPE, batch_size=work.batch_size)

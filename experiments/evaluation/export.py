@@ -214,14 +214,10 @@ def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
     recorded = load_yaml(folder / "run.yaml").get("provenance", {}).get("data_fingerprint")
     tokenizer, end_of_text = read_tokenizer(data, config, recorded)
     model = load_model(folder / "checkpoint", config, len(tokenizer))
-    exported = to_gpt2(
-        model, vocab_size=len(tokenizer), activation=config.model.activation, end_of_text=end_of_text
-    )
+    exported = to_gpt2(model, vocab_size=len(tokenizer), activation=config.model.activation, end_of_text=end_of_text)
     difference = largest_difference(model, exported)
     if not difference <= TOLERANCE:
-        raise RuntimeError(
-            f"{folder}: exported logits differ by {difference:.2e} > {TOLERANCE:.0e}; nothing published"
-        )
+        raise RuntimeError(f"{folder}: exported logits differ by {difference:.2e} > {TOLERANCE:.0e}; nothing published")
     summary["largest_logit_difference"] = difference
     with fresh_folder(out) as temporary:
         exported.save_pretrained(temporary, safe_serialization=True)

@@ -36,9 +36,7 @@ def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
     for name in ACTIVATIONS.values():
         if torch.allclose(values, ACT2FN[name](x), rtol=0.0, atol=1e-7):
             return name
-    raise UserError(
-        "the activation is neither of the two GELUs", fix="only gelu and gelu_tanh models are exported"
-    )
+    raise UserError("the activation is neither of the two GELUs", fix="only gelu and gelu_tanh models are exported")
 
 
 def gpt2_weights(state: Mapping[str, torch.Tensor], heads: int, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -90,9 +88,7 @@ def gpt2_weights(state: Mapping[str, torch.Tensor], heads: int, vocab_size: int)
     if "output_layer.weight" in left:
         weights["lm_head.weight"] = take("output_layer.weight")[:vocab_size].clone()
     if left:
-        raise UserError(
-            f"GPT-2 has no place for {sorted(left)[0]}", fix="export GPT runs with LayerNorm and GELU only"
-        )
+        raise UserError(f"GPT-2 has no place for {sorted(left)[0]}", fix="export GPT runs with LayerNorm and GELU only")
     return weights
 
 

@@ -93,9 +93,7 @@ class Fetcher:
         lines = str(reason).strip().splitlines() or ["no message"]
         # ConnectionError is one.
         fix = (
-            "check the network, HF_HUB_OFFLINE and the free space"
-            if isinstance(reason, OSError)
-            else "see the message"
+            "check the network, HF_HUB_OFFLINE and the free space" if isinstance(reason, OSError) else "see the message"
         )
         raise UserError(f"{type(reason).__name__}: {lines[0]}", fix=fix) from reason
 
@@ -167,9 +165,7 @@ def prefetch(names: Sequence[str]) -> None:
             progress.advance(bar)
     if missing:
         fix = f"say it again where there is a network: {PREFETCH} --tasks {','.join(missing)}"
-        raise UserError(
-            f"{len(missing)} of {len(names)} tasks were not fetched: {', '.join(missing)}", fix=fix
-        )
+        raise UserError(f"{len(missing)} of {len(names)} tasks were not fetched: {', '.join(missing)}", fix=fix)
 
 
 def asked(tasks: str, study: str, scale: str) -> list[str]:

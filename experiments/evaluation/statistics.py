@@ -19,9 +19,7 @@ from scipy import stats
 from experiments.common.yaml_settings import Settings, load_yaml, validate
 
 EQUIVALENCE = Path(__file__).parent / "equivalence.yaml"
-ACCURACIES = frozenset(
-    {"acc", "acc_norm", "acc_mutual_info", "acc_bytes", "exact_match"}
-)  # 0 or 1 a document
+ACCURACIES = frozenset({"acc", "acc_norm", "acc_mutual_info", "acc_bytes", "exact_match"})  # 0 or 1 a document
 ON_PAR, DIFFERENT, NOT_DECIDED = "on par", "different", "not decided"
 CONFIDENCE = 0.95  # of intervals over seeds, and of what counts as above chance
 MCNEMAR, PAIRED_T = "McNemar, exact", "paired t"
@@ -72,9 +70,7 @@ class Finding:
     verdict: str | None
 
 
-def gap(
-    metric: str, scale: Scale, ours: tuple[float, Sequence[float]], theirs: tuple[float, Sequence[float]]
-) -> Gap:
+def gap(metric: str, scale: Scale, ours: tuple[float, Sequence[float]], theirs: tuple[float, Sequence[float]]) -> Gap:
     """The gap of (value, shares) of two models on the same documents.
 
     Raises:

@@ -58,9 +58,7 @@ def influence(metric: str, samples: Sequence[Row], value: float) -> list[float] 
     scale = {"bits_per_byte": 1 / math.log(2)}.get(metric, value)
     if metric not in ("bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity"):
         return None
-    entries = [
-        row[metric] if isinstance(row[metric], list | tuple) else (row[metric], 1.0) for row in samples
-    ]
+    entries = [row[metric] if isinstance(row[metric], list | tuple) else (row[metric], 1.0) for row in samples]
     pairs = [(-float(log_likelihood), float(weight)) for log_likelihood, weight in entries]
     weight = math.fsum(w for _, w in pairs)
     rate = math.fsum(loss for loss, _ in pairs) / weight
@@ -96,9 +94,7 @@ def baselines_of(models: Sequence[Model]) -> dict[str, Model]:
 
 def finished(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path) -> dict[tuple[str, str], Scores]:
     """What :func:`scores` finds of every run that left a model, by run and task."""
-    return {
-        (m.name, t.name): scores(out / m.name / t.name, t) for m in models for t in tasks if m.info["model"]
-    }
+    return {(m.name, t.name): scores(out / m.name / t.name, t) for m in models for t in tasks if m.info["model"]}
 
 
 def gap_between(ours: Scores, theirs: Scores, metric: str, rule: Equivalence) -> Gap | None:

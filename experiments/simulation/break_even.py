@@ -109,9 +109,7 @@ class Assumption(NamedTuple):
 def assumptions() -> Iterator[tuple[Assumption, Assumption]]:
     """Each assumption at a low and a high value."""
 
-    def of(
-        section: str, key: str, low: float, high: float, *, times: bool = True
-    ) -> tuple[Assumption, Assumption]:
+    def of(section: str, key: str, low: float, high: float, *, times: bool = True) -> tuple[Assumption, Assumption]:
         def change(factor: float) -> Callable[[Model], Model]:
             def changed(model: Model) -> Model:
                 value = getattr(getattr(model.cluster, section), key).value * factor if times else factor

@@ -35,9 +35,7 @@ def load_model(study: str) -> Model:
     """The model of ``study`` at the first bandwidth of its sweep."""
     cluster = load_cluster(study)
     run, shape = study_run(study), study_shape(study)
-    sharing = groups_sharing_a_node(
-        shape, cluster.nodes.value, cluster.gpus_per_node.value, study_path(study)
-    )
+    sharing = groups_sharing_a_node(shape, cluster.nodes.value, cluster.gpus_per_node.value, study_path(study))
     gbits = cluster.network.node_gbits_per_second.value[0]
     return Model(shape, build(shape), cluster, sharing, run.micro_batches, run.train.micro_batch, gbits)
 

@@ -151,9 +151,7 @@ class Model:
         passes = self.cluster.methods.memory_passes.value.topk
         return Cost(sparse + dense.bytes, seconds, self.passes(entries, passes))
 
-    def powersgd(
-        self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
-    ) -> Cost:
+    def powersgd(self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> Cost:
         """Compression: four m x n x r products (P, Q, own error, result), a QR of P, passes, launches.
 
         Matrices whose factors are not smaller go dense, unless ``always``; factors of ``factor_bytes`` an entry.
@@ -274,9 +272,7 @@ class Composed(Model, ABC):
     def topk(self, stage: StageShard) -> Cost:
         return self.composed(stage, lambda model, part: model.topk(part))
 
-    def powersgd(
-        self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES
-    ) -> Cost:
+    def powersgd(self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> Cost:
         return self.composed(
             stage,
             lambda model, part: model.powersgd(part, rank, always=always, factor_bytes=factor_bytes),

@@ -79,9 +79,7 @@ def table(scenarios: Scenarios) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for key, case in chosen.cases.items():
         met = course(even, case, run.train.iterations)
-        traces = {
-            name: follow(met, entropy, replace(run.edgc, **changes)) for name, changes in CONTROLLERS.items()
-        }
+        traces = {name: follow(met, entropy, replace(run.edgc, **changes)) for name, changes in CONTROLLERS.items()}
         about = {"case": key, "label": case.label, "gbits_per_second": chosen.gbits_per_second}
         for overlap in (False, True):
             base = met.mean_seconds(lambda model: model.none, overlap=overlap)

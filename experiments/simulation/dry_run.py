@@ -108,9 +108,7 @@ def look_at(run: RunConfig, shape: GPTShape, stage: StageShard, asked: int) -> R
     decided = rank_of(run, asked)
     step = virtual.step(decided if run.edgc.method == "edgc" else None)
     formula = virtual.in_flight * stage_bytes(run, stage.stage, shape.padded_vocab)
-    return Row(
-        run.variant, run.label, decided, stage.stage, stage.layers, ranks, stage.parameters, step, formula
-    )
+    return Row(run.variant, run.label, decided, stage.stage, stage.layers, ranks, stage.parameters, step, formula)
 
 
 def rows(study: str, scale: str, *, method: str | None, rank: int, show: bool = True) -> Iterator[Row]:
@@ -120,15 +118,9 @@ def rows(study: str, scale: str, *, method: str | None, rank: int, show: bool = 
         placement.from_settings(run.model, run.parallel, run.data.vocab_size, str(matrix.study_path(study)))
         for run in runs
     ]
-    work = [
-        (run, shape, stage)
-        for run, shape in zip(runs, shapes, strict=True)
-        for stage in placement.build(shape)
-    ]
+    work = [(run, shape, stage) for run, shape in zip(runs, shapes, strict=True) for stage in placement.build(shape)]
     console = Console(stderr=True)
-    for run, shape, stage in track(
-        work, f"{study}: stages", console=console, disable=not show, transient=True
-    ):
+    for run, shape, stage in track(work, f"{study}: stages", console=console, disable=not show, transient=True):
         yield look_at(run, shape, stage, rank)
 
 
@@ -151,10 +143,7 @@ def as_csv(found: list[Row], memory: int | None, *, every_rank: bool, shape: GPT
                     "layers": row.layers,
                     "parameters": row.parameters,
                     "bytes_parameters": row.step.parameters,
-                    **{
-                        f"bytes_{k}" if k != "in_flight" else "micro_batches_in_flight": v
-                        for k, v in step.items()
-                    },
+                    **{f"bytes_{k}" if k != "in_flight" else "micro_batches_in_flight": v for k, v in step.items()},
                     "bytes_activations_in_flight": row.step.all_activations,
                     "bytes_activations_by_formula": round(row.activations_by_formula),
                     "bytes_total": row.step.total,
@@ -223,13 +212,9 @@ def main(
     wide = Console(width=None if sys.stdout.isatty() else 240)
     wide.print(table)
     unique, allocated = shape.unique_parameters, placement.allocated_parameters(shape)
-    print(
-        f"{unique:,} parameters; {allocated:,} with vocabulary padding and the last stage's copy of the embedding"
-    )
+    print(f"{unique:,} parameters; {allocated:,} with vocabulary padding and the last stage's copy of the embedding")
     print(verdict(found, memory, gpu.name.value))
-    print(
-        "Not counted: what CUDA, NCCL and the allocator keep for themselves, and scratch memory inside of kernels."
-    )
+    print("Not counted: what CUDA, NCCL and the allocator keep for themselves, and scratch memory inside of kernels.")
     if out is not None:
         atomic_write(out, as_csv(found, memory, every_rank=every_rank, shape=shape))
 

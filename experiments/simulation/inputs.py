@@ -119,9 +119,7 @@ def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int, where
             members of a data-parallel group would not fit the placement that the estimate assumes.
     """
     if nodes * gpus_per_node != shape.world:
-        what = (
-            f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
-        )
+        what = f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
         raise UserError(what, where=where, fix="change the cluster or the parallel sizes")
     if gpus_per_node % shape.tensor:
         what = f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}"

@@ -164,9 +164,7 @@ class Model:
         last = index == len(self.stages) - 1 and step.chunk == chunks - 1
         return last if step.kind == "backward" else index == 0 and step.chunk == 0
 
-    def _send(
-        self, index: int, step: Step, end: float, chunks: int, arrived: dict[tuple[int, Step], float]
-    ) -> None:
+    def _send(self, index: int, step: Step, end: float, chunks: int, arrived: dict[tuple[int, Step], float]) -> None:
         count, forward = len(self.stages), step.kind == "forward"
         to, chunk = index + (1 if forward else -1), step.chunk
         if to == count:

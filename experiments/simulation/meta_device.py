@@ -62,9 +62,7 @@ def stand_in_for_cuda() -> None:
         UserError: where there is a GPU.
     """
     if not cpu_shims.install(META):
-        raise UserError(
-            "the dry run needs a process that sees no GPU", fix="set CUDA_VISIBLE_DEVICES to nothing"
-        )
+        raise UserError("the dry run needs a process that sees no GPU", fix="set CUDA_VISIBLE_DEVICES to nothing")
     functional: Any = torch.nn.functional
     functional.dropout = _dropout
     state.random_factor = _drawn

@@ -227,9 +227,7 @@ def _stage(shape: GPTShape, stage: int) -> StageShard:
         if position == 0:
             tensors.append(ParameterTensor(prefix + "embedding.word_embeddings.weight", local_vocab, (v, h)))
             positions = (shape.sequence_length, h)  # replicated on every tensor-parallel rank
-            tensors.append(
-                ParameterTensor(prefix + "embedding.position_embeddings.weight", positions, positions)
-            )
+            tensors.append(ParameterTensor(prefix + "embedding.position_embeddings.weight", positions, positions))
         for layer in range(per_chunk):
             tensors.extend(_layer(shape, f"{prefix}decoder.layers.{layer}."))
         ranges.append((position * per_chunk, (position + 1) * per_chunk))

@@ -69,11 +69,7 @@ def recorded() -> dict[str, Recorded]:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"recorded entropies cannot be read: {error}", where=PATH, fix=fix) from None
     lengths = {len(one.shares) for one in found.values()}
-    if (
-        len(lengths) != 1
-        or any(one.shares[-1] != 1.0 for one in found.values())
-        or table.isna().any(axis=None)
-    ):
+    if len(lengths) != 1 or any(one.shares[-1] != 1.0 for one in found.values()) or table.isna().any(axis=None):
         raise UserError("recorded entropies are cut short: a run does not reach its end", where=PATH, fix=fix)
     return found
 
@@ -130,9 +126,7 @@ class Trace:
 
     def mean_rank(self, stage: int) -> float:
         """While ``stage`` compressed; nan if it never did."""
-        found = [
-            (rank, count) for (_, ranks), count in self.spent.items() if (rank := ranks[stage]) is not None
-        ]
+        found = [(rank, count) for (_, ranks), count in self.spent.items() if (rank := ranks[stage]) is not None]
         total = sum(count for _, count in found)
         return sum(rank * count for rank, count in found) / total if total else float("nan")
 

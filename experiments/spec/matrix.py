@@ -56,9 +56,7 @@ def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
         raise UserError(f"unknown {kind} {path.stem!r}", where=path.parent, fix=nearest(path.stem, known))
     values = load_yaml(path)
     if values.get(kind) != path.stem:
-        raise UserError(
-            f"{kind} = {values.get(kind)!r} is not the file's name", where=path, fix=f"write {path.stem}"
-        )
+        raise UserError(f"{kind} = {values.get(kind)!r} is not the file's name", where=path, fix=f"write {path.stem}")
     return values
 
 
@@ -103,9 +101,7 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)
     variants = deep_merge(definition.variants, layer.variants)
     # A setting that is missing or does not fit may be the scale's where the study says nothing of it.
-    where = (
-        study_path(study) if scale in definition.scales else f"{study_path(study)} over {scale_path(scale)}"
-    )
+    where = study_path(study) if scale in definition.scales else f"{study_path(study)} over {scale_path(scale)}"
     found = []
     for variant, overrides in variants.items():
         for seed in layer.seeds or definition.seeds or at.seeds:
@@ -190,9 +186,7 @@ def main(study: Annotated[str, typer.Option()], scale: Annotated[str, typer.Opti
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        "run", "label", "model", "parallel", "iterations", "compression", title=f"{study} at scale {scale}"
-    )
+    table = Table("run", "label", "model", "parallel", "iterations", "compression", title=f"{study} at scale {scale}")
     for run in runs(study, scale):
         model, parallel = run.model, run.parallel
         table.add_row(

@@ -65,9 +65,7 @@ class ModelConfig(Settings):
                 f"experts_per_token = {self.experts_per_token} is above experts = {self.experts}; change one of them"
             )
         if self.hidden % self.heads:
-            raise ValueError(
-                f"hidden = {self.hidden} is not divisible by heads = {self.heads}; change one of them"
-            )
+            raise ValueError(f"hidden = {self.hidden} is not divisible by heads = {self.heads}; change one of them")
         return self
 
 
@@ -102,15 +100,9 @@ class ParallelConfig(Settings):
         if world is None:
             return {**values, "world": ranks * (data or 1)}
         if world % ranks or (data is not None and world != ranks * data):
-            given = (
-                f"tensor * pipeline = {ranks}"
-                if data is None
-                else f"tensor * pipeline * data = {ranks * data}"
-            )
+            given = f"tensor * pipeline = {ranks}" if data is None else f"tensor * pipeline * data = {ranks * data}"
             relation = "divisible by" if data is None else "equal to"
-            raise ValueError(
-                f"world = {world} is not {relation} {given}; change world or the degrees of parallelism"
-            )
+            raise ValueError(f"world = {world} is not {relation} {given}; change world or the degrees of parallelism")
         return {**values, "data": world // ranks}
 
 

@@ -124,9 +124,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def analyses() -> list[str]:
     """The modules that make the tables of a study, ``table.csv`` among them."""
-    return sorted(
-        path.stem for path in ANALYSES.glob("*.py") if "table.csv" in (constant(path, "RESULTS") or ())
-    )
+    return sorted(path.stem for path in ANALYSES.glob("*.py") if "table.csv" in (constant(path, "RESULTS") or ()))
 
 
 def check_names(study: Study, where: Path, scales: Iterable[str], studies: Iterable[str]) -> None:

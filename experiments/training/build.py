@@ -180,17 +180,13 @@ def _recorders(
     ]
     if run.probe.spectra:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        recorders.append(
-            SpectraProbe(*about, engine.compressor, reports=reports, experts=share, group=replicas)
-        )
+        recorders.append(SpectraProbe(*about, engine.compressor, reports=reports, experts=share, group=replicas))
     if run.probe.entry_rates:
         recorders.append(SamplingProbe(*about, reports=reports))
     return recorders
 
 
-def build_optimizer(
-    run: RunConfig, chunks: list[DistributedDataParallel]
-) -> tuple[Any, OptimizerParamScheduler]:
+def build_optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> tuple[Any, OptimizerParamScheduler]:
     """Megatron's Adam over ``chunks``, and the schedule of its learning rate."""
     train = run.train
     optimizer = get_megatron_optimizer(

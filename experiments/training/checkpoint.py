@@ -177,9 +177,7 @@ def _model_keys(chunks: Sequence[DistributedDataParallel]) -> list[str]:
 
 
 def _model_state(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    return {
-        key: chunk.module.sharded_state_dict() for key, chunk in zip(_model_keys(chunks), chunks, strict=True)
-    }
+    return {key: chunk.module.sharded_state_dict() for key, chunk in zip(_model_keys(chunks), chunks, strict=True)}
 
 
 def _save(state: dict[str, Any], folder: Path) -> None:

@@ -228,9 +228,7 @@ def main(
     nodes: Annotated[int, typer.Option(help="machines that take part")] = 1,
     node: Annotated[int, typer.Option(help="index of this machine")] = 0,
     rendezvous: Annotated[str, typer.Option(help="host:port of node 0")] = "localhost:0",
-    address: Annotated[
-        str | None, typer.Option(help="of this machine for the others; default: its name")
-    ] = None,
+    address: Annotated[str | None, typer.Option(help="of this machine for the others; default: its name")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="drop the checkpoints of a killed run")] = False,
 ) -> None:
     """Train one run of a study, or of a file, and publish its folder."""

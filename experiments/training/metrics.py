@@ -121,9 +121,7 @@ class Step:
         sent = [stage["pipeline_bytes"] for stage in self.stages]
         return None if None in sent else sum(sent)
 
-    def observed(
-        self, iteration: int, plan: Plan, bytes_dense: int, predicted: Sequence[float]
-    ) -> Observation:
+    def observed(self, iteration: int, plan: Plan, bytes_dense: int, predicted: Sequence[float]) -> Observation:
         """The iteration as :mod:`experiments.training.signatures` judges it; ``predicted`` are seconds per stage under
         ``plan``."""
 
@@ -172,9 +170,7 @@ def gather_step(mine: RankStep, device: torch.device) -> Step:
                 "rank": None if math.isnan(rank) else int(rank),
                 **mean,
                 "bytes": int(sum(item.bytes for item in of_stage)) // replicas,
-                **{
-                    f"seconds_{key}": _mean(getattr(r, f"seconds_{key}") for r in of_stage) for key in SECONDS
-                },
+                **{f"seconds_{key}": _mean(getattr(r, f"seconds_{key}") for r in of_stage) for key in SECONDS},
                 **{key: _mean(getattr(r, key) for r in of_stage) for key in PIPELINE_MEANS},
                 **{key: _total((getattr(r, key) for r in of_stage), replicas) for key in PIPELINE_SUMS},
             }

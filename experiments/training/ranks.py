@@ -43,9 +43,7 @@ def check_devices(run: RunConfig, nodes: int) -> int:
     world = run.parallel.world
     if world % nodes:
         fix = "change parallel.data or the number of nodes"
-        raise UserError(
-            f"world size {world} is not divisible by {nodes} nodes", where=study_path(run.study), fix=fix
-        )
+        raise UserError(f"world size {world} is not divisible by {nodes} nodes", where=study_path(run.study), fix=fix)
     gpus = torch.cuda.device_count()
     if gpus and world // nodes > gpus:
         raise UserError(

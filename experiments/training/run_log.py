@@ -142,9 +142,7 @@ class RunLog:
         )
         if made.timing:
             # With this, and alignment's formula, every rank that is set from now on can be checked.
-            self.events.write(
-                "timing", iteration=made.iteration, stages=[asdict(stage) for stage in made.timing]
-            )
+            self.events.write("timing", iteration=made.iteration, stages=[asdict(stage) for stage in made.timing])
         if made.reduction_seconds:
             self.events.write(
                 "reduction_times",

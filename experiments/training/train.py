@@ -123,9 +123,7 @@ class Trainer:
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         traffic = session.pipeline.traffic if session.pipeline is not None else None
         experts = session.expert_traffic.take() if session.expert_traffic is not None else None
-        return gather_step(
-            RankStep.of(session.stage, self.replica, loss, norm, done, traffic, experts), session.device
-        )
+        return gather_step(RankStep.of(session.stage, self.replica, loss, norm, done, traffic, experts), session.device)
 
     @torch.no_grad()
     def evaluate(self) -> float:

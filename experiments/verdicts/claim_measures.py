@@ -89,9 +89,7 @@ def cluster_training_time(root: Path) -> Measured:
     relative = "gpt2_12p1b_h100/steps.csv"
     frame = _read(root, relative)
     rows = frame[frame["method"] == "edgc"]
-    after, beside = (
-        -rows.loc[rows["overlap"] == overlap, "reduction_time_percent"] for overlap in (False, True)
-    )
+    after, beside = (-rows.loc[rows["overlap"] == overlap, "reduction_time_percent"] for overlap in (False, True))
     values = _numbers(after)
     if not values:
         raise Missing(f"no row of method edgc in {relative}")
@@ -131,9 +129,7 @@ def _window(root: Path, column: str) -> Measured:
     if not values:
         reason = next((str(text) for text in rows["cc_note"].dropna() if text), "correlation undefined")
         raise Missing(f"w = {length}: {reason}")
-    others = ", ".join(
-        f"w = {w}: {fine.loc[fine['window'] == w, column].mean():.3f}" for w in lengths if w != length
-    )
+    others = ", ".join(f"w = {w}: {fine.loc[fine['window'] == w, column].mean():.3f}" for w in lengths if w != length)
     counts = rows["windows_after_warmup" if column == "cc_after_warmup" else "windows"]
     note = f"w = {length} of {int(rows['iterations'].max())} iterations, {int(counts.min())} windows; others: {others}"
     return Measured(values, relative, _join(note, lost))
@@ -184,8 +180,7 @@ def zero_shot_on_par(root: Path) -> Measured:
     if seen.empty:
         raise Missing(at_chance)
     note = [
-        f"{word}: "
-        + ", ".join(f"{r['task']} {r['gap']:+.2g} of {r['margin']:g}" for _, r in group.iterrows())
+        f"{word}: " + ", ".join(f"{r['task']} {r['gap']:+.2g} of {r['margin']:g}" for _, r in group.iterrows())
         for word in ("on par", "different", "not decided")
         if not (group := seen[seen["verdict"] == word]).empty
     ]

@@ -24,13 +24,9 @@ def provenance(fresh: Path, studies: Sequence[str]) -> dict[str, Any]:
     records = []
     for path in sorted(path for study in studies for path in fresh.glob(f"{study}/*/run.yaml")):
         record = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("provenance") or {}
-        records.append(
-            {key: record.get(key) for key in ("started", "versions", "git", "hardware", "data_fingerprint")}
-        )
+        records.append({key: record.get(key) for key in ("started", "versions", "git", "hardware", "data_fingerprint")})
     if not records:
-        raise UserError(
-            "no run to take the provenance from", where=fresh, fix="run the studies first: make reproduce"
-        )
+        raise UserError("no run to take the provenance from", where=fresh, fix="run the studies first: make reproduce")
     result: dict[str, Any] = {"runs": len(records)}
     dates = sorted(str(record["started"])[:10] for record in records if record["started"])
     if dates:
@@ -100,9 +96,7 @@ def _need_results(fresh: Path) -> None:
         raise UserError("there are no results", where=fresh, fix="run the studies first: make reproduce")
 
 
-def _copy(
-    sources: Sequence[Path], fresh: Path, reference: Path, record: dict[str, Any], beside: Path
-) -> list[Path]:
+def _copy(sources: Sequence[Path], fresh: Path, reference: Path, record: dict[str, Any], beside: Path) -> list[Path]:
     written = []
     for source in sources:
         if source.is_file():
@@ -124,9 +118,7 @@ def main(
 ) -> None:
     """Copy the tables that the regression check compares, or those of one study, with their provenance."""
     fresh, known = results / scale, reference or results / "reference" / scale
-    written = (
-        update_study(study, fresh, known) if study else update(load_tolerances(tolerances), fresh, known)
-    )
+    written = update_study(study, fresh, known) if study else update(load_tolerances(tolerances), fresh, known)
     if study and runs:
         names = [run.name for run in matrix.runs(study, scale)]
         written += keep_runs(study, names, fresh, known)

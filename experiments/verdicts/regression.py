@@ -63,11 +63,7 @@ class Check(Settings):
             low = "" if self.at_least is None else f"at least {self.at_least:g}"
             high = "" if self.at_most is None else f"at most {self.at_most:g}"
             return " and ".join(part for part in (low, high) if part)
-        return (
-            f"{self.direction} with {self.by}, slack {self.tolerance:g}"
-            if self.kind == "order"
-            else "the same"
-        )
+        return f"{self.direction} with {self.by}, slack {self.tolerance:g}" if self.kind == "order" else "the same"
 
 
 class Tolerances(Settings):
@@ -100,9 +96,7 @@ def select(frame: pd.DataFrame, check: Check, where: object) -> pd.DataFrame:
     lacking = next((name for name in wanted if name not in frame), None)
     if lacking:
         fix = "correct tolerances.yaml or make the table again"
-        raise UserError(
-            f"column {lacking} is missing for check {check.study} {check.column}", where=where, fix=fix
-        )
+        raise UserError(f"column {lacking} is missing for check {check.study} {check.column}", where=where, fix=fix)
     for column, value in check.where.items():
         frame = frame[frame[column].isin(value if isinstance(value, list) else [value])]
     return frame
@@ -155,9 +149,7 @@ def compare(check: Check, reference: pd.DataFrame, fresh: pd.DataFrame) -> list[
 
 
 def _ordered(check: Check, name: str, reference: pd.DataFrame, fresh: pd.DataFrame) -> Outcome:
-    lists = [
-        frame.groupby(check.by)[check.column].mean().dropna().sort_index() for frame in (reference, fresh)
-    ]
+    lists = [frame.groupby(check.by)[check.column].mean().dropna().sort_index() for frame in (reference, fresh)]
     values = list(lists[1])
     sign = 1 if check.direction == "falls" else -1
     steps = [sign * (a - b) for a, b in itertools.pairwise(values)]
@@ -220,9 +212,7 @@ def main(
     results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
     reference: Annotated[Path | None, typer.Option(help="default: RESULTS/reference/SCALE")] = None,
     tolerances: Annotated[Path, typer.Option(help="the checks")] = TOLERANCES,
-    every: Annotated[
-        bool, typer.Option("--all", help="print every comparison, not one line per check")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="print every comparison, not one line per check")] = False,
 ) -> None:
     """Compare fresh tables with the committed reference; every comparison goes to RESULTS/SCALE/regression.csv."""
     fresh, known = results / scale, reference or results / "reference" / scale

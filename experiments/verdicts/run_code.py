@@ -55,9 +55,7 @@ def main(
     rows = table(results / scale, scale)
     write_table(results / scale / "runs.csv", rows)
     counts = {kind: sum(row["today"] == kind for row in rows) for kind in TODAY}
-    print(
-        f"{len(rows)} runs; made by today's code: " + ", ".join(f"{kind} {n}" for kind, n in counts.items())
-    )
+    print(f"{len(rows)} runs; made by today's code: " + ", ".join(f"{kind} {n}" for kind, n in counts.items()))
 
 
 if __name__ == "__main__":

@@ -235,9 +235,7 @@ def on_cpu(value: Any) -> Any:
 def main(folder: str, rank: str, world: str, parts: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", int(world))
-    dist.init_process_group(
-        "gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
-    )
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120))
     results: dict[str, Any] = {"device": device().type, "host decides": host_decides(device())}
     for name in json.loads(parts):
         results[name] = on_cpu(PARTS[name]())

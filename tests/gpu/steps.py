@@ -83,9 +83,7 @@ def gradients(
         parts.append(scale * part)
     flat = torch.cat([part.reshape(-1) for part in parts]).to(device, dtype)
     views = flat.split([part.numel() for part in parts])
-    return [
-        Gradient(f"p{i}", view.view(shape)) for i, (view, shape) in enumerate(zip(views, SHAPES, strict=True))
-    ]
+    return [Gradient(f"p{i}", view.view(shape)) for i, (view, shape) in enumerate(zip(views, SHAPES, strict=True))]
 
 
 def tensors(of: Sequence[Gradient]) -> list[Tensor]:
@@ -103,9 +101,7 @@ def kept_mean(workers: Sequence[Compressor]) -> list[Tensor]:
     """Mean error feedback over the workers, for every gradient; zeros where there is none."""
     each = [kept(worker) for worker in workers]
     return [
-        sum(
-            (errors[f"p{i}"] for errors in each if f"p{i}" in errors), torch.zeros(shape, dtype=torch.float64)
-        )
+        sum((errors[f"p{i}"] for errors in each if f"p{i}" in errors), torch.zeros(shape, dtype=torch.float64))
         / len(workers)
         for i, shape in enumerate(SHAPES)
     ]

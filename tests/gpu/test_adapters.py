@@ -58,9 +58,7 @@ def launched(folder: Path, environment: dict[str, str]) -> Ranks:
             file.close()
     said = "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(WORLD))
     assert all(rank.returncode == 0 for rank in ranks), said
-    return [
-        torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(WORLD)
-    ]
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(WORLD)]
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +100,7 @@ def test_the_ranks_of_edgc_change_on_the_way(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_step_that_is_not_finite_is_as_if_it_had_never_been(
-    name: str, ranks: Ranks, reference: Ranks
-) -> None:
+def test_a_step_that_is_not_finite_is_as_if_it_had_never_been(name: str, ranks: Ranks, reference: Ranks) -> None:
     mine, theirs = ([rank["ddp"][f"{name}, poisoned"] for rank in of] for of in (ranks, reference))
     for rank, other in zip(mine, theirs, strict=True):
         assert rank["step skipped"]

@@ -57,8 +57,7 @@ def close(name: str) -> float:
 def distance(one: Course, other: Course) -> float:
     """The largest relative distance of two courses' results."""
     return max(
-        norm([a - b for a, b in zip(x, y, strict=True)]) / norm(y)
-        for x, y in zip(one.sent, other.sent, strict=True)
+        norm([a - b for a, b in zip(x, y, strict=True)]) / norm(y) for x, y in zip(one.sent, other.sent, strict=True)
     )
 
 
@@ -148,9 +147,7 @@ def test_a_first_gradient_of_zeros(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e17])
-@pytest.mark.parametrize(
-    "name", ["powersgd fp32", "powersgd int8", "powersgd fp32 one-sided", "topk", "int8"]
-)
+@pytest.mark.parametrize("name", ["powersgd fp32", "powersgd int8", "powersgd fp32 one-sided", "topk", "int8"])
 def test_tiny_and_huge_gradients(name: str, scale: float, device: torch.device) -> None:
     workers, course = compressors(name, 2), Course()
     for step in range(3):

@@ -304,12 +304,8 @@ def refusals() -> dict[str, str]:
     answers = {
         "not wrapped": said(lambda: edgc.ddp.register(linear, config, iterations=9)),  # type: ignore[arg-type]
         "twice": said(lambda: edgc.ddp.register(run.model, config, iterations=9)),
-        "sparse": said(
-            lambda: edgc.ddp.register(wrap(nn.Embedding(9, 4, sparse=True)), config, iterations=9)
-        ),
-        "complex": said(
-            lambda: edgc.ddp.register(wrap(nn.Linear(4, 4, dtype=torch.cfloat)), config, iterations=9)
-        ),
+        "sparse": said(lambda: edgc.ddp.register(wrap(nn.Embedding(9, 4, sparse=True)), config, iterations=9)),
+        "complex": said(lambda: edgc.ddp.register(wrap(nn.Linear(4, 4, dtype=torch.cfloat)), config, iterations=9)),
         "ranks differ": said(lambda: edgc.ddp.register(wrap(nn.Linear(4, 4)), mine, iterations=9)),
         "pipeline": said(lambda: register(pipeline={"rank": 8})),
         "embedding": said(lambda: register(fused_embedding=True)),

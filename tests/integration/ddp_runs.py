@@ -129,9 +129,7 @@ class Run:
         self.handle = (
             None
             if case.plain
-            else edgc.ddp.register(
-                self.model, config, iterations=case.steps, process_group=group, scaler=scaler
-            )
+            else edgc.ddp.register(self.model, config, iterations=case.steps, process_group=group, scaler=scaler)
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.9)
         self.losses: list[float] = []

@@ -52,9 +52,7 @@ def followed(method: str, scaler: torch.amp.GradScaler | None) -> dict[str, Any]
         run.train(step, step + 1)
         last = run.handle.last
         assert last is not None
-        rows.append(
-            (last.iteration, last.rank, last.statistics.bytes, repr(last.entropy), repr(run.handle.decision))
-        )
+        rows.append((last.iteration, last.rank, last.statistics.bytes, repr(last.entropy), repr(run.handle.decision)))
     scale = run.handle.engine.entropy.scale
     errors = run.handle.engine.compressor.state_dict()["errors"]
     kept = {name: error.double() / scale for name, error in sorted(errors.items())}
@@ -185,9 +183,7 @@ def states() -> dict[str, Any]:
         "none": answer(run(**low), None),
         "no engine": answer(run(**low), {key: value for key, value in state.items() if key != "engine"}),
         "no layout": answer(run(**low), {key: value for key, value in state.items() if key != "layout"}),
-        "no scale": answer(
-            run(**low), {**state, "engine": {k: v for k, v in state["engine"].items() if k != "scale"}}
-        ),
+        "no scale": answer(run(**low), {**state, "engine": {k: v for k, v in state["engine"].items() if k != "scale"}}),
     }
     compressor = state["engine"]["compressor"]
     for name, change in {

@@ -34,9 +34,7 @@ def runs() -> dict[str, RunConfig]:
 
     return {
         "tp2_pp2": run("tp2_pp2", TP2_PP2),
-        "tp2_pp2_untied_tanh": run(
-            "tp2_pp2_untied_tanh", TP2_PP2, tie_embeddings=False, activation="gelu_tanh"
-        ),
+        "tp2_pp2_untied_tanh": run("tp2_pp2_untied_tanh", TP2_PP2, tie_embeddings=False, activation="gelu_tanh"),
         "pp2_vpp2": run("pp2_vpp2", PP2_VPP2, layers=4),
         "pp2_vpp2_untied": run("pp2_vpp2_untied", PP2_VPP2, layers=4, tie_embeddings=False),
     }

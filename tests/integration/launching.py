@@ -63,9 +63,7 @@ class Launcher:
     def __init__(self, results: Path, folder: Path) -> None:
         self.results, self.folder = results, folder
 
-    def start(
-        self, values: dict[str, Any], *options: str, new_session: bool = False
-    ) -> subprocess.Popen[str]:
+    def start(self, values: dict[str, Any], *options: str, new_session: bool = False) -> subprocess.Popen[str]:
         """Start it; ``new_session`` puts it and all that it starts into a process group of their own."""
         config = self.folder / f"{values['variant']}.yaml"
         config.write_text(yaml.safe_dump(values))

@@ -259,23 +259,15 @@ def all_cases() -> dict[str, dict[str, Any]]:
     search = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
     spectral = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}
     return {
-        **{
-            f"each {name}": train(configuration(name, settings))
-            for name, settings in EACH.items()
-            if name != "edgc"
-        },
+        **{f"each {name}": train(configuration(name, settings)) for name, settings in EACH.items() if name != "edgc"},
         "plain": train(none, attached=False),
         "none": train(none),
         "none_overlap": train(configuration("none", {"method": "none"}, train=overlap)),
         "powersgd": train(powersgd),
         "powersgd_again": train(powersgd),
-        "powersgd_overlap": train(
-            configuration("powersgd", {"method": "powersgd", "rank": 4}, train=overlap)
-        ),
+        "powersgd_overlap": train(configuration("powersgd", {"method": "powersgd", "rank": 4}, train=overlap)),
         "full_rank": train(configuration("full", {"method": "powersgd", "rank": 256}), full_rank=True),
-        "dp4": train(
-            configuration("dp4", {"method": "powersgd", "rank": 4}, parallel={"pipeline": 1, "data": 4})
-        ),
+        "dp4": train(configuration("dp4", {"method": "powersgd", "rank": 4}, parallel={"pipeline": 1, "data": 4})),
         "interleaved": train(
             configuration(
                 "interleaved",

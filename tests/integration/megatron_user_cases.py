@@ -117,9 +117,7 @@ def states() -> dict[str, str]:
         "none": said(lambda: attachment.load_state_dict(None)),  # type: ignore[arg-type]
         "no engine": said(lambda: attachment.load_state_dict({"world": 2, "rank": state["rank"]})),
         "no window": said(
-            lambda: attachment.load_state_dict(
-                {**state, "engine": {k: v for k, v in engine.items() if k != "window"}}
-            )
+            lambda: attachment.load_state_dict({**state, "engine": {k: v for k, v in engine.items() if k != "window"}})
         ),
         "other parameters": said(
             lambda: attachment.load_state_dict(

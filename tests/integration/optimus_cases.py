@@ -103,9 +103,7 @@ def all_cases() -> dict[str, Any]:
         ("selective", stages, {}),
         ("selective overlap", stages, {"train": OVERLAP}),
     ):
-        results[name] = train(
-            configuration("stages", compression, **sections), iterations=SHORT, prepare=recorded
-        )
+        results[name] = train(configuration("stages", compression, **sections), iterations=SHORT, prepare=recorded)
     whole = {"preset": "optimus_cc", "rank": 8, "pipeline": {"rank": 8}}
     for name, sections in (("whole", {}), ("whole overlap", {"train": OVERLAP})):
         results[name] = train(configuration("whole", whole, **sections), prepare=recorded)

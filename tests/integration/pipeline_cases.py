@@ -35,9 +35,7 @@ LONG, SHORT = 12, 3
 FLUSH = {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}
 
 
-def settings(
-    parallel: dict[str, Any], micro_batches: int = 6, precision: str = "fp32", **pipeline: Any
-) -> RunConfig:
+def settings(parallel: dict[str, Any], micro_batches: int = 6, precision: str = "fp32", **pipeline: Any) -> RunConfig:
     sequences = micro_batches * 2 * parallel["data"]
     return configuration(
         "pipeline",
@@ -223,9 +221,7 @@ def mistakes() -> dict[str, str]:
         setattr(changed, key, True)
         attempt(
             key,
-            lambda changed=changed: CompressedP2P(
-                pp_group=group, config=changed, pipeline=PipelineConfig(rank=2)
-            ),
+            lambda changed=changed: CompressedP2P(pp_group=group, config=changed, pipeline=PipelineConfig(rank=2)),
         )
     # Nothing is sent: a plan that is empty on every rank is noticed before.
     gradient = torch.zeros(16, 2, 48)
@@ -244,9 +240,7 @@ def against_megatron() -> int:
         group = stages + more
         if chunks is None and (more or extra):
             continue
-        schedule = BackwardSchedule(
-            stages=stages, chunks=chunks, group=group, extra_warmup=extra if chunks else 0
-        )
+        schedule = BackwardSchedule(stages=stages, chunks=chunks, group=group, extra_warmup=extra if chunks else 0)
         table = schedules.get_schedule_table(micro_batches, chunks or 1, group)
         if chunks is not None:
             assert schedule.steps(micro_batches) == [chunks - chunk - 1 for _, chunk in table]

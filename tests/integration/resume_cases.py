@@ -63,9 +63,7 @@ def runs() -> dict[str, RunConfig]:
     }
     if "distributed_optimizer" in TrainConfig.model_fields:
         found["distributed"] = run_of("distributed", DP2_PP2, distributed_optimizer=True)
-        found["distributed_bf16"] = run_of(
-            "distributed_bf16", DP2_PP2, distributed_optimizer=True, precision="bf16"
-        )
+        found["distributed_bf16"] = run_of("distributed_bf16", DP2_PP2, distributed_optimizer=True, precision="bf16")
     return found
 
 

@@ -70,9 +70,7 @@ def test_ranks_are_those_of_the_formula(results: Results) -> None:
 
 
 def head_starts(timing: Sequence[StageTiming]) -> list[float]:
-    return [
-        sum(float(before.backward_seconds or 0) for before in timing[:stage]) for stage in range(len(timing))
-    ]
+    return [sum(float(before.backward_seconds or 0) for before in timing[:stage]) for stage in range(len(timing))]
 
 
 def test_by_the_measured_times_stages_finish_closer_together_than_with_equal_ranks(results: Results) -> None:

@@ -46,9 +46,7 @@ def test_replicas_are_equal_in_every_case_of_the_matrix(world: World) -> None:
     for name, ranks in each(world, "matrix"):
         assert equal([rank["weights"] for rank in ranks]), name
         assert all(len(rank["losses"]) == {2: 100, 4: 60}[len(ranks)] for rank in ranks), name
-        first, last = (
-            sum(sum(rank["losses"][part]) for rank in ranks) for part in (slice(0, 8), slice(-8, None))
-        )
+        first, last = (sum(sum(rank["losses"][part]) for rank in ranks) for part in (slice(0, 8), slice(-8, None)))
         assert last < 0.7 * first, f"{name} does not learn"
         assert ranks[0]["buckets"] >= (5 if "unused True" in name else 4), name
 

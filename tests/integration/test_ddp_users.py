@@ -91,9 +91,7 @@ def test_means_of_fp16_do_not_overflow(ranks: list[dict[str, Any]]) -> None:
         ("other limits", "of other settings: r_max = 10, now 8"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_in_one_line(
-    ranks: list[dict[str, Any]], case: str, answer: str
-) -> None:
+def test_a_state_that_does_not_fit_is_refused_in_one_line(ranks: list[dict[str, Any]], case: str, answer: str) -> None:
     for rank in ranks:
         said = rank["states"][case]
         assert answer in said and "\n" not in said

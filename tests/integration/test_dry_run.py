@@ -63,18 +63,14 @@ def real() -> Found:
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_what_is_held_and_sent_is_what_real_ranks_hold_and_send(
-    name: str, virtual: Found, real: Found
-) -> None:
+def test_what_is_held_and_sent_is_what_real_ranks_hold_and_send(name: str, virtual: Found, real: Found) -> None:
     for rank, (ours, theirs) in enumerate(zip(virtual[name], real[name], strict=True)):
         for key in ("parameters", "gradients", "optimizer", "error_feedback", "sent"):
             assert ours[key] == theirs[key], (rank, key)
 
 
 @pytest.mark.parametrize("name", ["powersgd", "halves", "int8_factors", "tensor", "shards"])
-def test_buffers_hold_the_factors_and_the_second_error_feedback(
-    name: str, virtual: Found, real: Found
-) -> None:
+def test_buffers_hold_the_factors_and_the_second_error_feedback(name: str, virtual: Found, real: Found) -> None:
     for ours, theirs in zip(virtual[name], real[name], strict=True):
         assert theirs["error_feedback"] > 0
         # A workspace has five factors' room at most twice over, beside what goes dense.

@@ -50,9 +50,7 @@ def test_a_split_model_is_exported_with_its_logits(
     name: str, ranks: Ranks, root: Path, prepared: Path, tmp_path: Path
 ) -> None:
     run, folder = RUNS[name], root / name
-    record = run.model_dump(mode="json") | {
-        "provenance": {"data_fingerprint": load_info(prepared).fingerprint}
-    }
+    record = run.model_dump(mode="json") | {"provenance": {"data_fingerprint": load_info(prepared).fingerprint}}
     (folder / "run.yaml").write_text(yaml.safe_dump(record))
     (folder / "status").write_text("ok\n")
     export.export(folder, prepared, tmp_path / "out")

@@ -148,9 +148,7 @@ def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
     for table in ("tensors", "spectra"):
         pd.testing.assert_frame_equal(found.pop(table), expected.pop(table), check_exact=True)
     assert found == expected
-    ranks = [
-        stage["rank"] for event in found["events"] if event["event"] == "step" for stage in event["stages"]
-    ]
+    ranks = [stage["rank"] for event in found["events"] if event["event"] == "step" for stage in event["stages"]]
     assert {4, 8} & {*ranks}, "nothing was compressed"
     record = yaml.safe_load((folder / "run.yaml").read_text())
     assert record["provenance"]["resumed_at"][-1] == int(older.name[5:])

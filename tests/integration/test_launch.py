@@ -143,9 +143,7 @@ def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
     assert found, [event["loss"] for event in events if event["event"] == "step"]
     first = found[0]
     assert first["numbers"]["loss"] > first["numbers"]["best_loss"]
-    assert first["iteration"] % 8 == 0 and first["iteration"] < events[-1]["iterations"], (
-        "while the run goes on"
-    )
+    assert first["iteration"] % 8 == 0 and first["iteration"] < events[-1]["iterations"], "while the run goes on"
     assert f"iteration {first['iteration']}: {first['text']}; {first['fix']}" in stderr
     # Once a window, between the step that closes it and the next one.
     assert len({event["iteration"] for event in found}) == len(found)
@@ -171,9 +169,7 @@ def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
         ({"seed": -1}, "seed = -1"),
     ],
 )
-def test_bad_input_is_one_line_and_touches_nothing(
-    launcher: Launcher, change: dict[str, Any], expected: str
-) -> None:
+def test_bad_input_is_one_line_and_touches_nothing(launcher: Launcher, change: dict[str, Any], expected: str) -> None:
     values = changed(variant="bad", **change)
     if values["parallel"].get("data") is None:
         del values["parallel"]["data"]
@@ -190,9 +186,7 @@ def test_bad_input_is_one_line_and_touches_nothing(
     ("name", "keep"),
     [("train.bin", -2), ("validation.idx", -8), ("tokenizer.json", 100), ("data.yaml", -1), ("index", -8)],
 )
-def test_damaged_data_is_one_line_and_publishes_nothing(
-    prepared: Path, tmp_path: Path, name: str, keep: int
-) -> None:
+def test_damaged_data_is_one_line_and_publishes_nothing(prepared: Path, tmp_path: Path, name: str, keep: int) -> None:
     shutil.copytree(prepared, tmp_path / "results", ignore=shutil.ignore_patterns("launch"))
     own = Launcher(tmp_path / "results", tmp_path)
     data = tmp_path / "results" / "test" / "data" / "stdlib"

@@ -25,9 +25,7 @@ def results() -> Results:
 def losses(result: list[dict[str, Any]]) -> torch.Tensor:
     """Mean loss per iteration over the replicas of the last stage."""
     last = max(item["stage"] for item in result)
-    return torch.tensor(
-        [item["losses"] for item in result if item["stage"] == last], dtype=torch.float64
-    ).mean(0)
+    return torch.tensor([item["losses"] for item in result if item["stage"] == last], dtype=torch.float64).mean(0)
 
 
 def test_every_case_learns(results: Results) -> None:

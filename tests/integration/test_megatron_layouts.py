@@ -86,9 +86,7 @@ def test_fewer_bytes_are_sent(matrix: dict[str, dict[str, Result]]) -> None:
             assert 0 < bytes_sent(runs["low"]) < 0.7 * dense, cell
             assert not torch.equal(losses(runs["low"]), losses(runs["none"])), cell
         else:
-            assert bytes_sent(runs["low"]) == 0 and torch.equal(losses(runs["low"]), losses(runs["none"])), (
-                cell
-            )
+            assert bytes_sent(runs["low"]) == 0 and torch.equal(losses(runs["low"]), losses(runs["none"])), cell
 
 
 def test_a_distributed_optimizer_sends_half_as_much_when_dense(matrix: dict[str, dict[str, Result]]) -> None:
@@ -101,9 +99,7 @@ def test_a_distributed_optimizer_sends_half_as_much_when_dense(matrix: dict[str,
         ratio = bytes_sent(matrix[sharded]["none"]) / bytes_sent(matrix[plain]["none"])
         # Buffers are padded to be cut into equal parts.
         assert 0.5 <= ratio < 0.56, (sharded, ratio)
-        assert torch.allclose(losses(matrix[sharded]["low"]), losses(matrix[plain]["low"]), rtol=1e-4), (
-            sharded
-        )
+        assert torch.allclose(losses(matrix[sharded]["low"]), losses(matrix[plain]["low"]), rtol=1e-4), sharded
 
 
 def test_the_wait_for_gradients_is_measured(matrix: dict[str, dict[str, Result]]) -> None:

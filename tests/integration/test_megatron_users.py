@@ -54,9 +54,7 @@ def test_attach_makes_what_compresses_the_traffic_between_stages(ranks: list[dic
         ("rank in use", "2"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_in_one_line(
-    ranks: list[dict[str, Any]], case: str, answer: str
-) -> None:
+def test_a_state_that_does_not_fit_is_refused_in_one_line(ranks: list[dict[str, Any]], case: str, answer: str) -> None:
     for rank in ranks:
         said = rank["states"][case]
         assert answer in said and "\n" not in said

@@ -68,8 +68,7 @@ def ranks_of(launcher: int) -> list[int]:
 def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Launcher) -> None:
     train = {"iterations": 60, "checkpoint_interval": 5, "global_batch": 4}
     one, two = (
-        changed(variant=variant, parallel={"pipeline": 1, "data": 2}, train=train)
-        for variant in ("one", "two")
+        changed(variant=variant, parallel={"pipeline": 1, "data": 2}, train=train) for variant in ("one", "two")
     )
     code, stderr = launcher.run(one)
     assert code == 0, stderr

@@ -27,9 +27,7 @@ def results() -> dict[str, Ranks]:
 
 def losses(ranks: Ranks) -> Tensor:
     last = max(item["stage"] for item in ranks)
-    return torch.tensor(
-        [item["losses"] for item in ranks if item["stage"] == last], dtype=torch.float64
-    ).mean(0)
+    return torch.tensor([item["losses"] for item in ranks if item["stage"] == last], dtype=torch.float64).mean(0)
 
 
 def copies_are_identical(ranks: Ranks) -> int:

@@ -29,9 +29,7 @@ def results() -> dict[str, Any]:
 def losses(ranks: Ranks) -> Tensor:
     """Mean loss per iteration over the replicas of the last stage."""
     last = max(item["stage"] for item in ranks)
-    return torch.tensor(
-        [item["losses"] for item in ranks if item["stage"] == last], dtype=torch.float64
-    ).mean(0)
+    return torch.tensor([item["losses"] for item in ranks if item["stage"] == last], dtype=torch.float64).mean(0)
 
 
 def same_run(one: Ranks, other: Ranks, iterations: int) -> bool:

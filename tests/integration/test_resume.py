@@ -42,9 +42,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         keys = sorted({*a, *b}, key=str)
         return [found for key in keys for found in differences(a.get(key), b.get(key), f"{path}/{key}")]
     if isinstance(a, (list, tuple)) and type(a) is type(b) and len(a) == len(b):
-        return [
-            d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}[{i}]")
-        ]
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}[{i}]")]
     return [] if type(a) is type(b) and repr(a) == repr(b) else [f"{path}: {a!r}, {b!r}"]
 
 
@@ -80,10 +78,7 @@ def errors(snapshot: dict[str, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_checkpoint_holds_error_feedback_of_each_rank(ranks: list[dict[str, Any]], case: str) -> None:
     """Without it the comparisons above would say nothing of EDGC."""
-    norms = [
-        sum(float(error.norm()) for error in errors(rank["cases"][case]["at_save"]).values())
-        for rank in ranks
-    ]
+    norms = [sum(float(error.norm()) for error in errors(rank["cases"][case]["at_save"]).values()) for rank in ranks]
     assert min(norms) > 0 and len(set(norms)) == 4
 
 

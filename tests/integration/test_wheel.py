@@ -34,9 +34,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert held == {str(path.relative_to(ROOT)) for path in sources}
 
 
-def test_the_environment_holds_what_is_declared_and_nothing_else(
-    library: Environment, tmp_path: Path
-) -> None:
+def test_the_environment_holds_what_is_declared_and_nothing_else(library: Environment, tmp_path: Path) -> None:
     library.check()
     assert "torch" in library.distributions
     found = "from importlib.metadata import distributions as d; print(*sorted(x.name.lower() for x in d()))"
@@ -64,9 +62,7 @@ def test_the_doctor_runs_with_what_is_declared(library: Environment, tmp_path: P
         assert re.search(r"compression would (not )?pay", done.stdout), done.stdout
 
 
-def test_the_megatron_example_runs_with_the_extra(
-    wheel: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_megatron_example_runs_with_the_extra(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("megatron")
     try:
         environment = Environment(folder / "environment", wheel, extra="megatron")

@@ -73,8 +73,7 @@ def _trained(run: RunConfig) -> dict[str, int]:
                 "held": {
                     "parameters": _bytes(parameters),
                     "gradients": _bytes(b.grad_data for b in chunk.buffers),
-                    "optimizer": _bytes(moments)
-                    + _bytes(p for p in held if p.untyped_storage().data_ptr() not in own),
+                    "optimizer": _bytes(moments) + _bytes(p for p in held if p.untyped_storage().data_ptr() not in own),
                     "error_feedback": _sizes(state.get("errors", {})),
                     "factors": _sizes(state.get("factors", {})),
                     "saved": saved,

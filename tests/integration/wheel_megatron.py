@@ -71,9 +71,7 @@ def main() -> None:
         tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=data)
         model_chunks[0].zero_grad_buffer()
         optimizer.zero_grad()
-        losses = model_chunks[0](
-            tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous()
-        )
+        losses = model_chunks[0](tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
         losses.float().mean().backward()
         finalize_model_grads(model_chunks)
         optimizer.step()

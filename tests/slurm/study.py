@@ -178,9 +178,7 @@ def make_copy(path: Path) -> Copy:
     copy_repository(path)
     scale = path / "experiments" / "scales" / "ci.yaml"
     values = yaml.safe_load(scale.read_text())
-    values["defaults"] = {
-        key: {**section, **DEFAULTS.get(key, {})} for key, section in values["defaults"].items()
-    }
+    values["defaults"] = {key: {**section, **DEFAULTS.get(key, {})} for key, section in values["defaults"].items()}
     scale.write_text(yaml.safe_dump(values))
     studies = path / "experiments" / "studies"
     for other in studies.glob("*.yaml"):
@@ -188,9 +186,7 @@ def make_copy(path: Path) -> Copy:
             other.unlink()
     values = yaml.safe_load((studies / f"{STUDY}.yaml").read_text())
     powersgd = {"method": "powersgd", "min_compression_elements": 512}
-    variants = {
-        f"r{rank}": {"label": f"rank {rank}", "compression": {**powersgd, "rank": rank}} for rank in RANKS
-    }
+    variants = {f"r{rank}": {"label": f"rank {rank}", "compression": {**powersgd, "rank": rank}} for rank in RANKS}
     # One rank, on one node.
     alone = {"label": "no compression", "parallel": {"data": 1}, "compression": {"method": "none"}}
     values["scales"] = {"ci": {"seeds": [1], "variants": {"none": alone, **variants}}}

@@ -136,9 +136,7 @@ FAULTS: list[Callable[[Copy, str, str], None]] = [
 ]
 
 
-def test_after_every_fault_the_run_goes_on_and_the_tables_are_the_same(
-    finished: Copy, disturbed: Copy
-) -> None:
+def test_after_every_fault_the_run_goes_on_and_the_tables_are_the_same(finished: Copy, disturbed: Copy) -> None:
     disturbed.site(jobs=1)
     left = dict(zip(RUNS, FAULTS, strict=True))
     snakemake = disturbed.start(*SLURM, *OFTEN, TABLE, "--config", "scale=ci")
@@ -214,9 +212,7 @@ def test_what_the_cluster_cannot_run_is_refused_before_anything_is_submitted(dis
     scale = disturbed.path / "experiments" / "scales" / "ci.yaml"
     scale.write_text(scale.read_text().replace("  parallel:\n    data: 2", "  parallel:\n    data: 4"))
     scale.write_text(scale.read_text().replace("global_batch: 4", "global_batch: 8"))
-    refused(
-        *disturbed.run(*SLURM, TABLE, "--config", "scale=ci"), "needs 4 nodes", "partition main has 2 of them"
-    )
+    refused(*disturbed.run(*SLURM, TABLE, "--config", "scale=ci"), "needs 4 nodes", "partition main has 2 of them")
     assert submitted() <= before
 
 

@@ -85,13 +85,9 @@ def _copa(index: int) -> Row:
 
 # Dataset -> config -> split -> rows, for the twelve tasks.
 REPOSITORIES: dict[str, dict[str, dict[str, list[Row]]]] = {
-    "EleutherAI/lambada_openai": {
-        "default": {"test": [{"text": f"she said to him {i} go home"} for i in range(5)]}
-    },
+    "EleutherAI/lambada_openai": {"default": {"test": [{"text": f"she said to him {i} go home"} for i in range(5)]}},
     "Rowan/hellaswag": {
-        "default": {
-            split: [_hellaswag(i) for i in range(count)] for split, count in (("train", 3), ("validation", 6))
-        }
+        "default": {split: [_hellaswag(i) for i in range(count)] for split, count in (("train", 3), ("validation", 6))}
     },
     "baber/piqa": {"default": {split: [_piqa(i) for i in range(7)] for split in ("train", "validation")}},
     "regisss/math_qa": {
@@ -113,9 +109,7 @@ REPOSITORIES: dict[str, dict[str, dict[str, list[Row]]]] = {
     },
     "EleutherAI/wikitext_document_level": {
         "wikitext-2-raw-v1": {
-            split: [
-                {"page": f" = Page {i} = \n\n It 's a page , with 1 @,@ 000 words . \n"} for i in range(3)
-            ]
+            split: [{"page": f" = Page {i} = \n\n It 's a page , with 1 @,@ 000 words . \n"} for i in range(3)]
             for split in ("train", "validation", "test")
         }
     },
@@ -125,8 +119,7 @@ REPOSITORIES: dict[str, dict[str, dict[str, list[Row]]]] = {
     },
     "allenai/openbookqa": {
         "main": {
-            split: [_choices(i, "question_stem", 4) for i in range(5)]
-            for split in ("train", "validation", "test")
+            split: [_choices(i, "question_stem", 4) for i in range(5)] for split in ("train", "validation", "test")
         }
     },
 }

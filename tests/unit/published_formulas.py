@@ -23,9 +23,7 @@ def bin_entropy(x: Tensor, bins: int = 1000) -> float:
     return -float(torch.special.xlogy(share, share).sum())
 
 
-def linear_rank(
-    r_min: float, r_max: int, windows: Sequence[float], ranks: Sequence[int], step: int = 4
-) -> int:
+def linear_rank(r_min: float, r_max: int, windows: Sequence[float], ranks: Sequence[int], step: int = 4) -> int:
     """Authors (entropy) and HYGON (loss): the rank after the last of ``windows``, the means of all windows so far.
 
     Raises:

@@ -216,9 +216,7 @@ def write_run(
     return path
 
 
-def write_tensors(
-    path: Path, rng: np.random.Generator, stages: int, iterations: int, every: int, noise: float
-) -> None:
+def write_tensors(path: Path, rng: np.random.Generator, stages: int, iterations: int, every: int, noise: float) -> None:
     """Probes with a planted fall, a rise of every log sigma afterwards, and a growing share near zero."""
     rows = []
     names = [(stage, name, numel) for stage in range(stages) for name, numel in MATRICES]
@@ -528,9 +526,7 @@ def write_methods(root: Path) -> Path:
 def write_entropy_trend(root: Path) -> Path:
     folder = root / "entropy_trend"
     write_run(folder, study="entropy_trend", variant="gpt", label="GPT", probe_every=10)
-    write_run(
-        folder, study="entropy_trend", variant="bert", label="BERT", architecture="bert", probe_every=10
-    )
+    write_run(folder, study="entropy_trend", variant="bert", label="BERT", architecture="bert", probe_every=10)
     return folder
 
 

@@ -151,9 +151,7 @@ def test_zero_is_sent_and_forgets_nothing(kind: Kind) -> None:
 @BOTH
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_not_finite_arrives_so_and_touches_no_state(
-    kind: Kind, value: float, dtype: torch.dtype
-) -> None:
+def test_what_is_not_finite_arrives_so_and_touches_no_state(kind: Kind, value: float, dtype: torch.dtype) -> None:
     compressor = kind(rank=2)
     for step in range(2):
         send(compressor, draw(6, 2, 20, seed=step, dtype=dtype))

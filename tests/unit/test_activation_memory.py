@@ -10,9 +10,7 @@ from experiments.simulation.activation_memory import layer_bytes, stage_bytes
 from experiments.spec.settings import RunConfig
 
 
-def run(
-    *, model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **train: Any
-) -> RunConfig:
+def run(*, model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     return RunConfig(
         scale="test", study="test", variant="none", label="none", seed=1,
         model={"layers": 4, "hidden": 64, "heads": 4, "sequence_length": 32, "dropout": 0.1} | (model or {}),

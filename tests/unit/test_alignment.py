@@ -134,9 +134,7 @@ def test_equal_stages_properties(
 ) -> None:
     r_min, first, r_max = low * multiple, (low + steps) * multiple, (low + steps + head) * multiple
     line = LinearTime(slope, fixed)
-    ranks = align(
-        first, stages, [backward] * stages, [line] * stages, [dense] * stages, r_max, multiple, r_min
-    )
+    ranks = align(first, stages, [backward] * stages, [line] * stages, [dense] * stages, r_max, multiple, r_min)
     assert len(ranks) == stages
     assert ranks[0] == first
     seen_none = False

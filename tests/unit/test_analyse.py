@@ -64,9 +64,7 @@ def test_policies_are_compared_with_fixed_ranks_of_as_many_bytes(root: Path) -> 
     rows = pd.read_csv(folder / "excess.csv").set_index(["variant", "seed"])
     assert rows.loc[("cqm", 1), "fixed_gap_nats"] == pytest.approx(0.075, abs=1e-6)
     assert rows.loc[("spectral", 2), "excess_nats"] == pytest.approx(0.034 - 0.045, abs=1e-6)
-    assert rows.loc[("fixed_8", 1), "fixed_gap_nats"] == pytest.approx(0.06, abs=1e-6), (
-        "between the other two"
-    )
+    assert rows.loc[("fixed_8", 1), "fixed_gap_nats"] == pytest.approx(0.06, abs=1e-6), "between the other two"
     assert rows.loc[("cqm", 1), "bytes_ratio_compressed"] == pytest.approx(0.1 * 2**0.5, rel=1e-3)
     found = pd.read_csv(folder / "verdicts.csv").set_index("variant")
     assert found.loc["cqm", "verdict"] == "worse"
@@ -213,9 +211,7 @@ def test_window_correlation_is_the_planted_one(tmp_path: Path) -> None:
     common_settings = {"study": "window_ablation", "ranks": [16, 16], "iterations": 200}
     synthetic.write_run(tmp_path, variant="exact", compression=exact, noise=0.0, **common_settings)
     synthetic.write_run(tmp_path, variant="noisy", compression=exact, noise=3.0, **common_settings)
-    synthetic.write_run(
-        tmp_path, variant="short", compression=exact | {"window": 90}, noise=0.0, **common_settings
-    )
+    synthetic.write_run(tmp_path, variant="short", compression=exact | {"window": 90}, noise=0.0, **common_settings)
     analyse("window_ablation", tmp_path)
     table = pd.read_csv(tmp_path / "table.csv").set_index("variant")
     assert table.loc["exact", "cc"] == pytest.approx(1.0, abs=1e-12)

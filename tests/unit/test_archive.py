@@ -94,15 +94,11 @@ def test_what_was_saved_goes_when_the_study_is_finished(study: Path, tmp_path: P
     kept = tmp_path / "reference" / "ci"
     archive.save(STUDY, names(study), study.parent, kept)
     reference.keep_runs(STUDY, names(study), study.parent, kept)
-    assert [path.name for path in archive.archived(kept, STUDY, (archive.NAME, archive.SO_FAR))] == [
-        archive.NAME
-    ]
+    assert [path.name for path in archive.archived(kept, STUDY, (archive.NAME, archive.SO_FAR))] == [archive.NAME]
 
 
 def run_replay(results: Path, study: str = STUDY) -> tuple[int, str]:
-    done = CliRunner().invoke(
-        archive.app, ["replay", "--scale", "ci", "--study", study, "--results", str(results)]
-    )
+    done = CliRunner().invoke(archive.app, ["replay", "--scale", "ci", "--study", study, "--results", str(results)])
     return done.exit_code, done.output
 
 

@@ -330,9 +330,7 @@ def test_lower_rank_is_a_quarter(r_max: int) -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.floats(1e-4, 1e-2), st.floats(0, 0.1), st.integers(1, 16).map(lambda k: 4 * k), st.floats(1e-4, 0.05)
-)
+@given(st.floats(1e-4, 1e-2), st.floats(0, 0.1), st.integers(1, 16).map(lambda k: 4 * k), st.floats(1e-4, 0.05))
 def test_stage_rank_exceeds_its_time_budget(slope: float, fixed: float, first: int, t_b: float) -> None:
     line = LinearTime(slope, fixed)
     ours = align(first, 4, [t_b] * 4, [line] * 4, [math.inf] * 4, r_max=10**9)
@@ -495,9 +493,7 @@ def test_vectors_left_out_of_the_reduction_differ() -> None:
     vectors = [noise(20 + w, 32) for w in range(2)]
     left = [v.clone() for v in vectors]  # "remain unchanged"
     assert relative(left[0] - left[1], left[0]) > 0.5
-    ours = [
-        [Gradient("bias", v.clone()), Gradient("w", noise(30 + w, 48, 48))] for w, v in enumerate(vectors)
-    ]
+    ours = [[Gradient("bias", v.clone()), Gradient("w", noise(30 + w, 48, 48))] for w, v in enumerate(vectors)]
     reduce_together([PowerSGD(), PowerSGD()], ours, 4)
     assert torch.equal(ours[0][0].tensor, ours[1][0].tensor)
     assert torch.allclose(ours[0][0].tensor, torch.stack(vectors).mean(0))

@@ -53,9 +53,7 @@ def run(folder: Path, architecture: str = "gpt", seed: int = 1, **train: Any) ->
     data = load_info(folder).config
     model = {"architecture": architecture, "layers": 1, "hidden": 8, "heads": 1, "sequence_length": LENGTH}
     names = {"scale": "ci", "study": "s", "variant": "v", "label": "v"}
-    return RunConfig(
-        **names, seed=seed, data=data, model=model, train=options | {"lr_warmup_fraction": 0.0} | train
-    )
+    return RunConfig(**names, seed=seed, data=data, model=model, train=options | {"lr_warmup_fraction": 0.0} | train)
 
 
 def joined(batches: list[MicroBatch], name: Name = "tokens") -> numpy.ndarray:
@@ -255,9 +253,7 @@ def test_index_files_are_never_written_in_place(folder: Path, monkeypatch: pytes
 def _worker(rank: int, size: int, store: str | None, folder: Path, results: SimpleQueue[Any]) -> None:
     try:
         if store:
-            torch.distributed.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=size
-            )
+            torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         cfg = run(folder)
         validation = list(validation_batches(cfg, folder, rank, size))
         results.put((rank, [joined(take(cfg, folder, rank, size)), joined(validation)]))

@@ -134,9 +134,7 @@ def test_a_worker_that_hangs_is_given_up() -> None:
 
 def _measured() -> tuple[engine.Plan, engine.Measured]:
     """Torch takes 6, 4 and 9 seconds, ours 2, 2 and 3."""
-    plan = engine.Plan(
-        layers=1, hidden=32, ranks=(4,), threads=(1,), repeats=3, allocators=("default", "thp")
-    )
+    plan = engine.Plan(layers=1, hidden=32, ranks=(4,), threads=(1,), repeats=3, allocators=("default", "thp"))
     found = engine.Measured()
 
     def add(variant: str, seconds: list[float], allocator: str = "default") -> None:

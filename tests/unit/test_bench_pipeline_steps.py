@@ -64,9 +64,7 @@ def test_steps_counted_by_hand() -> None:
 def measured(plan: pipeline_steps.Plan, compute: Compute, factor: float) -> pipeline_steps.Measured:
     """Steps as the model has them, those under a limit ``factor`` times as long; a round that is out of the way."""
     own = {rate: 1e9 if not rate else 1e5 * rate for rate in (0.0, *plan.rates)}
-    sent = {
-        name: [[(ALL_REDUCE, 1e6)], [(ALL_REDUCE, 2e6), (ALL_REDUCE, 1e6)]] for name in pipeline_steps.METHODS
-    }
+    sent = {name: [[(ALL_REDUCE, 1e6)], [(ALL_REDUCE, 2e6), (ALL_REDUCE, 1e6)]] for name in pipeline_steps.METHODS}
     activations = 4.0 * plan.sequence * plan.micro_batch * plan.hidden
     embedding = 4.0 * pipeline_steps.VOCABULARY * plan.hidden
     bytes_ = traffic((1e6,), (2e6, 1e6), activations=activations, embedding=embedding)
@@ -98,9 +96,7 @@ def measured(plan: pipeline_steps.Plan, compute: Compute, factor: float) -> pipe
 @given(st.lists(st.floats(0.01, 10.0), min_size=6, max_size=6), st.floats(0.5, 2.0))
 def test_the_table_finds_what_the_steps_were_made_of(times: list[float], factor: float) -> None:
     plan = pipeline_steps.Plan(rates=(20.0, 200.0), micro_batches=(2, 3))
-    compute = Compute(
-        forward=(times[0], times[1]), backward=(times[2], times[3]), beside=times[4], rest=times[5]
-    )
+    compute = Compute(forward=(times[0], times[1]), backward=(times[2], times[3]), beside=times[4], rest=times[5])
     table = pipeline_steps.table(plan, measured(plan, compute, factor))
     assert len(table) == len(pipeline_steps.METHODS) * (2 + 2 * 2)
     assert set(table.loc[table["mbit_per_s"] == 0, "used"]) == {"calibration"}
@@ -167,6 +163,4 @@ def test_real_ranks_note_what_they_send_and_time_messages(tmp_path: Path) -> Non
                     assert sum(sent for _, sent in iteration["messages"]) == iteration["bytes"] > 0
                     assert {kind for kind, _ in iteration["messages"]} == kinds
             [row] = pipeline_steps._rounds(answers)
-            assert all(
-                0 < row[f"{kind}_{at}"] < row["seconds"] for kind in ("forward", "backward") for at in (0, 1)
-            )
+            assert all(0 < row[f"{kind}_{at}"] < row["seconds"] for kind in ("forward", "backward") for at in (0, 1))

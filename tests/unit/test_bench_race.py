@@ -23,9 +23,7 @@ def write_run(folder: Path, config: Any, losses: list[float], seconds: float, st
     """A run folder with an evaluation at every tenth step, all steps taking ``seconds``."""
     folder.mkdir(parents=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    (folder / "summary.json").write_text(
-        json.dumps({"run": config.name, "status": status, "bytes_ratio": 0.5})
-    )
+    (folder / "summary.json").write_text(json.dumps({"run": config.name, "status": status, "bytes_ratio": 0.5}))
     (folder / "status").write_text(f"{status}\n")
     events: list[dict[str, Any]] = []
     for at, loss in enumerate(losses, start=1):
@@ -79,9 +77,7 @@ def test_runs_of_the_file() -> None:
     assert [run.variant for run in runs[: len(known)]] == list(known)
     assert runs[0].variant == "none" and runs[0].seed == 1
     assert {run.parallel.world for run in runs} == {2}
-    assert len({json.dumps(run.train.model_dump(mode="json")) for run in runs}) == 1, (
-        "the same training for all"
-    )
+    assert len({json.dumps(run.train.model_dump(mode="json")) for run in runs}) == 1, "the same training for all"
     assert [run.variant for run in race.Plan(seeds=(1,), methods=("int4",)).runs()] == ["none", "int4"]
     assert race.Plan(iterations=20).runs()[0].train.iterations == 20
 
@@ -105,9 +101,7 @@ def test_the_program_and_the_figure(
     assert "bench_race" in BENCHMARKS
 
 
-def test_runs_that_are_there_are_not_repeated(
-    raced: tuple[race.Plan, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_are_there_are_not_repeated(raced: tuple[race.Plan, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     class Network:
         hosts = 2
 

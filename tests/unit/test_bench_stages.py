@@ -82,9 +82,9 @@ def test_program_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert described["timing"] == [timing]
     assert len(pd.read_csv(folder / "stages_iterations.csv")) == len(known())
     trace = json.loads((folder / "timeline_trace.json").read_text())
-    assert {
-        event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"
-    } == set(stages.VARIANTS)
+    assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == set(
+        stages.VARIANTS
+    )
     draw_timeline(folder)
     fig = stage_spread.draw(folder)
     try:
@@ -108,9 +108,7 @@ def draw_timeline(folder: Path) -> None:
     try:
         fig.canvas.draw()
         words = [text.get_text() for text in fig.findobj(Text) if text.get_visible()]
-        assert "injected" in fig.legends[0].get_title().get_text() and any(
-            "INJECTED" in text for text in words
-        )
+        assert "injected" in fig.legends[0].get_title().get_text() and any("INJECTED" in text for text in words)
         for ax in fig.axes:
             assert [text.get_text() for text in ax.texts if "idle" in text.get_text()] == [
                 "50 % idle",

@@ -141,9 +141,7 @@ def test_the_program_trains_every_kind_of_variant_and_keeps_no_trace(tmp_path: P
     }
 
 
-def test_a_variant_that_fails_is_a_row_and_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variant_that_fails_is_a_row_and_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_profile, "MODULE", "tests.unit.no_such_worker")
     arguments = ["step", *SIZE, "--variants", DDP, "--device", "cpu", "--results", str(tmp_path / "bench")]
     done = CliRunner().invoke(app, arguments)

@@ -33,9 +33,7 @@ seconds = st.floats(0.01, 10.0)
 @st.composite
 def computes(draw: st.DrawFn) -> Compute:
     complete = sorted(draw(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5)))
-    return Compute(
-        forward=draw(seconds), backward=draw(seconds), rest=draw(seconds), complete=tuple(complete)
-    )
+    return Compute(forward=draw(seconds), backward=draw(seconds), rest=draw(seconds), complete=tuple(complete))
 
 
 def reduced(*buckets: tuple[float, ...]) -> Method:
@@ -205,9 +203,7 @@ def test_messages_of_real_workers_are_what_the_methods_count(tmp_path: Path) -> 
                     assert sum(bytes_ for _, bytes_ in sent) == counted[rank] > 0, name
                     assert all(bytes_ > 0 for _, bytes_ in sent)
                     # What is quantised is exchanged, summed by its owner, and gathered.
-                    small = (
-                        options.get("factor_dtype", "fp32") != "fp32" or options.get("method") == "quantize"
-                    )
+                    small = options.get("factor_dtype", "fp32") != "fp32" or options.get("method") == "quantize"
                     assert ({ALL_TO_ALL, ALL_GATHER} <= {kind for kind, _ in sent}) == small, name
                 if options.get("method") is None:
                     assert all(len(bucket) >= 2 for bucket in first[0]), "P and Q"

@@ -50,8 +50,7 @@ def test_one_expert_that_takes_every_token_is_the_dense_model() -> None:
     one = model_of(OF, cluster(data=8, experts={"count": 1, "per_token": 1, "expert_parallel": 1}), 100.0)
     # Two groups of gradients pay the latency twice.
     dense, one = (
-        replace(model, cluster=model.cluster.assuming("network", "latency_seconds", 0.0))
-        for model in (dense, one)
+        replace(model, cluster=model.cluster.assuming("network", "latency_seconds", 0.0)) for model in (dense, one)
     )
     assert isinstance(one, MixtureOfExperts)
     for mine, theirs in zip(one.stages, dense.stages, strict=True):
@@ -67,9 +66,7 @@ def test_experts_by_hand() -> None:
     dense = model_of(OF, cluster(data=64), 100.0)
     stage, plain = model.stages[1], dense.stages[1]  # 19 layers, no embedding
     mlp = 19 * 2 * 3584 * 4 * 3584 // 4
-    assert stage.parameters - plain.parameters == mlp + 19 * (
-        4 * 3584 // 4 + 3584
-    )  # two experts instead of one
+    assert stage.parameters - plain.parameters == mlp + 19 * (4 * 3584 // 4 + 3584)  # two experts instead of one
     # Two of sixteen experts: a GPU with two experts, shared by eight replicas, multiplies as if it had two for itself.
     assert model.active_weights(stage) - dense.active_weights(plain) == mlp
     # Experts are averaged over 64 / 8 replicas, the rest over 64.
@@ -137,9 +134,7 @@ def test_the_table_is_the_model(written: Path, asked: Scenarios) -> None:
         assert saved == sorted(saved, reverse=True)
     row = table[(table["cluster"] == "sites") & (table["method"] == "int4") & table["overlap"]].iloc[1]
     model = model_of(OF, SITES, float(row["gbits_per_second"]))
-    base, ours = (
-        cluster_step.step(model, model.methods()[name][1], overlap=True).seconds for name in ("none", "int4")
-    )
+    base, ours = (cluster_step.step(model, model.methods()[name][1], overlap=True).seconds for name in ("none", "int4"))
     assert row["seconds_step"] == pytest.approx(ours, rel=1e-5)
     assert row["saved_percent"] == pytest.approx(100 * (1 - ours / base), abs=1e-3)
 

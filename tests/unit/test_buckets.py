@@ -104,9 +104,7 @@ class Counted(FakeEngine):
         self.log.append((key, self.counts[key]))
 
 
-def order_of(
-    waits: Sequence[int], ahead: Sequence[int] = ()
-) -> tuple[list[tuple[int, int]], list[list[int]]]:
+def order_of(waits: Sequence[int], ahead: Sequence[int] = ()) -> tuple[list[tuple[int, int]], list[list[int]]]:
     """Every (bucket, step) in the order taken, and which buckets were handed over after each one came."""
     engine = Counted()
     engine.counts, engine.ahead = waits, ahead
@@ -246,9 +244,7 @@ def test_an_error_reaches_every_future_and_ends_the_order(fail_at: str, monkeypa
     worker = new_worker(engine)
     for bucket in backward(worker, [["a"], ["b"], ["c"]]):
         if fail_at == "a" or bucket.last:
-            with pytest.raises(
-                RuntimeError, match=r"on rank 3 in iteration 1.*ConnectionError: peer is lost$"
-            ):
+            with pytest.raises(RuntimeError, match=r"on rank 3 in iteration 1.*ConnectionError: peer is lost$"):
                 bucket.future.wait()
     assert not worker.busy
     with pytest.raises(RuntimeError, match="peer is lost"):

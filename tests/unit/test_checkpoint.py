@@ -335,9 +335,7 @@ def test_experts_are_redistributed_among_their_own_replicas(tmp_path: Path) -> N
 
 
 def test_methods_without_error_feedback_are_redistributed_too() -> None:
-    states = {
-        place: {"attachment": {"compressor": {}}, "experts": ["expert"]} for place in replicas(4, expert=2)
-    }
+    states = {place: {"attachment": {"compressor": {}}, "experts": ["expert"]} for place in replicas(4, expert=2)}
     assert redistributed(states, replicas(1)[0]) == {"compressor": {}}
 
 

@@ -63,13 +63,9 @@ def test_accuracy_follows_the_mean_gap(
     assert row["evidence"] == f"{tmp_path.name}/ci/methods/table.csv"
 
 
-def test_evidence_that_is_kept_is_named_with_its_place(
-    tmp_path: Path, known: dict[str, claims.Claim]
-) -> None:
+def test_evidence_that_is_kept_is_named_with_its_place(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
     kept = tmp_path / "results" / "reference" / "workstation"
-    rows = [
-        run("edgc_cqm", seed, method="edgc", policy="cqm", gap_nats=0.0, bytes_ratio=0.3) for seed in (1, 2)
-    ]
+    rows = [run("edgc_cqm", seed, method="edgc", policy="cqm", gap_nats=0.0, bytes_ratio=0.3) for seed in (1, 2)]
     put(kept, "methods/table.csv", rows)
     row = claims.judge(known["accuracy_preserved"], "workstation", kept)
     assert row["evidence"] == "results/reference/workstation/methods/table.csv"
@@ -89,9 +85,7 @@ def test_without_any_evidence_nothing_is_testable(tmp_path: Path, known: dict[st
     assert all(row["our_value"] is None and row["note"].startswith("no evidence") for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("change", "verdict"), [(-95.0, "supported"), (-80.0, "partly"), (-40.0, "not supported")]
-)
+@pytest.mark.parametrize(("change", "verdict"), [(-95.0, "supported"), (-80.0, "partly"), (-40.0, "not supported")])
 def test_entropy_cost(tmp_path: Path, known: dict[str, claims.Claim], change: float, verdict: str) -> None:
     rows = [
         run("full", alpha=1.0, beta=1.0, change_percent=0.0, share_of_step=0.1),
@@ -148,9 +142,7 @@ def test_entropy_trend_takes_the_worst_run(
         run("gpt", seed, architecture="gpt", estimator="histogram", group="<all>", verdict=word, **numbers)
         for seed, word in enumerate(words)
     ]
-    rows.append(
-        run("bert", architecture="bert", estimator="histogram", group="<all>", verdict="falls", **numbers)
-    )
+    rows.append(run("bert", architecture="bert", estimator="histogram", group="<all>", verdict="falls", **numbers))
     put(tmp_path, "entropy_trend/table.csv", rows)
     row = claims.judge(known["entropy_falls_gpt"], "ci", tmp_path)
     assert (row["verdict"], row["our_value"]) == (verdict, words[-1])
@@ -217,9 +209,7 @@ def test_zero_shot_follows_the_equivalence_test(
         assert "task0 -0.004 of 0.02" in found["note"]
 
 
-def test_zero_shot_at_chance_everywhere_is_no_evidence(
-    tmp_path: Path, known: dict[str, claims.Claim]
-) -> None:
+def test_zero_shot_at_chance_everywhere_is_no_evidence(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
     put(tmp_path, "zero_shot/summary.csv", [zero_shot_row("arc", "on par", above_chance=False)])
     found = claims.judge(known["zero_shot"], "ci", tmp_path)
     assert (found["verdict"], found["n"]) == ("not testable here", 0)
@@ -256,9 +246,7 @@ def test_simulated_evidence_stays_simulated_and_never_fully_supports(
     assert "-15 to -1 %" in row["note"]
 
 
-def test_command_writes_one_row_per_claim_and_repeats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_writes_one_row_per_claim_and_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ci").mkdir()
     claims.main("ci", tmp_path, show=True)
     first = (tmp_path / "ci" / "claims.csv").read_bytes()
@@ -270,9 +258,7 @@ def test_command_writes_one_row_per_claim_and_repeats(
     assert "not testable here" in capsys.readouterr().out
 
 
-def test_missing_results_and_bad_rules_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_results_and_bad_rules_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         claims.main("ci", tmp_path / "nowhere")
     assert stop.value.code == 2

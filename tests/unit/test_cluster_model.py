@@ -28,9 +28,7 @@ from experiments.simulation.placement import GPTShape, build
 from experiments.spec import matrix
 
 STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
-SHAPE = GPTShape(
-    layers=2, hidden=64, heads=4, sequence_length=32, vocab_size=500, tensor=2, pipeline=2, data=3
-)
+SHAPE = GPTShape(layers=2, hidden=64, heads=4, sequence_length=32, vocab_size=500, tensor=2, pipeline=2, data=3)
 
 
 def toy(**changes: Any) -> Model:
@@ -88,9 +86,7 @@ def test_methods_by_hand() -> None:
 def test_other_traffic_by_hand() -> None:
     model = toy()
     alpha, speed = 14e-6, 10e9 / 8 / 2
-    transfer = 4 * (
-        alpha + 4 * 8 * 32 * 64 / 2 / speed
-    )  # 4 micro-batches of 8 x 32 x 64 fp32 over 2 ranks, one way
+    transfer = 4 * (alpha + 4 * 8 * 32 * 64 / 2 / speed)  # 4 micro-batches of 8 x 32 x 64 fp32 over 2 ranks, one way
     embedding = 2 * alpha + 4 * 512 * 64 / 2 / speed
     for stage in model.stages:
         assert model.other(stage) == pytest.approx(transfer + embedding, rel=1e-12)
@@ -167,9 +163,7 @@ def test_claim_bandwidth_is_the_crossing() -> None:
     assert bandwidth_where(model, lambda at: at.none, 46.45) is None
 
 
-@pytest.mark.parametrize(
-    ("study", "sharing"), [("gpt2_345m", 2), ("gpt2_2p5b_v100", 4), ("gpt2_12p1b_h100", 4)]
-)
+@pytest.mark.parametrize(("study", "sharing"), [("gpt2_345m", 2), ("gpt2_2p5b_v100", 4), ("gpt2_12p1b_h100", 4)])
 def test_placement(study: str, sharing: int) -> None:
     assert load_model(study).sharing == sharing
 
@@ -236,10 +230,7 @@ def test_files_are_complete_and_marked(study: str, tmp_path: Path) -> None:
     for row in rows:
         if row["method"] == "none":
             assert float(row["reduction_with_compress_percent"]) == 0.0
-        assert (
-            float(row["reduction_with_compress_percent"])
-            <= float(row["reduction_communication_percent"]) + 1e-4
-        )
+        assert float(row["reduction_with_compress_percent"]) <= float(row["reduction_communication_percent"]) + 1e-4
 
 
 def test_every_input_says_where_it_comes_from() -> None:

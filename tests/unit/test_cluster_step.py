@@ -73,6 +73,4 @@ def test_rows_are_against_uncompressed_with_as_much_overlap() -> None:
                 assert float(row["reduction_time_percent"]) == pytest.approx(saved, abs=1e-3)
         rank = found["edgc", overlap]["rank"]
         low = cluster_step.step(model, partial(model.powersgd, rank=rank), overlap=overlap).seconds
-        assert float(found["edgc", overlap]["seconds_step"]) == pytest.approx(
-            0.1 * base + 0.9 * low, rel=1e-6
-        )
+        assert float(found["edgc", overlap]["seconds_step"]) == pytest.approx(0.1 * base + 0.9 * low, rel=1e-6)

@@ -79,10 +79,7 @@ class Case:
     rank: int
 
     def gradients(self, worker: int, step: int) -> list[Gradient]:
-        return [
-            Gradient(f"p{i}", spec.tensor(1000 * step + 100 * worker + i))
-            for i, spec in enumerate(self.specs)
-        ]
+        return [Gradient(f"p{i}", spec.tensor(1000 * step + 100 * worker + i)) for i, spec in enumerate(self.specs)]
 
 
 def specs() -> st.SearchStrategy[Spec]:
@@ -170,9 +167,7 @@ class Record:
     finite: bool = True
     bytes: int = 0
     seen: tuple[Fraction, ...] = ()
-    gaps: dict[tuple[torch.dtype, bool], float] = field(
-        default_factory=dict
-    )  # by type, and whether compressed
+    gaps: dict[tuple[torch.dtype, bool], float] = field(default_factory=dict)  # by type, and whether compressed
     worst: float = 0.0
     left: float = 0.0
     skipped: int = 0
@@ -256,9 +251,7 @@ def lossless(make: Callable[[], Compressor], rank: int | None, label: str) -> It
     for step in range(2):
         gradients = whole_numbers(me, step)
         everyone = [whole_numbers(worker, step) for worker in range(channel.world)]
-        expected = [
-            sum(double(g.tensor) for g in same) / channel.world for same in zip(*everyone, strict=True)
-        ]
+        expected = [sum(double(g.tensor) for g in same) / channel.world for same in zip(*everyone, strict=True)]
         compressor.reduce(gradients, channel, rank)
         same = all(torch.equal(double(g.tensor), e) for g, e in zip(gradients, expected, strict=True))
         yield Record(label, extra={"same": same, "left": max(norm(e) for e in kept(compressor, gradients))})
@@ -459,9 +452,7 @@ def test_it_waits_as_often_as_it_says(name: str, rank: int | None, one_sided: bo
     room, compressors = Room(2), [make(), make()]
     generator = torch.Generator().manual_seed(0)
     running = [
-        compressor.exchange(
-            [Gradient("a", torch.randn(40, 50, generator=generator))], channel, rank, Statistics()
-        )
+        compressor.exchange([Gradient("a", torch.randn(40, 50, generator=generator))], channel, rank, Statistics())
         for compressor, channel in zip(compressors, room.channels, strict=True)
     ]
     waits = 0
@@ -638,9 +629,7 @@ def test_settings_reach_the_compressor(name: str) -> None:
     assert getattr(compressor, "min_elements", 77) == 77
     assert not getattr(compressor, "draws_at_random", False) or compressor.seed == 5
     for key in ("factor_dtype", "one_sided", "density", "error_feedback"):
-        assert getattr(compressor, key, options.get(key)) == options.get(
-            key, getattr(compressor, key, None)
-        ), key
+        assert getattr(compressor, key, options.get(key)) == options.get(key, getattr(compressor, key, None)), key
     if "bits" in options:
         stochastic = options["rounding"] == "stochastic"
         assert (compressor.blocks.bits, compressor.blocks.stochastic) == (options["bits"], stochastic)

@@ -51,9 +51,7 @@ def test_where_the_defaults_differ_from_the_paper_is_documented() -> None:
     text = inspect.getdoc(EDGCConfig) or ""
     _, head, rows, *_ = re.split(r"^[= ]+$", text, flags=re.MULTILINE)
     assert head.split() == ["key", "default", "paper", "why"]
-    documented = {
-        (key, default, paper) for key, default, paper, *_ in map(str.split, rows.strip().splitlines())
-    }
+    documented = {(key, default, paper) for key, default, paper, *_ in map(str.split, rows.strip().splitlines())}
     ours, papers = (flat(CQMConfig.from_dict(v).to_dict()) for v in ({}, {"preset": "paper"}))
     ours["method"] = EDGCConfig().method
     assert documented == {(key, str(v), str(papers[key])) for key, v in ours.items() if v != papers[key]}
@@ -145,9 +143,7 @@ def test_settings_are_frozen_and_keyword_only() -> None:
         ({**TIMED, "timing": {"seconds_fixed": math.inf}}, "seconds_fixed = inf", "use a number"),
     ],
 )
-def test_bad_settings_are_one_line_with_key_file_and_fix(
-    values: dict[str, Any], message: str, fix: str
-) -> None:
+def test_bad_settings_are_one_line_with_key_file_and_fix(values: dict[str, Any], message: str, fix: str) -> None:
     with pytest.raises(UserError) as caught:
         EDGCConfig.from_dict(values, where="study.yaml")
     line = str(caught.value)
@@ -158,9 +154,7 @@ def test_bad_settings_are_one_line_with_key_file_and_fix(
 
 
 def test_errors_without_a_file_name_none() -> None:
-    with pytest.raises(
-        UserError, match="window = 0 is not valid; use a whole number of at least 1"
-    ) as caught:
+    with pytest.raises(UserError, match="window = 0 is not valid; use a whole number of at least 1") as caught:
         EDGCConfig(window=0)
     assert caught.value.where is None
 
@@ -253,16 +247,9 @@ def test_settings_are_written_out_whole_and_read_again(name: str) -> None:
 
 def test_a_type_is_found_by_its_name_and_may_be_written_itself() -> None:
     low = PowerSGDConfig(rank=4)
-    assert (
-        low
-        == EDGCConfig(method="powersgd", rank=4)
-        == EDGCConfig.from_dict({"method": "powersgd", "rank": 4})
-    )
+    assert low == EDGCConfig(method="powersgd", rank=4) == EDGCConfig.from_dict({"method": "powersgd", "rank": 4})
     assert FixedConfig(rank=4) == EDGCConfig(method="edgc", policy="fixed", rank=4)
-    assert (
-        type(EDGCConfig(method="edgc")) is CQMConfig
-        and type(dataclasses.replace(low, rank=5)) is PowerSGDConfig
-    )
+    assert type(EDGCConfig(method="edgc")) is CQMConfig and type(dataclasses.replace(low, rank=5)) is PowerSGDConfig
     with pytest.raises(UserError, match=r"^method = 'topk' is not valid; use one of powersgd"):
         PowerSGDConfig(method="topk", rank=4)
     with pytest.raises(UserError, match=r"^bits = 4 is not used with method: powersgd"):
@@ -305,9 +292,7 @@ def test_settings_of_other_traffic_and_of_records_go_with_every_method() -> None
         assert flat(EDGCConfig.from_dict(given).to_dict()).items() >= flat(given).items()
         if name != "none":
             del given["record_full_entropy"]
-            assert EDGCConfig.from_dict(
-                {**given, "cost_gate": True, "gate_interval": 9, "compress_experts": False}
-            )
+            assert EDGCConfig.from_dict({**given, "cost_gate": True, "gate_interval": 9, "compress_experts": False})
 
 
 def test_a_record_may_hold_settings_of_other_methods() -> None:
@@ -319,9 +304,7 @@ def test_a_record_may_hold_settings_of_other_methods() -> None:
     assert EDGCConfig.usable({"method": "tpok", "rank": 4}) == {"method": "tpok", "rank": 4}
     every = {name: value for kind in methods() for name, value in kind.from_record(WHOLE).to_dict().items()}
     for kind in methods():
-        own = EDGCConfig.from_record(
-            {**every, "method": kind.method, "policy": getattr(kind, "policy", "cqm")}
-        )
+        own = EDGCConfig.from_record({**every, "method": kind.method, "policy": getattr(kind, "policy", "cqm")})
         assert type(own) is kind
     assert users("rank") == [FixedConfig, PowerSGDConfig] and not users("metod")
 

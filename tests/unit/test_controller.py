@@ -69,9 +69,7 @@ def drive(
             seconds,
             None if backward is None else (backward,) * controller.stages,
             error_curve=curves((iteration - 1) // window, grid) if curves and grid else None,
-            gate=tuple(GateVerdict(s, "w", 1.0, 2.0, True) for s in range(controller.stages))
-            if plan.gate
-            else (),
+            gate=tuple(GateVerdict(s, "w", 1.0, 2.0, True) for s in range(controller.stages)) if plan.gate else (),
             loss=3 * entropy if math.isfinite(entropy) else math.inf,  # told, not finite
         )
         decision = controller.observe(iteration, report)
@@ -253,16 +251,12 @@ SPECTRAL: list[tuple[str, dict[str, Any], list[Any], list[tuple[int | None, ...]
 @pytest.mark.parametrize(
     ("overrides", "exponents", "expected"), [s[1:] for s in SPECTRAL], ids=[s[0] for s in SPECTRAL]
 )
-def test_spectral(
-    overrides: dict[str, Any], exponents: list[Any], expected: list[tuple[int | None, ...]]
-) -> None:
+def test_spectral(overrides: dict[str, Any], exponents: list[Any], expected: list[tuple[int | None, ...]]) -> None:
     timing = TimingConfig(backward_seconds=0.08, seconds_per_rank=0.01, seconds_fixed=0.3)
     settings_ = config(policy="spectral", target_error=0.201, smoothing=1.0, timing=timing, **overrides)
     controller = make_controller(settings_, [SHAPES] * len(exponents[0]), 100)
     # Entropy is not needed once warm-up is over.
-    _, decisions = drive(
-        controller, [1.0, 1.0, NAN], curves=power_law([[9.0] * len(exponents[0])] * 2 + exponents)
-    )
+    _, decisions = drive(controller, [1.0, 1.0, NAN], curves=power_law([[9.0] * len(exponents[0])] * 2 + exponents))
     assert [d.ranks for d in decisions[1:9]] == expected
     assert all(d.phase == "active" for d in decisions[1:])
 
@@ -271,9 +265,7 @@ def test_spectral_is_smoothed() -> None:
     def ranks(smoothing: float) -> list[int | None]:
         settings_ = config(policy="spectral", target_error=0.201, smoothing=smoothing, step_limit=100)
         curves = power_law([[1.0]] * 4 + [[0.5], [1.0]])
-        return [
-            d.ranks[0] for d in drive(make_controller(settings_, [SHAPES], 100), [1.0], curves=curves)[1]
-        ][2:]
+        return [d.ranks[0] for d in drive(make_controller(settings_, [SHAPES], 100), [1.0], curves=curves)[1]][2:]
 
     # The fifth window alone asks for r_max; weighed by 0.1 it moves the rank a little, and is forgotten slowly.
     assert ranks(1.0) == [24, 24, 64, 24, 24, 24, 24, 24]
@@ -288,9 +280,7 @@ def test_spectral_is_smoothed() -> None:
 
 def test_spectral_says_why() -> None:
     settings_ = config(policy="spectral", target_error=0.201, smoothing=1.0)
-    _, decisions = drive(
-        make_controller(settings_, [SHAPES] * 2, 100), [1.0], curves=power_law([[1.0, None]])
-    )
+    _, decisions = drive(make_controller(settings_, [SHAPES] * 2, 100), [1.0], curves=power_law([[1.0, None]]))
     assert decisions[2].reason == (
         "stage 0: predicted error 0.2000 at rank 24 meets 0.201; rank 64 -> 56; "
         "stage 1: no spectra in this window, rank unchanged"
@@ -361,9 +351,7 @@ def test_a_gate_without_verdicts_decides_nothing() -> None:
 
 
 def test_a_probe_that_was_given_up_is_timed_again() -> None:
-    controller = make_controller(
-        config(r_max=None, search_start=1, search_repeats=1), [[(256, 256)]] * 2, 100
-    )
+    controller = make_controller(config(r_max=None, search_start=1, search_repeats=1), [[(256, 256)]] * 2, 100)
     controller.observe(1, Report((NAN, NAN), (0.5, 0.5)))
     assert controller.plan(2).probe_rank == 4
     assert controller.observe(2, Report((NAN, NAN), (0.1, NAN))) is None
@@ -469,9 +457,7 @@ def test_given_times_align_the_stages() -> None:
 
 
 def test_given_uncompressed_time_bounds_the_budget() -> None:
-    timing = TimingConfig(
-        backward_seconds=0.08, seconds_per_rank=0.01, seconds_fixed=0.3, seconds_uncompressed=0.9
-    )
+    timing = TimingConfig(backward_seconds=0.08, seconds_per_rank=0.01, seconds_fixed=0.3, seconds_uncompressed=0.9)
     _, decisions = drive(make_controller(aligned(timing=timing), [SHAPES] * 3, 100), [1.0, 1.0, 0.0])
     # Stage 2's budget is 1.02, 0.94 and 0.86 s at rank 56, 48 and 40 of stage 0.
     assert [d.ranks for d in decisions if d.phase == "active"][1:4] == [
@@ -509,9 +495,7 @@ def test_measured_with_r_max_given_times_the_line_and_keeps_r_max() -> None:
 
 def test_measured_without_a_backward_time_says_so() -> None:
     settings_ = config(r_max=24, alignment="measured", search_start=1, search_repeats=1)
-    _, decisions = drive(
-        make_controller(settings_, [SHAPES] * 2, 100), [1.0], probe=linear(dense=9.0), backward=None
-    )
+    _, decisions = drive(make_controller(settings_, [SHAPES] * 2, 100), [1.0], probe=linear(dense=9.0), backward=None)
     assert decisions[-1].ranks == (24, 24)
     assert any("no backward time" in d.reason for d in decisions)
 
@@ -598,9 +582,7 @@ def runs(draw: st.DrawFn) -> tuple[PolicyConfig, int, int, list[float], Probe, C
     settings_ = config(
         policy=policy,
         rank=draw(st.integers(1, r_max or 30)),
-        schedule=sorted(
-            draw(st.dictionaries(st.floats(0, 1), st.integers(1, r_max or 30), min_size=1)).items()
-        ),
+        schedule=sorted(draw(st.dictionaries(st.floats(0, 1), st.integers(1, r_max or 30), min_size=1)).items()),
         r_max=r_max,
         r_min=r_min,
         rank_multiple=multiple,
@@ -724,9 +706,7 @@ def test_ranks_that_are_given_need_no_entropy_in_every_window(policy: str) -> No
     controller = make_controller(config(policy=policy, window=4, **given), [SHAPES], 100)
     _, decisions = drive(controller, [NAN])
     assert controller.ranks == (8,)
-    assert next(d.iteration for d in decisions if d.phase == "active") == 52, (
-        "the first end after half the run"
-    )
+    assert next(d.iteration for d in decisions if d.phase == "active") == 52, "the first end after half the run"
 
 
 def test_windows_of_exactly_one_sample_are_allowed() -> None:
@@ -748,9 +728,7 @@ def test_a_policy_that_is_told_no_loss_says_so_at_the_first_window() -> None:
     with pytest.raises(UserError) as caught:
         controller.observe(10, Report((1.0, 1.0)))
     said = str(caught.value)
-    assert said.startswith(
-        "policy loss was not told a training loss in the first 10 iterations; call add_loss(loss)"
-    )
+    assert said.startswith("policy loss was not told a training loss in the first 10 iterations; call add_loss(loss)")
     # Once it was told any, a window without one leaves the ranks as they are.
     controller = make_controller(config(policy="loss"), [SHAPES] * 2, 100)
     for window, loss in enumerate((math.inf, 3.0, 2.5, NAN)):

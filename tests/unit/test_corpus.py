@@ -42,9 +42,7 @@ def test_standard_library_of_this_python() -> None:
     assert {"json/decoder.py", "argparse.py"} <= set(paths)
     assert not [path for path in paths if {"test", "tests", "site-packages"} & set(path.split("/"))]
     assert len({document.sha256 for document in documents}) == len(documents)
-    shares = [
-        sum(source.split_of(document) == split for document in documents) / len(documents) for split in SPLITS
-    ]
+    shares = [sum(source.split_of(document) == split for document in documents) / len(documents) for split in SPLITS]
     assert 0.85 < shares[0] < 0.95
     assert min(shares[1:]) > 0.02
 
@@ -198,9 +196,7 @@ def test_hub_without_network_is_one_line(tmp_path: Path) -> None:
         "main_guard(lambda: list(open_source(DataConfig(source='openwebtext')).documents()))()"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -96,9 +96,7 @@ def test_groups_that_are_cut_anew_follow_most_of_their_entries() -> None:
     gate = CostGate()
     assert gate.compresses({"a": 5, "b": 7}), "nothing is known: as planned"
     made = [GateVerdict(0, "a + 1 more", 2, 1, False), GateVerdict(0, "c", 1, 2, True)]
-    gate.follow(
-        [*made, GateVerdict(0, "of another rank", 2, 1, False)], {"a + 1 more": ["a", "b"], "c": ["c"]}
-    )
+    gate.follow([*made, GateVerdict(0, "of another rank", 2, 1, False)], {"a + 1 more": ["a", "b"], "c": ["c"]})
     assert not gate.compresses({"a": 5, "b": 7})
     assert gate.compresses({"c": 3})
     assert gate.compresses({"b": 7, "c": 8})
@@ -114,9 +112,7 @@ def test_groups_that_are_cut_anew_follow_most_of_their_entries() -> None:
 # --------------------------------------------------------------------- benchmarks
 
 
-def stopped(
-    compress: float, communicate: float = 0.0, decompress: float = 0.0, skipped: int = 0
-) -> Statistics:
+def stopped(compress: float, communicate: float = 0.0, decompress: float = 0.0, skipped: int = 0) -> Statistics:
     return Statistics(
         compress=Stopwatch(compress),
         communicate=Stopwatch(communicate),

@@ -106,9 +106,7 @@ def test_second_time_does_nothing_and_changes_are_noticed(tmp_path: Path, config
     assert smaller.vocab_size == 280
 
 
-@pytest.mark.parametrize(
-    "name", ["train.bin", "validation.idx", "documents.jsonl", "tokenizer.json", "data.yaml"]
-)
+@pytest.mark.parametrize("name", ["train.bin", "validation.idx", "documents.jsonl", "tokenizer.json", "data.yaml"])
 def test_damaged_folder_is_prepared_again(tmp_path: Path, config: DataConfig, name: str) -> None:
     out = tmp_path / "toy"
     first = prepare(config, out, show=False)
@@ -166,9 +164,7 @@ def test_sigkill_leaves_nothing_that_looks_whole(tmp_path: Path, config: DataCon
     assert not list(tmp_path.glob(".toy.partial-*"))
 
 
-def test_failure_keeps_the_old_folder(
-    tmp_path: Path, config: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_keeps_the_old_folder(tmp_path: Path, config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "toy"
     prepare(config, out, show=False)
     before = listing(out)

@@ -52,9 +52,7 @@ BOTH_PATHS = pytest.mark.parametrize("masked", [False, True], ids=["host looks",
 
 def configurations() -> dict[str, dict[str, Any]]:
     """Every method, with every value of what changes how it computes."""
-    found = {
-        name: examples.settings_of(name) for name in examples.FOUND if name != "edgc"
-    }  # that is powersgd
+    found = {name: examples.settings_of(name) for name in examples.FOUND if name != "edgc"}  # that is powersgd
     for factors in FACTOR_DTYPES:
         label = f"powersgd {factors} one-sided"
         found[label] = {"method": "powersgd", "rank": 4, "factor_dtype": factors, "one_sided": True}
@@ -72,9 +70,7 @@ SHAPES = [(40, 24), (24,), (), (0,), (33, 70), (3, 4), (40, 24)]
 def drawn(step: int, worker: int, dtype: torch.dtype) -> list[Gradient]:
     generator = torch.Generator("cpu").manual_seed(100 * step + worker)
     return [
-        Gradient(
-            f"p{i}", torch.randn(s, generator=generator, dtype=torch.float32, device="cpu").to(dtype=dtype)
-        )
+        Gradient(f"p{i}", torch.randn(s, generator=generator, dtype=torch.float32, device="cpu").to(dtype=dtype))
         for i, s in enumerate(SHAPES)
     ]
 
@@ -159,8 +155,7 @@ def measured() -> Any:
     gradients = [gradient.tensor for gradient in drawn(0, 0, torch.float32)]
     tied = (4 * gradients[4]).round()
     seen: list[Any] = [
-        [estimate(x, estimator) for x in (gradients[4], tied, gradients[0].half())]
-        for estimator in ESTIMATORS
+        [estimate(x, estimator) for x in (gradients[4], tied, gradients[0].half())] for estimator in ESTIMATORS
     ]
     seen += [vars(moments(tied))]
     for sampling in ("diagonal", "strided", "random"):

@@ -105,10 +105,7 @@ def _partly(method: str) -> bool:
     part, whole = fresh(method), fresh(method)
     for step in range(4):
         full = gradients(10 * step + rank)
-        some = [
-            Gradient(g.name, g.tensor.clone(), NEEDED[g.name][rank] if g.name in NEEDED else None)
-            for g in full
-        ]
+        some = [Gradient(g.name, g.tensor.clone(), NEEDED[g.name][rank] if g.name in NEEDED else None) for g in full]
         part.reduce(some, Channel(None), 4)
         whole.reduce(full, Channel(None), 4)
         for s, f in zip(some, full, strict=True):

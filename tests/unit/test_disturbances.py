@@ -58,9 +58,7 @@ def test_a_stage_by_hand(even: Model) -> None:
         expected = 4 * (plain(second).communication - latency) + latency
         assert mine(second).communication == pytest.approx(expected)
         assert mine(third).compress == pytest.approx(2 * plain(third).compress)
-    assert cluster_step.forward_seconds(model, third) == pytest.approx(
-        2 * cluster_step.forward_seconds(even, third)
-    )
+    assert cluster_step.forward_seconds(model, third) == pytest.approx(2 * cluster_step.forward_seconds(even, third))
     assert cluster_step.forward_seconds(model, second) == cluster_step.forward_seconds(even, second)
 
 
@@ -71,17 +69,12 @@ def test_a_disturbance_for_a_while_is_a_mean(even: Model) -> None:
     assert some.parts[0][1] is even and some.parts[2][1] is even
     slow = some.parts[1][1]
     means = [cluster_step.step(model, model.none, overlap=False).seconds for model in (even, slow)]
-    assert some.mean_seconds(lambda model: model.none, overlap=False) == pytest.approx(
-        0.8 * means[0] + 0.2 * means[1]
-    )
+    assert some.mean_seconds(lambda model: model.none, overlap=False) == pytest.approx(0.8 * means[0] + 0.2 * means[1])
     # Ranks that change within the disturbance.
     dense, compressed = (None,) * 4, (64,) * 4
     spent = {(0, dense): 400, (1, dense): 100, (1, compressed): 100, (2, compressed): 400}
     trace = Trace(some, spent, ((1, "warmup", dense), (501, "active", compressed)), 16, 64)
-    rank = [
-        cluster_step.step(model, partial(model.powersgd, rank=64), overlap=False).seconds
-        for model in (even, slow)
-    ]
+    rank = [cluster_step.step(model, partial(model.powersgd, rank=64), overlap=False).seconds for model in (even, slow)]
     expected = 0.4 * means[0] + 0.1 * means[1] + 0.1 * rank[1] + 0.4 * rank[0]
     assert trace.mean_seconds(overlap=False) == pytest.approx(expected)
 
@@ -143,16 +136,12 @@ def test_the_figure_has_a_marker_for_every_case_and_method(table: pd.DataFrame, 
         ({"links": [0, 1, 1, 1]}, "links"),
     ],
 )
-def test_wrong_cases_are_one_line(
-    values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_cases_are_one_line(values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     study = matrix.load_study("beyond")
     given = {**(study.scenarios or {})}
     given["disturbances"] = {**given["disturbances"], "cases": {"a": {"label": "a", **values}}}
     changed = study.model_copy(update={"scenarios": given})
-    monkeypatch.setattr(
-        scenarios, "load_study", lambda name: changed if name == "beyond" else matrix.load_study(name)
-    )
+    monkeypatch.setattr(scenarios, "load_study", lambda name: changed if name == "beyond" else matrix.load_study(name))
     with pytest.raises(UserError) as error:
         scenarios.load_scenarios("beyond")
     assert words in str(error.value) and "\n" not in str(error.value)

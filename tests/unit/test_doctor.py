@@ -58,9 +58,7 @@ def test_a_link_has_no_negative_parts() -> None:
     latency=st.floats(0, 1e-2),
     bandwidth=st.floats(1e3, 1e12),
 )
-def test_break_even_divides_the_bandwidths(
-    dense: Cost, compressed: Cost, latency: float, bandwidth: float
-) -> None:
+def test_break_even_divides_the_bandwidths(dense: Cost, compressed: Cost, latency: float, bandwidth: float) -> None:
     below = break_even(dense, compressed, latency)
     fixed = [cost.seconds + cost.rounds * latency for cost in (dense, compressed)]
     if dense.bytes < compressed.bytes and fixed[1] < fixed[0]:

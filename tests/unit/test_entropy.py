@@ -19,9 +19,7 @@ def draw(name: str, count: int, seed: int = 1) -> tuple[torch.Tensor, float]:
     """``count`` seeded draws and the entropy of the density they come from."""
     generator = torch.Generator().manual_seed(seed)
     if name == "normal":
-        return torch.randn(count, generator=generator, dtype=torch.float64) * 0.3, math.log(
-            0.3
-        ) + HALF_LOG_2_PI_E
+        return torch.randn(count, generator=generator, dtype=torch.float64) * 0.3, math.log(0.3) + HALF_LOG_2_PI_E
     u = torch.rand(count, generator=generator, dtype=torch.float64).clamp(1e-15, 1 - 1e-15)
     if name == "uniform":
         return 3 * u - 1, math.log(3)
@@ -165,9 +163,7 @@ def test_few_entries_do_not_crash(count: int) -> None:
 def test_extreme_scales_stay_in_range(factor: float) -> None:
     x, entropy = draw("normal", 10_000)
     for estimator in DIFFERENTIAL:
-        assert estimate(factor * x, estimator) == pytest.approx(entropy + math.log(factor), abs=0.05), (
-            estimator
-        )
+        assert estimate(factor * x, estimator) == pytest.approx(entropy + math.log(factor), abs=0.05), estimator
     assert moments(factor * x).excess_kurtosis == pytest.approx(moments(x).excess_kurtosis, abs=1e-9)
 
 
@@ -193,9 +189,7 @@ def test_computes_in_float64_and_ignores_shape(estimator: str) -> None:
     assert abs(estimate(x, estimator) - expected) < 1e-12
     assert estimate(x.reshape(60, 100), estimator) == estimate(x, estimator)
     assert estimate(x.reshape(60, 100).t().t(), estimator) == estimate(x, estimator)
-    assert not torch.is_grad_enabled() or estimate(x.clone().requires_grad_(), estimator) == estimate(
-        x, estimator
-    )
+    assert not torch.is_grad_enabled() or estimate(x.clone().requires_grad_(), estimator) == estimate(x, estimator)
 
 
 def test_the_input_is_not_changed() -> None:

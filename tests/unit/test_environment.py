@@ -59,9 +59,7 @@ def test_small_environments_have_pins_of_the_lock_and_what_their_rules_import() 
     assert {"torch", "megatron-core", "psutil", "pyarrow"} < small["training"].keys()
     assert {"torch", "lm_eval", "transformers"} < small["evaluation"].keys()
     assert {"matplotlib", "seaborn", "pandas"} < small["figures"].keys()
-    assert "torch" not in small["figures"] and "snakemake" not in {
-        name for kind in small.values() for name in kind
-    }
+    assert "torch" not in small["figures"] and "snakemake" not in {name for kind in small.values() for name in kind}
 
 
 def test_every_program_of_a_rule_is_one_of_its_environment() -> None:

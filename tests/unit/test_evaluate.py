@@ -108,9 +108,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Place:
     """Random models and a run that diverged, evaluated once on all tasks."""
     found = Place(tmp_path_factory.mktemp("place"))
     end = "<|endoftext|>"
-    fast = PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer), bos_token=end, eos_token=end, pad_token="[PAD]"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), bos_token=end, eos_token=end, pad_token="[PAD]")
     for seed, name in enumerate(found.names[:2]):
         torch.manual_seed(seed)
         config = GPT2Config(
@@ -157,9 +155,7 @@ def log_likelihood(model: GPT2LMHeadModel, tokens: list[int]) -> float:
 @pytest.mark.parametrize("run", ["none-s1", "edgc_cqm-s1"])
 def test_rolling_perplexity_is_the_models_log_likelihood(place: Place, tokenizer: Path, run: str) -> None:
     model = GPT2LMHeadModel.from_pretrained(place.root / "models" / run).eval()
-    pages = [
-        json.loads(line)["page"] for line in (place.tasks / "edgc_rolling.jsonl").read_text().splitlines()
-    ]
+    pages = [json.loads(line)["page"] for line in (place.tasks / "edgc_rolling.jsonl").read_text().splitlines()]
     encode = Tokenizer.from_file(str(tokenizer)).encode
     assert max(len(encode(page).ids) for page in pages) > 3 * LENGTH
     total = sum(log_likelihood(model, encode(page).ids) for page in pages)
@@ -270,9 +266,7 @@ def test_lm_evals_results_and_samples_are_kept(place: Place) -> None:
         folder = place.out / "edgc_cqm-s1" / task
         results = json.loads((folder / "results.json").read_text())
         assert results["config"]["bootstrap_iters"] == 1000
-        (version,) = re.findall(
-            r"^  version: ([\d.]+)$", (make.HERE / f"{task}.yaml").read_text(), re.MULTILINE
-        )
+        (version,) = re.findall(r"^  version: ([\d.]+)$", (make.HERE / f"{task}.yaml").read_text(), re.MULTILINE)
         assert results["versions"] == {task: float(version)}
         samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
         assert len(samples) == results["n-samples"][task]["effective"]

@@ -49,9 +49,7 @@ def test_mcnemar_is_the_enumerated_binomial(better: int, worse: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 10), st.integers(0, 10), st.integers(25, 60))
-def test_accuracies_of_one_seed_are_tested_on_the_documents_that_differ(
-    better: int, worse: int, n: int
-) -> None:
+def test_accuracies_of_one_seed_are_tested_on_the_documents_that_differ(better: int, worse: int, n: int) -> None:
     found = discordant(better, worse, n)
     finding = es.judge(found, RULE)
     assert finding.test == es.MCNEMAR
@@ -78,9 +76,7 @@ def test_a_model_has_no_gap_to_itself(losses: list[float]) -> None:
 
 def test_verdicts() -> None:
     assert es.judge(discordant(2, 2, 1000), RULE).verdict == es.ON_PAR
-    assert es.judge(discordant(2, 2, 40), RULE).verdict == es.NOT_DECIDED, (
-        "as equal, but of too few documents"
-    )
+    assert es.judge(discordant(2, 2, 40), RULE).verdict == es.NOT_DECIDED, "as equal, but of too few documents"
     assert es.judge(discordant(20, 100, 1000), RULE).verdict == es.DIFFERENT
     assert es.judge(discordant(100, 20, 1000), RULE).verdict == es.DIFFERENT, "better is different too"
     significant = es.judge(discordant(0, 12, 4000), RULE)
@@ -90,9 +86,7 @@ def test_verdicts() -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.floats(-0.1, 0.1), st.floats(1e-4, 0.1), st.floats(0.001, 0.1), st.floats(1.01, 5), st.integers(2, 400)
-)
+@given(st.floats(-0.1, 0.1), st.floats(1e-4, 0.1), st.floats(0.001, 0.1), st.floats(1.01, 5), st.integers(2, 400))
 def test_a_wider_margin_never_makes_equivalence_harder(
     centre: float, error: float, margin: float, factor: float, freedom: int
 ) -> None:

@@ -159,9 +159,7 @@ def test_query_key_value_rows_are_regrouped() -> None:
     weights = gpt2_weights_of(heads, hidden)
     # Row 100*kind + 10*head + i of Megatron's order [head][kind][i] must end up in order [kind][head][i].
     bias = weights["transformer.h.0.attn.c_attn.bias"].tolist()
-    assert bias == [
-        100 * kind + 10 * head + i for kind in range(3) for head in range(heads) for i in range(width)
-    ]
+    assert bias == [100 * kind + 10 * head + i for kind in range(3) for head in range(heads) for i in range(width)]
 
 
 def gpt2_weights_of(heads: int, hidden: int) -> dict[str, torch.Tensor]:
@@ -234,9 +232,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_changes_nothing(
-    case: str, finished: Path, prepared: Path, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_and_changes_nothing(case: str, finished: Path, prepared: Path, tmp_path: Path) -> None:
     run = tmp_path / "none-s3"
     shutil.copytree(finished, run)
     (tmp_path / "out").mkdir()
@@ -262,9 +258,7 @@ def test_cut_weights_are_refused_before_they_are_read(
         export.main([run], prepared, out.parent)
     assert stop.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert (
-        f"{weights.name} has " in line and f"(in {weights})" in line and f"delete the folder {run} " in line
-    )
+    assert f"{weights.name} has " in line and f"(in {weights})" in line and f"delete the folder {run} " in line
     assert not out.exists()
 
 
@@ -284,9 +278,7 @@ def test_other_vocabulary_is_refused(finished: Path) -> None:
         export.load_model(finished / "checkpoint", settings(), 500)
 
 
-def test_command_line_reports_bad_input(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line_reports_bad_input(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         export.main([tmp_path / "none"], tmp_path, tmp_path / "out")
     assert stop.value.code == 2

@@ -56,9 +56,7 @@ def data_panels(fig: Figure) -> list[Axes]:
 
 
 def has_data(ax: Axes) -> bool:
-    return bool(
-        ax.images or ax.collections or any(len(line.get_xdata()) > 2 for line in ax.lines) or ax.containers
-    )
+    return bool(ax.images or ax.collections or any(len(line.get_xdata()) > 2 for line in ax.lines) or ax.containers)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -232,9 +230,7 @@ def test_spread_states_n_and_bars() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_figure_reads_the_tables_that_it_says(
-    tables: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_figure_reads_the_tables_that_it_says(tables: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read, found = style.read, []
 
     def noted(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:

@@ -96,16 +96,12 @@ def below(folder: Path) -> Path:
     """A .venv with a torch for CPUs and another package."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     [packages] = (folder / "lib").glob("python3*/site-packages")
-    (packages / "torch.py").write_text(
-        TORCH.replace("cu130", "cpu").replace('"13.0"', "None").replace("True", "False")
-    )
+    (packages / "torch.py").write_text(TORCH.replace("cu130", "cpu").replace('"13.0"', "None").replace("True", "False"))
     (packages / "other.py").write_text("value = 7\n")
     return folder
 
 
-def test_a_torch_for_cpus_gets_another_one_laid_over_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_for_cpus_gets_another_one_laid_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_environment, "find_gpu", lambda: H100)
     monkeypatch.setenv("PIP_FIND_LINKS", "/somewhere")
     monkeypatch.setenv("PIP_CERT", "/a/certificate")
@@ -117,9 +113,7 @@ def test_a_torch_for_cpus_gets_another_one_laid_over_it(
     assert installer.commands[-1][3:] == ["install", "--quiet", "--index-url", PYPI, f"torch=={pin}"]
     # What gave a torch for CPUs must not give it again; how the network is reached stays.
     alone = installer.environments[-1]
-    assert (
-        alone["PIP_CONFIG_FILE"] == os.devnull and alone["PIP_FIND_LINKS"] == "" and "PIP_CERT" not in alone
-    )
+    assert alone["PIP_CONFIG_FILE"] == os.devnull and alone["PIP_FIND_LINKS"] == "" and "PIP_CERT" not in alone
     # The new torch hides the old one, the rest comes from below, and below nothing has changed.
     assert gpu_environment.torch_of(python) == Torch("2.13.0+cu130", "13.0", True)
     assert gpu_environment.torch_of(str(venv / "bin" / "python")) == Torch("2.13.0+cpu", None, False)
@@ -131,9 +125,7 @@ def test_a_torch_for_cpus_gets_another_one_laid_over_it(
     assert [command[0] for command in again.commands] == ["make"]
 
 
-def test_a_torch_that_sees_no_gpu_in_the_end_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_sees_no_gpu_in_the_end_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_environment, "find_gpu", lambda: H100)
     blind = Installer(TORCH.replace("True", "False"))
     with pytest.raises(UserError, match=f"torch from {re.escape(PYPI)} sees no GPU"):
@@ -168,9 +160,7 @@ def test_to_a_python_of_the_users_only_what_is_missing_is_added(
     assert constraints[-1] == "torch==2.13.0+cu130"
     assert f"rich=={gpu_environment.pins()['rich']}" in constraints
     assert f"pytest=={gpu_environment.pins()['pytest']}" in constraints
-    assert not any(line.startswith(("numpy==", "pandas==")) for line in constraints), (
-        "what is there is to stay"
-    )
+    assert not any(line.startswith(("numpy==", "pandas==")) for line in constraints), "what is there is to stay"
 
 
 def test_a_python_without_a_torch_for_the_gpu_is_refused(tmp_path: Path) -> None:
@@ -268,9 +258,7 @@ def test_a_rehearsal_says_that_nothing_was_measured(
 ) -> None:
     monkeypatch.setattr(gpu_environment, "find_gpu", lambda: None)
     monkeypatch.setattr(gpu_environment, "prepare", lambda *_: sys.executable)
-    monkeypatch.setattr(
-        gpu_kit, "parts", lambda *_: [gpu_kit.Part("tests", ["-c", "raise SystemExit(1)"], 60)]
-    )
+    monkeypatch.setattr(gpu_kit, "parts", lambda *_: [gpu_kit.Part("tests", ["-c", "raise SystemExit(1)"], 60)])
     assert gpu_kit.main(["--results", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "no GPU here (no nvidia-smi): rehearsed on the CPU, nothing was measured" in said
@@ -283,10 +271,7 @@ def test_a_rehearsal_says_that_nothing_was_measured(
 
 def test_an_unknown_part_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert gpu_kit.main(["--only", "tests,engin", "--results", str(tmp_path / "results")]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: --only 'engin' is no part; use some of tests, engine, stage, step\n"
-    )
+    assert capsys.readouterr().err == "error: --only 'engin' is no part; use some of tests, engine, stage, step\n"
 
 
 def test_make_starts_the_kit_with_any_python(tmp_path: Path) -> None:

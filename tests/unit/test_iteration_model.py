@@ -22,17 +22,13 @@ from experiments.simulation.iteration_model import (
 seconds = st.floats(0.01, 5)
 
 
-def even(
-    stages: int, micro_batches: int, chunks: int = 1, *, forward: float = 1.0, backward: float = 2.0
-) -> Model:
+def even(stages: int, micro_batches: int, chunks: int = 1, *, forward: float = 1.0, backward: float = 2.0) -> Model:
     stage = Stage(forward=(forward / chunks,) * chunks, backward=(backward / chunks,) * chunks)
     return Model(stages=(stage,) * stages, micro_batches=micro_batches)
 
 
 @given(stages=st.integers(1, 6), micro_batches=st.integers(1, 12), forward=seconds, backward=seconds)
-def test_equal_stages_take_the_known_time(
-    stages: int, micro_batches: int, forward: float, backward: float
-) -> None:
+def test_equal_stages_take_the_known_time(stages: int, micro_batches: int, forward: float, backward: float) -> None:
     found = even(stages, micro_batches, forward=forward, backward=backward).run()
     assert found.seconds == pytest.approx((micro_batches + stages - 1) * (forward + backward))
     # Stage i ends i backward times before stage 0: what DAC gives it to communicate longer.
@@ -126,8 +122,7 @@ def test_a_slower_part_never_makes_the_iteration_shorter(model: Model, which: in
 @given(model=models)
 def test_overlap_never_loses_when_compression_is_free(model: Model) -> None:
     stages = tuple(
-        replace(stage, buckets=tuple(replace(b, compress=0.0) for b in stage.buckets))
-        for stage in model.stages
+        replace(stage, buckets=tuple(replace(b, compress=0.0) for b in stage.buckets)) for stage in model.stages
     )
     free = replace(model, stages=stages)
     assert replace(free, overlap=True).run().seconds <= replace(free, overlap=False).run().seconds + 1e-9
@@ -135,14 +130,10 @@ def test_overlap_never_loses_when_compression_is_free(model: Model) -> None:
 
 def test_buckets_in_numbers() -> None:
     buckets = (
-        Bucket(
-            share=1.0, compress=0.5, decompress=0.25, messages=(Message(seconds=1.0), Message(latency=0.5))
-        ),
+        Bucket(share=1.0, compress=0.5, decompress=0.25, messages=(Message(seconds=1.0), Message(latency=0.5))),
         Bucket(share=0.5, compress=0.5, messages=(Message(seconds=3.0),)),
     )
-    model = Model(
-        stages=(Stage(forward=(1.0,), backward=(2.0,), buckets=buckets),), micro_batches=2, after=0.1
-    )
+    model = Model(stages=(Stage(forward=(1.0,), backward=(2.0,), buckets=buckets),), micro_batches=2, after=0.1)
 
     def ends(found: Iteration) -> tuple[float, float, float]:
         return found.computed[0], found.reduced[0], found.seconds

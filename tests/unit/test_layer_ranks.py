@@ -23,16 +23,12 @@ from tests.workers import run_workers
 
 
 @st.composite
-def problems(
-    draw: st.DrawFn, equal: bool
-) -> tuple[dict[str, tuple[float, ...]], dict[str, int], list[int], int]:
+def problems(draw: st.DrawFn, equal: bool) -> tuple[dict[str, tuple[float, ...]], dict[str, int], list[int], int]:
     """Convex falling curves of up to four matrices over up to five ranks."""
     ranks = list(range(4, 4 * draw(st.integers(1, 5)) + 1, 4))
     curves, sides = {}, {}
     for k in range(draw(st.integers(1, 4))):
-        drops = sorted(
-            draw(st.lists(st.floats(0, 1), min_size=len(ranks), max_size=len(ranks))), reverse=True
-        )
+        drops = sorted(draw(st.lists(st.floats(0, 1), min_size=len(ranks), max_size=len(ranks))), reverse=True)
         curves[f"w{k}"] = tuple(sum(drops[j:]) for j in range(len(ranks)))
         sides[f"w{k}"] = 5 if equal else draw(st.integers(1, 6))
     return curves, sides, ranks, draw(st.sampled_from(ranks))
@@ -56,9 +52,7 @@ def test_no_choice_of_as_many_bytes_has_a_smaller_error(problem: Any) -> None:
     for other in itertools.product(ranks, repeat=len(curves)):
         rival = dict(zip(curves, other, strict=True))
         if sum(rival[name] * sides[name] for name in curves) <= budget:
-            assert (
-                total(curves, ranks, chosen) <= total(curves, ranks, rival) + max(refused, default=0.0) + 1e-9
-            )
+            assert total(curves, ranks, chosen) <= total(curves, ranks, rival) + max(refused, default=0.0) + 1e-9
 
 
 def test_all_to_the_matrix_that_needs_it() -> None:

@@ -92,9 +92,7 @@ def test_imports_inside_the_library_point_down() -> None:
     found = units_of_edgc()
     assert set(found) == set(layer)
     assert sum(map(len, found.values())) > 40
-    wrong = [
-        (unit, other) for unit, imports in found.items() for other in imports if layer[other] >= layer[unit]
-    ]
+    wrong = [(unit, other) for unit, imports in found.items() for other in imports if layer[other] >= layer[unit]]
     assert not wrong
 
 
@@ -119,9 +117,7 @@ def unit_of(name: str) -> str:
 def modules_imported(path: Path) -> set[str]:
     """Modules that a file imports anywhere, with the names taken from them; of a file of rules by its lines."""
     if path.suffix != ".py":
-        return set(
-            re.findall(r"^\s*(?:from|import)\s+([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        )
+        return set(re.findall(r"^\s*(?:from|import)\s+([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE))
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -147,10 +143,7 @@ def test_folders_of_the_suite_import_downwards_only() -> None:
         found.add(own)
         for name in modules_imported(path):
             other = unit_of(name)
-            if (
-                name.partition(".")[0] in {"edgc", "experiments", "paper_figures", "workflows"}
-                and other != own
-            ):
+            if name.partition(".")[0] in {"edgc", "experiments", "paper_figures", "workflows"} and other != own:
                 assert layer[other] < layer[own], f"{path.relative_to(ROOT)}: {own} imports {name}"
     assert found | {"edgc"} == set(layer)
 
@@ -188,9 +181,7 @@ def test_settings_decisions_and_what_snakemake_imports_for_every_plan_need_no_to
 
 
 def test_the_public_face_is_whole() -> None:
-    loaded = modules_after(
-        "from edgc import EDGCConfig, EntropyConfig, Handle, TimingConfig, UserError, register"
-    )
+    loaded = modules_after("from edgc import EDGCConfig, EntropyConfig, Handle, TimingConfig, UserError, register")
     assert "torch" in loaded and "megatron" not in loaded
     whole = "import edgc; assert all(getattr(edgc, name) is not None for name in edgc.__all__)"
     assert "megatron" in modules_after(whole)

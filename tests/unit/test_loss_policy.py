@@ -101,9 +101,7 @@ def test_resumed_run_follows_the_same_losses(cut: int) -> None:
 
 def test_a_run_that_is_told_no_loss_stops_at_the_end_of_the_first_window() -> None:
     engine = new()
-    with pytest.raises(
-        UserError, match=r"was not told a training loss in the first 4 iterations; call add_loss"
-    ):
+    with pytest.raises(UserError, match=r"was not told a training loss in the first 4 iterations; call add_loss"):
         for iteration in range(1, WINDOW + 1):
             one_iteration(engine, iteration)
     assert engine.iteration == WINDOW

@@ -113,9 +113,7 @@ def tensors(of: list[list[Gradient]]) -> list[list[Tensor]]:
 )
 def test_the_same_bits_as_where_the_host_looks(name: str, dtype: torch.dtype, deferred: bool) -> None:
     looking, masked = workers(ENTRYWISE[name], deferred), workers(ENTRYWISE[name], deferred)
-    for step, (rank, scale) in enumerate(
-        [(4, 0.0), (4, 1.0), (4, 1e-3), (None, 1.0), (4, 1.0), (4, 0.0), (4, 1.0)]
-    ):
+    for step, (rank, scale) in enumerate([(4, 0.0), (4, 1.0), (4, 1e-3), (None, 1.0), (4, 1.0), (4, 0.0), (4, 1.0)]):
         mine, reference = gradients(step, dtype, scale), gradients(step, dtype, scale)
         said = advance(masked, mine, rank, masked=True)
         expected = advance(looking, reference, rank, masked=False)
@@ -185,9 +183,7 @@ def test_the_very_first_gradient_is_not_finite(name: str, deferred: bool) -> Non
     assert all_equal(tensors(mine), tensors(reference))
 
 
-@pytest.mark.parametrize(
-    "name", sorted(ENTRYWISE.keys() - {*examples.UNBIASED, "topk without error feedback"})
-)
+@pytest.mark.parametrize("name", sorted(ENTRYWISE.keys() - {*examples.UNBIASED, "topk without error feedback"}))
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nothing_is_lost_over_a_step_that_is_given_up(name: str, dtype: torch.dtype) -> None:
     """Sent + kept = input, as float64 sums over the steps that count."""

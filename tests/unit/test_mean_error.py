@@ -362,9 +362,7 @@ def drive(
                 "bytes": last.statistics.bytes,
                 "rank": last.rank,
                 "decision": engine.decision,
-                "layers": engine.monitor.layer_ranks.ranks
-                if engine.monitor.layer_ranks is not None
-                else None,
+                "layers": engine.monitor.layer_ranks.ranks if engine.monitor.layer_ranks is not None else None,
             }
         )
         if iteration == resume_at:

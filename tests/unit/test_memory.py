@@ -35,9 +35,7 @@ def measured(dtype: torch.dtype, deferred: bool, **options: str | bool) -> int:
     numbers = torch.Generator().manual_seed(1)
     flat = torch.randn(sum(m * n for m, n in SHAPES), generator=numbers).to(dtype)
     parts = flat.split([m * n for m, n in SHAPES])
-    gradients = [
-        Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, SHAPES, strict=True))
-    ]
+    gradients = [Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, SHAPES, strict=True))]
     before = storages()
     compressor = EDGCConfig(method="powersgd", rank=RANK, **options).build()
     compressor.deferred = deferred
@@ -45,15 +43,11 @@ def measured(dtype: torch.dtype, deferred: bool, **options: str | bool) -> int:
         compressor.reduce(gradients, Channel(None), RANK)
         compressor.settle(keep=True)
     kept = sum(size for place, size in storages().items() if place not in before)
-    scratch = {
-        id(t): t for t in (compressor._on_cpu.passes._scratch, compressor._on_cpu.orthonormalise._spare)
-    }
+    scratch = {id(t): t for t in (compressor._on_cpu.passes._scratch, compressor._on_cpu.orthonormalise._spare)}
     return kept - sum(tensor.untyped_storage().nbytes() for tensor in scratch.values())
 
 
-def formula(
-    *, deferred: bool, error_bytes: int, gradient_copy: bool = False, factor_dtype: str = "fp32"
-) -> int:
+def formula(*, deferred: bool, error_bytes: int, gradient_copy: bool = False, factor_dtype: str = "fp32") -> int:
     """Matrices m x n at rank r: E once or, where changes are deferred, twice; Q once more than the messages need."""
     entries = sum(m * n for m, n in SHAPES)
     left, right = (RANK * sum(shape[side] for shape in SHAPES) for side in (0, 1))

@@ -35,9 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(degree=st.sampled_from([1, 2, 4, 8]), local=st.integers(1, 12), layer=st.integers(0, 30))
-def test_every_expert_has_one_number_and_one_rank_that_describes_it(
-    degree: int, local: int, layer: int
-) -> None:
+def test_every_expert_has_one_number_and_one_rank_that_describes_it(degree: int, local: int, layer: int) -> None:
     shares = [ExpertShare(rank, local, speaks_for_rest=rank == 0) for rank in range(degree)]
     names = [share.in_model(FC1.format(layer, i)) for share in shares for i in range(local)]
     assert [place_of(name) for name in names] == [

@@ -27,9 +27,7 @@ def test_an_entry_becomes_one_of_the_two_powers_around_it() -> None:
     assert torch.equal(sent.sign(), x.sign())
     assert bool(((sent.abs() == low) | (sent.abs() == 2 * low)).all())
     assert 0.2 < float((sent.abs() == 2 * low).float().mean()) < 0.8
-    assert torch.equal(
-        through(torch.exp2(torch.arange(-126.0, 128.0)), 2), torch.exp2(torch.arange(-126.0, 128.0))
-    )
+    assert torch.equal(through(torch.exp2(torch.arange(-126.0, 128.0)), 2), torch.exp2(torch.arange(-126.0, 128.0)))
 
 
 def test_it_is_unbiased_with_a_variance_of_at_most_an_eighth() -> None:

@@ -144,9 +144,7 @@ def by_formula(
 
 def test_a_drop_of_bandwidth_is_measured_once_and_the_ranks_follow() -> None:
     before, after = Network(), Network().slower(3.0)
-    run = Run(make_controller(measured(), [SHAPES] * 3, 2000), lambda i: before if i <= 1000 else after).to(
-        2000
-    )
+    run = Run(make_controller(measured(), [SHAPES] * 3, 2000), lambda i: before if i <= 1000 else after).to(2000)
     first, second = [d for d in run.decisions if d.timing]
     assert first.iteration < 10 and 1010 < second.iteration < 1030
     # One window with the new times, then one probe per rank of the schedule; nothing before and nothing after.
@@ -286,9 +284,7 @@ def test_a_step_that_always_takes_longer_is_measured_once_more_and_then_compared
     def network(iteration: int) -> Network:
         return Network() if iteration <= change else Network().slower(3.0)
 
-    run = Run(make_controller(measured(), [SHAPES] * 3, 900), network, step=lambda seconds: 1.3 * seconds).to(
-        900
-    )
+    run = Run(make_controller(measured(), [SHAPES] * 3, 900), network, step=lambda seconds: 1.3 * seconds).to(900)
     first, confirmed, found, again = (d for d in run.decisions if d.timing)
     assert confirmed.iteration < 50 and "times have not changed" in confirmed.reason
     assert "times have not changed" in again.reason, "and so after every change"
@@ -304,9 +300,7 @@ def test_a_step_that_always_takes_longer_is_measured_once_more_and_then_compared
 def test_measurements_that_find_nothing_become_rarer() -> None:
     # Steps alternate between two times; a new measurement says every time that nothing has changed.
     flip = iter([factor for _ in range(4000) for factor in (1.0, 1.0, 1.0, 2.0, 2.0, 2.0)])
-    run = Run(make_controller(measured(), [SHAPES] * 2, 8000), lambda i: Network(), noise=flip.__next__).to(
-        8000
-    )
+    run = Run(make_controller(measured(), [SHAPES] * 2, 8000), lambda i: Network(), noise=flip.__next__).to(8000)
     ends = run.measurements[1:]
     gaps = [b - a for a, b in pairwise(ends)]
     assert 3 <= len(ends) <= 9

@@ -44,10 +44,7 @@ def outside(x: Tensor, basis: Tensor) -> float:
 
 def conditioned(rows: int, rank: int, condition: float, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    u, v = (
-        torch.linalg.qr(torch.randn(n, rank, generator=generator, dtype=torch.float64)).Q
-        for n in (rows, rank)
-    )
+    u, v = (torch.linalg.qr(torch.randn(n, rank, generator=generator, dtype=torch.float64)).Q for n in (rows, rank))
     return ((u * torch.logspace(0, -float(np.log10(condition)), rank, dtype=torch.float64)) @ v.T).float()
 
 
@@ -97,9 +94,7 @@ def test_orthonormal_and_nothing_lost(
 @BOTH
 @pytest.mark.parametrize("condition", [1.0, 10.0, 1e2, 1e3, 1e4])
 @pytest.mark.parametrize(("rows", "rank"), [(300, 8), (1024, 32), (200, 128)])
-def test_the_subspace_is_that_of_float64_qr(
-    orthonormalise: Any, rows: int, rank: int, condition: float
-) -> None:
+def test_the_subspace_is_that_of_float64_qr(orthonormalise: Any, rows: int, rank: int, condition: float) -> None:
     x = conditioned(rows, rank, condition)
     basis = orthonormalise(x[None])[0]
     reference = torch.from_numpy(np.linalg.qr(x.double().numpy())[0])

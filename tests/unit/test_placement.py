@@ -34,9 +34,7 @@ def test_names_order_and_shapes_equal_the_models_that_megatron_builds() -> None:
     shapes = [study_shape(study) for study in PAPER_STUDIES]
     shapes += [small(), small(tensor=2, data=2), small(pipeline=1), small(pipeline=1, tied=False)]
     request = json.dumps([asdict(shape) | {"padded_vocab": shape.padded_vocab} for shape in shapes])
-    done = subprocess.run(
-        [sys.executable, str(REFERENCE)], input=request, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, str(REFERENCE)], input=request, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     for shape, reference in zip(shapes, json.loads(done.stdout), strict=True):
         ours = [[[t.name, list(t.shape)] for t in stage.tensors] for stage in build(shape)]
@@ -173,9 +171,7 @@ def test_rank_below_one_is_a_user_error() -> None:
 
 
 @pytest.mark.parametrize("study", PAPER_STUDIES)
-def test_paper_scale_runs_are_trainable_and_other_scales_have_none(
-    study: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paper_scale_runs_are_trainable_and_other_scales_have_none(study: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = matrix.Scale(scale="paper", title="paper", defaults={}, seeds=[1])
     monkeypatch.setattr(matrix, "load_scale", lambda name: scale)
     runs = {run.variant: run for run in matrix.runs(study, "paper")}

@@ -136,9 +136,7 @@ def test_step(current: int, target: float, limit: int, expected: int) -> None:
     target=st.floats(allow_nan=False, allow_infinity=False),
     limit=st.integers(1, 64),
 )
-def test_step_keeps_all_limits(
-    multiple: int, low: int, span: int, where: float, target: float, limit: int
-) -> None:
+def test_step_keeps_all_limits(multiple: int, low: int, span: int, where: float, target: float, limit: int) -> None:
     r_min, r_max = low * multiple, (low + span) * multiple
     current = (low + round(where * span)) * multiple
     config = CQMConfig(step_limit=limit, rank_multiple=multiple)

@@ -224,9 +224,7 @@ def test_narrow_and_strided_gradients_lose_nothing_either(
             a, b, c, d, e = (g.tensor for g in drawn)
             tensors = [a.bfloat16(), b.T.contiguous().T, c.half(), d[:, ::2], e.bfloat16()]
             gradients.append([Gradient(f"p{i}", t) for i, t in enumerate(tensors)])
-        came_in = [
-            total(g.tensor for g in own) + kept(w, own) for w, own in zip(workers, gradients, strict=True)
-        ]
+        came_in = [total(g.tensor for g in own) + kept(w, own) for w, own in zip(workers, gradients, strict=True)]
         reduce_together(workers, gradients, rank)
         outputs = [total(g.tensor for g in own) for own in gradients]
         assert all(torch.equal(output, outputs[0]) for output in outputs)
@@ -338,9 +336,7 @@ def test_the_way_of_a_gpu_gives_the_same(options: dict[str, Any]) -> None:
 # --------------------------------------------------------------------- what is not finite
 
 
-@pytest.mark.parametrize(
-    ("where", "rank"), [(0, 6), (1, 6), (5, 6), (0, None), (2, None), (5, None)], ids=str
-)
+@pytest.mark.parametrize(("where", "rank"), [(0, 6), (1, 6), (5, 6), (0, None), (2, None), (5, None)], ids=str)
 def test_not_finite_on_one_rank_changes_no_state(where: int, rank: int | None) -> None:
     """In a matrix or in a vector of the same call, compressed or while errors are drained."""
     for result in run_workers(2, not_finite, where, rank):
@@ -492,10 +488,7 @@ def test_a_state_is_a_copy(options: dict[str, Any]) -> None:
     compressor = PowerSGD(min_elements=64, **options)
     compressor.reduce(draw(0, 0), Channel(None), 4)
     state = compressor.state_dict()
-    copy = {
-        key: {name: v.clone() if isinstance(v, Tensor) else v for name, v in state[key].items()}
-        for key in state
-    }
+    copy = {key: {name: v.clone() if isinstance(v, Tensor) else v for name, v in state[key].items()} for key in state}
     compressor.reduce(draw(0, 1), Channel(None), 4)
     assert equal_states(state, copy), "a saved state changed with the next step"
     other = PowerSGD(min_elements=64, **options)

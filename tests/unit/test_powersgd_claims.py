@@ -57,12 +57,8 @@ def own_form(**options: Any) -> list[float]:
     workers = [PowerSGD(min_elements=1, **options) for _ in range(WORLD)]
     ratios = []
     for step in range(STEPS):
-        statistics = reduce_together(
-            workers, [[Gradient("w", gradient)] for gradient in gradients_of(step)], RANK
-        )
-        error_sq, gradient_sq = (
-            sum(float(getattr(s, key)) for s in statistics) for key in ("error_sq", "gradient_sq")
-        )
+        statistics = reduce_together(workers, [[Gradient("w", gradient)] for gradient in gradients_of(step)], RANK)
+        error_sq, gradient_sq = (sum(float(getattr(s, key)) for s in statistics) for key in ("error_sq", "gradient_sq"))
         ratios.append(error_sq / gradient_sq)
     return ratios
 

@@ -32,9 +32,7 @@ def test_given_keys_win_also_inside_a_section() -> None:
     config = EDGCConfig.from_dict({"rank": 16, "pipeline": {"rank": 4}, "preset": "optimus_cc"})
     assert (config.method, config.rank, config.pipeline.rank) == ("powersgd", 16, 4)
     assert config.pipeline.epilogue_only and config.fused_embedding and config.compressed_stages == 0.75
-    assert PRESETS["optimus_cc"]["pipeline"] == {"rank": 16, "epilogue_only": True}, (
-        "presets stay as they are"
-    )
+    assert PRESETS["optimus_cc"]["pipeline"] == {"rank": 16, "epilogue_only": True}, "presets stay as they are"
 
 
 def test_the_whole_of_optimus_cc_is_its_parts() -> None:
@@ -72,9 +70,7 @@ def test_runs_hold_what_the_preset_stands_for() -> None:
         assert resolve(recorded, "run.yaml") == run
     assert runs["optimus_cc"].compression["method"] == "powersgd"
     assert runs["optimus_cc"].edgc.compressed_stages == 0.75
-    with pytest.raises(
-        UserError, match=r"compression\.preset = 'bets' .* \(in s\.yaml\); did you mean best\?"
-    ):
+    with pytest.raises(UserError, match=r"compression\.preset = 'bets' .* \(in s\.yaml\); did you mean best\?"):
         resolve({**recorded, "compression": {"preset": "bets"}}, "s.yaml")
 
 
@@ -93,9 +89,7 @@ def test_the_first_stages_are_compressed(share: float, stages: int, method: str)
     assert 1 <= compressed <= stages
 
 
-@pytest.mark.parametrize(
-    ("share", "stages", "compressed"), [(0.75, 4, 3), (0.75, 2, 1), (0.7, 10, 7), (1.0, 8, 8)]
-)
+@pytest.mark.parametrize(("share", "stages", "compressed"), [(0.75, 4, 3), (0.75, 2, 1), (0.7, 10, 7), (1.0, 8, 8)])
 def test_whole_stages(share: float, stages: int, compressed: int) -> None:
     assert SignConfig(compressed_stages=share).stages_compressed(stages) == compressed
 

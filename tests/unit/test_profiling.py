@@ -75,12 +75,8 @@ def test_every_part_of_a_reduction_has_a_name(name: str, seen: list[dict[str, li
         expected = {f"edgc::{kind}": count for kind, count in COLLECTIVES[name].items()}
         assert counts == {"edgc::compress": waits, "edgc::wait": waits, "edgc::decompress": 1, **expected}
         # Collectives are started within a part, waits lie between parts.
-        outer = [
-            event for event in rank[name] if event[0].rpartition(":")[2] in ("compress", "wait", "decompress")
-        ]
-        assert [event for event, _, _ in outer] == ["edgc::compress", "edgc::wait"] * waits + [
-            "edgc::decompress"
-        ]
+        outer = [event for event in rank[name] if event[0].rpartition(":")[2] in ("compress", "wait", "decompress")]
+        assert [event for event, _, _ in outer] == ["edgc::compress", "edgc::wait"] * waits + ["edgc::decompress"]
         assert all(end <= start for (_, _, end), (_, start, _) in pairwise(outer))
         for event, start, end in rank[name]:
             if event in expected:
@@ -95,9 +91,7 @@ def test_a_scattered_mean(seen: list[dict[str, list[Event]]]) -> None:
 
 def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd_profiler, "record_function", lambda name: pytest.fail(f"recorded {name}"))
-    EDGCConfig(method="powersgd", rank=4).build().reduce(
-        [Gradient("a", torch.randn(64, 48))], Channel(None), 4
-    )
+    EDGCConfig(method="powersgd", rank=4).build().reduce([Gradient("a", torch.randn(64, 48))], Channel(None), 4)
 
 
 def test_ranges_of_several_threads() -> None:

@@ -25,9 +25,7 @@ HIGHEST = {8: 127, 4: 7, 2: 1, 1: 1}
 
 
 def packed(x: torch.Tensor, quantiser: Blocks, **options: Any) -> torch.Tensor:
-    message = torch.randint(
-        0, 256, (quantiser.bytes(len(x)),), dtype=torch.uint8
-    )  # nothing may shine through
+    message = torch.randint(0, 256, (quantiser.bytes(len(x)),), dtype=torch.uint8)  # nothing may shine through
     quantiser.pack(x, message, **options)
     return message
 

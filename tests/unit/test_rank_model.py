@@ -21,8 +21,7 @@ def test_error_is_within_1_percent_of_monte_carlo(shape: tuple[int, int]) -> Non
     generator = torch.Generator().manual_seed(7)
     repeats = 6 if shape == (256, 512) else 12
     squares = [
-        torch.linalg.svdvals(torch.randn(*shape, generator=generator, dtype=torch.float64)) ** 2
-        for _ in range(repeats)
+        torch.linalg.svdvals(torch.randn(*shape, generator=generator, dtype=torch.float64)) ** 2 for _ in range(repeats)
     ]
     p = min(shape)
     for rank in (0, 1, 4, p // 8, p // 4, p // 2):

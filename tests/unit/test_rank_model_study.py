@@ -99,9 +99,7 @@ def test_rows_agree_with_powersgd_and_singular_values_by_hand() -> None:
         assert (row["parameter"], row["stage"], row["rows"], row["columns"]) == (NAME, 1, *SHAPE)
         assert row["norm"] == pytest.approx(np.linalg.norm(x), rel=1e-5)
         assert row["sigma"] == pytest.approx(x.std(), rel=1e-5)
-        assert row["entropy"] == pytest.approx(
-            math.log(x.std()) + 0.5 * math.log(2 * math.pi * math.e), abs=1e-5
-        )
+        assert row["entropy"] == pytest.approx(math.log(x.std()) + 0.5 * math.log(2 * math.pi * math.e), abs=1e-5)
         assert row["ranks"] == ranks
         assert row["errors"] == pytest.approx(errors_of(x, ranks), abs=1e-5)
         assert (row["rank"] is None) == (of == "gradient")
@@ -278,17 +276,13 @@ def test_stiffness_agrees_with_its_limit_and_with_simulation(folder: Path) -> No
 
 def test_noise_of_the_window_mean_is_free_of_the_trend(tmp_path: Path) -> None:
     compression = {"method": "powersgd", "rank": 8, "window": 10, "entropy": {"iteration_rate": 0.5}}
-    run = runs.load_run(
-        synthetic.write_run(tmp_path, study="rank_model", variant="r8", compression=compression)
-    )
+    run = runs.load_run(synthetic.write_run(tmp_path, study="rank_model", variant="r8", compression=compression))
     rng = np.random.default_rng(4)
     t = np.arange(1, 2001)
     # Odd iterations are not measured, so what they hold must not matter.
     entropy = 3 - 0.001 * t + np.where(t % 2 == 0, rng.normal(0, 0.1, len(t)), 50.0)
     run.config["train"]["iterations"] = 2000
-    run.__dict__["stages"] = pd.DataFrame(
-        {"iteration": t.astype(float), "stage": 0.0, "entropy_full": entropy}
-    )
+    run.__dict__["stages"] = pd.DataFrame({"iteration": t.astype(float), "stage": 0.0, "entropy_full": entropy})
     [(noise, moved)] = stiffness.noise(run)
     assert noise == pytest.approx(0.1 / math.sqrt(5), rel=0.15)
     # 180 windows of 10 after warm-up: 179 * 10 iterations apart.

@@ -28,9 +28,7 @@ from experiments.spec import matrix
 from experiments.verdicts import archive
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "workstation" / "entropy_trend"
-SHAPE = GPTShape(
-    layers=4, hidden=256, heads=4, sequence_length=32, vocab_size=500, tensor=1, pipeline=2, data=4
-)
+SHAPE = GPTShape(layers=4, hidden=256, heads=4, sequence_length=32, vocab_size=500, tensor=1, pipeline=2, data=4)
 CONFIG = EDGCConfig(method="edgc", policy="cqm", alignment="measured", remeasure_above=None, window=50)
 ITERATIONS = 5000
 STILL = Recorded((1.0,), (-6.0,))
@@ -129,9 +127,7 @@ def test_jumps_between_windows_change_nothing(change: float, windows: int, itera
         if plan.exchange:
             start = (iteration - 1) // config.window * config.window
             value = line(change).mean(start / iterations, iteration / iterations)
-            controller.observe(
-                iteration, rank_trace.report(course.parts[part][1], controller, iteration, value)
-            )
+            controller.observe(iteration, rank_trace.report(course.parts[part][1], controller, iteration, value))
     assert spent == trace.spent
     starts = [index for index, phase in enumerate(phases) if index == 0 or phase != phases[index - 1]]
     assert trace.moves == tuple((index + 1, *phases[index]) for index in starts)
@@ -152,9 +148,7 @@ def test_a_trace_at_one_rank_costs_what_the_fixed_rank_costs() -> None:
 
 
 def same(one: Cost, other: Cost) -> bool:
-    return all(
-        math.isclose(getattr(one, key), getattr(other, key)) for key in ("bytes", "communication", "compress")
-    )
+    return all(math.isclose(getattr(one, key), getattr(other, key)) for key in ("bytes", "communication", "compress"))
 
 
 @pytest.mark.parametrize("study", ["gpt2_2p5b_v100", "gpt2_12p1b_h100"])

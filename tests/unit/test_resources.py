@@ -68,9 +68,7 @@ def test_committed_file_and_file_of_comments_are_the_defaults(site_file: Path) -
 def test_commented_lines_are_valid_settings(site_file: Path) -> None:
     lines = DEFAULT.read_text().splitlines()
     commented = [
-        line[2:]
-        for line in lines
-        if line.startswith("# ") and line[2:].split(":")[0] in Resources.model_fields
+        line[2:] for line in lines if line.startswith("# ") and line[2:].split(":")[0] in Resources.model_fields
     ]
     used = [line for line in lines if line and not line.startswith("#")]
     site_file.write_text("\n".join([*commented, *used]))
@@ -135,8 +133,7 @@ def test_every_ci_run_fits_on_a_node_of_4_cores_and_8_gb() -> None:
 
 def test_memory_grows_with_the_model_and_can_be_given() -> None:
     small, large = (
-        run_of(2, model={"layers": layers, "hidden": 96, "heads": 4, "sequence_length": 64})
-        for layers in (4, 400)
+        run_of(2, model={"layers": layers, "hidden": 96, "heads": 4, "sequence_length": 64}) for layers in (4, 400)
     )
     assert training_job(small, Resources()).memory < training_job(large, Resources()).memory
     assert training_job(large, Resources(memory_gb=3, cpus_per_node=7)).memory == 3000
@@ -178,9 +175,7 @@ cpu|40|32+|128000+|infinite|(null)
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, slurm.Partition]:
-    monkeypatch.setattr(
-        slurm, "ask", lambda *command: SINFO if command[0] == "sinfo" else "research\nteaching\n"
-    )
+    monkeypatch.setattr(slurm, "ask", lambda *command: SINFO if command[0] == "sinfo" else "research\nteaching\n")
     found = slurm.partitions()
     assert found is not None
     return found
@@ -315,9 +310,7 @@ def test_states_of_jobs_come_from_where_cancelled_ones_are_seen(
         if program == "sacct":
             return "" if accounting else None
         assert (program, *arguments) == ("scontrol", "show", "config")
-        return (
-            None if remembered is None else f"MinJobAge               = {remembered} sec\nMpiDefault = none\n"
-        )
+        return None if remembered is None else f"MinJobAge               = {remembered} sec\nMpiDefault = none\n"
 
     monkeypatch.setattr(slurm, "ask", ask)
     assert slurm.status_command() == expected

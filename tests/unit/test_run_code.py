@@ -21,9 +21,7 @@ def test_a_run_says_which_code_made_it() -> None:
     assert provenance.collect(run, "data")["code"] == training_code()
 
 
-def test_a_run_that_goes_on_names_all_code_that_worked_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_names_all_code_that_worked_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     today = ["a"]
     monkeypatch.setattr(provenance, "training_code", lambda: today[0])
     assert provenance.code_so_far(tmp_path) == "a"

@@ -51,9 +51,7 @@ CHANGES: dict[str, Callable[[bytes], bytes] | None] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["run.yaml", "metrics.jsonl", "summary.json", "tensors.parquet", "manifest.json"]
-)
+@pytest.mark.parametrize("name", ["run.yaml", "metrics.jsonl", "summary.json", "tensors.parquet", "manifest.json"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_of_a_recorded_file_is_found(run: Path, name: str, change: str) -> None:
     load_run(run)
@@ -75,9 +73,7 @@ def test_weights_are_looked_at_where_they_are_asked_for(run: Path) -> None:
     assert outputs.check(run, ("checkpoint/",))
     weights.write_bytes(weights.read_bytes()[:-1])
     assert load_run(run).ok, "tables are not made of weights"
-    with pytest.raises(
-        UserError, match=r"__0_0.distcp has 255 bytes instead of 256 .*delete the folder"
-    ) as caught:
+    with pytest.raises(UserError, match=r"__0_0.distcp has 255 bytes instead of 256 .*delete the folder") as caught:
         outputs.check(run, ("checkpoint/",))
     assert f"delete the folder {run} and" in str(caught.value)
 

@@ -98,11 +98,7 @@ def test_a_diagonal_sample_has_the_same_share_of_every_row_and_column(
 
 def test_columns_that_differ_do_not_mislead_a_diagonal_sample() -> None:
     """A stride that divides the width reads a quarter of the columns; the columns of gradients differ in size."""
-    size = (
-        torch.linspace(-2, 2, 128)
-        .roll(1)
-        .exp()[torch.randperm(128, generator=torch.Generator().manual_seed(2))]
-    )
+    size = torch.linspace(-2, 2, 128).roll(1).exp()[torch.randperm(128, generator=torch.Generator().manual_seed(2))]
     error = {}
     for rule in ("diagonal", "strided", "random"):
         differences = []

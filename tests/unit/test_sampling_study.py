@@ -20,9 +20,7 @@ from experiments.training.probes.sampling import SamplingProbe
 ITERATIONS, WINDOW = 120, 10
 SHAPES = {"a": (64, 48), "b": (32, 64)}
 RATES = (0.25, 0.05)
-SETTINGS = EDGCConfig(
-    method="edgc", window=WINDOW, r_max=16, r_min=4, stability_tolerance=10.0, warmup_fraction=0.1
-)
+SETTINGS = EDGCConfig(method="edgc", window=WINDOW, r_max=16, r_min=4, stability_tolerance=10.0, warmup_fraction=0.1)
 
 
 def log_sigma(iteration: int) -> float:
@@ -38,9 +36,7 @@ def probe() -> SamplingProbe:
     for iteration in range(1, ITERATIONS + 1):
         generator = torch.Generator().manual_seed(iteration)
         sigma = math.exp(log_sigma(iteration))
-        gradients = [
-            Gradient(n, sigma * torch.randn(shape, generator=generator)) for n, shape in SHAPES.items()
-        ]
+        gradients = [Gradient(n, sigma * torch.randn(shape, generator=generator)) for n, shape in SHAPES.items()]
         made.observe(iteration, [*gradients, Gradient("bias", torch.ones(500))])
         made.end_iteration(iteration, skipped=False)
     made.observe(ITERATIONS + 1, [Gradient("a", torch.full((64, 48), math.nan))])
@@ -59,15 +55,11 @@ def run(probe: SamplingProbe) -> Run:
 
 def test_every_rule_reads_every_matrix_at_every_iteration(probe: SamplingProbe) -> None:
     table = pd.DataFrame(probe.rows)
-    rules = 1 + 2 * (
-        1 + 3 * len(RATES)
-    )  # the squares; per estimator all entries, and three rules at each rate
+    rules = 1 + 2 * (1 + 3 * len(RATES))  # the squares; per estimator all entries, and three rules at each rate
     assert len(table) == ITERATIONS * len(SHAPES) * rules
     assert set(table["parameter"]) == set(SHAPES)
     assert (table["seconds"] >= 0).all()
-    whole = table[table["rule"] == "all"].pivot(
-        index=["iteration", "parameter"], columns="estimator", values="entropy"
-    )
+    whole = table[table["rule"] == "all"].pivot(index=["iteration", "parameter"], columns="estimator", values="entropy")
     # Zero mean: the mean square is the variance.
     assert (whole["square_sum"] - whole["gaussian"]).abs().max() < 0.01
     again = SamplingProbe(probe.config, probe.edgc, 0, reports=True)

@@ -25,9 +25,7 @@ def state(rank: int, world: int, errors: dict[str, torch.Tensor] | None) -> dict
     }
 
 
-def states(
-    world: int, dtype: torch.dtype = torch.float32, missing: int | None = None
-) -> list[dict[str, Any]]:
+def states(world: int, dtype: torch.dtype = torch.float32, missing: int | None = None) -> list[dict[str, Any]]:
     saved = []
     for rank in range(world):
         generator = torch.Generator().manual_seed(rank)
@@ -62,9 +60,7 @@ def owed(saved: list[Any]) -> dict[str, torch.Tensor]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     order=st.randoms(use_true_random=False),
 )
-def test_the_average_owes_what_it_owed(
-    before: int, after: int, missing: int | None, dtype: Any, order: Any
-) -> None:
+def test_the_average_owes_what_it_owed(before: int, after: int, missing: int | None, dtype: Any, order: Any) -> None:
     if before == after or missing == 0 == before - 1:
         return
     saved = states(before, dtype, missing)
@@ -76,9 +72,7 @@ def test_the_average_owes_what_it_owed(
     wanted = owed(saved)
     for name, value in owed(loaded).items():
         tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(
-            value.expand_as(wanted[name]), wanted[name], rtol=tolerance, atol=tolerance
-        )
+        torch.testing.assert_close(value.expand_as(wanted[name]), wanted[name], rtol=tolerance, atol=tolerance)
     for rank, item in enumerate(loaded):
         assert (item["world"], item["rank"]) == (after, rank)
         assert item["engine"]["compressor"]["draws"] == 7 and item["engine"]["iteration"] == 5

@@ -76,11 +76,7 @@ def test_every_run_of_every_study_is_as_its_study_says() -> None:
             for run in matrix.runs(study, scale):
                 config = EDGCConfig.from_dict(run.compression)
                 assert EDGCConfig.from_record(run.compression) == config
-                if (
-                    layer is not None
-                    and run.variant in layer.variants
-                    and run.variant not in definition.variants
-                ):
+                if layer is not None and run.variant in layer.variants and run.variant not in definition.variants:
                     own = layer.variants[run.variant].get("compression", {})
                     assert own.keys() - {"preset"} <= run.compression.keys()
     runs = {run.variant: run.compression for run in matrix.runs("methods", "ci")}
@@ -94,13 +90,8 @@ def test_a_run_of_which_its_study_says_nothing_is_fitted_to_the_scale() -> None:
     found = matrix.fitted(values)
     assert found["train"] == {**train, "micro_batch": 3}, "the largest that divides six sequences"
     assert found["compression"]["window"] == 6
-    assert (
-        matrix.fitted({**values, "compression": {"method": "edgc", "window": 5}})["compression"]["window"]
-        == 5
-    )
-    assert (
-        matrix.fitted({**values, "train": {**train, "iterations": 230_000}})["compression"]["window"] == 1000
-    )
+    assert matrix.fitted({**values, "compression": {"method": "edgc", "window": 5}})["compression"]["window"] == 5
+    assert matrix.fitted({**values, "train": {**train, "iterations": 230_000}})["compression"]["window"] == 1000
     other = {**values, "train": {**train, "global_batch": 6}, "compression": {"method": "none"}}
     assert matrix.fitted(other) == other, "six sequences are not shared by four replicas: refused later"
 

@@ -26,9 +26,7 @@ WARM_UP = 4 * WINDOW
 DENSE, COMPRESSED = 0.100, 0.060  # seconds of a reduction
 
 
-def healthy(
-    seed: int, iterations: int, noise: float, **changes: Callable[[int], Any]
-) -> Iterator[Observation]:
+def healthy(seed: int, iterations: int, noise: float, **changes: Callable[[int], Any]) -> Iterator[Observation]:
     """Two stages: a loss that falls to a plateau, warm-up without compression, then faster reductions as predicted.
 
     Args:

@@ -89,9 +89,7 @@ def test_training_follows_the_library_and_not_figures_evaluation_or_studies() ->
 
 def test_what_is_to_be_run_does_not_depend_on_what_is_made_of_it() -> None:
     for name in ("matrix", "study", "settings"):
-        folders = {
-            path.relative_to(source.ROOT).parts[:2] for path in source.closure(f"experiments.spec.{name}")
-        }
+        folders = {path.relative_to(source.ROOT).parts[:2] for path in source.closure(f"experiments.spec.{name}")}
         found = {parts[1] for parts in folders if parts[0] == "experiments"} - {"__init__.py"}
         assert found == {"common", "spec"} and not any(parts[0] == "paper_figures" for parts in folders)
 

@@ -20,8 +20,7 @@ def with_values(values: torch.Tensor) -> torch.Tensor:
     """A matrix of ROWS x COLUMNS with these singular values, in float64."""
     generator = torch.Generator().manual_seed(7)
     u, v = (
-        torch.linalg.qr(torch.randn(size, ROWS, generator=generator, dtype=torch.float64)).Q
-        for size in (ROWS, COLUMNS)
+        torch.linalg.qr(torch.randn(size, ROWS, generator=generator, dtype=torch.float64)).Q for size in (ROWS, COLUMNS)
     )
     return (u * values) @ v.T
 
@@ -142,9 +141,7 @@ def test_bounded_monotone_and_complete(spectrum: MatrixSpectrum) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(decay=st.floats(1e-4, 2), start=st.floats(-30, 30), size=st.integers(4, 60), known=st.floats(0.1, 0.9))
-def test_a_geometric_spectrum_is_continued_exactly(
-    decay: float, start: float, size: int, known: float
-) -> None:
+def test_a_geometric_spectrum_is_continued_exactly(decay: float, start: float, size: int, known: float) -> None:
     values = [math.exp(start - decay * k) for k in range(size)]
     rank = max(1, round(known * size))
     total = math.fsum(values)
@@ -169,9 +166,7 @@ def test_squared_errors_add_up_over_matrices() -> None:
     second = MatrixSpectrum((30, 10), [50.0, 20.0, 10.0], 84.0)
     curve = error_curve([first, second], [1, 2, 3, 10], always)
     assert curve is not None
-    parts = [
-        [a + b for a, b in zip(first.errors_sq([1, 2, 3, 10]), second.errors_sq([1, 2, 3, 10]), strict=True)]
-    ]
+    parts = [[a + b for a, b in zip(first.errors_sq([1, 2, 3, 10]), second.errors_sq([1, 2, 3, 10]), strict=True)]]
     assert curve == pytest.approx([value / 100 for value in parts[0]])
     assert curve[0] == pytest.approx((7 + 34) / 100)
     assert curve[3] == 0

@@ -59,9 +59,7 @@ class Driver:
     """A process with an environment of its own, and the calls made in it."""
 
     def __init__(self, **environment: str) -> None:
-        clean = {
-            key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))
-        }
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
         self.process = subprocess.Popen(
             [sys.executable, "-c", DRIVER],
             cwd=ROOT,
@@ -237,9 +235,7 @@ def test_evaluation_without_network_and_what_is_done_again(place: Place) -> None
     assert {row["n"] for row in place.table() if row["task"] == "copa"} == {"3"}
 
 
-def choice_score(
-    model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, context: str, choice: str
-) -> float:
+def choice_score(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, context: str, choice: str) -> float:
     """Log-likelihood in nats of ``choice`` after ``context``, tokenised together."""
     before, whole = tokenizer(context)["input_ids"], tokenizer(context + choice)["input_ids"]
     with torch.no_grad():
@@ -387,9 +383,7 @@ def test_killed_download_is_named_and_goes_on(place: Place, tmp_path: Path) -> N
     driver = Driver(HF_HOME=str(tmp_path), **hub.environment)
     try:
         asked = len(hub.requests)
-        driver.send(
-            "experiments.evaluation.standard_tasks", "prefetch", "--tasks", "lambada_openai,race,piqa"
-        )
+        driver.send("experiments.evaluation.standard_tasks", "prefetch", "--tasks", "lambada_openai,race,piqa")
         while not any(line.startswith("GET") and hub.stalled in line for line in hub.requests[asked:]):
             assert driver.process.poll() is None
             time.sleep(0.05)
@@ -481,9 +475,7 @@ def test_shards_are_looked_for_under_the_names_that_datasets_gives(
         {"HF_DATASETS_CACHE": "/c", "HF_HOME": "/a", "HF_DATASETS_OFFLINE": "yes"},
     ],
 )
-def test_environment_is_read_as_datasets_reads_it(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_is_read_as_datasets_reads_it(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The module that reads it is run anew, as a module of another name."""
     import datasets.config
     import huggingface_hub.constants
@@ -529,9 +521,7 @@ def test_scales_evaluate_what_the_study_says() -> None:
     assert matrix.evaluation("zero_shot", "workstation") == ci
 
 
-def test_digest_covers_version_files_and_rows(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digest_covers_version_files_and_rows(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(place.home))
     (before,) = standard_data.read_standard(["race"])
     task, entry = standard_task("race"), place.record()["race"]

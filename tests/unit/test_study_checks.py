@@ -131,9 +131,7 @@ def test_a_study_that_nothing_analyses_is_refused(root: Path) -> None:
     values = {"study": "mine", "title": "t", "question": "q", "variants": {"none": {}}}
     path = root / "studies" / "mine.yaml"
     path.write_text(yaml.safe_dump(values))
-    with pytest.raises(
-        UserError, match=r"missing key analysis.* \(in .*mine\.yaml\); add analysis: .*methods"
-    ):
+    with pytest.raises(UserError, match=r"missing key analysis.* \(in .*mine\.yaml\); add analysis: .*methods"):
         matrix.runs("mine", "ci")
     path.write_text(yaml.safe_dump(values | {"analysis": "method"}))
     with pytest.raises(UserError, match=r"analysis: unknown name 'method' .*did you mean methods"):
@@ -151,9 +149,7 @@ def test_a_scale_that_lacks_a_setting_is_named_beside_the_study(root: Path) -> N
     values = {**load_yaml(root / "scales" / "ci.yaml"), "scale": "mine"}
     del values["defaults"]["train"]["lr"]
     path.write_text(yaml.safe_dump(values))
-    with pytest.raises(
-        UserError, match=r"missing key train\.lr \(in .*entropy_trend\.yaml over .*mine\.yaml\)"
-    ):
+    with pytest.raises(UserError, match=r"missing key train\.lr \(in .*entropy_trend\.yaml over .*mine\.yaml\)"):
         matrix.runs("entropy_trend", "mine")
 
 
@@ -169,9 +165,7 @@ def test_a_study_extends_a_base(root: Path) -> None:
     path.write_text("{study: mine, extends: other, seeds: [2], variants: {a: null, c: {}}}\n")
     assert [run.name for run in matrix.runs("mine", "ci")] == ["b-s2", "c-s2"]
     path.write_text("{study: mine, extends: othr}\n")
-    with pytest.raises(
-        UserError, match=r"extends: unknown name 'othr' \(in .*mine\.yaml\); did you mean other"
-    ):
+    with pytest.raises(UserError, match=r"extends: unknown name 'othr' \(in .*mine\.yaml\); did you mean other"):
         matrix.load_study("mine")
 
 

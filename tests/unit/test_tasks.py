@@ -111,9 +111,7 @@ def test_preferences_for_neighbours_answer_like_coins(pairs: list[Row], tokenize
     assert np.std(found) == pytest.approx(binomial, rel=0.15)
 
 
-def test_two_tokens_are_made_or_kept_from_being_neighbours_in_few_pairs(
-    pairs: list[Row], tokenizer: Tokenizer
-) -> None:
+def test_two_tokens_are_made_or_kept_from_being_neighbours_in_few_pairs(pairs: list[Row], tokenizer: Tokenizer) -> None:
     shared: Counter[tuple[int, ...]] = Counter()
     for row in pairs:
         sides = [
@@ -188,10 +186,7 @@ def test_a_preference_for_passages_without_the_context_is_right_once_in_four(see
 def test_texts_without_python_have_no_syntax_task(tokenizer: Tokenizer, tmp_path: Path) -> None:
     draw = random.Random(0)
     common = ["the", "and", "self", "is", "in", "not", "to", "of", "for", "none", "or", "as"]
-    words = [
-        (f"{k}.txt", "".join(" ".join(draw.choices(common, k=12)) + "\n" for _ in range(30)))
-        for k in range(20)
-    ]
+    words = [(f"{k}.txt", "".join(" ".join(draw.choices(common, k=12)) + "\n" for _ in range(30))) for k in range(20)]
     (tmp_path / "edgc_syntax.yaml").write_text("of an earlier time")
     make.make(words, tokenizer, tmp_path, seed=0, fingerprint=None)
     manifest = json.loads((tmp_path / "tasks.json").read_text())

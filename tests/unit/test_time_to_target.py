@@ -38,9 +38,7 @@ def run(variant: str, method: str, losses: list[float], stage_bytes: tuple[int, 
         for stage in range(2)
     ]
     made.__dict__["stages"] = pd.DataFrame(rows)
-    made.__dict__["steps"] = pd.DataFrame(
-        {"iteration": list(map(float, iterations)), "seconds": [0.15] * STEPS}
-    )
+    made.__dict__["steps"] = pd.DataFrame({"iteration": list(map(float, iterations)), "seconds": [0.15] * STEPS})
     at = [20.0 * (k + 1) for k in range(len(losses))]
     made.__dict__["evaluations"] = pd.DataFrame({"iteration": at, "loss": losses, "perplexity": losses})
     return made

@@ -174,9 +174,7 @@ def test_trace_has_every_span_in_microseconds() -> None:
     events = json.loads(timeline.chrome_trace(spans))["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == len(spans)
-    assert sum(event["dur"] for event in complete) == pytest.approx(
-        1e6 * (spans["end"] - spans["start"]).sum()
-    )
+    assert sum(event["dur"] for event in complete) == pytest.approx(1e6 * (spans["end"] - spans["start"]).sum())
     assert {event["name"] for event in complete} >= {"forward 0", "backward 0", "reduce"}
     threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert threads == ["stage 0, replica 0", "stage 1, replica 0"]

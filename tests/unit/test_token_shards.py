@@ -74,9 +74,7 @@ def test_what_is_there_is_not_done_again(tmp_path: Path, tokenizer: TextTokenize
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "ids gone", "note gone", "note cut", "other note"])
-def test_a_damaged_shard_is_found_and_made_again(
-    tmp_path: Path, tokenizer: TextTokenizer, damage: str
-) -> None:
+def test_a_damaged_shard_is_found_and_made_again(tmp_path: Path, tokenizer: TextTokenizer, damage: str) -> None:
     expected = encoded(Shards(tmp_path, tokenizer, np.uint16, size=SIZE), corpus())
     before = files(tmp_path)
     ids, note = tmp_path / "000003.bin", tmp_path / "000003.json"
@@ -205,9 +203,7 @@ def test_a_killed_preparation_goes_on_and_ends_with_the_same_bytes(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("small_splits")
-def test_a_full_disk_is_one_line_and_leaves_only_whole_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_line_and_leaves_only_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, out = dataset(tmp_path / "text"), tmp_path / "data" / "web"
     room = 20
 
@@ -231,9 +227,7 @@ def test_a_full_disk_is_one_line_and_leaves_only_whole_shards(
     assert prepared(out)
 
 
-def test_too_little_space_is_said_before_anything_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_said_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, out = dataset(tmp_path / "text"), tmp_path / "data" / "web"
     monkeypatch.setattr(prepare, "space_needed", lambda *_: 10**18)
     with pytest.raises(UserError, match=r"1000000000\.0 GB are needed, .* GB are free"):

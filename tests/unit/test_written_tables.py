@@ -50,9 +50,7 @@ def test_a_damaged_table_is_refused_by_whoever_reads_it(table: Path, reader: str
     assert callable(read)
     assert len(read()) == 3
     table.write_bytes(CUTS[cut](table.read_bytes()))
-    with pytest.raises(
-        UserError, match=r"table is damaged: table\.csv .*delete it and start again"
-    ) as caught:
+    with pytest.raises(UserError, match=r"table is damaged: table\.csv .*delete it and start again") as caught:
         read()
     assert f"(in {table})" in str(caught.value)
 
@@ -88,9 +86,7 @@ def test_committed_lists_that_are_cut_short_are_refused(tmp_path: Path) -> None:
             load(path)
 
 
-def test_recorded_entropies_that_are_cut_short_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_entropies_that_are_cut_short_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = rank_trace.PATH.read_text().splitlines(keepends=True)
     path = tmp_path / "recorded_entropy.csv"
     monkeypatch.setattr(rank_trace, "PATH", path)

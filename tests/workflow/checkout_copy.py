@@ -107,9 +107,7 @@ class Checkout:
         return [sys.executable, "-m", program, *arguments]
 
     def environment(self, **extra: str) -> dict[str, str]:
-        clean = {
-            key: value for key, value in os.environ.items() if not key.startswith(("EDGC_", "SNAKEMAKE_"))
-        }
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("EDGC_", "SNAKEMAKE_"))}
         return clean | {"PYTHONDONTWRITEBYTECODE": "1"} | extra
 
     def run(self, program: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:

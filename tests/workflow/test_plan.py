@@ -50,9 +50,7 @@ def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> Non
     assert plan["train"] == sum(len(matrix.runs(study, "ci")) for study in made)
     assert plan["figure"] == sum(not by_name.intersection(studies) for studies in FIGURES.values())
     assert plan["report_html"] == plan["claims"] == plan["all"] == 1
-    assert plan["benchmark_figure"] == plan["benchmark_table"] == 1, (
-        "that which the checkout has, drawn, not measured"
-    )
+    assert plan["benchmark_figure"] == plan["benchmark_table"] == 1, "that which the checkout has, drawn, not measured"
     assert plans[""] == plan
 
 
@@ -63,9 +61,7 @@ def test_each_target_plans_alone(plans: dict[str, dict[str, int]], target: str) 
     if target in matrix.studies():
         needed = matrix.load_study(target).needs or {}
         others = sum(
-            needed[name] == "all" or run.variant in needed[name]
-            for name in needed
-            for run in matrix.runs(name, "ci")
+            needed[name] == "all" or run.variant in needed[name] for name in needed for run in matrix.runs(name, "ci")
         )
         assert plan.get("train", 0) == len(matrix.runs(target, "ci")) + others
         assert plan.get("figure", 0) == sum(target in studies for studies in FIGURES.values())
@@ -133,9 +129,7 @@ def test_wrong_site_file_is_one_line_and_exit_code_2(checkout: Checkout, tmp_pat
 
 def test_runs_ask_slurm_for_the_nodes_that_their_ranks_need(checkout: Checkout, tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
-    site.write_text(
-        "{gpus_per_node: 2, gres: 'gpu:v100', training_minutes: 90, setup: 'module load {cuda}'}\n"
-    )
+    site.write_text("{gpus_per_node: 2, gres: 'gpu:v100', training_minutes: 90, setup: 'module load {cuda}'}\n")
     result = checkout.run(
         "snakemake", "--profile", "slurm", "-np", "rank_sweep", "--config", "scale=ci", EDGC_SITE=str(site)
     )
@@ -211,9 +205,7 @@ def found(name: str) -> str:
     return path
 
 
-def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(
-    checkout: Checkout, tmp_path: Path
-) -> None:
+def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(checkout: Checkout, tmp_path: Path) -> None:
     """Before anything is planned, submitted or written. The PATH has Python and no command of Slurm's."""
     (tmp_path / "python").symlink_to(sys.executable)
     # Snakemake's plugin calls `which`.
@@ -230,9 +222,7 @@ def test_without_slurm_its_profile_is_one_line_unless_it_only_plans(
         [line] = [text for text in result.stdout.splitlines() if not text.startswith("Using profile")]
         assert line.startswith("error: there is no Slurm here: no sbatch, squeue, scancel on the PATH"), line
         assert "(in --profile slurm); start it on a node" in line
-    assert (
-        not (checkout.path / "results" / "ci").exists() and not (checkout.path / "results" / "paper").exists()
-    )
+    assert not (checkout.path / "results" / "ci").exists() and not (checkout.path / "results" / "paper").exists()
     [(code, text)] = checkout.snakemake(["--profile", "slurm", "-np", "rank_sweep", "--config", "scale=ci"])
     assert code == 0, text
 
@@ -257,9 +247,7 @@ def test_unknown_target_is_one_line_with_the_nearest_names(checkout: Checkout) -
 
 def test_every_planned_target_is_known_to_the_workflow() -> None:
     assert {*TARGETS, "all"} <= {*targets()}
-    check_targets(
-        [*TARGETS, "all", "results/ci/zero_shot/models/x", "elsewhere/a.csv"], "ci", Path("results/ci")
-    )
+    check_targets([*TARGETS, "all", "results/ci/zero_shot/models/x", "elsewhere/a.csv"], "ci", Path("results/ci"))
 
 
 def test_unknown_target_of_make_is_one_line_with_the_nearest_names() -> None:
@@ -270,9 +258,7 @@ def test_unknown_target_of_make_is_one_line_with_the_nearest_names() -> None:
         ("rank_sweep", "unknown target rank_sweep; it is a study: .venv/bin/snakemake -c2 rank_sweep"),
         ("zzz", "unknown target zzz; `make` lists all"),
     ):
-        result = subprocess.run(
-            ["make", goal], cwd=ROOT, capture_output=True, text=True, env=environment, check=False
-        )
+        result = subprocess.run(["make", goal], cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
         assert result.returncode == 2
         [line] = (result.stdout + result.stderr).splitlines()
         assert said in line

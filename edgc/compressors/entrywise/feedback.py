@@ -70,8 +70,7 @@ class Flat:
     def parts(self, vector: Tensor) -> list[Tensor]:
         """Flat views of the gradients' own parts of ``work``, ``spare`` or a vector like them."""
         return [
-            vector[offset : offset + shape.numel()]
-            for offset, shape in zip(self.offsets, self.shapes, strict=True)
+            vector[offset : offset + shape.numel()] for offset, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
     def swap(self) -> None:
@@ -121,9 +120,7 @@ class Feedback(KeepsErrors):
         An entry that is not finite on one worker must make the result not finite on all of them.
         """
 
-    def steps(
-        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
-    ) -> Steps:
+    def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
         lossy: list[Gradient] = []
         dense: list[Gradient] = []
         for gradient in gradients:

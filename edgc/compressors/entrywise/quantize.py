@@ -60,9 +60,7 @@ class Quantised(Feedback):
         stochastic: whether the quantiser draws: on each worker on its own.
     """
 
-    def __init__(
-        self, config: EntrywiseConfig, quantiser: Quantiser, *, align: int, stochastic: bool = False
-    ) -> None:
+    def __init__(self, config: EntrywiseConfig, quantiser: Quantiser, *, align: int, stochastic: bool = False) -> None:
         super().__init__(config)
         self.quantiser, self.align, self.draws_at_random = quantiser, align, stochastic
 

@@ -65,9 +65,7 @@ class TopK(Feedback):
             )
             flat.buffers["offsets"] = offsets.repeat_interleave(repeats, output_size=total)
             flat.buffers["sent"] = torch.empty((1, 2, total), dtype=torch.int32, device=device)
-            flat.buffers["received"] = torch.empty(
-                (channel.world, 2, total), dtype=torch.int32, device=device
-            )
+            flat.buffers["received"] = torch.empty((channel.world, 2, total), dtype=torch.int32, device=device)
         sent, received, offsets = (flat.buffers[key] for key in ("sent", "received", "offsets"))
         values, indices = sent[0, 0].view(torch.float32), sent[0, 1]
         for part, index in zip(flat.parts(flat.work), indices.split(counts), strict=True):
@@ -82,9 +80,7 @@ class TopK(Feedback):
             # Rank after rank, so that every worker adds in the same order.
             out.zero_()
             for message in received:
-                out.index_add_(
-                    0, message[1] + offsets, message[0].view(torch.float32), alpha=1 / channel.world
-                )
+                out.index_add_(0, message[1] + offsets, message[0].view(torch.float32), alpha=1 / channel.world)
 
         return received[:, 0].view(torch.float32).isfinite().all(), write
 

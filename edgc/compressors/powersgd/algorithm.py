@@ -106,9 +106,7 @@ class PowerSGD(KeepsErrors):
             return 1
         return (1 if self.one_sided else 2) * (2 if blocks_of(self.factor_dtype) else 1)
 
-    def steps(
-        self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics
-    ) -> Steps:
+    def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
         work = self._workspace(gradients, rank)
         for gradient in gradients:
             self._last.pop(gradient.name, None)

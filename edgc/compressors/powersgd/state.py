@@ -19,9 +19,7 @@ def random_factor(seed: int, draw: int, name: str, length: int, rank: int) -> Te
     """Orthonormal columns, length x rank, that depend on the arguments alone: the same on every worker."""
     digest = hashlib.sha256(f"{seed}/{draw}/{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.linalg.qr(
-        torch.randn(length, rank, generator=generator, dtype=torch.float32, device="cpu")
-    ).Q
+    return torch.linalg.qr(torch.randn(length, rank, generator=generator, dtype=torch.float32, device="cpu")).Q
 
 
 def cut(factor: Tensor, rank: int) -> Tensor:
@@ -58,9 +56,7 @@ class State:
         draws: how often random columns were drawn.
     """
 
-    def __init__(
-        self, error_dtype: torch.dtype | None, *, warm_start: bool, seed: int, one_sided: bool
-    ) -> None:
+    def __init__(self, error_dtype: torch.dtype | None, *, warm_start: bool, seed: int, one_sided: bool) -> None:
         self.error_dtype, self.warm_start = error_dtype, warm_start
         self.seed, self.one_sided = seed, one_sided
         self.errors: dict[str, Tensor] = {}

@@ -83,7 +83,5 @@ class Scratch:
             groups = blocks * len(self.folded) // self.blocks
             lengths = dict.fromkeys(("folded", "rest", "digit", "spoiled"), groups) | {"ones": len(self.ones)}
             names = [f.name for f in fields(self) if f.init]
-            self.cuts[blocks] = Scratch(
-                **{name: getattr(self, name)[: lengths.get(name, blocks)] for name in names}
-            )
+            self.cuts[blocks] = Scratch(**{name: getattr(self, name)[: lengths.get(name, blocks)] for name in names})
         return self.cuts[blocks]

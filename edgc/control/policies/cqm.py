@@ -35,9 +35,7 @@ class CQM(MeansPolicy):
     def go_on(self, rank: int, history: History, r_min: int, r_max: int) -> int:
         if history.reference is None:
             fix = "choose the policy that the run was started with"
-            raise UserError(
-                "policy cqm needs an entropy at the end of warm-up, which the state lacks", fix=fix
-            )
+            raise UserError("policy cqm needs an entropy at the end of warm-up, which the state lacks", fix=fix)
         return super().go_on(rank, history, r_min, r_max)
 
 

@@ -19,9 +19,7 @@ PER_TEXT = 32  # passages of one text, at most, so that no long text dominates
 # About 15 tokens: enough to tell by names and indentation, and short enough that a model of 64 positions reads
 # three lines before them.
 PASSAGE_CHARACTERS = 48
-PASSAGE_BYTES = (
-    60  # with the white space before it; no token is shorter than a byte, so such a model reads it whole
-)
+PASSAGE_BYTES = 60  # with the white space before it; no token is shorter than a byte, so such a model reads it whole
 
 
 def passages(path: str, text: str, seed: int) -> list[Row]:

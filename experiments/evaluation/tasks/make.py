@@ -73,9 +73,7 @@ def words_in_context(texts: list[Text], seed: str, of: Container[str] | None = N
         for start, end in random.Random(f"{seed}:{path}").sample(spans, min(4 * PER_TEXT, len(spans))):
             context = context_before(text, start - 1)
             if len(context) >= CONTEXT_CHARACTERS // 4:
-                found.append(
-                    {"id": f"{path}:{start}", "path": path, "context": context, "word": text[start:end]}
-                )
+                found.append({"id": f"{path}:{start}", "path": path, "context": context, "word": text[start:end]})
     random.Random(seed).shuffle(found)
     return found
 
@@ -187,9 +185,7 @@ TASKS = {
         "last-word prediction, LAMBADA-like",
         lastword_constant,
     ),
-    "edgc_rolling": Task(
-        whatever_tokenizer(rolling_rows), rolling_chance, "rolling perplexity of held-out pages"
-    ),
+    "edgc_rolling": Task(whatever_tokenizer(rolling_rows), rolling_chance, "rolling perplexity of held-out pages"),
     "edgc_syntax": Task(
         syntax.syntax_rows,
         level(1 / 2, "acc"),
@@ -200,9 +196,7 @@ TASKS = {
 }
 
 
-def make(
-    held_out: Iterable[Text], tokenizer: Tokenizer, out: Path, *, seed: int, fingerprint: str | None
-) -> Row:
+def make(held_out: Iterable[Text], tokenizer: Tokenizer, out: Path, *, seed: int, fingerprint: str | None) -> Row:
     """Write all tasks to ``out``; returns the manifest.
 
     Raises:

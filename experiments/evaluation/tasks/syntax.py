@@ -91,9 +91,7 @@ def exchanged(source: str, first: Span, second: Span) -> str:
 
 def keywords(source: str) -> Iterator[str]:
     """Two keywords exchanged: ``import a from b``."""
-    words = [
-        (text, span) for text, span in tokens(source) if keyword.iskeyword(text) and not text[0].isupper()
-    ]
+    words = [(text, span) for text, span in tokens(source) if keyword.iskeyword(text) and not text[0].isupper()]
     for at, (one, first) in enumerate(words):
         yield from (exchanged(source, first, second) for other, second in words[at + 1 :] if one != other)
 

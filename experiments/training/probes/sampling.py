@@ -82,9 +82,7 @@ class SamplingProbe(Recorder):
                     rule,
                     rate,
                     estimator,
-                    lambda kind=estimator, taker=sampler: estimate(
-                        taker.take(gradient, iteration, name), kind
-                    ),  # type: ignore[misc]
+                    lambda kind=estimator, taker=sampler: estimate(taker.take(gradient, iteration, name), kind),  # type: ignore[misc]
                 )
 
     def end_iteration(self, iteration: int, skipped: bool) -> None:
