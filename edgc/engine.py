@@ -82,8 +82,7 @@ class Engine:
         if isinstance(config, PolicyConfig) and config.warmup_bits is not None:
             assert isinstance(self.compressor, PowerSGD)
             self.warm_up = WarmUp(config, config.warmup_bits, self.compressor)
-        self.observer = observer
-        self.open_channel = open_channel
+        self.observer, self.open_channel = observer, open_channel
         self.monitor = Monitor(
             config,
             config.build,
