@@ -84,7 +84,9 @@ def closure(*modules: str, without: Iterable[str] = ()) -> list[Path]:
 
 def imported_packages(*modules: str) -> list[str]:
     """Top-level names of what the closure of ``modules`` imports from outside the project and the standard library."""
-    names = {name.partition(".")[0] for path in closure(*modules) for name in _imports(path)}
+    # Settings of methods are read without torch: their files import it when it is first used.
+    paths = closure(*modules, without=["edgc.config"])
+    names = {name.partition(".")[0] for path in paths for name in _imports(path)}
     return sorted(names - sys.stdlib_module_names - set(PACKAGES))
 
 
@@ -132,7 +134,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Call):
         for argument in node.args:
             name = getattr(argument, "value", None)
-            if isinstance(name, str) and name.partition(".")[0] in PACKAGES:
+            if isinstance(name, str) and name.startswith(tuple(f"{package}." for package in PACKAGES)):
                 for path in sorted(ROOT.joinpath(*name.split(".")).rglob("*.py")):
                     yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 

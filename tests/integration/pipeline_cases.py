@@ -112,7 +112,7 @@ class Recorder:
                 },
                 "traffic_bytes": traffic.statistics.bytes,
                 "relative_error": traffic.statistics.worker_error,
-                "seconds": (traffic.statistics.seconds_compress, traffic.statistics.seconds_decompress),
+                "seconds": (traffic.statistics.compress.seconds, traffic.statistics.decompress.seconds),
                 "asynchronous": len(self.seen),
                 "tensor": parallel_state.get_tensor_model_parallel_rank(),
             }
