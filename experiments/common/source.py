@@ -85,7 +85,7 @@ def closure(*modules: str, without: Iterable[str] = ()) -> list[Path]:
 def imported_packages(*modules: str) -> list[str]:
     """Top-level names of what the closure of ``modules`` imports from outside the project and the standard library."""
     # Settings of methods are read without torch: their files import it when it is first used.
-    paths = closure(*modules, without=["edgc.config"])
+    paths = closure(*modules, without=["edgc.config", *_inside("edgc.compressors")])
     names = {name.partition(".")[0] for path in paths for name in _imports(path)}
     return sorted(names - sys.stdlib_module_names - set(PACKAGES))
 
@@ -135,8 +135,13 @@ def _imported(node: ast.AST) -> Iterator[str]:
         for argument in node.args:
             name = getattr(argument, "value", None)
             if isinstance(name, str) and name.startswith(tuple(f"{package}." for package in PACKAGES)):
-                for path in sorted(ROOT.joinpath(*name.split(".")).rglob("*.py")):
-                    yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+                yield from _inside(name)
+
+
+def _inside(package: str) -> Iterator[str]:
+    """The modules of a package of the project, itself among them."""
+    for path in sorted(ROOT.joinpath(*package.split(".")).rglob("*.py")):
+        yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @functools.cache
