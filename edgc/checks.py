@@ -6,13 +6,12 @@ Every check raises :class:`edgc.errors.UserError` naming the key, the value and 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self
 
-from edgc.errors import UserError
+from edgc.errors import UserError, nearest
 
 
 def require(condition: bool, key: str, value: object, fix: str) -> None:
@@ -21,7 +20,7 @@ def require(condition: bool, key: str, value: object, fix: str) -> None:
         raise UserError(f"{key} = {value!r} is not valid", fix=fix)
 
 
-def one_of(key: str, value: object, allowed: tuple[str, ...]) -> None:
+def one_of(key: str, value: object, allowed: Collection[str]) -> None:
     """Refuse anything that is not ``allowed``."""
     require(value in allowed, key, value, f"use one of {', '.join(allowed)}")
 
@@ -128,9 +127,7 @@ class Settings:
 
 def unknown(key: str, known: Iterable[str], where: object = None, prefix: str = "") -> UserError:
     """The error for a key that nothing knows."""
-    close = difflib.get_close_matches(key, list(known), n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-    return UserError(f"unknown key {prefix}{key}", where=where, fix=hint)
+    return UserError(f"unknown key {prefix}{key}", where=where, fix=nearest(key, known, "known keys"))
 
 
 def _section(field: dataclasses.Field[Any]) -> type[Settings] | None:

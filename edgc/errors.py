@@ -1,8 +1,10 @@
-"""The one exception for mistakes that a user can mend, and how an error is raised that is kept."""
+"""The exception for mistakes that a user can mend, what to say of misspelt names, and how a kept error is raised."""
 
 from __future__ import annotations
 
 import copy
+import difflib
+from collections.abc import Iterable
 from typing import TypeVar
 
 AnyError = TypeVar("AnyError", bound=Exception)
@@ -23,6 +25,13 @@ class UserError(Exception):
         self.message, self.where, self.fix = message, where, fix
         line = message + (f" (in {where})" if where is not None else "") + (f"; {fix}" if fix else "")
         super().__init__(" ".join(line.split()))
+
+
+def nearest(name: object, known: Iterable[str], otherwise: str = "known") -> str:
+    """What may have been meant by ``name``, as a ``fix``: the closest of ``known``, or else all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(str(name), names, n=2)
+    return f"did you mean {' or '.join(close)}?" if close else f"{otherwise}: {', '.join(names)}"
 
 
 def copied(error: AnyError) -> AnyError:

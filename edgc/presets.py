@@ -23,11 +23,10 @@ What the paper leaves open (how stable is stable, bins, seeds) stays at this lib
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from edgc.errors import UserError
+from edgc.errors import UserError, nearest
 
 _BACKPROP: dict[str, Any] = {"pipeline": {"rank": 16, "epilogue_only": True}}
 _STAGES: dict[str, Any] = {"method": "powersgd", "rank": 128, "compressed_stages": 0.75}
@@ -69,9 +68,7 @@ def resolved(values: Mapping[str, Any], *, where: object = None, prefix: str = "
         return given
     name = given.pop("preset")
     if not isinstance(name, str) or name not in PRESETS:
-        close = difflib.get_close_matches(str(name), PRESETS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(PRESETS)}"
-        raise UserError(f"{prefix}preset = {name!r} is not known", where=where, fix=hint)
+        raise UserError(f"{prefix}preset = {name!r} is not known", where=where, fix=nearest(name, PRESETS))
     return _laid(copy.deepcopy(PRESETS[name]), given)
 
 

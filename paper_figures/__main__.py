@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import importlib
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from edgc.errors import UserError
+import typer
+
+from edgc.errors import UserError, nearest
+from experiments.common.cli import main_guard
 from paper_figures import BENCHMARKS, FIGURES
+
+KNOWN = [*FIGURES, *BENCHMARKS]
 
 
 def render(name: str, results: Path, out: Path) -> list[Path]:
     """Draw figure ``name`` from the tables under ``results`` and write its PDF and PNG to ``out``."""
-    known = [*FIGURES, *BENCHMARKS]
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known figures: {', '.join(known)}"
-        raise UserError(f"unknown figure {name}", fix=hint)
+    if name not in KNOWN:
+        raise UserError(f"unknown figure {name}", fix=nearest(name, KNOWN, "known figures"))
     if not results.is_dir():
         raise UserError("results folder is missing", where=results, fix="give the folder of one scale, e.g. results/ci")
     from paper_figures import style
@@ -26,22 +26,16 @@ def render(name: str, results: Path, out: Path) -> list[Path]:
     return style.save(importlib.import_module(f"paper_figures.{name}").draw(results), out, name)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    names = ", ".join([*FIGURES, *BENCHMARKS])
-    parser = argparse.ArgumentParser(prog="python -m paper_figures", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help=f"all (of a scale), or one of: {names}")
-    parser.add_argument("--results", type=Path, default=Path("results/ci"), help="folder of one scale")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the figures (default RESULTS/figures)")
-    args = parser.parse_args(argv)
-    from paper_figures import style
-
-    def program() -> None:
-        for name in FIGURES if args.name == "all" else [args.name]:
-            print("  ".join(str(path) for path in render(name, args.results, args.out or args.results / "figures")))
-
-    style.guard(program)
+@main_guard
+def main(
+    name: Annotated[str, typer.Argument(help=f"all (of a scale), or one of: {', '.join(KNOWN)}")],
+    results: Annotated[Path, typer.Option(help="folder of one scale")] = Path("results/ci"),
+    out: Annotated[Path | None, typer.Option(help="folder of the figures; default: RESULTS/figures")] = None,
+) -> None:
+    """Draw one figure, or all of a scale, from the tables that are there."""
+    for one in FIGURES if name == "all" else [name]:
+        print("  ".join(str(path) for path in render(one, results, out or results / "figures")))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

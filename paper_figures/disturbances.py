@@ -9,16 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
-from paper_figures.beyond import label
+from paper_figures.break_even import label
 from paper_figures.families import by_name
 
-TABLES = ("beyond/disturbances.csv",)
+TABLES = ("break_even/disturbances.csv",)
 CAPTION = """\
 **Stages and links that are not alike, simulated.** Share of the step that each method saves on the 12.1B
 cluster where the links or the devices of one stage are slower, or links are congested for a while. EDGC's
 ranks are those of its controller, told the entropy of a recorded run; beside it, the same run without
 measuring times again, and without alignment."""
-STUDY = "beyond"
+STUDY = "break_even"
 # EDGC's controller as it is, and kept from one of the things that it does: (label, marker).
 CONTROLLERS = {
     "edgc": ("EDGC, recorded entropy", "D"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,12 +214,3 @@ def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
         written.append(path)
     plt.close(fig)
     return written
-
-
-def guard(program: Callable[[], None]) -> None:
-    """Run a program; a user's mistake becomes one line on stderr and exit code 2."""
-    try:
-        program()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None

@@ -13,7 +13,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from experiments.common.source import ROOT, imported_packages
+from experiments.common.files import ROOT
+from experiments.common.source import imported_packages
 
 # Per environment the programs of its rules, and packages that are imported by name or by another package.
 KINDS: dict[str, tuple[list[str], list[str]]] = {

@@ -34,14 +34,13 @@ import typer
 from edgc.errors import UserError
 from experiments.cluster import slurm
 from experiments.common.cli import main_guard
-from experiments.common.files import check_writable
+from experiments.common.files import ROOT, check_writable
 from experiments.common.processes import die_with_parent
 from experiments.spec import matrix
 from experiments.training.run_folder import RunFolder
 from workflows import jobs
 from workflows.targets import check_targets
 
-ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / ".snakemake" / "locks"
 Targets = Annotated[list[str] | None, typer.Argument(help="what to make, default: all; before all options")]
 

@@ -6,11 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgc.errors import UserError
+from edgc.errors import UserError, nearest
+from experiments.common.files import ROOT
 from experiments.spec import matrix
-from experiments.spec.study import nearest
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMED_RULE = re.compile(r"^ *rule +([a-z_]+):", re.MULTILINE)
 FOLDERS = ("data", "figures", "benchmarks", "logs")
 FILES = ("claims.csv", "report.html", "regression.csv", "runs.csv")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from edgc.compressors.powersgd import FACTOR_BITS
+FACTOR_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}
+"""Of an entry of a factor as it is sent, scales included."""
 
 
 def compressible(shape: Sequence[int], min_elements: int) -> bool:

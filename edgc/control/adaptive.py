@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc.compressors.powersgd import FACTOR_BITS
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import EDGCConfig
 from edgc.control import warm_up
 from edgc.control.controller import Controller

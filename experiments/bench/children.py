@@ -16,12 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
+from experiments.common.files import ROOT
 from experiments.common.processes import die_with_parent
 
-ROOT = Path(__file__).resolve().parents[2]
 STOP_SECONDS = 5.0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgc.compressors.powersgd import FACTOR_DTYPES
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.errors import UserError
 from experiments.bench import machine
 from experiments.bench.children import Child, Group
@@ -210,7 +210,7 @@ def _section(
     """All rounds at one rank and number of threads."""
     keys: list[tuple[Group, Key]] = []
     for index, (allocator, group) in enumerate(groups.items()):
-        variants = ["copy", "torch", *FACTOR_DTYPES] if index == 0 else ["torch", "fp32"]
+        variants = ["copy", "torch", *FACTOR_BITS] if index == 0 else ["torch", "fp32"]
         setting = {**vars(base), "allocator": allocator}
         if index == 0 and base.network == ALONE and plan.device == "cpu":
             missing = machine.bf16_matmul()

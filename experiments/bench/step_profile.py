@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from edgc.compressors.powersgd import FACTOR_DTYPES
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.errors import UserError
 from experiments.bench.children import Child, ChildError, Group
 from experiments.bench.engine_table import kernel_rows, spread
@@ -33,7 +33,7 @@ DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
 OURS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
     "bf16": {"method": "bf16"},
-    **{f"powersgd {of}": {"method": "powersgd", "factor_dtype": of} for of in FACTOR_DTYPES},
+    **{f"powersgd {of}": {"method": "powersgd", "factor_dtype": of} for of in FACTOR_BITS},
     "powersgd int8 one-sided": {"method": "powersgd", "factor_dtype": "int8", "one_sided": True},
     "powersgd errors in bf16": {"method": "powersgd", "error_dtype": "bf16"},
     "topk": {"method": "topk", "density": 0.01},

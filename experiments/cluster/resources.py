@@ -14,11 +14,12 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from edgc.errors import UserError
+from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, load_yaml, validate
 from experiments.spec.settings import RunConfig
 
 VARIABLE = "EDGC_SITE"
-DEFAULT = Path(__file__).resolve().parents[2] / "workflows" / "profiles" / "slurm" / "site.yaml"
+DEFAULT = ROOT / "workflows" / "profiles" / "slurm" / "site.yaml"
 # Memory of a training job where the site file gives none: Python with torch and Megatron, and per parameter of a rank
 # fp32 weight, gradient, two Adam moments, error feedback, and as much again for activations and copies.
 MEGABYTES_PER_RANK, BYTES_PER_PARAMETER = 1200, 40

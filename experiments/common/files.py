@@ -14,6 +14,7 @@ from edgc.errors import UserError
 # What the system, and torch where it writes tensors, say of a full disk.
 FULL = re.compile(r"no space left|disk quota exceeded|enforce fail at inline_container", re.IGNORECASE)
 FULL_BYTES = 2**20
+ROOT = Path(__file__).resolve().parents[2]  # of the project
 
 
 @contextlib.contextmanager

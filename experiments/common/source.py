@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from edgc.errors import UserError
+from experiments.common.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("edgc", "experiments", "paper_figures")
 DIGITS = 16  # of a fingerprint: 64 bits
 # Which runs there are and how their settings come about is left out: the settings themselves say it.

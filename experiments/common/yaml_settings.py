@@ -5,7 +5,6 @@ PyYAML takes the last of two equal keys and says nothing.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from edgc.errors import UserError
+from edgc.errors import UserError, nearest
 
 
 class Settings(BaseModel):
@@ -85,9 +84,8 @@ def validate(model: type[BaseModel], values: Mapping[str, Any], where: object) -
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             known = _known_keys(model, first["loc"][:-1])
-            close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-            raise UserError(f"unknown key {key}", where=where, fix=hint) from None
+            fix = nearest(first["loc"][-1], known, "known keys")
+            raise UserError(f"unknown key {key}", where=where, fix=fix) from None
         if first["type"] == "missing":
             raise UserError(f"missing key {key}", where=where, fix="add it") from None
         message = first["msg"].removeprefix("Value error, ")

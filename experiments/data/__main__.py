@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edgc.errors import UserError
+from edgc.errors import UserError, nearest
 from experiments.common.cli import main_guard
 from experiments.common.yaml_settings import validate
 from experiments.data.prepare import prepare
@@ -31,8 +31,7 @@ def find_config(scale: str, name: str) -> DataConfig:
             for run in matrix.runs(study, scale):
                 known.setdefault(run.data.path, run.data)
     if name not in known:
-        fix = f"known: {', '.join(sorted(known))}"
-        raise UserError(f"no data.path = {name!r} at scale {scale}", where=path, fix=fix)
+        raise UserError(f"no data.path = {name!r} at scale {scale}", where=path, fix=nearest(name, sorted(known)))
     return known[name]
 
 

@@ -24,31 +24,32 @@ from typing import Annotated, Any
 import typer
 
 from edgc.config import EDGCConfig
-from edgc.errors import UserError
+from edgc.errors import UserError, nearest
 from experiments.common.cli import main_guard
+from experiments.common.files import ROOT
 from experiments.common.yaml_settings import deep_merge, load_yaml, validate
 from experiments.spec.settings import RunConfig, lay, resolve
-from experiments.spec.study import Scale, Study, StudyLayer, check_names, nearest
+from experiments.spec.study import Scale, Study, StudyLayer, check_names
 from experiments.spec.task_catalogue import Evaluation
 
-ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "experiments"
 
 
 def study_path(study: str) -> Path:
-    return ROOT / "studies" / f"{study}.yaml"
+    return FOLDER / "studies" / f"{study}.yaml"
 
 
 def scale_path(scale: str) -> Path:
-    return ROOT / "scales" / f"{scale}.yaml"
+    return FOLDER / "scales" / f"{scale}.yaml"
 
 
 def studies() -> list[str]:
     """Names of all study files, sorted."""
-    return sorted(path.stem for path in (ROOT / "studies").glob("*.yaml"))
+    return sorted(path.stem for path in (FOLDER / "studies").glob("*.yaml"))
 
 
 def scales() -> list[str]:
-    return sorted(path.stem for path in (ROOT / "scales").glob("*.yaml"))
+    return sorted(path.stem for path in (FOLDER / "scales").glob("*.yaml"))
 
 
 def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
@@ -61,10 +62,10 @@ def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
 
 
 def _base(name: Any, where: Path) -> dict[str, Any]:
-    folder = ROOT / "studies" / "bases"
+    folder = FOLDER / "studies" / "bases"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
-        raise UserError(f"extends: unknown name {name!r}", where=where, fix=nearest(str(name), known))
+        raise UserError(f"extends: unknown name {name!r}", where=where, fix=nearest(name, known))
     return load_yaml(folder / f"{name}.yaml")
 
 
@@ -170,14 +171,11 @@ def evaluation(study: str, scale: str) -> Evaluation:
 
 def find(study: str, scale: str, name: str) -> RunConfig:
     """The run called ``name`` (``<variant>-s<seed>``)."""
-    matrix = runs(study, scale)
-    for run in matrix:
-        if run.name == name:
-            return run
-    known = ", ".join(run.name for run in matrix)
-    raise UserError(
-        f"study {study} has no run {name!r} at scale {scale}", where=study_path(study), fix=f"known: {known}"
-    )
+    known = {run.name: run for run in runs(study, scale)}
+    if name not in known:
+        what = f"study {study} has no run {name!r} at scale {scale}"
+        raise UserError(what, where=study_path(study), fix=nearest(name, known))
+    return known[name]
 
 
 @main_guard

@@ -5,15 +5,15 @@ This is the one check of these files; Snakemake and every program read them thro
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from edgc.errors import UserError
-from experiments.common.source import ROOT, constant
+from edgc.errors import UserError, nearest
+from experiments.common.files import ROOT
+from experiments.common.source import constant
 from experiments.common.yaml_settings import Settings
 
 ANALYSES = ROOT / "experiments" / "analyse"
@@ -113,13 +113,6 @@ class PipelineSettings(Settings):
     scale: Name = "ci"
     results: Annotated[str, Field(pattern="^[^\\s'\"$`]+$")] = "results"
     keep_runs: Annotated[bool, BeforeValidator(_truth)] = False
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What may have been meant: the closest names, or all of them."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
 
 
 def analyses() -> list[str]:

@@ -5,7 +5,6 @@ lm-eval's task files are read as text: importing lm-eval takes seconds, and a pl
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import PositiveInt, field_validator
 
-from edgc.errors import UserError
+from edgc.errors import UserError, nearest
 from experiments.common.yaml_settings import Settings
 
 # Name in lm-eval -> its file below lm_eval/tasks. Building an index of all its tasks would take 12 to 25 s.
@@ -47,9 +46,7 @@ HIGHER_IS_BETTER = {
 
 def unknown(name: str) -> str:
     """What is wrong with a name that is no standard task, and what was meant."""
-    close = difflib.get_close_matches(name, STANDARD, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known tasks: {', '.join(STANDARD)}"
-    return f"unknown standard task {name!r}; {hint}"
+    return f"unknown standard task {name!r}; {nearest(name, STANDARD, 'known tasks')}"
 
 
 class Evaluation(Settings):

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from experiments.common.files import atomic_write
+from experiments.common.files import ROOT, atomic_write
 from experiments.spec.code import training_code
 from experiments.spec.settings import RunConfig
 
@@ -30,11 +30,10 @@ def versions() -> dict[str, str]:
 
 def git_state() -> dict[str, Any]:
     """Commit of the source tree and whether it has local changes; None where there is no repository."""
-    root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
+            done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None

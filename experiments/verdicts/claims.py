@@ -21,10 +21,11 @@ from pydantic import Field, model_validator
 from edgc.errors import UserError
 from experiments.analyse.tables import write_table
 from experiments.common.cli import main_guard
+from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, validate
 from experiments.verdicts.claim_measures import MEASURES, Measured, Missing
 
-CLAIMS = Path(__file__).resolve().parents[2] / "results" / "paper_claims.yaml"
+CLAIMS = ROOT / "results" / "paper_claims.yaml"
 COLUMNS = (
     "id", "claim", "paper_value", "our_value", "unit", "kind", "scale", "n", "verdict", "evidence", "note"
 )  # fmt: skip

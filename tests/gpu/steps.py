@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient, Statistics
-from edgc.compressors.powersgd import FACTOR_DTYPES
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import EDGCConfig
 from edgc.runtime.device import masked_path
 from tests import examples
@@ -32,7 +32,7 @@ FACTORED = {
         "factor_dtype": factors,
         "one_sided": one_sided,
     }
-    for factors in FACTOR_DTYPES
+    for factors in FACTOR_BITS
     for one_sided in (False, True)
 }
 ENTRYWISE = {name: examples.settings_of(name) for name in examples.ENTRYWISE}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from edgc.compressors.powersgd import FACTOR_DTYPES
+from edgc.compressors.sizes import FACTOR_BITS
 from experiments.bench.gradients import entries, layer_shapes, make
 from experiments.bench.variants import Ours, TorchHook, Variant
 
@@ -34,5 +34,5 @@ def trained(variant: Variant, steps: int) -> tuple[torch.Tensor, list[float], in
 def two_real_ranks() -> dict[str, tuple[torch.Tensor, list[float], int]]:
     """Every engine with gloo, the gradients of both ranks being equal."""
     group = dist.group.WORLD
-    found = {dtype: trained(Ours(SHAPES, RANK, group, dtype), 4) for dtype in FACTOR_DTYPES}
+    found = {dtype: trained(Ours(SHAPES, RANK, group, dtype), 4) for dtype in FACTOR_BITS}
     return {**found, "torch": trained(TorchHook(SHAPES, RANK, group, torch.empty(0)), 4)}

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from edgc.compressors.powersgd import FACTOR_DTYPES
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.errors import UserError
 from experiments.bench import engine, engine_table, floor, gpt, network, testbed
 from experiments.bench.__main__ import app
@@ -76,7 +76,7 @@ def test_gradients_repeat_and_follow_each_other() -> None:
 
 def test_an_engine_alone_does_what_it_does_as_one_of_two_ranks() -> None:
     real, _ = run_workers(2, two_real_ranks)
-    for dtype in FACTOR_DTYPES:
+    for dtype in FACTOR_BITS:
         buffer, errors, sent = trained(Ours(SHAPES, RANK, None, dtype), 4)
         assert torch.allclose(buffer, real[dtype][0], atol=1e-2 * float(buffer.abs().max())), dtype
         assert errors == pytest.approx(real[dtype][1], rel=1e-2), dtype
@@ -91,7 +91,7 @@ def test_an_engine_alone_does_what_it_does_as_one_of_two_ranks() -> None:
 
 def test_engines_reconstruct_equally_well() -> None:
     _, theirs, _ = trained(TorchHook(SHAPES, RANK, None, torch.empty(0)), 8)
-    for dtype in FACTOR_DTYPES:
+    for dtype in FACTOR_BITS:
         _, ours, _ = trained(Ours(SHAPES, RANK, None, dtype), 8)
         assert ours[-1] < theirs[-1] * 1.02, dtype
         if dtype == "fp32":  # the same first Q: the same algorithm in another order of sums

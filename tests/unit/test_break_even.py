@@ -114,16 +114,16 @@ def test_a_boundary_is_found_to_two_percent(at: float, percent: float) -> None:
 @pytest.fixture(scope="module")
 def written(asked: Scenarios, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a scale with the three tables."""
-    out = tmp_path_factory.mktemp("beyond") / "ci"
+    out = tmp_path_factory.mktemp("break_even") / "ci"
     patch = pytest.MonkeyPatch()
     patch.setattr(break_even, "load_scenarios", lambda study: asked)
-    break_even.main("beyond", out / "beyond")
+    break_even.main("break_even", out / "break_even")
     patch.undo()
     return out
 
 
 def test_the_table_is_the_model(written: Path, asked: Scenarios) -> None:
-    table = pd.read_csv(written / "beyond" / "table.csv")
+    table = pd.read_csv(written / "break_even" / "table.csv")
     assert set(table["kind"]) == {"simulated"}
     assert len(table) == len(CLUSTERS) * len(SWEEP) * 2 * (1 + len(METHODS))
     assert (table[table["method"] == "none"]["saved_percent"] == 0).all()
@@ -140,7 +140,7 @@ def test_the_table_is_the_model(written: Path, asked: Scenarios) -> None:
 
 
 def test_break_even_is_where_the_step_says(written: Path) -> None:
-    found = pd.read_csv(written / "beyond" / "break_even.csv")
+    found = pd.read_csv(written / "break_even" / "break_even.csv")
     for _, row in found[found["gbits_per_second"].between(break_even.LEAST, break_even.MOST)].iterrows():
         if row["method"] == "edgc":
             continue  # its ranks move in steps of four with the bandwidth
@@ -153,7 +153,7 @@ def test_break_even_is_where_the_step_says(written: Path) -> None:
 
 
 def test_an_assumption_touches_what_it_is_about(written: Path) -> None:
-    table = pd.read_csv(written / "beyond" / "sensitivity.csv")
+    table = pd.read_csv(written / "break_even" / "sensitivity.csv")
     table["moved"] = (table["saved_percent_high"] - table["saved_percent_low"]).abs() > 1e-9
     moved = table.groupby(["assumption", "method"])["moved"].any()
     assert not moved[[("mean_rank_position", name) for name in METHODS if name != "edgc"]].any()
@@ -167,7 +167,7 @@ def test_an_assumption_touches_what_it_is_about(written: Path) -> None:
     assert (rows["saved_percent_high"] <= rows["saved_percent_low"] + 1e-9).all()
 
 
-@pytest.mark.parametrize("name", ["beyond", "beyond_sensitivity"])
+@pytest.mark.parametrize("name", ["break_even", "break_even_sensitivity"])
 def test_figures_say_that_they_are_simulated(written: Path, name: str, tmp_path: Path) -> None:
     assert {path.suffix for path in render(name, written, tmp_path)} == {".pdf", ".png"}
     import importlib
@@ -204,15 +204,15 @@ def test_scenarios_that_cannot_be(
         "methods": ["bf16"],
         "clusters": {name: {"label": "a", "data": 4, "gbits_per_second": [1, 2], "reference": 1, **values}},
     }
-    study = scenarios.load_study("beyond").model_copy(update={"scenarios": section})
+    study = scenarios.load_study("break_even").model_copy(update={"scenarios": section})
     monkeypatch.setattr(scenarios, "load_study", lambda _: study)
     with pytest.raises(UserError, match=words) as error:
-        scenarios.load_scenarios("beyond")
-    assert "beyond.yaml" in str(error.value)
+        scenarios.load_scenarios("break_even")
+    assert "break_even.yaml" in str(error.value)
 
 
 def test_the_committed_scenarios_can_be_modelled() -> None:
-    found = scenarios.load_scenarios("beyond")
+    found = scenarios.load_scenarios("break_even")
     for scenario in found.clusters.values():
         model = model_of(found.of, scenario, scenario.reference)
         assert isinstance(model, Model)

@@ -48,8 +48,8 @@ def fake_study(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) ->
         at[last] = value
     (folder / "studies").mkdir()
     (folder / "studies" / "mine.yaml").write_text(yaml.safe_dump(values))
-    (folder / "scales").symlink_to(matrix.ROOT / "scales")
-    monkeypatch.setattr(matrix, "ROOT", folder)
+    (folder / "scales").symlink_to(matrix.FOLDER / "scales")
+    monkeypatch.setattr(matrix, "FOLDER", folder)
     return "mine"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from edgc import EDGCConfig
 from edgc.checkpoints.saved_state import merge
 from edgc.compressors import Gradient, Statistics
-from edgc.compressors.powersgd import FACTOR_DTYPES
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.engine import Engine
 from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler
@@ -53,7 +53,7 @@ BOTH_PATHS = pytest.mark.parametrize("masked", [False, True], ids=["host looks",
 def configurations() -> dict[str, dict[str, Any]]:
     """Every method, with every value of what changes how it computes."""
     found = {name: examples.settings_of(name) for name in examples.FOUND if name != "edgc"}  # that is powersgd
-    for factors in FACTOR_DTYPES:
+    for factors in FACTOR_BITS:
         label = f"powersgd {factors} one-sided"
         found[label] = {"method": "powersgd", "rank": 4, "factor_dtype": factors, "one_sided": True}
     found["powersgd without warm start"] = {"method": "powersgd", "rank": 4, "warm_start": False}

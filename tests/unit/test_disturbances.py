@@ -89,12 +89,12 @@ def test_of_a_run_without_moves_every_way_gives_the_same(even: Model) -> None:
 
 @pytest.fixture(scope="module")
 def table() -> pd.DataFrame:
-    return disturbances.table(scenarios.load_scenarios("beyond"))
+    return disturbances.table(scenarios.load_scenarios("break_even"))
 
 
 def test_the_controller_notices_what_lasts_for_a_while_and_only_that(table: pd.DataFrame) -> None:
     edgc = table[(table["method"] == "edgc") & ~table["overlap"]].set_index("case")
-    chosen = scenarios.load_scenarios("beyond").disturbances
+    chosen = scenarios.load_scenarios("break_even").disturbances
     assert chosen is not None
     for name, one in chosen.cases.items():
         lasting = one.end - one.start < 1
@@ -115,8 +115,8 @@ def test_alignment_and_measuring_again_pay_where_a_late_stage_is_slow(table: pd.
 
 def test_the_figure_has_a_marker_for_every_case_and_method(table: pd.DataFrame, tmp_path: Path) -> None:
     folder = tmp_path / "ci"
-    (folder / "beyond").mkdir(parents=True)
-    table.to_csv(folder / "beyond" / "disturbances.csv", index=False)
+    (folder / "break_even").mkdir(parents=True)
+    table.to_csv(folder / "break_even" / "disturbances.csv", index=False)
     assert render("disturbances", folder, tmp_path / "figures")
     drawn = table[table["method"] != "none"]
     fig = figure.draw(folder)
@@ -137,13 +137,15 @@ def test_the_figure_has_a_marker_for_every_case_and_method(table: pd.DataFrame, 
     ],
 )
 def test_wrong_cases_are_one_line(values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = matrix.load_study("beyond")
+    study = matrix.load_study("break_even")
     given = {**(study.scenarios or {})}
     given["disturbances"] = {**given["disturbances"], "cases": {"a": {"label": "a", **values}}}
     changed = study.model_copy(update={"scenarios": given})
-    monkeypatch.setattr(scenarios, "load_study", lambda name: changed if name == "beyond" else matrix.load_study(name))
+    monkeypatch.setattr(
+        scenarios, "load_study", lambda name: changed if name == "break_even" else matrix.load_study(name)
+    )
     with pytest.raises(UserError) as error:
-        scenarios.load_scenarios("beyond")
+        scenarios.load_scenarios("break_even")
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

@@ -243,7 +243,7 @@ def test_a_figure_reads_the_tables_that_it_says(tables: Path, name: str, monkeyp
 
 
 def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
-    assert {"methods", "zero_shot", "gpt2_2p5b_v100", "beyond"} < set(FIGURES)
+    assert {"methods", "zero_shot", "gpt2_2p5b_v100", "break_even"} < set(FIGURES)
     assert all(len(caption(name).split()) > 25 for name in (*FIGURES, *BENCHMARKS))
     for table in (table for tables in INPUTS.values() for table in tables):
         study, _, file = table.partition("/")
@@ -257,6 +257,6 @@ def test_bad_input_is_one_line(tables: Path, tmp_path: Path, capsys: pytest.Capt
         render("method", tables, tmp_path)
     (tmp_path / "ci").mkdir()
     with pytest.raises(SystemExit) as stop:
-        main(["methods", "--results", str(tmp_path / "ci")])
+        main("methods", tmp_path / "ci")
     assert stop.value.code == 2
     assert "snakemake -c2 methods" in capsys.readouterr().err

@@ -48,9 +48,9 @@ def test_the_whole_of_optimus_cc_is_its_parts() -> None:
     ("name", "fix"),
     [
         ("optimus", "did you mean optimus_cc?"),
-        ("qqq", "use one of optimus_cc,"),
-        (7, "use one of"),
-        (None, "use"),
+        ("qqq", "known: optimus_cc,"),
+        (7, "known: "),
+        (None, "known: "),
     ],
 )
 def test_an_unknown_preset_is_one_line(name: object, fix: str) -> None:

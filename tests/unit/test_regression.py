@@ -207,11 +207,11 @@ def test_update_keeps_tables_and_provenance_only(results: Path) -> None:
 
 
 def test_update_of_a_simulated_study_says_that_nothing_was_run(results: Path) -> None:
-    study = results / "ci" / "beyond"
+    study = results / "ci" / "break_even"
     study.mkdir()
     pd.DataFrame({"cluster": ["paper"], "kind": ["simulated"]}).to_csv(study / "table.csv", index=False)
-    reference.main("ci", results, study="beyond", runs=True)
-    kept = results / "reference" / "ci" / "beyond"
+    reference.main("ci", results, study="break_even", runs=True)
+    kept = results / "reference" / "ci" / "break_even"
     assert {path.name for path in kept.iterdir()} == {"table.csv", "provenance.yaml"}
     assert yaml.safe_load((kept / "provenance.yaml").read_text()) == {"runs": 0, "kind": "simulated"}
 

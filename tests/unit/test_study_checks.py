@@ -23,8 +23,8 @@ MINE = "window_ablation"  # a study that trains and is analysed
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of all study and scale files."""
     for name in ("studies", "scales"):
-        shutil.copytree(matrix.ROOT / name, tmp_path / name)
-    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+        shutil.copytree(matrix.FOLDER / name, tmp_path / name)
+    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
     return tmp_path
 
 

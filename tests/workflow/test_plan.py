@@ -32,7 +32,7 @@ STUDIES = [
     "moe",
     "zero_shot",
 ]
-TARGETS = [*STUDIES, "gpt2_2p5b_v100", "gpt2_12p1b_h100", "beyond", "figures", "report", "ci_regression"]
+TARGETS = [*STUDIES, "gpt2_2p5b_v100", "gpt2_12p1b_h100", "break_even", "figures", "report", "ci_regression"]
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgc.checks import one_of
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import CompressingConfig, ConstantConfig
 from edgc.description import Example, Look
 
 if TYPE_CHECKING:
     from edgc.compressors.powersgd.algorithm import PowerSGD
-
-FACTOR_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}
-"""Of an entry of a factor as it is sent, scales included."""
-FACTOR_DTYPES = tuple(FACTOR_BITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +34,7 @@ class LowRankConfig(CompressingConfig):
 
     def _check(self) -> None:
         super()._check()
-        one_of("factor_dtype", self.factor_dtype, FACTOR_DTYPES)
+        one_of("factor_dtype", self.factor_dtype, FACTOR_BITS)
         one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
 
     def build(self) -> PowerSGD:

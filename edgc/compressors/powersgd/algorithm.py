@@ -39,12 +39,11 @@ from torch import Tensor
 from edgc.checks import one_of
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
 from edgc.compressors.passes import finite, square_sums
-from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.compressors.powersgd.spectrum import Spectrum, spectrum
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
 from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace, grouped, ways
-from edgc.compressors.sizes import compressible, saves_bytes
+from edgc.compressors.sizes import FACTOR_BITS, compressible, saves_bytes
 from edgc.runtime.channel import Channel
 
 Tensors = Sequence[Tensor]
@@ -85,7 +84,7 @@ class PowerSGD(KeepsErrors):
         one_sided: bool = False,
         error_dtype: str = "fp32",
     ) -> None:
-        one_of("factor_dtype", factor_dtype, FACTOR_DTYPES)
+        one_of("factor_dtype", factor_dtype, FACTOR_BITS)
         one_of("error_dtype", error_dtype, tuple(_ERROR_DTYPES))
         self.min_elements, self.always_factor = min_elements, always_factor
         self.factor_dtype, self.one_sided = factor_dtype, one_sided

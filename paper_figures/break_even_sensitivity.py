@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
-from paper_figures.beyond import STUDY, label
+from paper_figures.break_even import STUDY, label
 from paper_figures.families import by_name
 
-TABLES = ("beyond/sensitivity.csv",)
+TABLES = ("break_even/sensitivity.csv",)
 CAPTION = """\
 **What the simulated saving hangs on.** Per assumption the step time saved when it alone is changed, for
 EDGC and for a fixed rank with int8 factors. All of them, every method and both ways of reducing:
-``beyond/sensitivity.csv``."""
+``break_even/sensitivity.csv``."""
 METHODS = ("edgc", "factors_int8_r64")
 WORDS = {
     "step_efficiency": "share of the peak in a step",

@@ -9,15 +9,15 @@ from matplotlib.figure import Figure
 from paper_figures import style
 from paper_figures.families import by_name
 
-TABLES = ("beyond/table.csv",)
+TABLES = ("break_even/table.csv",)
 CAPTION = """\
 **Beyond the paper's clusters, simulated.** Nothing here was measured; the model, its GPUs and assumptions
 are those of ``gpt2_12p1b_h100``. What each method saves of a training step against uncompressed fp32 with
 as much overlap, by the bandwidth of a node, or of the link between two sites. More GPUs change little,
 since each replica keeps its batch; a mixture of experts gains less, since tokens travel uncompressed; a
 slow link between sites gains most. bf16, int8 and int4 of every entry need no low rank. Bandwidths at which
-1, 5 and 16.13 % are saved: ``beyond/break_even.csv``."""
-STUDY = "beyond"
+1, 5 and 16.13 % are saved: ``break_even/break_even.csv``."""
+STUDY = "break_even"
 LABELS = {
     "bf16": "bf16",
     "int8": "int8",
