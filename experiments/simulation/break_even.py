@@ -1,9 +1,9 @@
 """Where low-rank compression pays beyond the paper's clusters, and on which assumption that hangs. Simulated.
 
 ``python -m experiments.simulation.break_even --study break_even --out results/ci/break_even`` writes ``table.csv``
-(step time saved by cluster, method, bandwidth and overlap), ``break_even.csv`` (bandwidth up to which a share of the step is
-saved), ``sensitivity.csv`` (what is saved when one assumption is changed) and ``disturbances.csv`` (where stages or
-links differ).
+(step time saved by cluster, method, bandwidth and overlap), ``break_even.csv`` (bandwidth up to which a share of the
+step is saved), ``sensitivity.csv`` (what is saved when one assumption is changed) and ``disturbances.csv`` (where
+stages or links differ).
 """
 
 from __future__ import annotations
