@@ -123,3 +123,9 @@ def test_committed_tables_and_figures_follow_from_the_committed_runs(tmp_path: P
     found = dict(archive.replay(kept, [STUDY], tmp_path / "ci"))
     assert {path.suffix for path in found} == {".csv", ".png"}
     assert all(found.values()), [str(path) for path, same in found.items() if not same]
+
+
+def test_committed_results_leave_the_repository_small() -> None:
+    sizes = {path: path.stat().st_size for path in (ROOT / "results" / "reference").rglob("*") if path.is_file()}
+    largest = sorted(sizes, key=sizes.__getitem__)[-3:]
+    assert sum(sizes.values()) < 45e6, f"move the largest to a release, see CONTRIBUTING.md: {largest}"
