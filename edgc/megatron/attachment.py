@@ -22,7 +22,7 @@ from edgc.megatron.bucket_group import CompressedBucketGroup, Pending
 from edgc.megatron.embedding import FusedEmbedding
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.channel import Mark, Stopwatch, mark, seconds_between
-from edgc.runtime.groups import own_groups
+from edgc.runtime.groups import groups_of, timeout_of
 
 
 class Attachment:
@@ -77,7 +77,8 @@ class Attachment:
             self._worker = BucketWorker(engine, None, self.device, parameters, closes=False)
             if not self._worker.inline:
                 # Collectives of two threads on one group could mix.
-                self._own_groups = own_groups([group.edgc_replicas for group in groups])
+                shared = [group.edgc_replicas for group in groups]
+                self._own_groups = groups_of({tuple(dist.get_process_group_ranks(g)): timeout_of(g) for g in shared})
             # The thread must not keep the attachment alive, which ends it.
             self._stop = weakref.finalize(self, self._worker.stop)
 
@@ -119,7 +120,7 @@ class Attachment:
     def _follow(self, scale: float) -> None:
         factor = self.engine.rescale(scale)
         if self.pipeline is not None:
-            self.pipeline.rescale(factor)
+            self.pipeline.compressor.rescale(factor)
 
     def reduce(
         self,
@@ -240,7 +241,7 @@ class Attachment:
             "engine": self.engine.state_dict(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "pipeline": None if self.pipeline is None else self.pipeline.state_dict(),
+            "pipeline": None if self.pipeline is None else self.pipeline.compressor.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
@@ -267,7 +268,7 @@ class Attachment:
             raise UserError(what, fix="set pipeline.rank as it was, or load with changed_settings=True")
         self.engine.load_state_dict(state["engine"], changed_settings=changed_settings)
         if self.pipeline is not None and state["pipeline"] is not None:
-            self.pipeline.load_state_dict(state["pipeline"])
+            self.pipeline.compressor.load_state_dict(state["pipeline"])
         self.skipped = int(state["skipped"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
 

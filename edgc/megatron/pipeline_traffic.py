@@ -20,8 +20,7 @@ of a stage's cool-down and of its last steady step. (That code leaves interleave
 number of warm-up steps, less those that start from the loss.) What goes uncompressed leaves the error feedback as it
 is, as in that code.
 
-Error feedback is in units of the scaled loss: the attachment lets it follow (:meth:`CompressedP2P.rescale`), and has it
-in its state.
+Error feedback is in units of the scaled loss: the attachment lets it follow, and has it in its state.
 
 Why this cannot dead-lock where Megatron would not: a call posts what Megatron's own would post, to the same peers, all
 of it before it waits, so it ends if and only if Megatron's does. Only the sizes of backward messages differ, and both
@@ -259,18 +258,6 @@ class CompressedP2P(P2PCommunicator):
             if tensor is not None
         ]
         return dist.batch_isend_irecv(operations)
-
-    def rescale(self, factor: float) -> None:
-        """Gradients come multiplied by ``factor`` from the next iteration on: error feedback follows."""
-        self.compressor.rescale(factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Error feedback and warm starts of this rank, to be taken between iterations."""
-        return self.compressor.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same rank."""
-        self.compressor.load_state_dict(state)
 
 
 class _Pending:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -49,14 +49,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         if isinstance(timeout, timedelta):
             return timeout
     return None
-
-
-def own_groups(mine: Sequence[dist.ProcessGroup]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups of the same ranks as each of ``mine``, which may differ from rank to rank; by their ranks.
-
-    To be called on every rank of the world.
-    """
-    return groups_of({tuple(dist.get_process_group_ranks(group)): timeout_of(group) for group in mine})
 
 
 def groups_of(
