@@ -85,7 +85,6 @@ class Engine:
         self.observer, self.open_channel = observer, open_channel
         self.monitor = Monitor(
             config,
-            config.build,
             # Through whatever reductions are sent at the time: studies exchange it.
             lambda *options: self.open_channel(*options),
             stage=stage,

@@ -22,7 +22,6 @@ from typing import Any
 
 from edgc.compressors.powersgd import FACTOR_BITS
 from edgc.config import EDGCConfig
-from edgc.control import warm_up
 from edgc.control.controller import Controller
 from edgc.control.history import History
 from edgc.control.plan import Phase, Plan, Ranks
@@ -219,8 +218,8 @@ class AdaptiveController(Controller):
 
     def _warmup(self, iteration: int) -> str:
         measuring, entropy = self._times.probe is not None, self._history.entropy
-        over, why = warm_up.ends(
-            self.config, self.iterations, iteration, entropy.previous, entropy.now, measuring=measuring
+        over, why = self.config.warm_up_ends(
+            self.iterations, iteration, entropy.previous, entropy.now, measuring=measuring
         )
         if not over:
             return f"warm-up: {why}"

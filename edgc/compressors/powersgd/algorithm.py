@@ -40,10 +40,9 @@ from edgc.checks import one_of
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
 from edgc.compressors.passes import finite, square_sums
 from edgc.compressors.powersgd import FACTOR_DTYPES
-from edgc.compressors.powersgd.spectrum import Spectrum, spectrum
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
-from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace, grouped, ways
+from edgc.compressors.powersgd.workspace import RIGHT, Group, Spectrum, Workspace, grouped, ways
 from edgc.compressors.sizes import compressible, saves_bytes
 from edgc.runtime.channel import Channel
 
@@ -285,7 +284,7 @@ class PowerSGD(KeepsErrors):
         In alphabetical order: sums over them are to repeat after a resume, whichever matrix was seen first.
         """
         last = sorted(self._last.items(), key=lambda item: item[0])
-        return {name: spectrum(group, i) for name, (group, i) in last if names is None or name in names}
+        return {name: group.spectrum(i) for name, (group, i) in last if names is None or name in names}
 
     def state_dict(self) -> dict[str, Any]:
         return self._state.to_dict()

@@ -9,11 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from edgc.compressors.base import Steps
-from edgc.compressors.quantization.blocks import Blocks
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
-
-__all__ = ["Blocks", "QuantisedMean", "quantised_mean"]
 
 
 class Quantiser(Protocol):
@@ -112,32 +109,3 @@ class QuantisedMean:
 
     def _piece(self, vector: Tensor, rank: int) -> Tensor:
         return vector[rank * self.shard : (rank + 1) * self.shard]
-
-
-def quantised_mean(
-    vector: Tensor,
-    channel: Channel,
-    blocks: Blocks,
-    kept: Tensor | None,
-    buffers: QuantisedMean | None = None,
-) -> Steps:
-    """``vector`` becomes the mean over the ranks of the vectors as they are after quantisation.
-
-    With one rank nothing is sent and so nothing is rounded: the vector stays as it is and nothing is kept.
-
-    Args:
-        vector: flat, contiguous, fp32; the same length on every rank.
-        channel: to average over.
-        blocks: quantiser.
-        kept: of the same length; becomes what this rank did not get across (see :meth:`QuantisedMean.steps`).
-            None if nobody wants to know. Meaningless if the mean is not finite.
-        buffers: to be reused from an earlier call of the same length, world, quantiser and device.
-    """
-    if channel.world == 1 or vector.numel() == 0:
-        if kept is not None:
-            kept.zero_()
-        return
-    if buffers is None:
-        buffers = QuantisedMean(vector.numel(), channel.world, blocks, vector.device)
-    yield from buffers.steps(vector, channel, kept)
-    buffers.unpack(vector)
