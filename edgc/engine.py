@@ -227,11 +227,7 @@ class Engine:
         return factor
 
     def end_iteration(
-        self,
-        backward_seconds: Sequence[float] = (),
-        *,
-        exposed: Stopwatch | None = None,
-        skipped: bool = False,
+        self, backward_seconds: Sequence[float] = (), *, exposed: Stopwatch | None = None, skipped: bool = False
     ) -> None:
         """Close the iteration: record it, exchange measurements where planned, plan the next one.
 

@@ -60,12 +60,7 @@ class Powers:
         return -(-elements // self.group) * (self.group + 1)
 
     def pack(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        residual: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
         """As :meth:`edgc.compressors.quantization.mean.Quantiser.pack`; an entry that is not finite stays so."""
         out.zero_()

@@ -37,12 +37,7 @@ Shapes = Sequence[Sequence[tuple[int, int]]]
 
 
 def make_controller(
-    config: EDGCConfig,
-    stages: Shapes,
-    iterations: int,
-    *,
-    overlapped: bool = False,
-    gradient_bits: float = 32,
+    config: EDGCConfig, stages: Shapes, iterations: int, *, overlapped: bool = False, gradient_bits: float = 32
 ) -> Controller:
     """The controller of one run, of whatever method.
 

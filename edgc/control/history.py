@@ -44,9 +44,5 @@ class History:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        reference = state["reference"]
-        return cls(
-            Means(**state["entropy"]),
-            Means(**state["loss"]),
-            (reference[0], reference[1]) if reference else None,
-        )
+        reference = tuple(state["reference"]) if state["reference"] else None
+        return cls(Means(**state["entropy"]), Means(**state["loss"]), reference)

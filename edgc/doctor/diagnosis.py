@@ -52,10 +52,7 @@ def measure(request: Request, device: torch.device) -> dict[str, Any]:
     gradients = [
         Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, request.shapes, strict=True))
     ]
-    methods: list[tuple[str, EDGCConfig]] = [
-        ("dense", EDGCConfig(method="none")),
-        ("bf16", EDGCConfig(method="bf16")),
-    ]
+    methods: list[tuple[str, EDGCConfig]] = [("dense", EDGCConfig(method="none")), ("bf16", EDGCConfig(method="bf16"))]
     for rank in request.ranks:
         config = EDGCConfig(method="powersgd", rank=rank, factor_dtype=request.factor_dtype)
         methods.append((f"rank {rank}", config))
@@ -127,10 +124,7 @@ def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -
 
 
 def assess(
-    request: Request,
-    machine: dict[str, Any],
-    points: Sequence[tuple[float, float]],
-    rows: Sequence[dict[str, Any]],
+    request: Request, machine: dict[str, Any], points: Sequence[tuple[float, float]], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """The report: what was measured, and what follows from it at the measured or assumed network.
 

@@ -123,12 +123,7 @@ class Attachment:
             self.pipeline.compressor.rescale(factor)
 
     def reduce(
-        self,
-        gradients: list[Gradient],
-        group: dist.ProcessGroup,
-        *,
-        compress: bool,
-        shards: tuple[Tensor, ...],
+        self, gradients: list[Gradient], group: dist.ProcessGroup, *, compress: bool, shards: tuple[Tensor, ...]
     ) -> Pending | None:
         """Average the gradients of one bucket group; None if that is done when it returns.
 

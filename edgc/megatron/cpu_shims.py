@@ -13,18 +13,7 @@ from typing import Any
 
 import torch
 
-_FACTORIES = (
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "tensor",
-    "arange",
-    "rand",
-    "randn",
-    "empty_like",
-    "zeros_like",
-)
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
 _installed = False
 _device = torch.device("cpu")
 

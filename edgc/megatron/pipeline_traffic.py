@@ -84,10 +84,7 @@ class CompressedP2P(P2PCommunicator):
             extra_warmup=int(getattr(config, "overlap_moe_expert_parallel_comm", False)),
         )
         self.compressor = ActivationCompressor(
-            rank=pipeline.rank,
-            factor_dtype=pipeline.factor_dtype,
-            error_feedback=pipeline.error_feedback,
-            seed=seed,
+            rank=pipeline.rank, factor_dtype=pipeline.factor_dtype, error_feedback=pipeline.error_feedback, seed=seed
         )
         self.traffic = Traffic()
         self._to_send: Iterator[tuple[int, bool]] = iter(())
@@ -228,11 +225,7 @@ class CompressedP2P(P2PCommunicator):
             ) from None
 
     def _start(
-        self,
-        send_next: Tensor | None,
-        recv_prev: Tensor | None,
-        send_prev: Tensor | None,
-        recv_next: Tensor | None,
+        self, send_next: Tensor | None, recv_prev: Tensor | None, send_prev: Tensor | None, recv_next: Tensor | None
     ) -> Any:
         """Post everything; the requests in the container that the schedules expect."""
         if not self.config.batch_p2p_comm:

@@ -51,9 +51,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def groups_of(
-    wanted: Mapping[tuple[int, ...], timedelta | None],
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def groups_of(wanted: Mapping[tuple[int, ...], timedelta | None]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """New groups of ``wanted`` ranks, which may differ from rank to rank, each with a timeout; by their ranks.
 
     To be called on every rank of the world: every rank takes part in making every group, in one order.

@@ -58,11 +58,7 @@ class Comparison:
 
 
 def compare(
-    build: Callable[[], Compressor],
-    gradients: Sequence[Gradient],
-    channel: Channel,
-    rank: int,
-    rounds: int = 2,
+    build: Callable[[], Compressor], gradients: Sequence[Gradient], channel: Channel, rank: int, rounds: int = 2
 ) -> Generator[None, None, Comparison]:
     """Reduce copies of ``gradients`` compressed and dense in turn, with compressors of their own from ``build``.
 
@@ -108,11 +104,7 @@ class Benchmark:
         self._compressor = None
 
     def probe(
-        self,
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup | None,
-        rank: int,
-        shards: Sequence[Tensor],
+        self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int, shards: Sequence[Tensor]
     ) -> Generator[None, None, int]:
         """Time a reduction (rank 0: dense); the training step goes on as it is. Returns the bytes sent."""
         if self._compressor is None:
@@ -123,11 +115,7 @@ class Benchmark:
         return channel.bytes
 
     def compare(
-        self,
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup | None,
-        rank: int,
-        shards: Sequence[Tensor],
+        self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int, shards: Sequence[Tensor]
     ) -> Generator[None, None, int]:
         """Time a compressed and a dense reduction of this group, for the cost gate. Returns the bytes sent."""
         channel = self._channel(group, shards)

@@ -176,7 +176,7 @@ def poisoned() -> dict[str, Any]:
     _steps(session, run, 0, 1)
     pipeline = session.pipeline
     assert pipeline is not None
-    before, outgoing, sent = pipeline.state_dict(), pipeline._outgoing, []
+    before, outgoing, sent = pipeline.compressor.state_dict(), pipeline._outgoing, []
 
     def spoil(gradient: Tensor) -> Tensor:
         sent.append(gradient)
@@ -189,7 +189,7 @@ def poisoned() -> dict[str, Any]:
         chunk.zero_grad_buffer()
     megatron_cases._iteration(session, run, 1, 0)
     finite = [bool(p.main_grad.isfinite().all()) for c in session.chunks for p in c.parameters()]
-    state = {key: next(iter(value.values()), None) for key, value in pipeline.state_dict().items()}
+    state = {key: next(iter(value.values()), None) for key, value in pipeline.compressor.state_dict().items()}
     return {
         "stage": session.stage,
         "finite": all(finite),

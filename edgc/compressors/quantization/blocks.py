@@ -66,12 +66,7 @@ class Blocks:
         return -(-elements // self.group) * (2 * self.per_byte + self.size)
 
     def pack(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        residual: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
         """Quantise ``x`` into the message ``out``.
 

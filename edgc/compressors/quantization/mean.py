@@ -26,12 +26,7 @@ class Quantiser(Protocol):
         """Length of the message of so many entries."""
 
     def pack(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        residual: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
         """Write the message of ``x`` to ``out``, as :meth:`edgc.compressors.quantization.blocks.Blocks.pack` does."""
 
@@ -61,11 +56,7 @@ class QuantisedMean:
         self._sum = torch.empty(self.shard, dtype=torch.float32, device=device)
 
     def steps(
-        self,
-        vector: Tensor,
-        channel: Channel,
-        residual: Tensor | None,
-        generator: torch.Generator | None = None,
+        self, vector: Tensor, channel: Channel, residual: Tensor | None, generator: torch.Generator | None = None
     ) -> Steps:
         """Quantise, exchange shards, average them, quantise the mean, gather it; then :meth:`unpack` has it.
 
