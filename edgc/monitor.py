@@ -121,7 +121,7 @@ class Monitor:
         before; the end of the window at the latest."""
         while not (
             self.config.record_full_entropy
-            or self.entropy.samples(iteration)
+            or self.entropy.sampler.measures(iteration)
             or iteration % self.config.window == 0
             or self.controller.plan(iteration).exchange
         ):
@@ -131,7 +131,7 @@ class Monitor:
     def begin(self, iteration: int) -> None:
         """An iteration begins in which something is due."""
         self.window_ends = iteration % self.config.window == 0
-        self.samples = self.entropy.samples(iteration) or self.window_ends
+        self.samples = self.entropy.sampler.measures(iteration) or self.window_ends
         self._compressed: set[str] = set()  # names handed over to be compressed
         self.benchmark.start_iteration()
         self.window.mean.start_iteration()

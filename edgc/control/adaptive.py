@@ -23,9 +23,8 @@ from typing import Any
 from edgc.compressors.powersgd import FACTOR_BITS
 from edgc.config import EDGCConfig
 from edgc.control.controller import Controller
-from edgc.control.history import History
 from edgc.control.plan import Phase, Plan, Ranks
-from edgc.control.policies.base import WindowEnd
+from edgc.control.policies.base import History, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError

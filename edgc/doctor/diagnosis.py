@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from edgc.compressors import Channel, Gradient
+from edgc.compressors.base import Steps
 from edgc.config import EDGCConfig
 from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
@@ -91,15 +92,12 @@ def _all_reduces(request: Request, device: torch.device) -> list[tuple[float, fl
 def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -> dict[str, Any]:
     """Medians over repeats of what one method takes, then means over ranks."""
     compressor, made, rounds = config.build(), [], 0
+
+    def reduction() -> Steps:
+        made.append((yield from benchmark.timed(compressor, gradients, Channel(None), config.fixed_rank or 1)))
+
     for repeat in range(request.repeats + 1):
-        run, rounds = benchmark.timed(compressor, gradients, Channel(None), config.fixed_rank or 1), 0
-        while True:
-            try:
-                next(run)
-            except StopIteration as end:
-                made.append(end.value)
-                break
-            rounds += 1
+        rounds = sum(1 for _ in reduction())
         if repeat == 0 and _slowest(benchmark.seconds(made[0])) > _SLOW:
             break
     timed = made[1:] or made  # the first one also pays for memory

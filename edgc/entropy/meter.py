@@ -44,13 +44,9 @@ class EntropyMeter:
         self._full: list[tuple[float, int]] = []
         self._seconds = 0.0
 
-    def samples(self, iteration: int) -> bool:
-        """Whether GDS measures at ``iteration``."""
-        return self.sampler.measures(iteration)
-
     def add(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         """Measure what is to be measured of ``gradients`` at ``iteration``."""
-        sampled = self.config.method == "edgc" and self.samples(iteration)
+        sampled = self.config.method == "edgc" and self.sampler.measures(iteration)
         if not (sampled or self.config.record_full_entropy):
             return
         for gradient in gradients:

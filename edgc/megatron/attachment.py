@@ -64,7 +64,6 @@ class Attachment:
         self.pipeline = pipeline
         self.hooks: list[Any] = []
         self.averaged_at: Mark | None = None
-        self._finished = 0
         self._finite: list[Tensor] = []
         self._exposed = Stopwatch()
         self._backward: list[tuple[Mark, Mark]] = []
@@ -160,8 +159,7 @@ class Attachment:
         """
         self._exposed.add(started, ended)
         self._finite.append(finite)
-        self._finished += 1
-        if self._finished == len(self.groups):
+        if len(self._finite) == len(self.groups):
             self.averaged_at = ended
             if self._fused is not None:
                 self._finite.append(self._fused.reduce(self.engine))
@@ -181,7 +179,7 @@ class Attachment:
                     bucket.grad_data.fill_(torch.nan)
         backward = [seconds_between(*span) for span in self._backward]
         self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
-        self._finished, self._finite, self._exposed, self._backward = 0, [], Stopwatch(), []
+        self._finite, self._exposed, self._backward = [], Stopwatch(), []
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Of this rank's gradients, by name."""

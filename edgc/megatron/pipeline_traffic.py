@@ -83,9 +83,7 @@ class CompressedP2P(P2PCommunicator):
             group=config.microbatch_group_size_per_vp_stage or stages,
             extra_warmup=int(getattr(config, "overlap_moe_expert_parallel_comm", False)),
         )
-        self.compressor = ActivationCompressor(
-            rank=pipeline.rank, factor_dtype=pipeline.factor_dtype, error_feedback=pipeline.error_feedback, seed=seed
-        )
+        self.compressor = ActivationCompressor(pipeline, seed)
         self.traffic = Traffic()
         self._to_send: Iterator[tuple[int, bool]] = iter(())
         self._to_receive: Iterator[tuple[int, bool]] = iter(())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgc.control.history import History
-from edgc.control.policies.base import MeansPolicy, Target, WindowEnd
+from edgc.control.policies.base import History, MeansPolicy, Target, WindowEnd
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.control.settings import SteppedConfig
 from edgc.errors import UserError
