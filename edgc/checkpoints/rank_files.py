@@ -145,8 +145,7 @@ def load(folder: Path, content: Manifest, name: str, *, lazily: bool = False) ->
         DamagedCheckpoint: the file is not what was written.
     """
     manifest.check(folder, content, [name])
-    state: dict[str, Any] = torch.load(folder / name, map_location=_here, weights_only=True, mmap=lazily)
-    return state
+    return torch.load(folder / name, map_location=_here, weights_only=True, mmap=lazily)
 
 
 def _here(storage: Any, location: str) -> Any:

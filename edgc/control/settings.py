@@ -65,12 +65,8 @@ class PolicyConfig(LowRankConfig):
         self._whole("r_max", 1, optional=True)
         number("warmup_fraction", self.warmup_fraction, 0, 1)
         number("warmup_limit_fraction", self.warmup_limit_fraction, 0, 1)
-        require(
-            self.warmup_limit_fraction >= self.warmup_fraction,
-            "warmup_limit_fraction",
-            self.warmup_limit_fraction,
-            f"use at least warmup_fraction = {self.warmup_fraction}",
-        )
+        limit, fix = self.warmup_limit_fraction, f"use at least warmup_fraction = {self.warmup_fraction}"
+        require(limit >= self.warmup_fraction, "warmup_limit_fraction", limit, fix)
         self._whole("warmup_bits", 1, optional=True)
         require(self.warmup_bits in (8, 4, None), "warmup_bits", self.warmup_bits, "use 8, 4 or null")
         number("stability_tolerance", self.stability_tolerance, 0, open_low=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,6 +75,4 @@ class EntropyMeter:
 
 
 def _combined(entropies: Sequence[tuple[float, int]]) -> float:
-    if not entropies:
-        return math.nan
     return combine([value for value, _ in entropies], [size for _, size in entropies])

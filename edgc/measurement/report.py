@@ -114,12 +114,11 @@ def report(
     """The report on all ranks' :meth:`edgc.measurement.window.Window.row`, in rank order; and the entropies of all
     entries, per stage."""
     by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(stages)]
-    entropy, full, probe, backward = (
-        tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4)
+    entropy, full, probe, backward, errors, inputs = (
+        tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4, 7, 8)
     )
     end = _COLUMNS + len(grid)
     curves = tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
-    errors, inputs = (tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (7, 8))
     times = tuple(stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage)
     made = Report(
         entropy=entropy,

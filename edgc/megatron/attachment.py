@@ -130,11 +130,8 @@ class Attachment:
             UserError: under fp16 without an optimizer.
         """
         if self._needs_scale:
-            raise UserError(
-                "edgc.megatron does not know the loss scale",
-                where="attach",
-                fix="give attach the optimizer, or call attachment.guard(optimizer) before the first iteration",
-            )
+            fix = "give attach the optimizer, or call attachment.guard(optimizer) before the first iteration"
+            raise UserError("edgc.megatron does not know the loss scale", where="attach", fix=fix)
         if self._worker is None:
             self.engine.reduce(gradients, group, compress=compress, shards=shards)
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +150,14 @@ def layout_of(content: Manifest) -> Layout:
 
 def _refuse_other(saved: Layout, now: Layout, folder: Path) -> None:
     """Refuse layouts under which a rank holds other parameters, or parts of them."""
-    free = ("world", "data")
-    names = [field.name for field in fields(Layout) if field.name not in free]
-    other = [name for name in names if getattr(saved, name) != getattr(now, name)]
+    other = {
+        f"{name.replace('_', ' ')} parallel size": (size, getattr(now, name))
+        for name, size in asdict(saved).items()
+        if name not in ("world", "data") and size != getattr(now, name)
+    }
     if other:
-        words = {name: f"{name.replace('_', ' ')} parallel size" for name in other}
-        what = ", ".join(f"{words[name]} {getattr(saved, name)}, not {getattr(now, name)}" for name in other)
-        fix = f"start with {', '.join(f'{words[name]} {getattr(saved, name)}' for name in other)}"
+        what = ", ".join(f"{name} {size}, not {here}" for name, (size, here) in other.items())
+        fix = f"start with {', '.join(f'{name} {size}' for name, (size, _) in other.items())}"
         raise UserError(f"EDGC's state was saved with {what}", where=folder, fix=fix)
 
 

@@ -125,21 +125,17 @@ class CompressedP2P(P2PCommunicator):
             UserError: the iteration ran without this communicator, so that nothing was compressed.
         """
         if self.pp_group.size() > 1 and not self._begun:
-            raise UserError(
-                "pipeline.rank is set, but the schedule ran without attachment.pipeline",
-                where="edgc.megatron",
-                fix="call its begin_iteration(num_microbatches) and pass **attachment.pipeline.schedule_arguments()",
-            )
+            what = "pipeline.rank is set, but the schedule ran without attachment.pipeline"
+            fix = "call its begin_iteration(num_microbatches) and pass **attachment.pipeline.schedule_arguments()"
+            raise UserError(what, where="edgc.megatron", fix=fix)
         self._begun = False
 
     def _check_last(self) -> None:
         done = (self.traffic.sent, self.traffic.received)
         if done != self._expected:
-            raise UserError(
-                f"the last iteration sent and received {done} gradients, {self._expected} were announced",
-                where="CompressedP2P.begin_iteration",
-                fix="give it the num_microbatches that the forward-backward function is called with",
-            )
+            what = f"the last iteration sent and received {done} gradients, {self._expected} were announced"
+            fix = "give it the num_microbatches that the forward-backward function is called with"
+            raise UserError(what, where="CompressedP2P.begin_iteration", fix=fix)
 
     def _communicate(
         self,
@@ -152,7 +148,7 @@ class CompressedP2P(P2PCommunicator):
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         if tensor_send_prev is None and not recv_next:
-            result: tuple[Tensor | None, Tensor | None, Any] = super()._communicate(
+            return super()._communicate(
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=None,
                 recv_prev=recv_prev,
@@ -160,7 +156,6 @@ class CompressedP2P(P2PCommunicator):
                 tensor_shape=tensor_shape,
                 wait_on_reqs=wait_on_reqs,
             )
-            return result
         assert wait_on_reqs or not self.config.batch_p2p_comm
         activation = self._empty(tensor_shape) if recv_prev else None
         gradient = self._empty(tensor_shape) if recv_next else None
@@ -216,11 +211,9 @@ class CompressedP2P(P2PCommunicator):
         try:
             return next(plan)
         except StopIteration:
-            raise UserError(
-                "more gradients between pipeline stages than were announced",
-                where="CompressedP2P",
-                fix="call begin_iteration with num_microbatches before each training iteration",
-            ) from None
+            what = "more gradients between pipeline stages than were announced"
+            fix = "call begin_iteration with num_microbatches before each training iteration"
+            raise UserError(what, where="CompressedP2P", fix=fix) from None
 
     def _start(
         self, send_next: Tensor | None, recv_prev: Tensor | None, send_prev: Tensor | None, recv_next: Tensor | None

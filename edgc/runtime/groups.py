@@ -30,10 +30,7 @@ def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(like)
     whole = len(ranks) == dist.get_world_size()
     backend = None if whole else dist.get_backend(like)
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=not whole
-    )
-    return group
+    return dist.new_group(ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=not whole)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

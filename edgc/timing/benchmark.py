@@ -58,7 +58,7 @@ class Comparison:
 
 
 def compare(
-    build: Callable[[], Compressor], gradients: Sequence[Gradient], channel: Channel, rank: int, rounds: int = 2
+    build: Callable[[], Compressor], gradients: Sequence[Gradient], channel: Channel, rank: int
 ) -> Generator[None, None, Comparison]:
     """Reduce copies of ``gradients`` compressed and dense in turn, with compressors of their own from ``build``.
 
@@ -66,7 +66,7 @@ def compare(
     """
     compressors = build(), build()
     made: tuple[list[Statistics], list[Statistics]] = [], []
-    for _ in range(rounds):
+    for _ in range(2):
         for compressor, wanted, results in zip(compressors, (rank, None), made, strict=True):
             statistics = yield from timed(compressor, gradients, channel, wanted)
             results.append(statistics)
@@ -79,12 +79,10 @@ class Benchmark:
 
     Args:
         make: a new compressor of the run's kind.
-        stage: pipeline stage of this rank.
-        gated: whether there is a cost gate.
         open_channel: what reductions are sent through.
 
     Attributes:
-        gate: the verdicts in force; None without a cost gate.
+        gate: the verdicts in force; None unless ``gated``, without a cost gate.
     """
 
     def __init__(

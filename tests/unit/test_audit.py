@@ -20,9 +20,9 @@ from torch import Tensor
 
 from edgc.compressors import Channel, Gradient
 from edgc.compressors.powersgd.state import random_factor
-from edgc.control.policies.cqm import CQMConfig, cqm
+from edgc.control.policies.cqm import CQMConfig
 from edgc.control.policies.released import by_change
-from edgc.control.rank_model import StageModel
+from edgc.control.rank_model import StageModel, next_rank
 from edgc.entropy.estimators import combine, estimate
 from edgc.timing.alignment import LinearTime, align
 from edgc.timing.rank_search import RankSearch
@@ -196,7 +196,7 @@ def test_linear_rule_has_no_direction_and_no_shape() -> None:
     for size in (1024, 4096):
         stage = StageModel([(size, size)])
         for change in (-0.02, 0.02):
-            asked[size, change] = cqm(stage, 64, -7.0, -7.0 + change).rank
+            asked[size, change] = next_rank(stage, 64, -7.0, -7.0 + change)
     assert asked[1024, -0.02] == pytest.approx(53, abs=0.5)
     assert asked[1024, 0.02] == pytest.approx(75, abs=0.5)
     assert asked[4096, -0.02] == pytest.approx(21, abs=0.5)
@@ -212,7 +212,7 @@ def test_linear_rule_does_not_keep_the_error() -> None:
     assert ranks[:13] == list(range(64, 12, -4))
     assert set(ranks[12:]) == {16}
     assert stage.error(16) / stage.error(64) == pytest.approx(1.092, abs=0.002)
-    assert cqm(stage, 64, -7.0, -7.0).rank == pytest.approx(64)
+    assert next_rank(stage, 64, -7.0, -7.0) == pytest.approx(64)
 
 
 # --------------------------------------------------------------------------- 5, 6: a reducer made at each step
@@ -354,7 +354,7 @@ def test_loss_rule_goes_to_the_lower_rank_whatever_the_gradients_do() -> None:
     assert ranks[12] == 18
     assert set(ranks[13:]) == {16}
     stage = StageModel([(1024, 1024)])
-    rising, falling = (cqm(stage, 64, -7.0, -7.0 + change).rank for change in (0.05, -0.05))
+    rising, falling = (next_rank(stage, 64, -7.0, -7.0 + change) for change in (0.05, -0.05))
     assert rising == pytest.approx(91, abs=0.6)
     assert falling == pytest.approx(37, abs=0.6)
 

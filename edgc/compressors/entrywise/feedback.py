@@ -106,6 +106,7 @@ class Feedback(KeepsErrors):
     draws_at_random = False
 
     def __init__(self, config: EntrywiseConfig) -> None:
+        self.config = config
         self.min_elements = config.min_compression_elements
         self.error_feedback = config.error_feedback
         self.seed = config.seed

@@ -30,8 +30,7 @@ def cut(factor: Tensor, rank: int) -> Tensor:
 
     The left singular vectors of Q are the right singular vectors of the last approximation P^ Q^T.
     """
-    u: Tensor = torch.linalg.svd(factor, full_matrices=False).U
-    return u[:, :rank]
+    return torch.linalg.svd(factor, full_matrices=False).U[:, :rank]
 
 
 def extend(factor: Tensor, fresh: Tensor) -> Tensor:

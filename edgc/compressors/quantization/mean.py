@@ -16,25 +16,27 @@ from edgc.runtime.channel import Channel
 class Quantiser(Protocol):
     """What makes messages of flat fp32 vectors, by entries or blocks of them.
 
+    Its methods are those of :class:`edgc.compressors.quantization.blocks.Blocks`.
+
     Attributes:
         group: entries that cannot be cut: messages are of whole groups.
+        align: entries that share something, which no two matrices are to share.
+        stochastic: whether it draws: on each worker on its own.
     """
 
     group: int
+    align: int
+    stochastic: bool
 
-    def bytes(self, elements: int) -> int:
-        """Length of the message of so many entries."""
+    def bytes(self, elements: int) -> int: ...
 
     def pack(
         self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        """Write the message of ``x`` to ``out``, as :meth:`edgc.compressors.quantization.blocks.Blocks.pack` does."""
+    ) -> None: ...
 
-    def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None:
-        """``out`` becomes ``weight`` times what was packed, or gains that."""
+    def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None: ...
 
-    def finite(self, message: Tensor) -> Tensor:
-        """Whether everything in a message is finite, a 0-dim tensor."""
+    def finite(self, message: Tensor) -> Tensor: ...
 
 
 class QuantisedMean:
@@ -43,8 +45,7 @@ class QuantisedMean:
     Args:
         elements: length of the vectors.
         world: number of ranks.
-        blocks: quantiser, used for both roundings.
-        device: of the vectors.
+        blocks: used for both roundings.
     """
 
     def __init__(self, elements: int, world: int, blocks: Quantiser, device: torch.device) -> None:
@@ -69,12 +70,8 @@ class QuantisedMean:
             generator: of stochastic rounding, this rank's own.
         """
         for rank, message in enumerate(self._sent):
-            self.blocks.pack(
-                self._piece(vector, rank),
-                message,
-                residual=None if residual is None else self._piece(residual, rank),
-                generator=generator,
-            )
+            kept = None if residual is None else self._piece(residual, rank)
+            self.blocks.pack(self._piece(vector, rank), message, residual=kept, generator=generator)
         channel.all_to_all(self._received, self._sent)
         yield
         mine = self._piece(vector if residual is None else residual, channel.rank)

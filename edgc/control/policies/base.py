@@ -162,8 +162,7 @@ class MeansPolicy(SteppedPolicy):
         """The rank asked for by the mean of the window that has ended."""
 
     def means(self, history: History) -> Means:
-        means: Means = getattr(history, self.follows)
-        return means
+        return getattr(history, self.follows)
 
     def move(self, end: WindowEnd) -> Move:
         now, [old, *_] = self.means(end.history).now, end.ranks
