@@ -31,12 +31,7 @@ __all__ = [
     "attach",
     "register",
 ]
-_FROM = {
-    "Handle": "edgc.ddp",
-    "register": "edgc.ddp",
-    "Attachment": "edgc.megatron",
-    "attach": "edgc.megatron",
-}
+_FROM = {"Handle": "edgc.ddp", "register": "edgc.ddp", "Attachment": "edgc.megatron", "attach": "edgc.megatron"}
 
 
 def __getattr__(name: str) -> Any:

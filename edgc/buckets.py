@@ -1,11 +1,9 @@
 """Reduces the buckets of one model while backward goes on.
 
 On a CPU a thread of its own does it, for collectives of gloo and the work between them block whoever waits. On a GPU
-nothing blocks, and the caller's thread enqueues everything on a stream beside backward's. A second thread would be
-wrong there: kernels of NCCL wait on the device for those of their peers, so two ranks that launch collectives of
-different groups (ours and tensor parallelism's) in different orders can wait for each other for ever, and do so under
-``CUDA_DEVICE_MAX_CONNECTIONS=1``, which runs kernels in the order of their launches. From one thread all ranks launch
-in the order of the program: a bucket's next collectives where backward makes a bucket ready, as Megatron's own are.
+nothing blocks, and the caller's thread enqueues everything on a stream beside backward's: launched from two threads,
+collectives of NCCL can wait for each other for ever (``docs/megatron.md``, order of launches). From one thread all
+ranks launch in the order of the program: a bucket's next collectives where backward makes a bucket ready.
 
 Several buckets are in flight, in an order that depends on their sequence alone. Collectives match between ranks by
 their order. Backward makes buckets ready at different moments on every rank, but in the same sequence; so what is

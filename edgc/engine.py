@@ -85,7 +85,6 @@ class Engine:
         self.observer, self.open_channel = observer, open_channel
         self.monitor = Monitor(
             config,
-            config.build,
             # Through whatever reductions are sent at the time: studies exchange it.
             lambda *options: self.open_channel(*options),
             stage=stage,
@@ -228,11 +227,7 @@ class Engine:
         return factor
 
     def end_iteration(
-        self,
-        backward_seconds: Sequence[float] = (),
-        *,
-        exposed: Stopwatch | None = None,
-        skipped: bool = False,
+        self, backward_seconds: Sequence[float] = (), *, exposed: Stopwatch | None = None, skipped: bool = False
     ) -> None:
         """Close the iteration: record it, exchange measurements where planned, plan the next one.
 

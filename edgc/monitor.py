@@ -72,7 +72,6 @@ class Monitor:
     """Measurements and controller of one rank; what it is given is documented at :class:`edgc.engine.Engine`.
 
     Args:
-        make: a new compressor of the run's kind, for benchmarks.
         open_channel: what messages of measurements are sent through.
 
     Attributes:
@@ -90,7 +89,6 @@ class Monitor:
     def __init__(
         self,
         config: EDGCConfig,
-        make: Callable[[], Compressor],
         open_channel: Callable[..., Channel],
         *,
         stage: int,
@@ -106,7 +104,7 @@ class Monitor:
         )
         self.entropy = EntropyMeter(config)
         gated = isinstance(config, CompressingConfig) and config.cost_gate
-        self.benchmark = Benchmark(make, stage, gated, open_channel)
+        self.benchmark = Benchmark(config.build, stage, gated, open_channel)
         self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
         self.window = Window(config.window, config.seed)
         self._entrywise = isinstance(config, EntrywiseConfig)
@@ -123,7 +121,7 @@ class Monitor:
         before; the end of the window at the latest."""
         while not (
             self.config.record_full_entropy
-            or self.entropy.samples(iteration)
+            or self.entropy.sampler.measures(iteration)
             or iteration % self.config.window == 0
             or self.controller.plan(iteration).exchange
         ):
@@ -133,7 +131,7 @@ class Monitor:
     def begin(self, iteration: int) -> None:
         """An iteration begins in which something is due."""
         self.window_ends = iteration % self.config.window == 0
-        self.samples = self.entropy.samples(iteration) or self.window_ends
+        self.samples = self.entropy.sampler.measures(iteration) or self.window_ends
         self._compressed: set[str] = set()  # names handed over to be compressed
         self.benchmark.start_iteration()
         self.window.mean.start_iteration()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -71,8 +71,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | None]:
         return None, error
     except OSError as error:
         what = f"the checkpoint cannot be written or read: {error.strerror or error}"
-        where = error.filename if error.filename is not None else None
-        return None, UserError(what, where=where, fix="make room, or choose another folder")
+        return None, UserError(what, where=error.filename, fix="make room, or choose another folder")
 
 
 def write(folder: Path, state: Mapping[str, Any], about: Callable[[], Mapping[str, Any]]) -> None:
@@ -146,8 +145,7 @@ def load(folder: Path, content: Manifest, name: str, *, lazily: bool = False) ->
         DamagedCheckpoint: the file is not what was written.
     """
     manifest.check(folder, content, [name])
-    state: dict[str, Any] = torch.load(folder / name, map_location=_here, weights_only=True, mmap=lazily)
-    return state
+    return torch.load(folder / name, map_location=_here, weights_only=True, mmap=lazily)
 
 
 def _here(storage: Any, location: str) -> Any:
@@ -168,7 +166,6 @@ def own_copy(value: Any, path: str = "state") -> Any:
         return value
     if isinstance(value, Mapping):
         return {own_copy(key, path): own_copy(item, f"{path}.{key}") for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        items: Sequence[Any] = [own_copy(item, f"{path}[{index}]") for index, item in enumerate(value)]
-        return type(value)(items)
+    if type(value) in (list, tuple):
+        return type(value)(own_copy(item, f"{path}[{index}]") for index, item in enumerate(value))
     raise TypeError(f"{path} is a {type(value).__name__}; a checkpoint holds tensors and plain values")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.checks import dotted, need
+from edgc.checks import dotted, need, plain
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 
@@ -149,14 +149,10 @@ def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: b
         raise UserError(what, fix=f"set method: {method}, or start without the state")
     old = dotted(EDGCConfig.from_record(saved, where="the saved state").to_dict())
     now = dotted(config.to_dict())
-    other = [key for key in {**old, **now} if _plain(old.get(key)) != _plain(now.get(key))]
+    # Files may not tell lists from tuples.
+    other = [key for key in {**old, **now} if plain(old.get(key)) != plain(now.get(key))]
     if other and not allowed:
         found = ", ".join(f"{key} = {old.get(key)!r}, now {now.get(key)!r}" for key in other)
         fix = "use the saved settings, or load with changed_settings=True to go on with those of now"
         raise UserError(f"the saved state is of other settings: {found}", fix=fix)
     return bool(other)
-
-
-def _plain(value: Any) -> Any:
-    """Lists for tuples, which files may not tell apart."""
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

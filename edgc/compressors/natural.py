@@ -40,7 +40,7 @@ class NaturalConfig(EntrywiseConfig):
     }
 
     def build(self) -> Natural:
-        return Natural(self, Powers(), align=Powers.group, stochastic=True)
+        return Natural(self, Powers())
 
 
 class Natural(Quantised):
@@ -54,20 +54,16 @@ class Powers:
     result is 2^127.
     """
 
-    group = 8
+    group = align = 8
+    stochastic = True
 
     def bytes(self, elements: int) -> int:
         return -(-elements // self.group) * (self.group + 1)
 
     def pack(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        residual: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
-        """As :meth:`edgc.compressors.quantization.mean.Quantiser.pack`; an entry that is not finite stays so."""
+        """As :meth:`edgc.compressors.quantization.blocks.Blocks.pack`; an entry that is not finite stays so."""
         out.zero_()
         exponents, signs = self._views(out)
         for begin in range(0, x.numel(), _CHUNK):

@@ -22,11 +22,9 @@ from typing import Any
 
 from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import EDGCConfig
-from edgc.control import warm_up
 from edgc.control.controller import Controller
-from edgc.control.history import History
 from edgc.control.plan import Phase, Plan, Ranks
-from edgc.control.policies.base import WindowEnd
+from edgc.control.policies.base import History, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
@@ -38,12 +36,7 @@ Shapes = Sequence[Sequence[tuple[int, int]]]
 
 
 def make_controller(
-    config: EDGCConfig,
-    stages: Shapes,
-    iterations: int,
-    *,
-    overlapped: bool = False,
-    gradient_bits: float = 32,
+    config: EDGCConfig, stages: Shapes, iterations: int, *, overlapped: bool = False, gradient_bits: float = 32
 ) -> Controller:
     """The controller of one run, of whatever method.
 
@@ -219,8 +212,8 @@ class AdaptiveController(Controller):
 
     def _warmup(self, iteration: int) -> str:
         measuring, entropy = self._times.probe is not None, self._history.entropy
-        over, why = warm_up.ends(
-            self.config, self.iterations, iteration, entropy.previous, entropy.now, measuring=measuring
+        over, why = self.config.warm_up_ends(
+            self.iterations, iteration, entropy.previous, entropy.now, measuring=measuring
         )
         if not over:
             return f"warm-up: {why}"

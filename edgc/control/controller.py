@@ -24,19 +24,11 @@ class Controller:
     """Method ``none``, which never compresses, and the methods that do so from the first iteration.
 
     Those compress on the first stages (``compressed_stages``). The cost gate, if there is one, measures on the schedule
-    of :mod:`edgc.timing.cost_gate` while something is compressed.
-
-    Args:
-        config: the compression settings.
-        stages: number of pipeline stages.
-        iterations: length of the run.
+    of :mod:`edgc.timing.cost_gate` while something is compressed. For arguments see ``make_controller``.
 
     Attributes:
         phase, ranks, r_min, r_max: as in :class:`~edgc.control.plan.Decision`, now.
         reason: of the last decision; why nothing will be compressed if that is known from the start.
-
-    Raises:
-        UserError: a length that is no whole number of at least 1.
     """
 
     phase: Phase
@@ -100,17 +92,8 @@ class Controller:
         if not reasons:
             return None
         upcoming, self.reason = self.plan(iteration + 1), "; ".join(reasons)
-        return Decision(
-            iteration,
-            upcoming.phase,
-            self.reason,
-            upcoming.ranks,
-            facts.pop("entropy", (math.nan,) * self.stages),
-            self.r_min,
-            self.r_max,
-            gate=report.gate,
-            **facts,
-        )
+        facts = {"entropy": (math.nan,) * self.stages, "r_min": self.r_min, "r_max": self.r_max, **facts}
+        return Decision(iteration, upcoming.phase, self.reason, upcoming.ranks, gate=report.gate, **facts)
 
     def _decide(self, iteration: int, plan: Plan, report: Report, gate: list[str]) -> tuple[list[str], dict[str, Any]]:
         """What the report changes: reasons, among them those of the gate, and what else a decision tells."""

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgc.measurement.means import mean_curve
+from edgc.measurement.report import mean_curve
 from edgc.measurement.spectral import Curve, MatrixSpectrum
 
 
@@ -51,7 +51,12 @@ def allocate(
 
 
 class LayerRanks:
-    """Ranks decided at the end of the last window, by the error curves of the mean of every matrix in it."""
+    """Ranks decided at the end of the last window, by the error curves of the mean of every matrix in it.
+
+    Attributes:
+        ranks: by name, of the matrices that have one of their own.
+        measured: of this rank's matrices in the window, for :meth:`decide`: error curve, and rows plus columns.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -59,22 +64,16 @@ class LayerRanks:
     def forget(self) -> None:
         """All matrices have the common rank again."""
         self.ranks: dict[str, int] = {}
-        self._curves: dict[str, Curve] = {}
-        self._sides: dict[str, int] = {}
+        self.measured: dict[str, tuple[Curve, int]] = {}
 
     def take(self, matrices: Mapping[str, MatrixSpectrum], ranks: Sequence[int]) -> None:
         """Take in the spectra of a window, before :meth:`decide`."""
         known = {name: matrix for name, matrix in matrices.items() if matrix.known}
         total = sum(matrix.input_sq for matrix in known.values())
-        self._curves = {
-            name: tuple(error / total for error in matrix.errors_sq(ranks)) for name, matrix in known.items()
+        self.measured = {
+            name: (tuple(error / total for error in matrix.errors_sq(ranks)), sum(matrix.shape))
+            for name, matrix in known.items()
         }
-        self._sides = {name: sum(matrix.shape) for name, matrix in known.items()}
-
-    @property
-    def measured(self) -> dict[str, tuple[Curve, int]]:
-        """Of this rank's matrices in the window, for :meth:`decide`: error curve, and rows plus columns."""
-        return {name: (curve, self._sides[name]) for name, curve in self._curves.items()}
 
     def decide(self, rows: Sequence[Mapping[str, tuple[Curve, int]]], common: int | None, ranks: Sequence[int]) -> None:
         """Share out the bytes of rank ``common`` (None: nothing is compressed) at the end of a window.
@@ -93,7 +92,7 @@ class LayerRanks:
             self.ranks = {}
         elif curves:
             self.ranks = allocate(curves, sides, ranks, common)
-        self._curves, self._sides = {}, {}
+        self.measured = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"ranks": dict(self.ranks)}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -94,36 +95,25 @@ def rank_for_error(m: int, n: int, value: float) -> float:
 
 
 class StageModel:
-    """The error of a pipeline stage: many matrices compressed at one common rank, their squared errors
-    summed.
+    """The error of a pipeline stage: many matrices compressed at one common rank, their squared errors summed.
 
     Args:
-        shapes: (rows, columns) of the stage's compressible matrices; a matrix takes rank ``min(r, rows,
-            columns)``.
-        weights: of each matrix's squared error (its variance, if the matrices differ); 1 each unless given.
+        shapes: (rows, columns) of the stage's compressible matrices; a matrix takes rank ``min(r, rows, columns)``.
 
     Raises:
-        ValueError: no matrix, or weights that are negative, all zero or of another length.
+        ValueError: no matrix.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], weights: Sequence[float] | None = None) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         if not shapes:
             raise ValueError("a stage model needs at least one matrix")
-        values = [1.0] * len(shapes) if weights is None else [float(w) for w in weights]
-        if len(values) != len(shapes) or not all(0 <= w < math.inf for w in values) or not sum(values) > 0:
-            raise ValueError("weights must be finite, at least 0, not all 0, one per matrix")
         # Layers repeat: one term per distinct shape keeps an inversion of a deep stage cheap.
-        merged: dict[tuple[int, int], float] = {}
-        for (m, n), weight in zip(shapes, values, strict=True):
-            if weight > 0:
-                shape = _check_shape(m, n)
-                merged[shape] = merged.get(shape, 0.0) + weight
-        self._terms = sorted(merged.items())
+        self._terms = sorted(Counter(_check_shape(m, n) for m, n in shapes).items())
         self.max_rank = max(p for (p, _), _ in self._terms)
 
     def error(self, rank: float) -> float:
-        """sqrt(sum of w_i g_i(rank)^2), for entries of standard deviation 1."""
-        return math.sqrt(sum(weight * error(p, large, rank) ** 2 for (p, large), weight in self._terms))
+        """sqrt(sum of g_i(rank)^2), for entries of standard deviation 1."""
+        return math.sqrt(sum(count * error(p, large, rank) ** 2 for (p, large), count in self._terms))
 
     def rank_for_error(self, value: float) -> float:
         """The real rank r with ``self.error(r) == value``, to about 1e-12 of ``max_rank``, by bisection.
@@ -131,8 +121,8 @@ class StageModel:
         Clamps as :func:`rank_for_error`: 0 where value >= error(0), ``max_rank`` where value <= 0.
         """
         if len(self._terms) == 1:
-            (p, large), weight = self._terms[0]
-            return rank_for_error(p, large, value / math.sqrt(weight))
+            (p, large), count = self._terms[0]
+            return rank_for_error(p, large, value / math.sqrt(count))
         if math.isnan(value):
             raise ValueError("the error must be a number")
         if value <= 0:
@@ -147,12 +137,10 @@ class StageModel:
 
 
 def next_rank(stage: StageModel, r0: float, h0: float, h1: float) -> float:
-    """CQM's answer: the real rank that keeps the error of rank ``r0`` at entropy ``h0`` when the entropy is
-    ``h1``.
+    """CQM's answer: the real rank that keeps the error of rank ``r0`` at entropy ``h0`` when the entropy is ``h1``.
 
     Differential entropy in nats moves with log sigma, so ``sigma_1 g(r) = sigma_0 g(r0)`` becomes
-    ``g(r) = exp(h0 - h1) g(r0)`` (paper). Saturates at 0 and ``stage.max_rank``; any finite entropies are
-    safe.
+    ``g(r) = exp(h0 - h1) g(r0)`` (paper). Saturates at 0 and ``stage.max_rank``; any finite entropies are safe.
     """
     if not (math.isfinite(h0) and math.isfinite(h1)):
         raise ValueError(f"entropies must be finite, not {h0} and {h1}")

@@ -65,12 +65,8 @@ class PolicyConfig(LowRankConfig):
         self._whole("r_max", 1, optional=True)
         number("warmup_fraction", self.warmup_fraction, 0, 1)
         number("warmup_limit_fraction", self.warmup_limit_fraction, 0, 1)
-        require(
-            self.warmup_limit_fraction >= self.warmup_fraction,
-            "warmup_limit_fraction",
-            self.warmup_limit_fraction,
-            f"use at least warmup_fraction = {self.warmup_fraction}",
-        )
+        limit, fix = self.warmup_limit_fraction, f"use at least warmup_fraction = {self.warmup_fraction}"
+        require(limit >= self.warmup_fraction, "warmup_limit_fraction", limit, fix)
         self._whole("warmup_bits", 1, optional=True)
         require(self.warmup_bits in (8, 4, None), "warmup_bits", self.warmup_bits, "use 8, 4 or null")
         number("stability_tolerance", self.stability_tolerance, 0, open_low=True)
@@ -106,6 +102,33 @@ class PolicyConfig(LowRankConfig):
     def clamped(self, rank: int, r_min: int, r_max: int) -> int:
         """``rank`` within limits that have changed."""
         return min(r_max, max(r_min, rank))
+
+    def warm_up_ends(
+        self, iterations: int, iteration: int, previous: float | None, entropy: float | None, *, measuring: bool
+    ) -> tuple[bool, str]:
+        """Whether warm-up ends with the window that ``iteration`` closes, and why or why not.
+
+        Args:
+            iterations: length of the run.
+            previous, entropy: stage 0's in the window before and in this one, nats; None if it was not measured.
+            measuring: whether times are still being measured, which warm-up waits for.
+        """
+
+        def over(fraction: float) -> bool:  # rounded: 0.1 * 30 is above 3 in floating point
+            return iteration + 1 > round(fraction * iterations, 6)
+
+        if not over(self.warmup_fraction):
+            return False, "before warmup_fraction"
+        if measuring:
+            return False, "the search of r_max is not finished"
+        if entropy is None and not self.gives_ranks:
+            return False, "no entropy was measured in this window"
+        change = abs(entropy - previous) if entropy is not None and previous is not None else math.inf
+        if change <= self.stability_tolerance:
+            return True, f"entropy stable within {change:.4f} nats"
+        if over(self.warmup_limit_fraction):
+            return True, "warmup_limit_fraction reached"
+        return False, "entropy is not stable yet"
 
     def check_run(self, model: StageModel, iterations: int) -> None:
         """Refuse settings that cannot work with a model and a length of run.

@@ -13,9 +13,9 @@ What follows from how DDP works:
 * If any rank's gradient is not finite, the bucket is not finite on any rank, so every rank's ``GradScaler`` (or own
   check) skips the same step. Error feedback, warm starts and the controller's means of all buckets are then as if the
   step had never been, at the price of a second error feedback (``whole_steps``).
-* A ``GradScaler`` multiplies gradients by a loss scale that changes. It has to be given to :func:`register`: error
-  feedback is kept in the unit of the gradients, and entropies are those of the gradients without the scale. With scales
-  that are powers of two, as torch's are, ranks, bytes and decisions are those of a run without one, bit for bit.
+* A ``GradScaler`` has to be given to :func:`register`: error feedback is kept in the unit of the gradients, and
+  entropies are those of the gradients without the scale. With scales that are powers of two, as torch's are, ranks,
+  bytes and decisions are those of a run without one, bit for bit.
 * Parameters of more than two dimensions are compressed as matrices, first dimension by the rest.
 """
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from edgc.compressors import Channel, Gradient
+from edgc.compressors.base import Steps
 from edgc.config import EDGCConfig
 from edgc.runtime.channel import mark, seconds_between
 from edgc.runtime.groups import gather_objects
@@ -52,10 +53,7 @@ def measure(request: Request, device: torch.device) -> dict[str, Any]:
     gradients = [
         Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, request.shapes, strict=True))
     ]
-    methods: list[tuple[str, EDGCConfig]] = [
-        ("dense", EDGCConfig(method="none")),
-        ("bf16", EDGCConfig(method="bf16")),
-    ]
+    methods: list[tuple[str, EDGCConfig]] = [("dense", EDGCConfig(method="none")), ("bf16", EDGCConfig(method="bf16"))]
     for rank in request.ranks:
         config = EDGCConfig(method="powersgd", rank=rank, factor_dtype=request.factor_dtype)
         methods.append((f"rank {rank}", config))
@@ -94,15 +92,12 @@ def _all_reduces(request: Request, device: torch.device) -> list[tuple[float, fl
 def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -> dict[str, Any]:
     """Medians over repeats of what one method takes, then means over ranks."""
     compressor, made, rounds = config.build(), [], 0
+
+    def reduction() -> Steps:
+        made.append((yield from benchmark.timed(compressor, gradients, Channel(None), config.fixed_rank or 1)))
+
     for repeat in range(request.repeats + 1):
-        run, rounds = benchmark.timed(compressor, gradients, Channel(None), config.fixed_rank or 1), 0
-        while True:
-            try:
-                next(run)
-            except StopIteration as end:
-                made.append(end.value)
-                break
-            rounds += 1
+        rounds = sum(1 for _ in reduction())
         if repeat == 0 and _slowest(benchmark.seconds(made[0])) > _SLOW:
             break
     timed = made[1:] or made  # the first one also pays for memory
@@ -127,10 +122,7 @@ def _time(config: EDGCConfig, gradients: Sequence[Gradient], request: Request) -
 
 
 def assess(
-    request: Request,
-    machine: dict[str, Any],
-    points: Sequence[tuple[float, float]],
-    rows: Sequence[dict[str, Any]],
+    request: Request, machine: dict[str, Any], points: Sequence[tuple[float, float]], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """The report: what was measured, and what follows from it at the measured or assumed network.
 

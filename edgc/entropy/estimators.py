@@ -3,12 +3,11 @@
 Estimators (all in nats, computed in float64 whatever the input's type):
 
 ``histogram``
-    Differential entropy, plug-in over bins: ``-sum p log(p / width)`` plus the Miller-Madow term
-    ``(K - 1) / 2n`` for K occupied bins. Equal bins of Freedman and Diaconis' width around the median;
-    beyond 8 robust standard deviations they widen geometrically, so that a few far outliers neither coarsen
-    the centre nor cost memory (ours). Entries of bf16 and fp16 lie on a grid not much finer than the bins, which
-    would move the entropy by up to 0.013 nats with their scale: each is first spread evenly, without chance, over
-    what is rounded to it.
+    Differential entropy, plug-in over bins: ``-sum p log(p / width)`` plus the Miller-Madow term ``(K - 1) / 2n`` for K
+    occupied bins. Equal bins of Freedman and Diaconis' width around the median; beyond 8 robust standard deviations
+    they widen geometrically, so that a few far outliers neither coarsen the centre nor cost memory (ours). Entries of
+    bf16 and fp16 lie on a grid not much finer than the bins, which would move the entropy by up to 0.013 nats with
+    their scale: each is first spread evenly, without chance, over what is rounded to it.
 ``gaussian``
     ``log sigma + log(2 pi e) / 2``: exact for normal entries, an upper bound otherwise.
 ``vasicek``

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,13 +43,9 @@ class EntropyMeter:
         self._full: list[tuple[float, int]] = []
         self._seconds = 0.0
 
-    def samples(self, iteration: int) -> bool:
-        """Whether GDS measures at ``iteration``."""
-        return self.sampler.measures(iteration)
-
     def add(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         """Measure what is to be measured of ``gradients`` at ``iteration``."""
-        sampled = self.config.method == "edgc" and self.samples(iteration)
+        sampled = self.config.method == "edgc" and self.sampler.measures(iteration)
         if not (sampled or self.config.record_full_entropy):
             return
         for gradient in gradients:
@@ -80,6 +75,4 @@ class EntropyMeter:
 
 
 def _combined(entropies: Sequence[tuple[float, int]]) -> float:
-    if not entropies:
-        return math.nan
     return combine([value for value, _ in entropies], [size for _, size in entropies])

@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 Shape = tuple[int, int]
 Curve = tuple[float, ...]
@@ -141,42 +140,3 @@ def error_curve(
             if compresses(matrix.shape, rank):
                 sums[k] += errors[k]
     return tuple(min(1.0, value / total) for value in sums)
-
-
-class SmoothedCurves:
-    """Running mean of every stage's error curve over windows.
-
-    Args:
-        stages: number of pipeline stages.
-        weight: of the newest window, above 0 and at most 1 (1: no memory).
-    """
-
-    def __init__(self, stages: int, weight: float) -> None:
-        self.weight = weight
-        self._curves: list[Curve | None] = [None] * stages
-
-    def update(self, curves: Sequence[Curve | None]) -> list[Curve | None]:
-        """Take in one window's curves; returns the means, None for stages that this window says nothing about.
-
-        Such a stage keeps its mean for the windows to come.
-
-        Raises:
-            ValueError: another number of stages, or a curve of another length than the stage's before.
-        """
-        shown: list[Curve | None] = []
-        for stage, (old, new) in enumerate(zip(self._curves, curves, strict=True)):
-            if new is not None and old is not None:
-                w = self.weight
-                new = tuple(w * b + (1 - w) * a for a, b in zip(old, new, strict=True))
-            if new is not None:
-                self._curves[stage] = new
-            shown.append(new)
-        return shown
-
-    def state_dict(self) -> list[Any]:
-        """The means, in JSON's types."""
-        return [None if curve is None else list(curve) for curve in self._curves]
-
-    def load_state_dict(self, state: Sequence[Any]) -> None:
-        """Take over the means of :meth:`state_dict`, of the same number of stages."""
-        self._curves = [None if curve is None else tuple(map(float, curve)) for curve in state]

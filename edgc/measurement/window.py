@@ -12,7 +12,7 @@ import torch.distributed as dist
 from edgc.checks import need
 from edgc.compressors import Statistics
 from edgc.measurement.mean_error import MeanError
-from edgc.measurement.means import Mean
+from edgc.measurement.report import Mean
 from edgc.measurement.spectral import Curve
 from edgc.timing.benchmark import seconds
 

@@ -36,6 +36,7 @@ from edgc.compressors.powersgd.workspace import ways
 from edgc.errors import UserError
 from edgc.runtime.channel import mark
 from edgc.runtime.device import host_decides
+from edgc.sections import PipelineConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -98,28 +99,20 @@ class ActivationCompressor:
     """Compresses streams of matrices; the receiving end needs no state.
 
     Args:
-        rank: of the approximation, at most; None compresses nothing.
-        factor_dtype: what P and Q are sent in, ``fp32`` or ``bf16``.
-        error_feedback: off only to show what it is worth.
-        always_factor: also factor where that sends more bytes than the matrix (for tests).
+        config: without a rank nothing is compressed.
         seed: of the first Q; the same on both ends of tensor parallelism.
 
     Attributes:
         errors: E of each stream, rows x columns, fp32.
         factors: Q^T of each stream, rank x columns, fp32, with a norm of about one.
+        always_factor: also factor where that sends more bytes than the matrix (for tests).
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int | None,
-        factor_dtype: str = "fp32",
-        error_feedback: bool = True,
-        always_factor: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.rank, self.dtype = rank, _DTYPES[factor_dtype]
-        self.error_feedback, self.always_factor, self.seed = error_feedback, always_factor, seed
+    always_factor = False
+
+    def __init__(self, config: PipelineConfig, seed: int = 0) -> None:
+        self.rank, self.dtype = config.rank, _DTYPES[config.factor_dtype]
+        self.error_feedback, self.seed = config.error_feedback, seed
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
         self._on_cpu, self._on_gpu = ways()

@@ -121,22 +121,14 @@ def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
     if any(isinstance(group, CompressedBucketGroup) for group in chunk.bucket_groups):
         raise UserError("these model chunks already have an attachment", fix="call attach once per model")
     if settings.num_distributed_optimizer_instances > 1:
-        raise UserError(
-            f"num_distributed_optimizer_instances = {settings.num_distributed_optimizer_instances} is not supported",
-            where="DistributedDataParallelConfig",
-            fix="set it to 1",
-        )
+        what = f"num_distributed_optimizer_instances = {settings.num_distributed_optimizer_instances} is not supported"
+        raise UserError(what, where="DistributedDataParallelConfig", fix="set it to 1")
     if settings.use_distributed_optimizer and config.entropy.source == "reduced":
-        raise UserError(
-            "entropy.source = 'reduced' needs whole means, which no rank has with use_distributed_optimizer",
-            fix="use entropy.source: local",
-        )
+        what = "entropy.source = 'reduced' needs whole means, which no rank has with use_distributed_optimizer"
+        raise UserError(what, fix="use entropy.source: local")
     if getattr(settings, "use_megatron_fsdp", False):
-        raise UserError(
-            "use_megatron_fsdp is not supported",
-            where="DistributedDataParallelConfig",
-            fix="set it to False; use_distributed_optimizer is supported",
-        )
+        fix = "set it to False; use_distributed_optimizer is supported"
+        raise UserError("use_megatron_fsdp is not supported", where="DistributedDataParallelConfig", fix=fix)
 
 
 def _communicator(chunk: DistributedDataParallel, config: EDGCConfig, stages: int) -> CompressedP2P | None:

@@ -22,7 +22,7 @@ from edgc.megatron.bucket_group import CompressedBucketGroup, Pending
 from edgc.megatron.embedding import FusedEmbedding
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.channel import Mark, Stopwatch, mark, seconds_between
-from edgc.runtime.groups import own_groups
+from edgc.runtime.groups import groups_of, timeout_of
 
 
 class Attachment:
@@ -64,7 +64,6 @@ class Attachment:
         self.pipeline = pipeline
         self.hooks: list[Any] = []
         self.averaged_at: Mark | None = None
-        self._finished = 0
         self._finite: list[Tensor] = []
         self._exposed = Stopwatch()
         self._backward: list[tuple[Mark, Mark]] = []
@@ -77,7 +76,8 @@ class Attachment:
             self._worker = BucketWorker(engine, None, self.device, parameters, closes=False)
             if not self._worker.inline:
                 # Collectives of two threads on one group could mix.
-                self._own_groups = own_groups([group.edgc_replicas for group in groups])
+                shared = [group.edgc_replicas for group in groups]
+                self._own_groups = groups_of({tuple(dist.get_process_group_ranks(g)): timeout_of(g) for g in shared})
             # The thread must not keep the attachment alive, which ends it.
             self._stop = weakref.finalize(self, self._worker.stop)
 
@@ -119,15 +119,10 @@ class Attachment:
     def _follow(self, scale: float) -> None:
         factor = self.engine.rescale(scale)
         if self.pipeline is not None:
-            self.pipeline.rescale(factor)
+            self.pipeline.compressor.rescale(factor)
 
     def reduce(
-        self,
-        gradients: list[Gradient],
-        group: dist.ProcessGroup,
-        *,
-        compress: bool,
-        shards: tuple[Tensor, ...],
+        self, gradients: list[Gradient], group: dist.ProcessGroup, *, compress: bool, shards: tuple[Tensor, ...]
     ) -> Pending | None:
         """Average the gradients of one bucket group; None if that is done when it returns.
 
@@ -135,11 +130,8 @@ class Attachment:
             UserError: under fp16 without an optimizer.
         """
         if self._needs_scale:
-            raise UserError(
-                "edgc.megatron does not know the loss scale",
-                where="attach",
-                fix="give attach the optimizer, or call attachment.guard(optimizer) before the first iteration",
-            )
+            fix = "give attach the optimizer, or call attachment.guard(optimizer) before the first iteration"
+            raise UserError("edgc.megatron does not know the loss scale", where="attach", fix=fix)
         if self._worker is None:
             self.engine.reduce(gradients, group, compress=compress, shards=shards)
             return None
@@ -164,8 +156,7 @@ class Attachment:
         """
         self._exposed.add(started, ended)
         self._finite.append(finite)
-        self._finished += 1
-        if self._finished == len(self.groups):
+        if len(self._finite) == len(self.groups):
             self.averaged_at = ended
             if self._fused is not None:
                 self._finite.append(self._fused.reduce(self.engine))
@@ -185,7 +176,7 @@ class Attachment:
                     bucket.grad_data.fill_(torch.nan)
         backward = [seconds_between(*span) for span in self._backward]
         self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
-        self._finished, self._finite, self._exposed, self._backward = 0, [], Stopwatch(), []
+        self._finite, self._exposed, self._backward = [], Stopwatch(), []
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Of this rank's gradients, by name."""
@@ -240,7 +231,7 @@ class Attachment:
             "engine": self.engine.state_dict(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "pipeline": None if self.pipeline is None else self.pipeline.state_dict(),
+            "pipeline": None if self.pipeline is None else self.pipeline.compressor.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
@@ -267,7 +258,7 @@ class Attachment:
             raise UserError(what, fix="set pipeline.rank as it was, or load with changed_settings=True")
         self.engine.load_state_dict(state["engine"], changed_settings=changed_settings)
         if self.pipeline is not None and state["pipeline"] is not None:
-            self.pipeline.load_state_dict(state["pipeline"])
+            self.pipeline.compressor.load_state_dict(state["pipeline"])
         self.skipped = int(state["skipped"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
 

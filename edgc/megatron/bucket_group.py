@@ -59,10 +59,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     def edgc_replicas(self) -> dist.ProcessGroup:
         """The ranks that the gradients are averaged over."""
         if self.ddp_config.use_distributed_optimizer:
-            group: dist.ProcessGroup = self.intra_distributed_optimizer_instance_group
-        else:
-            group = self.data_parallel_group
-        return group
+            return self.intra_distributed_optimizer_instance_group
+        return self.data_parallel_group
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         if self.is_first_batch and self.grad_reduce_handle is not None:
@@ -113,7 +111,6 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
 
     def _averaged(self, bucket: Any) -> Tensor:
         """What holds the mean on this rank."""
-        data: Tensor = bucket.grad_data
         if self.ddp_config.use_distributed_optimizer:
-            data = data.view(self.edgc_replicas.size(), -1)[self.edgc_replicas.rank()]
-        return data
+            return bucket.grad_data.view(self.edgc_replicas.size(), -1)[self.edgc_replicas.rank()]
+        return bucket.grad_data

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 
-from edgc.checkpoints import manifest, rank_files, saved_state
+from edgc.checkpoints import manifest, rank_files
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
+from edgc.checkpoints.saved_state import State, merge
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
 
@@ -115,28 +116,27 @@ def state_of(folder: Path, content: Manifest, layout: Layout, place: Place) -> d
         replicas = sorted((p for p in places if p.same_shard(place)), key=lambda p: p.data)
         states = {p: rank_files.load(folder / FOLDER, content, places[p], lazily=True) for p in replicas}
     # Files may be deleted while the run goes on.
-    state = dict(_in_memory(redistributed(states, place)))
-    return state | ({"world": layout.data, "rank": place.data} if "rank" in state else {})
+    return {**copy.deepcopy(redistributed(states, place)), "world": layout.data, "rank": place.data}
 
 
-def redistributed(states: Mapping[Place, Mapping[str, Any]], place: Place) -> dict[str, Any]:
+def redistributed(states: Mapping[Place, Mapping[str, Any]], place: Place) -> State:
     """The state for ``place`` from those of all replicas of its shard, with error feedback that owes the same.
 
     Experts are replicated less often than the rest: theirs comes from the ranks that held the same experts.
     """
-    everyone = _merge([state["attachment"] for state in states.values()])
+    everyone = merge([state["attachment"] for state in states.values()])
     alike = [state for where, state in states.items() if where.same_experts(place)]
     if len(alike) == len(states):
         return everyone
-    merged = _merge([state["attachment"] for state in alike])
+    merged = merge([state["attachment"] for state in alike])
     experts = set(alike[0]["experts"])
-    engine, dense = _engine(merged), _engine(everyone)["compressor"].get("errors")
+    engine, dense = merged["engine"], everyone["engine"]["compressor"].get("errors")
     if dense is None:
         return merged
     own = engine["compressor"]["errors"]
     errors = {name: error for name, error in dense.items() if name not in experts}
     errors |= {name: error for name, error in own.items() if name in experts}
-    return _with_engine(merged, {**engine, "compressor": {**engine["compressor"], "errors": errors}})
+    return {**merged, "engine": {**engine, "compressor": {**engine["compressor"], "errors": errors}}}
 
 
 def iteration_of(content: Manifest) -> int:
@@ -150,13 +150,14 @@ def layout_of(content: Manifest) -> Layout:
 
 def _refuse_other(saved: Layout, now: Layout, folder: Path) -> None:
     """Refuse layouts under which a rank holds other parameters, or parts of them."""
-    free = ("world", "data")
-    names = [field.name for field in fields(Layout) if field.name not in free]
-    other = [name for name in names if getattr(saved, name) != getattr(now, name)]
+    other = {
+        f"{name.replace('_', ' ')} parallel size": (size, getattr(now, name))
+        for name, size in asdict(saved).items()
+        if name not in ("world", "data") and size != getattr(now, name)
+    }
     if other:
-        words = {name: f"{name.replace('_', ' ')} parallel size" for name in other}
-        what = ", ".join(f"{words[name]} {getattr(saved, name)}, not {getattr(now, name)}" for name in other)
-        fix = f"start with {', '.join(f'{words[name]} {getattr(saved, name)}' for name in other)}"
+        what = ", ".join(f"{name} {size}, not {here}" for name, (size, here) in other.items())
+        fix = f"start with {', '.join(f'{name} {size}' for name, (size, _) in other.items())}"
         raise UserError(f"EDGC's state was saved with {what}", where=folder, fix=fix)
 
 
@@ -169,31 +170,3 @@ def experts_of(attachment: Attachment) -> list[str]:
         for parameter in bucket.params
         if not getattr(parameter, "allreduce", True)
     )
-
-
-def _engine(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The engine's part of an attachment's state, which may be all of it."""
-    inner: Mapping[str, Any] = state.get("engine", state)
-    return inner
-
-
-def _with_engine(state: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
-    return {**state, "engine": engine} if "engine" in state else dict(engine)
-
-
-def _merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The first state with the mean of all error feedback."""
-    merged = saved_state.merge([{"engine": _engine(state), "pipeline": state.get("pipeline")} for state in states])
-    first = {**states[0], "pipeline": merged["pipeline"]} if "pipeline" in states[0] else states[0]
-    return _with_engine(first, merged["engine"])
-
-
-def _in_memory(value: Any) -> Any:
-    """A copy whose tensors are in no file."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _in_memory(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_in_memory(item) for item in value)
-    return value

@@ -13,18 +13,7 @@ from typing import Any
 
 import torch
 
-_FACTORIES = (
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "tensor",
-    "arange",
-    "rand",
-    "randn",
-    "empty_like",
-    "zeros_like",
-)
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
 _installed = False
 _device = torch.device("cpu")
 
@@ -81,10 +70,13 @@ def _patch() -> None:
         setattr(module, name, _without_cuda(getattr(torch, name)))
     # tensor.cuda() on scalars that are reduced; self on a CPU
     tensor_type.cuda = lambda self, *args, **kwargs: self.to(_device)
+    # mixtures of experts: a name that Megatron leaves undefined where Transformer Engine is not installed
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     # clip_grads groups gradients by the name of the CUDA tensor type
     original = torch.Tensor.type
-
-    _without_transformer_engine()
 
     def cuda_type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
@@ -93,14 +85,6 @@ def _patch() -> None:
         return f"torch.cuda.{name}"
 
     tensor_type.type = cuda_type_name
-
-
-def _without_transformer_engine() -> None:
-    """Mixtures of experts: a name that Megatron leaves undefined where Transformer Engine is not installed."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 def _without_cuda(factory: Any) -> Any:

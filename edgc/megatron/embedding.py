@@ -76,11 +76,8 @@ class FusedEmbedding:
             UserError: Megatron would add the copies once more, because its function was called past the schedule.
         """
         if not self._finishing:
-            raise UserError(
-                "finalize_model_grads was called directly",
-                where=_WHERE,
-                fix="call config.finalize_model_grads_func, as Megatron's schedules do",
-            )
+            fix = "call config.finalize_model_grads_func, as Megatron's schedules do"
+            raise UserError("finalize_model_grads was called directly", where=_WHERE, fix=fix)
         gradient = self.parameter.main_grad
         engine.reduce_across_stages([Gradient(self.name, gradient)], self._group)
         gradient *= self._copies  # the mean over all ranks was one of the copies, too
@@ -133,11 +130,8 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
 
 def _check(config: Any, settings: Any) -> None:
     if config.finalize_model_grads_func is None:
-        raise UserError(
-            "finalize_model_grads_func is not set",
-            where="TransformerConfig",
-            fix="set it before attach, or fused_embedding to false",
-        )
+        fix = "set it before attach, or fused_embedding to false"
+        raise UserError("finalize_model_grads_func is not set", where="TransformerConfig", fix=fix)
     for refused, value in (
         ("use_distributed_optimizer", settings.use_distributed_optimizer),
         ("mtp_num_layers", getattr(config, "mtp_num_layers", None)),

@@ -56,9 +56,5 @@ class BackwardSchedule:
         steps = self.steps(micro_batches)
         last = steps[len(steps) - self.warmup(receiver, micro_batches) :]
         # The model's last chunk, on the last stage, starts from the loss.
-        loss = self.chunks_or_one - 1 if receiver == self.stages - 1 else None
+        loss = (self.chunks or 1) - 1 if receiver == self.stages - 1 else None
         return sum(chunk != loss for chunk in last)
-
-    @property
-    def chunks_or_one(self) -> int:
-        return self.chunks or 1

@@ -20,8 +20,7 @@ of a stage's cool-down and of its last steady step. (That code leaves interleave
 number of warm-up steps, less those that start from the loss.) What goes uncompressed leaves the error feedback as it
 is, as in that code.
 
-Error feedback is in units of the scaled loss: the attachment lets it follow (:meth:`CompressedP2P.rescale`), and has it
-in its state.
+Error feedback is in units of the scaled loss: the attachment lets it follow, and has it in its state.
 
 Why this cannot dead-lock where Megatron would not: a call posts what Megatron's own would post, to the same peers, all
 of it before it waits, so it ends if and only if Megatron's does. Only the sizes of backward messages differ, and both
@@ -84,12 +83,7 @@ class CompressedP2P(P2PCommunicator):
             group=config.microbatch_group_size_per_vp_stage or stages,
             extra_warmup=int(getattr(config, "overlap_moe_expert_parallel_comm", False)),
         )
-        self.compressor = ActivationCompressor(
-            rank=pipeline.rank,
-            factor_dtype=pipeline.factor_dtype,
-            error_feedback=pipeline.error_feedback,
-            seed=seed,
-        )
+        self.compressor = ActivationCompressor(pipeline, seed)
         self.traffic = Traffic()
         self._to_send: Iterator[tuple[int, bool]] = iter(())
         self._to_receive: Iterator[tuple[int, bool]] = iter(())
@@ -131,21 +125,17 @@ class CompressedP2P(P2PCommunicator):
             UserError: the iteration ran without this communicator, so that nothing was compressed.
         """
         if self.pp_group.size() > 1 and not self._begun:
-            raise UserError(
-                "pipeline.rank is set, but the schedule ran without attachment.pipeline",
-                where="edgc.megatron",
-                fix="call its begin_iteration(num_microbatches) and pass **attachment.pipeline.schedule_arguments()",
-            )
+            what = "pipeline.rank is set, but the schedule ran without attachment.pipeline"
+            fix = "call its begin_iteration(num_microbatches) and pass **attachment.pipeline.schedule_arguments()"
+            raise UserError(what, where="edgc.megatron", fix=fix)
         self._begun = False
 
     def _check_last(self) -> None:
         done = (self.traffic.sent, self.traffic.received)
         if done != self._expected:
-            raise UserError(
-                f"the last iteration sent and received {done} gradients, {self._expected} were announced",
-                where="CompressedP2P.begin_iteration",
-                fix="give it the num_microbatches that the forward-backward function is called with",
-            )
+            what = f"the last iteration sent and received {done} gradients, {self._expected} were announced"
+            fix = "give it the num_microbatches that the forward-backward function is called with"
+            raise UserError(what, where="CompressedP2P.begin_iteration", fix=fix)
 
     def _communicate(
         self,
@@ -158,7 +148,7 @@ class CompressedP2P(P2PCommunicator):
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         if tensor_send_prev is None and not recv_next:
-            result: tuple[Tensor | None, Tensor | None, Any] = super()._communicate(
+            return super()._communicate(
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=None,
                 recv_prev=recv_prev,
@@ -166,7 +156,6 @@ class CompressedP2P(P2PCommunicator):
                 tensor_shape=tensor_shape,
                 wait_on_reqs=wait_on_reqs,
             )
-            return result
         assert wait_on_reqs or not self.config.batch_p2p_comm
         activation = self._empty(tensor_shape) if recv_prev else None
         gradient = self._empty(tensor_shape) if recv_next else None
@@ -222,18 +211,12 @@ class CompressedP2P(P2PCommunicator):
         try:
             return next(plan)
         except StopIteration:
-            raise UserError(
-                "more gradients between pipeline stages than were announced",
-                where="CompressedP2P",
-                fix="call begin_iteration with num_microbatches before each training iteration",
-            ) from None
+            what = "more gradients between pipeline stages than were announced"
+            fix = "call begin_iteration with num_microbatches before each training iteration"
+            raise UserError(what, where="CompressedP2P", fix=fix) from None
 
     def _start(
-        self,
-        send_next: Tensor | None,
-        recv_prev: Tensor | None,
-        send_prev: Tensor | None,
-        recv_next: Tensor | None,
+        self, send_next: Tensor | None, recv_prev: Tensor | None, send_prev: Tensor | None, recv_next: Tensor | None
     ) -> Any:
         """Post everything; the requests in the container that the schedules expect."""
         if not self.config.batch_p2p_comm:
@@ -259,18 +242,6 @@ class CompressedP2P(P2PCommunicator):
             if tensor is not None
         ]
         return dist.batch_isend_irecv(operations)
-
-    def rescale(self, factor: float) -> None:
-        """Gradients come multiplied by ``factor`` from the next iteration on: error feedback follows."""
-        self.compressor.rescale(factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Error feedback and warm starts of this rank, to be taken between iterations."""
-        return self.compressor.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same rank."""
-        self.compressor.load_state_dict(state)
 
 
 class _Pending:

@@ -153,10 +153,8 @@ class Channel:
             output.copy_(source.view_as(output))
             return
         with span("edgc::all_gather"):
-            self._start(
-                torch.distributed.all_gather_into_tensor(output, source, group=self.group, async_op=True),
-                source,
-            )
+            work = torch.distributed.all_gather_into_tensor(output, source, group=self.group, async_op=True)
+            self._start(work, source)
         self.bytes += (self.world - 1) * source.nbytes
 
     def _start(self, work: Any, tensor: Tensor, divide: bool = False) -> None:

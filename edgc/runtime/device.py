@@ -22,11 +22,7 @@ def host_decides(device: torch.device) -> bool:
 
 
 class Later:
-    """A boolean on a device that the host reads later, without waiting for what has been queued there since.
-
-    Args:
-        flag: a 0-dim bool tensor.
-    """
+    """A 0-dim bool tensor that the host reads later, without waiting for what has been queued on its device since."""
 
     def __init__(self, flag: Tensor) -> None:
         self._flag = flag

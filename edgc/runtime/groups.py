@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,10 +30,7 @@ def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(like)
     whole = len(ranks) == dist.get_world_size()
     backend = None if whole else dist.get_backend(like)
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=not whole
-    )
-    return group
+    return dist.new_group(ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=not whole)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -51,17 +48,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def own_groups(mine: Sequence[dist.ProcessGroup]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups of the same ranks as each of ``mine``, which may differ from rank to rank; by their ranks.
-
-    To be called on every rank of the world.
-    """
-    return groups_of({tuple(dist.get_process_group_ranks(group)): timeout_of(group) for group in mine})
-
-
-def groups_of(
-    wanted: Mapping[tuple[int, ...], timedelta | None],
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def groups_of(wanted: Mapping[tuple[int, ...], timedelta | None]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """New groups of ``wanted`` ranks, which may differ from rank to rank, each with a timeout; by their ranks.
 
     To be called on every rank of the world: every rank takes part in making every group, in one order.

@@ -58,11 +58,7 @@ class Comparison:
 
 
 def compare(
-    build: Callable[[], Compressor],
-    gradients: Sequence[Gradient],
-    channel: Channel,
-    rank: int,
-    rounds: int = 2,
+    build: Callable[[], Compressor], gradients: Sequence[Gradient], channel: Channel, rank: int
 ) -> Generator[None, None, Comparison]:
     """Reduce copies of ``gradients`` compressed and dense in turn, with compressors of their own from ``build``.
 
@@ -70,7 +66,7 @@ def compare(
     """
     compressors = build(), build()
     made: tuple[list[Statistics], list[Statistics]] = [], []
-    for _ in range(rounds):
+    for _ in range(2):
         for compressor, wanted, results in zip(compressors, (rank, None), made, strict=True):
             statistics = yield from timed(compressor, gradients, channel, wanted)
             results.append(statistics)
@@ -83,12 +79,10 @@ class Benchmark:
 
     Args:
         make: a new compressor of the run's kind.
-        stage: pipeline stage of this rank.
-        gated: whether there is a cost gate.
         open_channel: what reductions are sent through.
 
     Attributes:
-        gate: the verdicts in force; None without a cost gate.
+        gate: the verdicts in force; None unless ``gated``, without a cost gate.
     """
 
     def __init__(
@@ -108,11 +102,7 @@ class Benchmark:
         self._compressor = None
 
     def probe(
-        self,
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup | None,
-        rank: int,
-        shards: Sequence[Tensor],
+        self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int, shards: Sequence[Tensor]
     ) -> Generator[None, None, int]:
         """Time a reduction (rank 0: dense); the training step goes on as it is. Returns the bytes sent."""
         if self._compressor is None:
@@ -123,11 +113,7 @@ class Benchmark:
         return channel.bytes
 
     def compare(
-        self,
-        gradients: Sequence[Gradient],
-        group: dist.ProcessGroup | None,
-        rank: int,
-        shards: Sequence[Tensor],
+        self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int, shards: Sequence[Tensor]
     ) -> Generator[None, None, int]:
         """Time a compressed and a dense reduction of this group, for the cost gate. Returns the bytes sent."""
         channel = self._channel(group, shards)

@@ -93,10 +93,7 @@ class RankSearch:
         The crossing is interpolated between the last two ranks and floored to the multiple.
         """
         if not self._crossed():
-            return (
-                self.limit,
-                f"rank {self.limit}, the last that saves bytes, is not slower than no compression",
-            )
+            return self.limit, f"rank {self.limit}, the last that saves bytes, is not slower than no compression"
         slow = len(self._times) - 1
         if slow == 1:
             return 0, f"even rank {self.schedule[1]} is slower than no compression"

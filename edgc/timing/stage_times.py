@@ -54,8 +54,6 @@ class StageTimes:
     """The times that one run aligns its stages with, and their measurement (``config.alignment``).
 
     Args:
-        config: settings of method ``edgc``.
-        stages: number of pipeline stages.
         overlapped: whether reductions overlap with backward or with each other.
 
     Attributes:

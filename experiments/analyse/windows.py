@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from edgc.control import warm_up
 from edgc.control.settings import PolicyConfig
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import pearson
@@ -170,7 +169,7 @@ def warm_up_ends(run: Run, tolerances: Sequence[float]) -> list[dict[str, Any]]:
         config, ended, previous = replace(settings, stability_tolerance=tolerance), math.nan, None
         for at, value in zip(first["iteration"], first["entropy"], strict=True):
             entropy = float(value) if math.isfinite(value) else None
-            if warm_up.ends(config, iterations, int(at), previous, entropy, measuring=False)[0]:
+            if config.warm_up_ends(iterations, int(at), previous, entropy, measuring=False)[0]:
                 ended = float(at)
                 break
             previous = entropy

@@ -99,7 +99,7 @@ class Recorder:
         if self.pipeline is not None:
             traffic = self.pipeline.traffic
             found |= {
-                "state": self.pipeline.state_dict(),
+                "state": self.pipeline.compressor.state_dict(),
                 "traffic": {
                     key: getattr(traffic, key)
                     for key in (
@@ -153,7 +153,7 @@ def resumed(parallel: dict[str, Any], **given: Any) -> dict[str, Any]:
     optimizer = copy.deepcopy(session.optimizer.state_dict())
     scheduler = copy.deepcopy(session.scheduler.state_dict())
     saved = io.BytesIO()
-    torch.save(session.pipeline.state_dict(), saved)
+    torch.save(session.pipeline.compressor.state_dict(), saved)
     found = {"straight": (_steps(session, run, SHORT, 2 * SHORT), _weights(session))}
     for case in ("resumed", "forgetful"):
         session = session_of(run)
@@ -164,7 +164,7 @@ def resumed(parallel: dict[str, Any], **given: Any) -> dict[str, Any]:
         session.scheduler.load_state_dict(scheduler)
         if case == "resumed":
             saved.seek(0)
-            session.pipeline.load_state_dict(torch.load(saved))
+            session.pipeline.compressor.load_state_dict(torch.load(saved))
         found[case] = (_steps(session, run, SHORT, 2 * SHORT), _weights(session))
     return found
 
@@ -176,7 +176,7 @@ def poisoned() -> dict[str, Any]:
     _steps(session, run, 0, 1)
     pipeline = session.pipeline
     assert pipeline is not None
-    before, outgoing, sent = pipeline.state_dict(), pipeline._outgoing, []
+    before, outgoing, sent = pipeline.compressor.state_dict(), pipeline._outgoing, []
 
     def spoil(gradient: Tensor) -> Tensor:
         sent.append(gradient)
@@ -189,7 +189,7 @@ def poisoned() -> dict[str, Any]:
         chunk.zero_grad_buffer()
     megatron_cases._iteration(session, run, 1, 0)
     finite = [bool(p.main_grad.isfinite().all()) for c in session.chunks for p in c.parameters()]
-    state = {key: next(iter(value.values()), None) for key, value in pipeline.state_dict().items()}
+    state = {key: next(iter(value.values()), None) for key, value in pipeline.compressor.state_dict().items()}
     return {
         "stage": session.stage,
         "finite": all(finite),

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edgc.compressors import Channel, Gradient
-from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.state import random_factor
-from edgc.control.policies.cqm import CQMConfig, cqm
+from edgc.control.policies.cqm import CQMConfig
 from edgc.control.policies.released import by_change
-from edgc.control.rank_model import StageModel
+from edgc.control.rank_model import StageModel, next_rank
 from edgc.entropy.estimators import combine, estimate
 from edgc.timing.alignment import LinearTime, align
 from edgc.timing.rank_search import RankSearch
 from tests.lockstep import reduce_together
+from tests.low_rank import power_sgd
 from tests.unit import published_formulas as published
 
 WARM_UP, ITERATIONS = published.WARM_UP, published.ITERATIONS
@@ -196,7 +196,7 @@ def test_linear_rule_has_no_direction_and_no_shape() -> None:
     for size in (1024, 4096):
         stage = StageModel([(size, size)])
         for change in (-0.02, 0.02):
-            asked[size, change] = cqm(stage, 64, -7.0, -7.0 + change).rank
+            asked[size, change] = next_rank(stage, 64, -7.0, -7.0 + change)
     assert asked[1024, -0.02] == pytest.approx(53, abs=0.5)
     assert asked[1024, 0.02] == pytest.approx(75, abs=0.5)
     assert asked[4096, -0.02] == pytest.approx(21, abs=0.5)
@@ -212,7 +212,7 @@ def test_linear_rule_does_not_keep_the_error() -> None:
     assert ranks[:13] == list(range(64, 12, -4))
     assert set(ranks[12:]) == {16}
     assert stage.error(16) / stage.error(64) == pytest.approx(1.092, abs=0.002)
-    assert cqm(stage, 64, -7.0, -7.0).rank == pytest.approx(64)
+    assert next_rank(stage, 64, -7.0, -7.0) == pytest.approx(64)
 
 
 # --------------------------------------------------------------------------- 5, 6: a reducer made at each step
@@ -220,10 +220,10 @@ def test_linear_rule_does_not_keep_the_error() -> None:
 
 def sent_in(steps: int, gradient: Tensor, rank: int, rebuilt: bool) -> Tensor:
     """Sum of what gets across of a constant gradient."""
-    compressor, total = PowerSGD(min_elements=1), torch.zeros_like(gradient)
+    compressor, total = power_sgd(min_elements=1), torch.zeros_like(gradient)
     for _ in range(steps):
         if rebuilt:
-            compressor = PowerSGD(min_elements=1)
+            compressor = power_sgd(min_elements=1)
         buffer = Gradient("w", gradient.clone())
         compressor.reduce([buffer], Channel(None), rank)
         total += buffer.tensor
@@ -248,7 +248,7 @@ def test_rebuilt_reducer_starts_from_noise() -> None:
     assert best == pytest.approx(0.50, abs=0.005)
     for seed in range(5):
         gradient = published.with_spectrum([k**-0.5 for k in range(1, 129)], 128, generator(seed)).float()
-        kept, lost = PowerSGD(min_elements=1, error_feedback=False), []
+        kept, lost = power_sgd(min_elements=1, error_feedback=False), []
         for _ in range(6):
             buffer = Gradient("w", gradient.clone())
             kept.reduce([buffer], Channel(None), 8)
@@ -354,7 +354,7 @@ def test_loss_rule_goes_to_the_lower_rank_whatever_the_gradients_do() -> None:
     assert ranks[12] == 18
     assert set(ranks[13:]) == {16}
     stage = StageModel([(1024, 1024)])
-    rising, falling = (cqm(stage, 64, -7.0, -7.0 + change).rank for change in (0.05, -0.05))
+    rising, falling = (next_rank(stage, 64, -7.0, -7.0 + change) for change in (0.05, -0.05))
     assert rising == pytest.approx(91, abs=0.6)
     assert falling == pytest.approx(37, abs=0.6)
 
@@ -494,7 +494,7 @@ def test_vectors_left_out_of_the_reduction_differ() -> None:
     left = [v.clone() for v in vectors]  # "remain unchanged"
     assert relative(left[0] - left[1], left[0]) > 0.5
     ours = [[Gradient("bias", v.clone()), Gradient("w", noise(30 + w, 48, 48))] for w, v in enumerate(vectors)]
-    reduce_together([PowerSGD(), PowerSGD()], ours, 4)
+    reduce_together([power_sgd(), power_sgd()], ours, 4)
     assert torch.equal(ours[0][0].tensor, ours[1][0].tensor)
     assert torch.allclose(ours[0][0].tensor, torch.stack(vectors).mean(0))
 
@@ -506,7 +506,7 @@ def test_vectors_left_out_of_the_reduction_differ() -> None:
 def test_one_step_of_the_published_reducer_is_ours(workers: int) -> None:
     matrices = [noise(40 + w, 96, 64) for w in range(workers)]
     gradients = [[Gradient("w", m.clone())] for m in matrices]
-    compressors = [PowerSGD(min_elements=1) for _ in matrices]
+    compressors = [power_sgd(min_elements=1) for _ in matrices]
     reduce_together(compressors, gradients, 8)
     received, kept = published.reducer_step(matrices, random_factor(0, 1, "w", 64, 8))
     for own in gradients:

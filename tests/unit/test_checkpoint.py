@@ -295,27 +295,27 @@ def test_a_manifest_lists_what_it_says(tmp_path: Path) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(before=st.integers(1, 4), after=st.integers(1, 4), wrapped=st.booleans())
+@given(before=st.integers(1, 4), after=st.integers(1, 4))
 def test_another_number_of_replicas_owes_the_same(
-    tmp_path_factory: pytest.TempPathFactory, before: int, after: int, wrapped: bool
+    tmp_path_factory: pytest.TempPathFactory, before: int, after: int
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
     layout = replace(ALONE, world=before, data=before)
     engines = [engine_state(rank) for rank in range(before)]
-    states = [{"engine": engine, "more": 1} if wrapped else engine for engine in engines]
+    states = [{"engine": engine, "more": 1} for engine in engines]
     saved_by(folder, layout, dict(zip(replicas(before), states, strict=True)))
     now = replace(layout, world=after, data=after)
     loaded = [state_of(folder, read(folder), now, place) for place in replicas(after)]
     if before == after:
         assert all(map(same, loaded, states))
-    engines_now = [state["engine"] if wrapped else state for state in loaded]
+    engines_now = [state["engine"] for state in loaded]
     for name in ("dense", "expert"):
         owed = sum(e["compressor"]["errors"][name].double() for e in engines) / before
         owed_now = sum(e["compressor"]["errors"][name].double() for e in engines_now) / after
         torch.testing.assert_close(owed_now, owed, rtol=1e-6, atol=1e-6)
     for state, engine in zip(loaded, engines_now, strict=True):
         assert same(engine["controller"], engines[0]["controller"])
-        assert not wrapped or state["more"] == 1
+        assert state["more"] == 1
     shutil.rmtree(folder)
     assert torch.isfinite(engines_now[0]["compressor"]["errors"]["dense"]).all(), "nothing is left in files"
 
@@ -323,10 +323,11 @@ def test_another_number_of_replicas_owes_the_same(
 def test_experts_are_redistributed_among_their_own_replicas(tmp_path: Path) -> None:
     layout = replace(ALONE, world=4, data=4, expert=2)
     engines = [engine_state(rank) for rank in range(4)]
-    saved_by(tmp_path, layout, dict(zip(replicas(4, expert=2), engines, strict=True)))
+    states = [{"engine": engine} for engine in engines]
+    saved_by(tmp_path, layout, dict(zip(replicas(4, expert=2), states, strict=True)))
     errors = [engine["compressor"]["errors"] for engine in engines]
     for place in replicas(2, expert=2):
-        found = state_of(tmp_path, read(tmp_path), replace(layout, world=2, data=2), place)
+        found = state_of(tmp_path, read(tmp_path), replace(layout, world=2, data=2), place)["engine"]
         got = found["compressor"]["errors"]
         torch.testing.assert_close(got["dense"], sum(e["dense"] for e in errors) / 4)
         own = [errors[rank]["expert"] for rank in range(4) if rank % 2 == place.expert]
@@ -335,8 +336,9 @@ def test_experts_are_redistributed_among_their_own_replicas(tmp_path: Path) -> N
 
 
 def test_methods_without_error_feedback_are_redistributed_too() -> None:
-    states = {place: {"attachment": {"compressor": {}}, "experts": ["expert"]} for place in replicas(4, expert=2)}
-    assert redistributed(states, replicas(1)[0]) == {"compressor": {}}
+    state = {"engine": {"compressor": {}}}
+    states = {place: {"attachment": state, "experts": ["expert"]} for place in replicas(4, expert=2)}
+    assert redistributed(states, replicas(1)[0]) == state
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"])

@@ -26,6 +26,7 @@ from edgc.runtime.channel import Stopwatch
 from edgc.sections import EntropyConfig
 from edgc.timing import benchmark
 from edgc.timing.cost_gate import CostGate, GateSchedule, GateVerdict, GroupTimes, label, summary, verdicts
+from tests.low_rank import power_sgd
 from tests.workers import run_workers
 
 # --------------------------------------------------------------------- arithmetic
@@ -323,7 +324,7 @@ def recorded() -> dict[str, Any]:
 
     dist.all_reduce = recording
     try:
-        comparing = benchmark.compare(lambda: PowerSGD(min_elements=64), draw(1)[0], Channel(None), 4)
+        comparing = benchmark.compare(lambda: power_sgd(min_elements=64), draw(1)[0], Channel(None), 4)
         left = [len(unfinished) for _ in comparing]
         sizes.clear()
         engine = engine_of(GATED)

@@ -23,7 +23,7 @@ from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import masked_path
-from edgc.sections import ESTIMATORS, EntropyConfig
+from edgc.sections import ESTIMATORS, EntropyConfig, PipelineConfig
 from tests import examples
 from tests.lockstep import reduce_together
 
@@ -128,7 +128,7 @@ def test_other_gradients(name: str, dtype: torch.dtype, default: tuple[torch.dty
 
 
 def activations(factor_dtype: str) -> Any:
-    compressor, seen = ActivationCompressor(rank=4, factor_dtype=factor_dtype), []
+    compressor, seen = ActivationCompressor(PipelineConfig(rank=4, factor_dtype=factor_dtype)), []
     for step in range(3):
         gradient = drawn(step, 0, torch.float32)[4].tensor
         layout = compressor.layout(gradient.shape, gradient.dtype)

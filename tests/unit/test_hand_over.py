@@ -16,7 +16,7 @@ from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.errors import UserError
-from edgc.measurement.sketches import BUCKETS
+from edgc.measurement.mean_error import BUCKETS
 from tests.workers import run_workers
 
 SHAPES = {"a": (96, 64), "b": (64,), "c": (33, 64)}

@@ -16,6 +16,7 @@ from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.config import EDGCConfig
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import Later, masked_path
+from edgc.sections import PipelineConfig
 from tests import examples
 from tests.host_reads import HostRead, NoHostReads
 from tests.lockstep import Room, reduce_together
@@ -317,7 +318,7 @@ def test_where_the_host_looks_it_is_found_to() -> None:
 
 @pytest.mark.parametrize("factor_dtype", ["fp32", "bf16"])
 def test_activation_gradients_are_not_read(factor_dtype: str) -> None:
-    compressor = ActivationCompressor(rank=4, factor_dtype=factor_dtype)
+    compressor = ActivationCompressor(PipelineConfig(rank=4, factor_dtype=factor_dtype))
     for step in range(3):
         gradient = torch.randn(8, 2, 40, generator=torch.Generator().manual_seed(step))
         if step == 1:

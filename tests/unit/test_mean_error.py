@@ -23,25 +23,25 @@ from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
 from edgc.control.policies.spectral import spectral
 from edgc.engine import Engine
-from edgc.measurement.mean_error import FEWER, MeanError, Measured
+from edgc.measurement.mean_error import BUCKETS, FEWER, MeanError, Measured, sketch
 from edgc.measurement.report import relative
-from edgc.measurement.sketches import BUCKETS, sketch
 from edgc.measurement.spectral import error_curve
 from edgc.runtime.device import masked_path
 from tests.lockstep import Room, reduce_together
+from tests.low_rank import power_sgd
 from tests.workers import run_workers
 
 SHAPES = [(96, 160), (160, 96), (64, 64), (300, 40), (7,)]
 RANK = 8
 SAMPLES = 10
 METHODS: dict[str, Callable[[], Compressor]] = {
-    "fp32": PowerSGD,
-    "bf16": lambda: PowerSGD(factor_dtype="bf16"),
-    "int8": lambda: PowerSGD(factor_dtype="int8"),
-    "int4": lambda: PowerSGD(factor_dtype="int4"),
-    "bf16 errors": lambda: PowerSGD(error_dtype="bf16"),
-    "one-sided": lambda: PowerSGD(one_sided=True),
-    "one-sided int4": lambda: PowerSGD(one_sided=True, factor_dtype="int4"),
+    "fp32": power_sgd,
+    "bf16": lambda: power_sgd(factor_dtype="bf16"),
+    "int8": lambda: power_sgd(factor_dtype="int8"),
+    "int4": lambda: power_sgd(factor_dtype="int4"),
+    "bf16 errors": lambda: power_sgd(error_dtype="bf16"),
+    "one-sided": lambda: power_sgd(one_sided=True),
+    "one-sided int4": lambda: power_sgd(one_sided=True, factor_dtype="int4"),
     "quantize 8": QuantizeConfig(bits=8).build,
     "quantize 2": QuantizeConfig(bits=2).build,
     "topk": TopKConfig(density=0.05).build,
@@ -188,7 +188,7 @@ def test_a_reduction_that_was_given_up_does_not_count() -> None:
     found = []
     for masked in (False, True):
         with masked_path(masked):
-            compressors, channel = [PowerSGD() for _ in range(2)], Room(2).channels[0]
+            compressors, channel = [power_sgd() for _ in range(2)], Room(2).channels[0]
             estimators = [MeanError(0) for _ in range(2)]
             for step in range(4):
                 gradients = [drawn(worker, step, 1.0) for worker in range(2)]
@@ -213,7 +213,7 @@ def test_a_reduction_that_was_given_up_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: PowerSGD(error_feedback=False), TopKConfig(density=0.1, error_feedback=False).build]
+    "make", [lambda: power_sgd(error_feedback=False), TopKConfig(density=0.1, error_feedback=False).build]
 )
 def test_without_error_feedback_it_is_not_known(make: Callable[[], Compressor]) -> None:
     _, measured = window(make, 2, 1.0)
@@ -259,7 +259,7 @@ def test_a_sketch_is_linear_and_follows_from_its_key() -> None:
 def test_the_chosen_rank_meets_the_target_on_the_mean(world: int) -> None:
     """Of a low-rank signal under independent noise; what a worker keeps of its own would ask for more."""
     grid, target, noise = tuple(range(4, 33, 4)), 0.6, 1.5
-    _, measured = window(PowerSGD, world, noise, spectra=True, rank=16)
+    _, measured = window(power_sgd, world, noise, spectra=True, rank=16)
     spectra = measured[0].spectra
     assert list(spectra) == ["p0", "p1", "p2", "p3"]
     assert all(item == measured[0] for item in measured), "replicas decide from the same numbers"
@@ -269,7 +269,7 @@ def test_the_chosen_rank_meets_the_target_on_the_mean(world: int) -> None:
     assert math.sqrt(curve[grid.index(16)]) == pytest.approx(found, rel=0.1)
     chosen = spectral(curve, grid, target).rank
     assert chosen is not None and grid[0] < chosen < grid[-1]
-    truth, lower = (window(PowerSGD, world, noise, rank=int(chosen) - less)[0] for less in (0, 4))
+    truth, lower = (window(power_sgd, world, noise, rank=int(chosen) - less)[0] for less in (0, 4))
     assert relative(truth.error_sq, truth.input_sq) <= 1.05 * target
     assert relative(lower.error_sq, lower.input_sq) > 0.95 * target, "and no rank is given away"
     assert relative(truth.worker_error_sq, truth.worker_input_sq) > 1.05 * target

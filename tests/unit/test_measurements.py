@@ -1,4 +1,4 @@
-"""edgc.measurement.means: what a stage's reductions took, from what its ranks have kept."""
+"""edgc.measurement.report: what a stage's reductions took, from what its ranks have kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from edgc.compressors import Statistics
-from edgc.measurement.means import stage_seconds
+from edgc.measurement.report import stage_seconds
 from edgc.measurement.window import WindowTimes
 from edgc.runtime.channel import Stopwatch
 

@@ -19,6 +19,7 @@ from experiments.simulation import placement
 from experiments.simulation.placement import GPTShape, allocated_parameters, build, study_shape
 from experiments.spec import matrix
 from experiments.spec.settings import padded_vocabulary
+from tests.low_rank import power_sgd
 
 PAPER_STUDIES = ("gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100")
 REFERENCE = Path(__file__).with_name("megatron_placement_reference.py")
@@ -89,7 +90,6 @@ def test_one_stage_by_hand() -> None:
 def test_bytes_equal_what_the_compressor_sends(rank: int) -> None:
     torch = pytest.importorskip("torch")
     from edgc.compressors.base import Channel, Gradient
-    from edgc.compressors.powersgd.algorithm import PowerSGD
 
     class Counting(Channel):
         def mean_(self, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[name-defined]
@@ -99,7 +99,7 @@ def test_bytes_equal_what_the_compressor_sends(rank: int) -> None:
     stage = build(small(tensor=2))[0]
     generator = torch.Generator().manual_seed(0)
     gradients = [Gradient(t.name, torch.randn(t.shape, generator=generator)) for t in stage.tensors]
-    compressor = PowerSGD(min_elements=EDGCConfig().min_compression_elements)
+    compressor = power_sgd(min_elements=EDGCConfig().min_compression_elements)
     sent = compressor.reduce(gradients, Counting(None), rank).bytes
     assert sent == stage.powersgd_payload(rank).bytes
 

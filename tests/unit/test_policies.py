@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgc.control.policies.cqm import CQMConfig, cqm
+from edgc.control.policies.base import History, WindowEnd
+from edgc.control.policies.cqm import CQM, CQMConfig
 from edgc.control.policies.released import by_change
 from edgc.control.policies.schedule import scheduled
 from edgc.control.policies.spectral import spectral
@@ -17,9 +18,10 @@ from edgc.control.rank_model import StageModel
 
 
 def test_cqm_asks_for_the_rank_of_equal_error() -> None:
-    stage = StageModel([(256, 256), (256, 1024)])
-    assert cqm(stage, 64, -2.0, -2.0).rank == pytest.approx(64)
-    lower = cqm(stage, 64, -2.0, -2.05)
+    policy = CQM(CQMConfig(), StageModel([(256, 256), (256, 1024)]))
+    end = WindowEnd(1, (64,), 4, 64, History(reference=(64, -2.0)))
+    assert policy.target(-2.0, end).rank == pytest.approx(64)
+    lower = policy.target(-2.05, end)
     assert lower.rank is not None
     assert 50 < lower.rank < 60
     assert "-0.0500 nats" in lower.reason

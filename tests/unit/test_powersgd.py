@@ -20,6 +20,7 @@ from edgc.compressors.powersgd.state import random_factor
 from edgc.compressors.sizes import saves_bytes
 from edgc.errors import UserError
 from tests.lockstep import Room, reduce_together
+from tests.low_rank import power_sgd
 from tests.workers import run_workers
 
 SHAPES = [(96, 64), (64, 96), (40, 40), (7, 300), (40, 40), (33,), (3, 5), (1, 50), (2, 3, 4), (0, 4)]
@@ -76,7 +77,7 @@ def equal_states(a: Any, b: Any) -> bool:
 def conservation(options: dict[str, Any], ranks: list[int | None], scale: float) -> list[dict[str, Any]]:
     """Steps with changing ranks; what came in, what the buffers hold and what is kept, per step."""
     me = dist.get_rank()
-    compressor, channel = PowerSGD(min_elements=64, **options), Channel(None)
+    compressor, channel = power_sgd(min_elements=64, **options), Channel(None)
     records = []
     for step, rank in enumerate(ranks):
         gradients = draw(me, step, scale)
@@ -112,7 +113,7 @@ def recorded_bytes(rank: int | None) -> tuple[int, int]:
     dist.all_reduce = recording
     try:
         channel = Channel(None)
-        statistics = PowerSGD(min_elements=64).reduce(draw(dist.get_rank(), 0), channel, rank)
+        statistics = power_sgd(min_elements=64).reduce(draw(dist.get_rank(), 0), channel, rank)
     finally:
         dist.all_reduce = original
     assert channel.bytes == statistics.bytes
@@ -123,7 +124,7 @@ def against_dense(steps: int) -> tuple[Tensor, Tensor]:
     """Full-rank factors against the exact mean, summed over steps."""
     me = dist.get_rank()
     shapes = [(24, 40), (40, 24), (32, 32)]
-    compressor, channel = PowerSGD(min_elements=1, always_factor=True), Channel(None)
+    compressor, channel = power_sgd(min_elements=1, always_factor=True), Channel(None)
     low, exact = [], []
     for step in range(steps):
         compressed, dense = draw(me, step, shapes=shapes), draw(me, step, shapes=shapes)
@@ -139,7 +140,7 @@ def not_finite(where: int, rank: int | None) -> dict[str, Any]:
     me, channel = dist.get_rank(), Channel(None)
     results: dict[str, Any] = {}
     for key, options in OPTIONS.items():
-        spoilt, spared = (PowerSGD(min_elements=64, **options) for _ in range(2))
+        spoilt, spared = (power_sgd(min_elements=64, **options) for _ in range(2))
         for compressor in (spoilt, spared):
             for step in range(2):
                 compressor.reduce(draw(me, step), channel, 6)
@@ -179,10 +180,10 @@ def resumed(cut: int, steps: int) -> dict[str, tuple[Tensor, Tensor]]:
 
     results = {}
     for key, options in OPTIONS.items():
-        undisturbed = run(PowerSGD(min_elements=64, seed=3, **options), 0, steps)
-        first = PowerSGD(min_elements=64, seed=3, **options)
+        undisturbed = run(power_sgd(min_elements=64, seed=3, **options), 0, steps)
+        first = power_sgd(min_elements=64, seed=3, **options)
         run(first, 0, cut)
-        second = PowerSGD(min_elements=64, seed=3, **options)
+        second = power_sgd(min_elements=64, seed=3, **options)
         second.load_state_dict(first.state_dict())
         results[key] = undisturbed, run(second, cut, steps)
     return results
@@ -216,7 +217,7 @@ def test_sent_plus_kept_is_what_came_in(world: int, scale: float) -> None:
 def test_narrow_and_strided_gradients_lose_nothing_either(
     options: dict[str, Any], lost: float, way: type[PowerSGD]
 ) -> None:
-    workers = [way(min_elements=64, **options) for _ in range(3)]
+    workers = [power_sgd(way, min_elements=64, **options) for _ in range(3)]
     for step, rank in enumerate([4, 4, 6, 6]):
         gradients = []
         for worker in range(3):
@@ -253,7 +254,7 @@ def test_counted_bytes_are_the_bytes_that_were_sent(rank: int | None) -> None:
 
 
 def test_one_sided_sends_one_factor_a_step() -> None:
-    compressor = PowerSGD(min_elements=64, one_sided=True)
+    compressor = power_sgd(min_elements=64, one_sided=True)
     sent = []
 
     class Counting(Channel):
@@ -278,7 +279,7 @@ def test_full_rank_equals_no_compression(world: int) -> None:
 def test_agrees_with_a_float64_reference(world: int, one_sided: bool, way: type[PowerSGD]) -> None:
     """The same algorithm written out for all workers in one place."""
     shape, rank = (30, 50), 4
-    workers = [way(min_elements=1, one_sided=one_sided) for _ in range(world)]
+    workers = [power_sgd(way, min_elements=1, one_sided=one_sided) for _ in range(world)]
     q = random_factor(0, 1, "p0", shape[1], rank).double()
     p = torch.zeros(shape[0], rank, dtype=torch.float64)
     errors = [torch.zeros(shape, dtype=torch.float64) for _ in range(world)]
@@ -308,7 +309,7 @@ def test_agrees_with_a_float64_reference(world: int, one_sided: bool, way: type[
 def test_the_way_of_a_gpu_gives_the_same(options: dict[str, Any]) -> None:
     """Batches and fixed sequences of operations differ from blocks and decisions by rounding only."""
     shapes = [(48, 64), (48, 64), (64, 48), (48, 64), (30, 40), (5,)]
-    ways = [[way(min_elements=64, **options) for _ in range(2)] for way in (PowerSGD, OnGPU)]
+    ways = [[power_sgd(way, min_elements=64, **options) for _ in range(2)] for way in (PowerSGD, OnGPU)]
     for step in range(6):
         outputs, figures = [], []
         for workers in ways:
@@ -351,7 +352,7 @@ def test_not_finite_on_one_rank_changes_no_state(where: int, rank: int | None) -
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_not_finite_at_the_first_step(bad: float) -> None:
-    compressor = PowerSGD(min_elements=64)
+    compressor = power_sgd(min_elements=64)
     gradients = draw(0, 0)
     gradients[0].tensor[1, 1] = bad
     statistics = compressor.reduce(gradients, Channel(None), 4)
@@ -361,7 +362,7 @@ def test_not_finite_at_the_first_step(bad: float) -> None:
 
 def test_an_overflow_in_the_second_message_changes_no_state_either() -> None:
     """64 entries of 1e38 in a column: each of P is finite, a column's sum in Q = M^T P^ is not."""
-    compressor = PowerSGD(min_elements=64)
+    compressor = power_sgd(min_elements=64)
     compressor.reduce(draw(0, 0, shapes=[(64, 40)]), Channel(None), 2)
     before = compressor.state_dict()
     huge = Gradient("p0", torch.full((64, 40), 1e38) * torch.sign(compressor.factors["p0"][:, 0]))
@@ -373,7 +374,7 @@ def test_an_overflow_in_the_second_message_changes_no_state_either() -> None:
 
 
 def test_not_finite_on_a_gpu() -> None:
-    workers = [OnGPU(min_elements=64) for _ in range(2)]
+    workers = [power_sgd(OnGPU, min_elements=64) for _ in range(2)]
     reduce_together(workers, [draw(w, 0) for w in range(2)], 4)
     for where, compressed in ((0, True), (5, True)):
         before = [w.state_dict() for w in workers]
@@ -394,7 +395,7 @@ def test_one_sided_after_a_first_gradient_without_a_direction(
     compressor: type[PowerSGD], deferred: bool, first: float
 ) -> None:
     """Zeros, as of LoRA's A, or a step that a loss scale made infinite: there is no factor yet to go on with."""
-    workers = [compressor(min_elements=64, one_sided=True) for _ in range(2)]
+    workers = [power_sgd(compressor, min_elements=64, one_sided=True) for _ in range(2)]
     owed, sent = torch.zeros(40, 30, dtype=torch.float64), torch.zeros(40, 30, dtype=torch.float64)
     for step in range(5):
         gradients = [draw(w, step, shapes=[(40, 30)]) for w in range(2)]
@@ -424,7 +425,7 @@ def test_one_sided_after_a_first_gradient_without_a_direction(
 
 @pytest.mark.parametrize("compressor", [PowerSGD, OnGPU])
 def test_a_step_that_is_not_finite_does_not_change_sides(compressor: type[PowerSGD]) -> None:
-    workers = [compressor(min_elements=64, one_sided=True) for _ in range(2)]
+    workers = [power_sgd(compressor, min_elements=64, one_sided=True) for _ in range(2)]
     for step in range(3):
         reduce_together(workers, [draw(w, step) for w in range(2)], 4)
     before = workers[0].state_dict()
@@ -440,7 +441,7 @@ def test_a_step_that_is_not_finite_does_not_change_sides(compressor: type[PowerS
 def test_never_more_bytes_than_the_gradients_own(dtype: torch.dtype, factors: str, rank: int) -> None:
     """bf16 gradients have half the bytes of fp32 factors' matrices."""
     dense = 64 * 64 * dtype.itemsize
-    workers = [PowerSGD(min_elements=64, factor_dtype=factors) for _ in range(2)]
+    workers = [power_sgd(min_elements=64, factor_dtype=factors) for _ in range(2)]
     gradients = [[Gradient("p", torch.randn(64, 64).to(dtype))] for _ in range(2)]
     sent, statistics = counted(workers, gradients, rank)
     factored = statistics.compressed
@@ -485,13 +486,13 @@ def test_resume_equals_never_stopped(cut: int) -> None:
 
 @EVERY
 def test_a_state_is_a_copy(options: dict[str, Any]) -> None:
-    compressor = PowerSGD(min_elements=64, **options)
+    compressor = power_sgd(min_elements=64, **options)
     compressor.reduce(draw(0, 0), Channel(None), 4)
     state = compressor.state_dict()
     copy = {key: {name: v.clone() if isinstance(v, Tensor) else v for name, v in state[key].items()} for key in state}
     compressor.reduce(draw(0, 1), Channel(None), 4)
     assert equal_states(state, copy), "a saved state changed with the next step"
-    other = PowerSGD(min_elements=64, **options)
+    other = power_sgd(min_elements=64, **options)
     other.load_state_dict(state)
     other.reduce(draw(0, 1), Channel(None), 4)
     assert equal_states(state, copy), "a loaded state changed with the next step"
@@ -499,7 +500,7 @@ def test_a_state_is_a_copy(options: dict[str, Any]) -> None:
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    first, second = PowerSGD(min_elements=64), PowerSGD(min_elements=64)
+    first, second = power_sgd(min_elements=64), power_sgd(min_elements=64)
     first.reduce(draw(0, 0, shapes=[(40, 50)]), Channel(None), 4)
     second.load_state_dict(first.state_dict())
     with pytest.raises(UserError, match=r"error feedback of p0 is \(40, 50\), its gradient \(50, 40\)"):
@@ -508,7 +509,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_neither_buckets_nor_their_order_matter() -> None:
     """As after a bucket rebuild: state belongs to a name, and so do the first random columns."""
-    together, apart = PowerSGD(min_elements=64), PowerSGD(min_elements=64)
+    together, apart = power_sgd(min_elements=64), power_sgd(min_elements=64)
     for step in range(6):
         one, other = draw(0, step), draw(0, step)
         together.reduce(one, Channel(None), 4)
@@ -526,7 +527,7 @@ def test_neither_buckets_nor_their_order_matter() -> None:
 def test_a_bucket_that_comes_back_has_nothing_stale() -> None:
     """In between one of its matrices went elsewhere and the other nowhere, as one that was not used."""
     shapes = [(40, 30), (30, 40)]
-    compressor, apart = PowerSGD(min_elements=64), PowerSGD(min_elements=64)
+    compressor, apart = power_sgd(min_elements=64), power_sgd(min_elements=64)
     for step, members in enumerate(([0, 1], [1], [0, 1], [0, 1])):
         one, other = ([draw(0, step, shapes=shapes)[i] for i in members] for _ in range(2))
         compressor.reduce(one, Channel(None), 4)
@@ -536,7 +537,7 @@ def test_a_bucket_that_comes_back_has_nothing_stale() -> None:
 
 
 def test_several_reductions_in_flight() -> None:
-    alone, together = PowerSGD(min_elements=64), PowerSGD(min_elements=64)
+    alone, together = power_sgd(min_elements=64), power_sgd(min_elements=64)
     for step in range(3):
         buckets = [[(draw(0, step)[i : i + 3]) for i in (0, 3, 6)] for _ in range(2)]
         for bucket in buckets[0]:
@@ -553,7 +554,7 @@ def test_several_reductions_in_flight() -> None:
 def test_options_are_checked(option: str, value: str) -> None:
     arguments: dict[str, Any] = {option: value}
     with pytest.raises(UserError, match=f"{option} = '{value}'"):
-        PowerSGD(**arguments)
+        power_sgd(**arguments)
 
 
 # --------------------------------------------------------------------- warm start
@@ -578,7 +579,7 @@ def test_a_rank_change_keeps_the_warm_start(one_sided: bool) -> None:
     matrix = spectrum(values, 64, 80)
 
     def build() -> PowerSGD:
-        return PowerSGD(error_feedback=False, one_sided=one_sided)
+        return power_sgd(error_feedback=False, one_sided=one_sided)
 
     compressor = build()
     for _ in range(20):
@@ -595,7 +596,7 @@ def test_a_rank_change_keeps_the_warm_start(one_sided: bool) -> None:
 @pytest.mark.parametrize("one_sided", [False, True])
 def test_a_zero_gradient_does_not_end_the_warm_start(one_sided: bool) -> None:
     matrix = spectrum(torch.tensor([1.0, 0.5, 0.25]), 40, 60)
-    compressor = PowerSGD(error_feedback=False, one_sided=one_sided)
+    compressor = power_sgd(error_feedback=False, one_sided=one_sided)
     for _ in range(5):
         alone(compressor, matrix, 4)
     before = compressor.state_dict()
@@ -605,7 +606,7 @@ def test_a_zero_gradient_does_not_end_the_warm_start(one_sided: bool) -> None:
 
 
 def test_without_warm_start_or_error_feedback_nothing_is_kept() -> None:
-    compressor = PowerSGD(error_feedback=False, warm_start=False)
+    compressor = power_sgd(error_feedback=False, warm_start=False)
     first, second = (alone(compressor, draw(0, 0)[0].tensor, 4) for _ in range(2))
     assert first != second, "other random columns at every step"
     assert compressor.state_dict()["errors"] == {} and compressor.state_dict()["factors"] == {}
@@ -613,7 +614,7 @@ def test_without_warm_start_or_error_feedback_nothing_is_kept() -> None:
 
 def test_rank_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        alone(PowerSGD(), torch.randn(40, 60), 0)
+        alone(power_sgd(), torch.randn(40, 60), 0)
 
 
 # --------------------------------------------------------------------- statistics
@@ -623,7 +624,7 @@ def test_rank_below_one_is_refused() -> None:
 @pytest.mark.parametrize("way", [PowerSGD, OnGPU])
 def test_statistics_and_spectra(key: str, way: type[PowerSGD]) -> None:
     shapes = [(40, 60), (60, 40), (60, 40), (8,)]
-    workers = [way(min_elements=64, **OPTIONS[key]) for _ in range(2)]
+    workers = [power_sgd(way, min_elements=64, **OPTIONS[key]) for _ in range(2)]
     for step in range(4):
         gradients = [draw(w, step, shapes=shapes) for w in range(2)]
         statistics = reduce_together(workers, gradients, 5)
@@ -677,7 +678,7 @@ def test_any_matrix(
     key: str,
     world: int,
 ) -> None:
-    workers = [PowerSGD(min_elements=1, always_factor=True, **OPTIONS[key]) for _ in range(world)]
+    workers = [power_sgd(min_elements=1, always_factor=True, **OPTIONS[key]) for _ in range(world)]
     for step in range(3):
         views = []
         for worker in range(world):

@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from edgc.compressors import Channel, Gradient
 from edgc.compressors.passes import RowBlocks
-from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.compressors.sizes import compressible, saves_bytes
 from tests.lockstep import reduce_together
+from tests.low_rank import power_sgd
 from tests.workers import run_workers
 
 # --------------------------------------------------------------------- drift
@@ -54,7 +54,7 @@ def aggregate_form() -> list[float]:
 
 
 def own_form(**options: Any) -> list[float]:
-    workers = [PowerSGD(min_elements=1, **options) for _ in range(WORLD)]
+    workers = [power_sgd(min_elements=1, **options) for _ in range(WORLD)]
     ratios = []
     for step in range(STEPS):
         statistics = reduce_together(workers, [[Gradient("w", gradient)] for gradient in gradients_of(step)], RANK)
@@ -124,7 +124,7 @@ ROWS, COLUMNS, SMALL = 384, 512, 8
 
 def steady_state(dtype: torch.dtype, options: dict[str, Any]) -> Callable[[], Any]:
     """A reduction that has been done often enough, on gradients that are there."""
-    compressor, channel = PowerSGD(min_elements=64, **options), Pretended()
+    compressor, channel = power_sgd(min_elements=64, **options), Pretended()
     generator = torch.Generator().manual_seed(0)
     shapes = [(ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS, ROWS), (64, 3000), (777,), (5, 7)]
     drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -221,7 +221,7 @@ def torch_hook(shapes: Sequence[Sequence[int]], rank: int) -> Callable[[Bucket],
 
 
 def our_hook(rank: int) -> Callable[[Bucket], None]:
-    compressor, channel = PowerSGD(min_elements=1), Channel(None)
+    compressor, channel = power_sgd(min_elements=1), Channel(None)
 
     def reduce(bucket: Bucket) -> None:
         gradients = [Gradient(f"p{i}", view) for i, view in enumerate(bucket.views)]

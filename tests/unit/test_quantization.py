@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import edgc.compressors.quantization.blocks as blocks_module
 from edgc.compressors import Channel
+from edgc.compressors.powersgd.wire import Wire
 from edgc.compressors.quantization.blocks import FACTORS, Blocks
-from edgc.compressors.quantization.mean import QuantisedMean, quantised_mean
+from edgc.compressors.quantization.mean import QuantisedMean
 from tests.workers import run_workers
 
 BITS = (8, 4, 2, 1)
@@ -243,7 +244,7 @@ def test_means_that_take_turns(bits: int) -> None:
     alone, together = [], []
     for into, turns in ((alone, False), (together, True)):
         vectors = [normal(size, size) for size in (700, 5000)]
-        runs = [quantised_mean(x, TwoOfAKind(), Blocks(bits), torch.empty_like(x)) for x in vectors]
+        runs = [Wire(len(x), x.device, Blocks(bits)).mean(x, TwoOfAKind()) for x in vectors]
         while runs:
             for run in list(runs) if turns else runs[:1]:
                 if next(run, "end") == "end":
@@ -297,18 +298,21 @@ def means(sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
     for size in sizes:
         for bits in BITS:
             for scale in (1e-30, 1.0, 1e30):
-                quantiser = Blocks(bits)
-                buffers = QuantisedMean(size, channel.world, quantiser, torch.device("cpu"))
+                wire = Wire(size, torch.device("cpu"), Blocks(bits))
+                buffers = QuantisedMean(size, channel.world, Blocks(bits), torch.device("cpu"))
                 for round_ in range(2):
                     vector = normal(size, 100 * me + round_) * scale
-                    before, kept = vector.clone(), torch.full_like(vector, math.nan)
-                    for _ in quantised_mean(vector, channel, quantiser, kept, buffers if round_ else None):
+                    before = vector.clone()
+                    wire.kept.fill_(math.nan)
+                    for _ in wire.mean(vector, channel):
                         channel.finish()
-                    silent = before.clone()
-                    for _ in quantised_mean(silent, channel, quantiser, None, buffers):
-                        channel.finish()
-                    assert torch.equal(silent, vector), "whether errors are kept must not change the mean"
-                    results.append((before, vector, kept))
+                    results.append((before, vector, wire.kept.clone()))
+                    if channel.world > 1:
+                        for _ in buffers.steps(before, channel, None):
+                            channel.finish()
+                        silent = torch.empty_like(before)
+                        buffers.unpack(silent)
+                        assert torch.equal(silent, vector), "whether errors are kept must not change the mean"
     return results
 
 
@@ -345,13 +349,11 @@ class TwoOfAKind(Channel):
 @pytest.mark.parametrize("bits", BITS)
 def test_steady_state_allocates_nothing_large(bits: int) -> None:
     size = 1 << 18
-    channel, quantiser = TwoOfAKind(), Blocks(bits)
-    buffers = QuantisedMean(size, 2, quantiser, torch.device("cpu"))
-    vector, kept = normal(size), torch.empty(size)
+    channel, wire, vector = TwoOfAKind(), Wire(size, torch.device("cpu"), Blocks(bits)), normal(size)
     for _ in range(2):
-        list(quantised_mean(vector, channel, quantiser, kept, buffers))
+        list(wire.mean(vector, channel))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        list(quantised_mean(vector, channel, quantiser, kept, buffers))
+        list(wire.mean(vector, channel))
     events = [event.self_cpu_memory_usage for event in profiler.events()]
     assert events, "the profiler saw nothing"
     assert max(events) <= 8192  # torch 2.6; half of it under 2.13

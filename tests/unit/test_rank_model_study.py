@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from edgc.compressors import Gradient
-from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
@@ -22,6 +21,7 @@ from experiments.common.yaml_settings import validate
 from experiments.spec.settings import ProbeConfig
 from experiments.training.probes.spectra import SpectraProbe
 from tests.lockstep import reduce_together
+from tests.low_rank import power_sgd
 from tests.unit import synthetic_runs as synthetic
 
 NAME, SHAPE, RANK = "decoder.layers.0.mlp.linear_fc1.weight", (40, 28), 8
@@ -51,7 +51,7 @@ class Together(SpectraProbe):
 
 def two_steps() -> SpectraProbe:
     """The probe of worker 0 of two, after two reductions of a matrix and a vector."""
-    workers = [PowerSGD(min_elements=1000, always_factor=True) for _ in range(2)]
+    workers = [power_sgd(min_elements=1000, always_factor=True) for _ in range(2)]
     config, settings = ProbeConfig(every=2, spectra=True), EDGCConfig.from_dict(GAUSSIAN)
     probes = [Together(config, settings, 1, worker, reports=w == 0) for w, worker in enumerate(workers)]
     probes[0].other = probes[1]
@@ -114,7 +114,7 @@ def test_rows_agree_with_powersgd_and_singular_values_by_hand() -> None:
 
 
 def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
-    compressor = PowerSGD(always_factor=True)
+    compressor = power_sgd(always_factor=True)
     probe = probe_of(compressor)
 
     def step(iteration: int, tensor: torch.Tensor, *, skipped: bool = False) -> None:
@@ -135,7 +135,7 @@ def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
 
 
 def test_what_is_sent_dense_is_described_as_gradient_alone() -> None:
-    compressor = PowerSGD(always_factor=True)
+    compressor = power_sgd(always_factor=True)
     probe = probe_of(compressor)
     gradients = [Gradient(NAME, drawn(0, 1))]
     probe.observe(1, gradients)

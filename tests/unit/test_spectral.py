@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.measurement.spectral import MatrixSpectrum, SmoothedCurves, error_curve
+from edgc.control.policies.spectral import Spectral, SpectralConfig
+from edgc.measurement.spectral import MatrixSpectrum, error_curve
 
 ROWS, COLUMNS = 256, 384
 
@@ -196,25 +197,25 @@ def test_what_says_nothing_is_left_out(unknown: MatrixSpectrum) -> None:
 
 
 def test_smoothing_weighs_the_newest_window() -> None:
-    curves = SmoothedCurves(2, 0.25)
-    assert curves.update([(0.8, 0.4), None]) == [(0.8, 0.4), None]
-    assert curves.update([(0.4, 0.0), (0.5, 0.1)]) == [pytest.approx((0.7, 0.3)), (0.5, 0.1)]
+    curves = Spectral(SpectralConfig(smoothing=0.25), 2)
+    assert curves.smoothed([(0.8, 0.4), None]) == [(0.8, 0.4), None]
+    assert curves.smoothed([(0.4, 0.0), (0.5, 0.1)]) == [pytest.approx((0.7, 0.3)), (0.5, 0.1)]
     # A window without spectra says nothing, but does not forget either.
-    assert curves.update([None, None]) == [None, None]
+    assert curves.smoothed([None, None]) == [None, None]
     saved = json.loads(json.dumps(curves.state_dict()))
-    resumed = SmoothedCurves(2, 0.25)
+    resumed = Spectral(SpectralConfig(smoothing=0.25), 2)
     resumed.load_state_dict(saved)
     following: list[tuple[float, ...] | None] = [(0.3, 0.3), (0.1, 0.1)]
-    assert resumed.update(following) == curves.update(following) == [
+    assert resumed.smoothed(following) == curves.smoothed(following) == [
         pytest.approx((0.6, 0.3)),
         pytest.approx((0.4, 0.1)),
     ]  # fmt: skip
 
 
 def test_the_curve_must_keep_its_grid_and_the_stages_their_number() -> None:
-    curves = SmoothedCurves(1, 0.5)
-    curves.update([(0.5, 0.4)])
+    curves = Spectral(SpectralConfig(smoothing=0.5), 1)
+    curves.smoothed([(0.5, 0.4)])
     with pytest.raises(ValueError):
-        curves.update([(0.5,)])
+        curves.smoothed([(0.5,)])
     with pytest.raises(ValueError):
-        curves.update([(0.5, 0.4), (0.5, 0.4)])
+        curves.smoothed([(0.5, 0.4), (0.5, 0.4)])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from edgc.compressors import Gradient
 from edgc.compressors.powersgd.algorithm import PowerSGD
-from edgc.compressors.powersgd.spectrum import Spectrum
+from edgc.compressors.powersgd.workspace import Spectrum
 from edgc.config import EDGCConfig
 from edgc.control.policies.spectral import SpectralConfig, spectral
 from edgc.engine import Engine
@@ -89,7 +89,7 @@ def with_given_spectra(resume_at: int | None) -> list[dict[str, Any]]:
     """Decisions of five windows; at ``resume_at`` another engine takes over."""
 
     def build(config: SpectralConfig) -> Given:
-        return Given(min_elements=config.min_compression_elements, error_feedback=config.error_feedback)
+        return Given(config)
 
     with mock.patch.object(SpectralConfig, "build", build):
         engine, decisions = engine_of(), []

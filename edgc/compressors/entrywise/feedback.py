@@ -106,6 +106,7 @@ class Feedback(KeepsErrors):
     draws_at_random = False
 
     def __init__(self, config: EntrywiseConfig) -> None:
+        self.config = config
         self.min_elements = config.min_compression_elements
         self.error_feedback = config.error_feedback
         self.seed = config.seed
@@ -214,11 +215,8 @@ class Feedback(KeepsErrors):
             into = flat.buffers["result"]
         write(into)
         for gradient, part, result in zip(gradients, flat.parts(flat.work), flat.parts(into), strict=True):
-            tensor, kept, mean = (
-                gradient.tensor,
-                part.view(gradient.tensor.shape),
-                result.view(gradient.tensor.shape),
-            )
+            tensor, shape = gradient.tensor, gradient.tensor.shape
+            kept, mean = part.view(shape), result.view(shape)
             if tensor.dtype == torch.float32:
                 tensor.copy_(mean)
             else:

@@ -54,15 +54,11 @@ class Quantised(Feedback):
     """Quantised by every worker and averaged by :class:`~edgc.compressors.quantization.mean.QuantisedMean`.
 
     With one worker nothing is sent and so nothing is rounded. Every matrix starts a group of its own.
-
-    Args:
-        align: entries that share something in the quantiser, which no two matrices are to share.
-        stochastic: whether the quantiser draws: on each worker on its own.
     """
 
-    def __init__(self, config: EntrywiseConfig, quantiser: Quantiser, *, align: int, stochastic: bool = False) -> None:
+    def __init__(self, config: EntrywiseConfig, quantiser: Quantiser) -> None:
         super().__init__(config)
-        self.quantiser, self.align, self.draws_at_random = quantiser, align, stochastic
+        self.quantiser, self.align, self.draws_at_random = quantiser, quantiser.align, quantiser.stochastic
 
     def waits(self, rank: int | None) -> int:
         return 1 if rank is None else 2
@@ -95,7 +91,5 @@ class Quantize(Quantised):
     """Blocks of 64 entries; what is rounded at random is the mean on average, and nothing is kept."""
 
     def __init__(self, config: QuantizeConfig) -> None:
-        stochastic = config.rounding == "stochastic"
-        self.blocks = Blocks(config.bits, stochastic=stochastic)
-        super().__init__(config, self.blocks, align=self.blocks.size, stochastic=stochastic)
-        self.error_feedback &= not stochastic
+        super().__init__(config, Blocks(config.bits, stochastic=config.rounding == "stochastic"))
+        self.error_feedback &= not self.draws_at_random

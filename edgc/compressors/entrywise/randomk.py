@@ -32,15 +32,12 @@ class RandomK(Feedback):
     same entries (with the same version of torch). k as in :class:`~edgc.compressors.entrywise.topk.TopK`.
     """
 
+    config: RandomKConfig
     draws_at_random = True
-
-    def __init__(self, config: RandomKConfig) -> None:
-        super().__init__(config)
-        self.density = config.density
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
         drawn = [
-            draw(shape.numel(), chosen(shape.numel(), self.density), self._generator(name)).add_(offset)
+            draw(shape.numel(), chosen(shape.numel(), self.config.density), self._generator(name)).add_(offset)
             for name, shape, offset in zip(flat.names, flat.shapes, flat.offsets, strict=True)
         ]
         places = torch.cat(drawn)

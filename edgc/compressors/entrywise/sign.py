@@ -20,7 +20,7 @@ class SignConfig(EntrywiseConfig):
     examples = {"sign": Example(lambda m, n: m * n * (1 / 8 + 2 / 64))}
 
     def build(self) -> Sign:
-        return Sign(self)
+        return Sign(self, Blocks(1))
 
 
 class Sign(Quantised):
@@ -29,7 +29,3 @@ class Sign(Quantised):
     The mean of the workers is rounded to signs once more by the worker that owns the shard, which keeps what that
     loses, as 1-bit Adam's server does.
     """
-
-    def __init__(self, config: SignConfig) -> None:
-        blocks = Blocks(1)
-        super().__init__(config, blocks, align=blocks.size)

@@ -52,12 +52,10 @@ class TopK(Feedback):
     goes first. An entry costs 8 bytes, fp32 and its index in the matrix, and goes to all other workers (all-gather).
     """
 
-    def __init__(self, config: TopKConfig) -> None:
-        super().__init__(config)
-        self.density = config.density
+    config: TopKConfig
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
-        counts = [chosen(shape.numel(), self.density) for shape in flat.shapes]
+        counts = [chosen(shape.numel(), self.config.density) for shape in flat.shapes]
         total, device = sum(counts), flat.work.device
         if "sent" not in flat.buffers:
             offsets, repeats = (

@@ -40,15 +40,7 @@ class LowRankConfig(CompressingConfig):
     def build(self) -> PowerSGD:
         from edgc.compressors.powersgd.algorithm import PowerSGD
 
-        return PowerSGD(
-            min_elements=self.min_compression_elements,
-            error_feedback=self.error_feedback,
-            warm_start=self.warm_start,
-            seed=self.seed,
-            factor_dtype=self.factor_dtype,
-            one_sided=self.one_sided,
-            error_dtype=self.error_dtype,
-        )
+        return PowerSGD(self)
 
 
 def _factors(bits: float, sides: int = 2) -> Example:

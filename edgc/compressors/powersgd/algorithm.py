@@ -36,60 +36,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.checks import one_of
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
 from edgc.compressors.passes import finite, square_sums
-from edgc.compressors.powersgd.spectrum import Spectrum, spectrum
+from edgc.compressors.powersgd import LowRankConfig
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
-from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace, grouped, ways
-from edgc.compressors.sizes import FACTOR_BITS, compressible, saves_bytes
+from edgc.compressors.powersgd.workspace import RIGHT, Group, Spectrum, Workspace, grouped, ways
+from edgc.compressors.sizes import compressible, saves_bytes
 from edgc.runtime.channel import Channel
 
 Tensors = Sequence[Tensor]
 Members = Sequence[Sequence[Gradient]]  # per group
 # Whether the messages before were finite, the messages to look at, and per group ||M_w||^2 - ||Q_w||^2.
 Factors = Generator[None, None, tuple[Tensor, Tensors, Tensors]]
-_ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PowerSGD(KeepsErrors):
     """Low-rank reduction of matrices; vectors, small matrices and ranks that save nothing go dense.
 
-    Args:
-        min_elements: matrices with fewer entries are sent dense.
-        error_feedback, warm_start: off only to show what they are worth.
-        always_factor: also factor where that sends more bytes than the matrix (for tests).
-        seed: of the first Q and of columns appended when the rank grows; must agree on all workers.
-        factor_dtype: what P and Q are sent in: ``fp32``, ``bf16``, ``int8`` or ``int4``.
-        one_sided: send P and Q in turn, one reduction a step.
-        error_dtype: what E is kept in: ``fp32`` or ``bf16``, rounded to nearest.
-
     Attributes:
         errors: E by name, m x n.
-
-    Raises:
-        UserError: an option has another value.
+        always_factor: also factor where that sends more bytes than the matrix (for tests).
     """
 
-    def __init__(
-        self,
-        *,
-        min_elements: int = 1024,
-        error_feedback: bool = True,
-        warm_start: bool = True,
-        always_factor: bool = False,
-        seed: int = 0,
-        factor_dtype: str = "fp32",
-        one_sided: bool = False,
-        error_dtype: str = "fp32",
-    ) -> None:
-        one_of("factor_dtype", factor_dtype, FACTOR_BITS)
-        one_of("error_dtype", error_dtype, tuple(_ERROR_DTYPES))
-        self.min_elements, self.always_factor = min_elements, always_factor
-        self.factor_dtype, self.one_sided = factor_dtype, one_sided
-        kept_as = _ERROR_DTYPES[error_dtype] if error_feedback else None
-        self._state = State(kept_as, warm_start=warm_start, seed=seed, one_sided=one_sided)
+    always_factor = False
+
+    def __init__(self, config: LowRankConfig) -> None:
+        self.min_elements = config.min_compression_elements
+        self.factor_dtype, self.one_sided = config.factor_dtype, config.one_sided
+        self._state = State(config)
         self.errors = self._state.errors
         self._workspaces: dict[str, Workspace] = {}
         self._last: dict[str, tuple[Group, int]] = {}
@@ -284,7 +259,7 @@ class PowerSGD(KeepsErrors):
         In alphabetical order: sums over them are to repeat after a resume, whichever matrix was seen first.
         """
         last = sorted(self._last.items(), key=lambda item: item[0])
-        return {name: spectrum(group, i) for name, (group, i) in last if names is None or name in names}
+        return {name: group.spectrum(i) for name, (group, i) in last if names is None or name in names}
 
     def state_dict(self) -> dict[str, Any]:
         return self._state.to_dict()

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from edgc.checks import need
 from edgc.compressors.base import Gradient
+from edgc.compressors.powersgd import LowRankConfig
 from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace
 from edgc.errors import UserError
+
+_ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def random_factor(seed: int, draw: int, name: str, length: int, rank: int) -> Tensor:
@@ -27,8 +30,7 @@ def cut(factor: Tensor, rank: int) -> Tensor:
 
     The left singular vectors of Q are the right singular vectors of the last approximation P^ Q^T.
     """
-    u: Tensor = torch.linalg.svd(factor, full_matrices=False).U
-    return u[:, :rank]
+    return torch.linalg.svd(factor, full_matrices=False).U[:, :rank]
 
 
 def extend(factor: Tensor, fresh: Tensor) -> Tensor:
@@ -45,20 +47,15 @@ class State:
 
     While a workspace is in use the tensors are views into it.
 
-    Args:
-        error_dtype: of E; None for no error feedback.
-        warm_start: whether factors are kept.
-        seed: of random columns.
-        one_sided: whether factors are of both sides in turn.
-
     Attributes:
+        error_dtype: of E; None for no error feedback.
         errors: E, m x n.
         draws: how often random columns were drawn.
     """
 
-    def __init__(self, error_dtype: torch.dtype | None, *, warm_start: bool, seed: int, one_sided: bool) -> None:
-        self.error_dtype, self.warm_start = error_dtype, warm_start
-        self.seed, self.one_sided = seed, one_sided
+    def __init__(self, config: LowRankConfig) -> None:
+        self.error_dtype = _ERROR_DTYPES[config.error_dtype] if config.error_feedback else None
+        self.warm_start, self.seed, self.one_sided = config.warm_start, config.seed, config.one_sided
         self.errors: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
         self._sides: dict[str, int] = {}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Steps
-from edgc.compressors.quantization.mean import Blocks, QuantisedMean, quantised_mean
+from edgc.compressors.quantization.blocks import Blocks
+from edgc.compressors.quantization.mean import QuantisedMean
 from edgc.runtime.channel import Channel
 
 _BITS = {"int8": 8, "int4": 4}
@@ -36,15 +37,16 @@ class Wire:
     def __init__(self, elements: int, device: torch.device, blocks: Blocks | None) -> None:
         self.blocks = blocks
         self.kept = torch.empty(elements, dtype=torch.float32, device=device)
-        half = torch.empty(elements, dtype=torch.bfloat16, device=device) if blocks is None else None
-        self._half = half
+        self._half = torch.empty(elements if blocks is None else 0, dtype=torch.bfloat16, device=device)
         self._means: dict[tuple[int, int], QuantisedMean] = {}
 
     def mean(self, vector: Tensor, channel: Channel) -> Steps:
-        """``vector``, contiguous fp32, becomes the mean over the ranks of what they contribute."""
+        """``vector``, contiguous fp32, becomes the mean over the ranks of what they contribute.
+
+        Quantised, with one rank, nothing is sent and so nothing is rounded.
+        """
         kept = self.kept[: vector.numel()]
         if self.blocks is None:
-            assert self._half is not None
             half = self._half[: vector.numel()]
             half.copy_(vector)
             torch.sub(vector, kept.copy_(half), out=kept)
@@ -52,10 +54,14 @@ class Wire:
             yield
             vector.copy_(half)
             return
+        if channel.world == 1:
+            kept.zero_()
+            return
         key = (vector.numel(), channel.world)
-        if channel.world > 1 and key not in self._means:
+        if key not in self._means:
             self._means[key] = QuantisedMean(*key, self.blocks, vector.device)
-        yield from quantised_mean(vector, channel, self.blocks, kept, self._means.get(key))
+        yield from self._means[key].steps(vector, channel, kept)
+        self._means[key].unpack(vector)
 
     def kept_of(self, view: Tensor) -> Tensor:
         """The part of ``kept`` that lies as ``view`` does in the vector of the last :meth:`mean`."""

@@ -6,6 +6,7 @@ at once; they share no names and so no workspace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from edgc.compressors.base import Gradient
 from edgc.compressors.dense import Dense
-from edgc.compressors.passes import Batched, Matrices, RowBlocks, batch_view
+from edgc.compressors.passes import Batched, Matrices, RowBlocks, batch_view, square_sums
 from edgc.compressors.powersgd.orthogonal import Orthonormal
 from edgc.compressors.powersgd.wire import Wire, blocks_of
 from edgc.runtime.device import Later
@@ -38,6 +39,14 @@ def ways() -> tuple[Way, Way]:
     """That of a CPU and that of a GPU, with scratch memory of their own."""
     orthonormal = Orthonormal()
     return Way(True, RowBlocks(), orthonormal), Way(False, Batched(), orthonormal.without_decisions)
+
+
+class Spectrum(NamedTuple):
+    """Of a matrix M: its shape, squared singular values of an approximation, and ||M||^2."""
+
+    shape: tuple[int, int]
+    singular_sq: list[float]
+    input_sq: float
 
 
 class Group(Matrices):
@@ -91,6 +100,19 @@ class Group(Matrices):
         factor = self.right if side == RIGHT else self.left
         assert factor is not None
         return factor
+
+    def spectrum(self, i: int) -> Spectrum:
+        """Of the mean of the i-th matrix, after a reduction.
+
+        The singular values are those of M^, from the averaged factor, the same on all workers. ``input_sq`` adds to
+        their squares what this worker's own approximation leaves of its M_w: with error feedback it is for the caller
+        to put what is missing of the mean in its place (:mod:`edgc.measurement.mean_error`), which is less.
+        """
+        mean = self.mean[i].double()
+        gram = mean.mT @ mean if mean.shape[1] == self.rank else mean @ mean.mT
+        values = torch.linalg.eigvalsh(gram).clamp(min=0).flip(0).tolist()
+        left = float(self.input_sq[i] - square_sums(self.own[i : i + 1])[0])
+        return Spectrum(self.shape, values, math.fsum(values) + max(0.0, left))
 
 
 class Workspace:

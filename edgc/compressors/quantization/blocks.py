@@ -52,7 +52,8 @@ class Blocks:
     def __init__(self, bits: int, size: int = 64, *, stochastic: bool = False) -> None:
         if bits not in LEVELS or size < 1 or (stochastic and bits == 1):
             raise ValueError(f"no quantiser of bits={bits}, size={size}, stochastic={stochastic}")
-        self.bits, self.size, self.stochastic = bits, size, stochastic
+        self.bits, self.stochastic = bits, stochastic
+        self.size = self.align = size
         self.levels = LEVELS[bits]
         self.per_byte = 8 // bits
         self.group = size * self.per_byte
@@ -66,12 +67,7 @@ class Blocks:
         return -(-elements // self.group) * (2 * self.per_byte + self.size)
 
     def pack(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        residual: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
     ) -> None:
         """Quantise ``x`` into the message ``out``.
 

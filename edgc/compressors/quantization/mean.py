@@ -9,40 +9,34 @@ from __future__ import annotations
 from typing import Protocol
 
 from edgc.compressors.base import Steps
-from edgc.compressors.quantization.blocks import Blocks
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
-
-__all__ = ["Blocks", "QuantisedMean", "quantised_mean"]
 
 
 class Quantiser(Protocol):
     """What makes messages of flat fp32 vectors, by entries or blocks of them.
 
+    Its methods are those of :class:`edgc.compressors.quantization.blocks.Blocks`.
+
     Attributes:
         group: entries that cannot be cut: messages are of whole groups.
+        align: entries that share something, which no two matrices are to share.
+        stochastic: whether it draws: on each worker on its own.
     """
 
     group: int
+    align: int
+    stochastic: bool
 
-    def bytes(self, elements: int) -> int:
-        """Length of the message of so many entries."""
+    def bytes(self, elements: int) -> int: ...
 
     def pack(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        residual: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Write the message of ``x`` to ``out``, as :meth:`edgc.compressors.quantization.blocks.Blocks.pack` does."""
+        self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> None: ...
 
-    def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None:
-        """``out`` becomes ``weight`` times what was packed, or gains that."""
+    def unpack(self, message: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False) -> None: ...
 
-    def finite(self, message: Tensor) -> Tensor:
-        """Whether everything in a message is finite, a 0-dim tensor."""
+    def finite(self, message: Tensor) -> Tensor: ...
 
 
 class QuantisedMean:
@@ -51,8 +45,7 @@ class QuantisedMean:
     Args:
         elements: length of the vectors.
         world: number of ranks.
-        blocks: quantiser, used for both roundings.
-        device: of the vectors.
+        blocks: used for both roundings.
     """
 
     def __init__(self, elements: int, world: int, blocks: Quantiser, device: torch.device) -> None:
@@ -64,11 +57,7 @@ class QuantisedMean:
         self._sum = torch.empty(self.shard, dtype=torch.float32, device=device)
 
     def steps(
-        self,
-        vector: Tensor,
-        channel: Channel,
-        residual: Tensor | None,
-        generator: torch.Generator | None = None,
+        self, vector: Tensor, channel: Channel, residual: Tensor | None, generator: torch.Generator | None = None
     ) -> Steps:
         """Quantise, exchange shards, average them, quantise the mean, gather it; then :meth:`unpack` has it.
 
@@ -81,12 +70,8 @@ class QuantisedMean:
             generator: of stochastic rounding, this rank's own.
         """
         for rank, message in enumerate(self._sent):
-            self.blocks.pack(
-                self._piece(vector, rank),
-                message,
-                residual=None if residual is None else self._piece(residual, rank),
-                generator=generator,
-            )
+            kept = None if residual is None else self._piece(residual, rank)
+            self.blocks.pack(self._piece(vector, rank), message, residual=kept, generator=generator)
         channel.all_to_all(self._received, self._sent)
         yield
         mine = self._piece(vector if residual is None else residual, channel.rank)
@@ -112,32 +97,3 @@ class QuantisedMean:
 
     def _piece(self, vector: Tensor, rank: int) -> Tensor:
         return vector[rank * self.shard : (rank + 1) * self.shard]
-
-
-def quantised_mean(
-    vector: Tensor,
-    channel: Channel,
-    blocks: Blocks,
-    kept: Tensor | None,
-    buffers: QuantisedMean | None = None,
-) -> Steps:
-    """``vector`` becomes the mean over the ranks of the vectors as they are after quantisation.
-
-    With one rank nothing is sent and so nothing is rounded: the vector stays as it is and nothing is kept.
-
-    Args:
-        vector: flat, contiguous, fp32; the same length on every rank.
-        channel: to average over.
-        blocks: quantiser.
-        kept: of the same length; becomes what this rank did not get across (see :meth:`QuantisedMean.steps`).
-            None if nobody wants to know. Meaningless if the mean is not finite.
-        buffers: to be reused from an earlier call of the same length, world, quantiser and device.
-    """
-    if channel.world == 1 or vector.numel() == 0:
-        if kept is not None:
-            kept.zero_()
-        return
-    if buffers is None:
-        buffers = QuantisedMean(vector.numel(), channel.world, blocks, vector.device)
-    yield from buffers.steps(vector, channel, kept)
-    buffers.unpack(vector)

@@ -7,13 +7,53 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
 
-from edgc.control.history import History, Means
 from edgc.control.plan import Ranks
 from edgc.control.settings import SteppedConfig
 from edgc.measurement.spectral import Curve
+
+
+@dataclass
+class Means:
+    """Of one quantity, window by window; None where a window has none.
+
+    Attributes:
+        first: of the first two windows that have one.
+        previous, now: of the last two windows.
+    """
+
+    first: list[float] = field(default_factory=list)
+    previous: float | None = None
+    now: float | None = None
+
+    def add(self, mean: float | None) -> None:
+        self.previous, self.now = self.now, mean
+        if mean is not None and len(self.first) < 2:
+            self.first.append(mean)
+
+
+@dataclass
+class History:
+    """Window means of stage 0's entropy and of the training loss.
+
+    Attributes:
+        reference: rank and entropy of stage 0 when warm-up ended; None before, and if no entropy was measured then.
+    """
+
+    entropy: Means = field(default_factory=Means)
+    loss: Means = field(default_factory=Means)
+    reference: tuple[int, float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return asdict(self) | {"reference": list(self.reference) if self.reference else None}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        reference = tuple(state["reference"]) if state["reference"] else None
+        return cls(Means(**state["entropy"]), Means(**state["loss"]), reference)
 
 
 @dataclass(frozen=True)
@@ -122,8 +162,7 @@ class MeansPolicy(SteppedPolicy):
         """The rank asked for by the mean of the window that has ended."""
 
     def means(self, history: History) -> Means:
-        means: Means = getattr(history, self.follows)
-        return means
+        return getattr(history, self.follows)
 
     def move(self, end: WindowEnd) -> Move:
         now, [old, *_] = self.means(end.history).now, end.ranks

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgc.control.history import History
-from edgc.control.policies.base import MeansPolicy, Target, WindowEnd
+from edgc.control.policies.base import History, MeansPolicy, Target, WindowEnd
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.control.settings import SteppedConfig
 from edgc.errors import UserError
@@ -30,17 +29,12 @@ class CQM(MeansPolicy):
 
     def target(self, now: float, end: WindowEnd) -> Target:
         assert end.history.reference is not None
-        return cqm(self._model, *end.history.reference, now)
+        reference_rank, reference = end.history.reference
+        rank = next_rank(self._model, reference_rank, reference, now)
+        return Target(rank, f"entropy {now - reference:+.4f} nats from the reference asks for rank {rank:.1f}")
 
     def go_on(self, rank: int, history: History, r_min: int, r_max: int) -> int:
         if history.reference is None:
             fix = "choose the policy that the run was started with"
             raise UserError("policy cqm needs an entropy at the end of warm-up, which the state lacks", fix=fix)
         return super().go_on(rank, history, r_min, r_max)
-
-
-def cqm(stage: StageModel, reference_rank: int, reference_entropy: float, entropy: float) -> Target:
-    """The rank that keeps the reference's error, and why; entropies in nats."""
-    rank = next_rank(stage, reference_rank, reference_entropy, entropy)
-    change = entropy - reference_entropy
-    return Target(rank, f"entropy {change:+.4f} nats from the reference asks for rank {rank:.1f}")

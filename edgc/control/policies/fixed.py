@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgc.control.history import History
-from edgc.control.policies.base import Move, Policy, WindowEnd
+from edgc.control.policies.base import History, Move, Policy, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import GivenConfig
 from edgc.description import Example

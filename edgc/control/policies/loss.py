@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgc.control.history import History
+from edgc.control.policies.base import History
 from edgc.control.policies.released import Released
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig

@@ -32,13 +32,7 @@ class Released(MeansPolicy):
 
 
 def by_change(
-    what: str,
-    r_min: int,
-    r_max: int,
-    first: float | None,
-    second: float | None,
-    previous: float | None,
-    now: float,
+    what: str, r_min: int, r_max: int, first: float | None, second: float | None, previous: float | None, now: float
 ) -> Target:
     """The rule of the public codes: ``r_min + (r_max - r_min) |x_k - x_(k-1)| / |x_2 - x_1|``, at most r_max.
 

@@ -12,7 +12,7 @@ from edgc.control.policies.base import Move, SteppedPolicy, Target, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
 from edgc.description import Look
-from edgc.measurement.spectral import SmoothedCurves
+from edgc.measurement.spectral import Curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,13 @@ class Spectral(SteppedPolicy):
         self._begin_anew(())
 
     def _begin_anew(self, grid: Sequence[int]) -> None:
-        self._grid, self._curves = tuple(grid), SmoothedCurves(self.stages, self.config.smoothing)
+        self._grid = tuple(grid)
+        self._curves: list[Curve | None] = [None] * self.stages
 
     def move(self, end: WindowEnd) -> Move:
         if self._grid != tuple(end.grid):  # r_max has changed: curves have other points
             self._begin_anew(end.grid)
-        curves = self._curves.update(end.curves or (None,) * self.stages)
+        curves = self.smoothed(end.curves or (None,) * self.stages)
         moved, reasons = list(end.ranks), []
         for stage, old in enumerate(end.ranks):
             curve = curves[stage]
@@ -76,12 +77,29 @@ class Spectral(SteppedPolicy):
             reasons.append(f"{where}{target.reason}; rank {old} -> {moved[stage]}")
         return Move(tuple(moved), "; ".join(reasons))
 
+    def smoothed(self, curves: Sequence[Curve | None]) -> list[Curve | None]:
+        """Every stage's running mean over windows, given one window's ``curves``; None where these say nothing.
+
+        Such a stage keeps its mean for the windows to come.
+
+        Raises:
+            ValueError: another number of stages, or a curve of another length than the stage's before.
+        """
+        shown, weight = [], self.config.smoothing
+        for stage, (old, new) in enumerate(zip(self._curves, curves, strict=True)):
+            if new is not None and old is not None:
+                new = tuple(weight * b + (1 - weight) * a for a, b in zip(old, new, strict=True))
+            if new is not None:
+                self._curves[stage] = new
+            shown.append(new)
+        return shown
+
     def state_dict(self) -> dict[str, Any]:
-        return {"grid": list(self._grid), "curves": self._curves.state_dict()}
+        return {"grid": list(self._grid), "curves": [None if c is None else list(c) for c in self._curves]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._grid = tuple(state["grid"])
-        self._curves.load_state_dict(state["curves"])
+        self._curves = [None if curve is None else tuple(map(float, curve)) for curve in state["curves"]]
 
 
 def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> Target:
