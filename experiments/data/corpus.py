@@ -126,10 +126,7 @@ class StandardLibrary(Source):
                 continue
             try:
                 text = path.read_text(encoding="utf-8")
-            except (
-                UnicodeDecodeError,
-                OSError,
-            ):  # a few files of the library are in other encodings by design
+            except (UnicodeDecodeError, OSError):  # a few files of the library are in other encodings by design
                 continue
             if len(text) >= _STDLIB_MIN_CHARACTERS:
                 yield relative.as_posix(), text

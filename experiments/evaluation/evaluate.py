@@ -164,12 +164,7 @@ def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator
         started = time.perf_counter()
         with quiet():
             results = simple_evaluate(
-                model=lm,
-                tasks=[task.name],
-                task_manager=manager,
-                bootstrap_iters=BOOTSTRAP,
-                log_samples=True,
-                **seeds,
+                model=lm, tasks=[task.name], task_manager=manager, bootstrap_iters=BOOTSTRAP, log_samples=True, **seeds
             )
         samples = results.pop("samples")[task.name]
         target = work.out / model.name / task.name

@@ -160,14 +160,7 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
             fix = "use the data folder that the run was trained on"
             raise UserError(what, where=checkpoint, fix=fix)
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))["model"]
-    except (
-        CheckpointingException,
-        CheckpointException,
-        OSError,
-        LookupError,
-        RuntimeError,
-        ValueError,
-    ) as error:
+    except (CheckpointingException, CheckpointException, OSError, LookupError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:240]
         message = f"the checkpoint does not hold this model: {reason}"
         raise UserError(message, where=checkpoint, fix="train the run again") from None

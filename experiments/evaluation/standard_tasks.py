@@ -25,13 +25,7 @@ from experiments.evaluation.evaluate import quiet
 from experiments.evaluation.inputs import Row, digest
 from experiments.evaluation.standard_data import PREFETCH, RECORD, checked, problem_with, read_record
 from experiments.spec import matrix
-from experiments.spec.task_catalogue import (
-    STANDARD,
-    StandardTask,
-    lm_eval_version,
-    standard_task,
-    standard_tasks,
-)
+from experiments.spec.task_catalogue import STANDARD, StandardTask, lm_eval_version, standard_task, standard_tasks
 
 NO_ROWS = ("SchemaInferenceError", "BatchSize must be greater than 0")  # how `datasets` says it of a split
 

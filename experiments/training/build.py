@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -230,10 +226,7 @@ def _stage_leaders(experts: bool) -> tuple[list[int], dist.ProcessGroup | None]:
 
     Data- and tensor-parallel rank 0; with ``experts`` under expert parallelism one rank for each share of them.
     """
-    stage, shard = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    stage, shard = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
     of_experts, of_rest = parallel_state.get_expert_data_parallel_rank, parallel_state.get_data_parallel_rank
     places = gather_objects((stage, (of_experts if experts else of_rest)(), shard))
     speakers = [(place[0], rank) for rank, place in enumerate(places) if not any(place[1:])]

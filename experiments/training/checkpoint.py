@@ -94,13 +94,7 @@ class Checkpoints:
         return self.interval > 0 and iteration % self.interval == 0 and iteration < last
 
     def save(
-        self,
-        iteration: int,
-        *,
-        seconds: float,
-        resumed_at: Sequence[int],
-        metrics: Path,
-        watch: Mapping[str, Any],
+        self, iteration: int, *, seconds: float, resumed_at: Sequence[int], metrics: Path, watch: Mapping[str, Any]
     ) -> None:
         """Publish the state after ``iteration``; the newest ones are kept.
 

@@ -18,12 +18,7 @@ from experiments.training.events import EventLog
 from experiments.training.metrics import Step
 from experiments.training.signatures import Finding
 
-SCALARS = {
-    "train/loss": "loss",
-    "train/lr": "lr",
-    "train/grad_norm": "grad_norm",
-    "communication/bytes": "bytes",
-}
+SCALARS = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "communication/bytes": "bytes"}
 STAGE_SCALARS = ("rank", "entropy", "worker_error", "mean_error")
 
 

@@ -180,9 +180,7 @@ def replay_command(scale: Scale = "ci", study: Study = None, results: Results = 
 @app.command("save")
 @main_guard
 def save_command(
-    study: Annotated[str, typer.Option(help="its runs")],
-    scale: Scale = "ci",
-    results: Results = Path("results"),
+    study: Annotated[str, typer.Option(help="its runs")], scale: Scale = "ci", results: Results = Path("results")
 ) -> None:
     """Keep the runs of an unfinished study that have ended, to be committed."""
     names = [run.name for run in matrix.runs(study, scale)]

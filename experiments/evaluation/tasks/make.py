@@ -180,10 +180,7 @@ TASKS = {
         "continuation choice, HellaSwag-like",
     ),
     "edgc_lastword": Task(
-        whatever_tokenizer(lastword_rows),
-        lastword_chance,
-        "last-word prediction, LAMBADA-like",
-        lastword_constant,
+        whatever_tokenizer(lastword_rows), lastword_chance, "last-word prediction, LAMBADA-like", lastword_constant
     ),
     "edgc_rolling": Task(whatever_tokenizer(rolling_rows), rolling_chance, "rolling perplexity of held-out pages"),
     "edgc_syntax": Task(
