@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from edgc.checks import plain
 from edgc.errors import UserError
@@ -28,21 +27,11 @@ class EventLog:
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def read_events(path: Path, event: str | None = None, *, torn: bool = False) -> list[dict[str, Any]]:
     """All events of a stream, or those of one kind, in the order written.
 
     Args:
-        path: of the stream.
-        event: the kind.
         torn: leave out a last line without its end, as a killed process leaves it.
 
     Raises:
@@ -52,10 +41,7 @@ def read_events(path: Path, event: str | None = None, *, torn: bool = False) -> 
     last = lines.pop()
     if last and not torn:
         lines.append(last)
-    events = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            events.append(_event(line, path, number))
+    events = [_event(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     return [item for item in events if event is None or item["event"] == event]
 
 

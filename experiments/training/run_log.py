@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -60,9 +59,7 @@ class RunLog:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
         self.events.close()
         if self.board is not None:
@@ -74,8 +71,7 @@ class RunLog:
             return
         for event in events:
             self._write(**event)
-        steps = sum(event["event"] == "step" for event in events)
-        self.bar.update(self.task, completed=steps)
+        self.bar.update(self.task, completed=sum(event["event"] == "step" for event in events))
 
     def _write(self, event: str, **fields: Any) -> None:
         """An event for the stream, and its numbers for TensorBoard."""

@@ -27,10 +27,10 @@ from experiments.data.batches import MicroBatch, train_batches, validation_batch
 from experiments.data.folder import load_info
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session, build
-from experiments.training.checkpoint import METRICS, Checkpoints, save_model
+from experiments.training.checkpoint import METRICS, Checkpoints, Progress, save_model
 from experiments.training.events import plain, read_events
 from experiments.training.experts import is_expert
-from experiments.training.metrics import History, RankStep, Step, gather_step
+from experiments.training.metrics import History, Step, gather_step, rank_step
 from experiments.training.run_folder import CHECKPOINTS
 from experiments.training.run_log import RunLog, perplexity
 from experiments.training.signatures import SignatureWatch
@@ -59,8 +59,7 @@ class Trainer:
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.forward_backward = get_forward_backward_func()
         self.history = History()
-        fingerprint = load_info(data_dir).fingerprint
-        self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), fingerprint)
+        self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), load_info(data_dir).fingerprint)
         self.signatures: set[str] = set()
         self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
 
@@ -123,7 +122,7 @@ class Trainer:
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         traffic = session.pipeline.traffic if session.pipeline is not None else None
         experts = session.expert_traffic.take() if session.expert_traffic is not None else None
-        return gather_step(RankStep.of(session.stage, self.replica, loss, norm, done, traffic, experts), session.device)
+        return gather_step(rank_step(session.stage, self.replica, loss, norm, done, traffic, experts), session.device)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -179,14 +178,12 @@ class Trainer:
                     validation = self.evaluate()
                     self.log.evaluation(iteration, step.loss, validation)
                 if self.checkpoints.due(iteration):
-                    taken, metrics = time.perf_counter() - started, self.attempt / METRICS
-                    about: dict[str, Any] = {"seconds": taken, "resumed_at": resumed_at, "metrics": metrics}
-                    self.checkpoints.save(iteration, **about, watch=self.watch.state_dict())
+                    taken, watch = time.perf_counter() - started, self.watch.state_dict()
+                    self.checkpoints.save(Progress(iteration, taken, resumed_at, self.attempt / METRICS, watch))
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
-            about = {"iterations": iteration, "seconds": seconds_total, "error": None}
-            self.log.events.write("end", status=status, **about)
+            self.log.events.write("end", status=status, iterations=iteration, seconds=seconds_total, error=None)
         self._write_records()
         if run.train.checkpoint and status == "ok":
             save_model(self.session.chunks, run, self.attempt / "checkpoint")
@@ -240,7 +237,8 @@ class Trainer:
             )
             dist.all_reduce(mine)
             total, total_compressible, size = (int(value) // replicas for value in mine.tolist())
-            params, params_compressible = params + total, params_compressible + total_compressible
+            params += total
+            params_compressible += total_compressible
             # A replica holds the share of the experts that its rank has.
             dense += all_reduce_bytes(size * replicas // self.replicas, replicas)
         if anew:
