@@ -70,8 +70,7 @@ class Checkpoints:
     """What a killed run goes on from. Every method is called by every rank, between two iterations.
 
     Args:
-        session: this rank's part of the job.
-        root: folder of the run's checkpoints.
+        session, root: this rank's part of the job, and the folder of its checkpoints.
         fingerprint: of the prepared data, which have to stay the same.
     """
 
@@ -106,11 +105,7 @@ class Checkpoints:
                 (folder / "run.yaml").write_text(yaml.safe_dump(self.settings, sort_keys=False))
 
     def resume(self) -> Progress | None:
-        """Load the newest whole checkpoint, if there is one; damaged ones are reported in a line each.
-
-        Raises:
-            UserError: it is of other settings or data.
-        """
+        """Load the newest whole checkpoint, saying which are damaged; ``UserError``: of other settings or data."""
         folder = checkpoint.latest(self.root, report=_say)
         if folder is None:
             return None

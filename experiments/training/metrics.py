@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from edgc.checks import plain
 from edgc.control.plan import Plan
 from edgc.engine import Iteration
 from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic
-from experiments.training.events import plain
 from experiments.training.signatures import Observation
 
 SECONDS = ("compress", "communicate", "decompress", "entropy", "exposed")
@@ -29,8 +29,8 @@ def rank_step(
     loss: float,
     gradient_norm: float,
     done: Iteration,
-    traffic: Traffic | None = None,
-    expert_bytes: int | None = None,
+    traffic: Traffic | None,
+    expert_bytes: int | None,
 ) -> dict[str, float]:
     """One rank's numbers of one iteration, on every rank in the same order; nan where a number does not apply.
 
@@ -116,12 +116,17 @@ class Step:
         )
 
 
-def gather_step(mine: Mapping[str, float], device: torch.device) -> Step:
-    """All-gather the numbers of every rank and reduce them in rank order, so that every rank gets the same bits."""
-    row = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
+def gather_numbers(mine: Iterable[float], device: torch.device) -> list[list[float]]:
+    """The numbers of every rank, in rank order, on every rank."""
+    row = torch.tensor(list(mine), dtype=torch.float64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    ranks = [dict(zip(mine, item.tolist(), strict=True)) for item in rows]
+    return [item.tolist() for item in rows]
+
+
+def gather_step(mine: Mapping[str, float], device: torch.device) -> Step:
+    """Reduce the numbers of all ranks in rank order, so that every rank gets the same bits."""
+    ranks = [dict(zip(mine, row, strict=True)) for row in gather_numbers(mine.values(), device)]
     replicas = len({rank["replica"] for rank in ranks})
     stages: list[dict[str, Any]] = []
     for stage in sorted({rank["stage"] for rank in ranks}):

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from edgc.engine import Engine
 from experiments.spec.settings import RunConfig
-from experiments.training.events import EventLog
 from experiments.training.metrics import Step
+from experiments.training.outputs import EventLog
 from experiments.training.signatures import Finding
 
 SCALARS = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "communication/bytes": "bytes"}
@@ -30,8 +30,7 @@ class RunLog:
     """``metrics.jsonl``, ``tensorboard/`` and the progress bar of one run.
 
     Args:
-        run: for names, length and the clipping limit.
-        folder: where the files go.
+        run, folder: what is told of, and where the files go.
         speaks: False on all ranks but one; every method is then without effect.
     """
 

@@ -80,8 +80,7 @@ class Finding:
     Attributes:
         signature: a key of :data:`FIXES`.
         windows: for how many windows in a row it has held.
-        numbers: what it was told by.
-        text: the same in words.
+        numbers, text: what it was told by, and the same in words.
         fix: what to do, in one line.
     """
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from edgc.checks import plain
 from edgc.compressors.sizes import compressible
 from edgc.control.plan import Plan
 from edgc.runtime.channel import all_reduce_bytes
@@ -28,9 +29,9 @@ from experiments.data.folder import load_info
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session, build
 from experiments.training.checkpoint import METRICS, Checkpoints, Progress, save_model
-from experiments.training.events import plain, read_events
 from experiments.training.experts import is_expert
-from experiments.training.metrics import History, Step, gather_step, rank_step
+from experiments.training.metrics import History, Step, gather_numbers, gather_step, rank_step
+from experiments.training.outputs import read_events
 from experiments.training.run_folder import CHECKPOINTS
 from experiments.training.run_log import RunLog, perplexity
 from experiments.training.signatures import SignatureWatch
@@ -44,9 +45,7 @@ class Trainer:
     """Runs the iterations of one session and reports them.
 
     Args:
-        session: this rank's part of the job.
-        data_dir: folder of prepared data.
-        vocab_size: of the tokenizer.
+        session, data_dir: this rank's part of the job, and the folder of prepared data.
         attempt: folder for the run's files; rank 0 writes metrics and TensorBoard, stage leaders their probes.
             Checkpoints lie beside it, so that they outlive an attempt.
     """
@@ -133,13 +132,9 @@ class Trainer:
         losses = [self._schedule(batches, forward_only=True) for _ in range(self.run.train.eval_batches)]
         for chunk in self.session.chunks:
             chunk.train()
-        total = torch.tensor([math.nan, 0.0], dtype=torch.float64, device=self.session.device)
-        if self.session.is_last_stage:
-            total = total.new_tensor([sum(losses) / len(losses), 1.0])
-        rows = [torch.empty_like(total) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, total)
-        values = [float(row[0]) for row in rows if row[1] > 0]
-        return sum(values) / len(values)
+        mine = (sum(losses) / len(losses), self.session.is_last_stage)
+        means = [mean for mean, counts in gather_numbers(mine, self.session.device) if counts]
+        return sum(means) / len(means)
 
     # ------------------------------------------------------------------ the run
 
@@ -222,10 +217,8 @@ class Trainer:
         limit = self.run.edgc.min_compression_elements
         copies = int(parallel_state.get_expert_data_parallel_world_size())  # of an expert
         params = params_compressible = dense = 0
-        for parameters, replicas in (
-            ([p for p in every if not is_expert(p)], self.replicas),
-            ([p for p in every if is_expert(p)], copies),
-        ):
+        for of_experts, replicas in ((False, self.replicas), (True, copies)):
+            parameters = [p for p in every if is_expert(p) == of_experts]
             mine = torch.tensor(
                 [
                     sum(p.numel() for p in parameters),

@@ -13,7 +13,7 @@ import pytest
 from edgc.errors import UserError
 from experiments.analyse.runs import load_run, load_runs
 from experiments.training import outputs
-from experiments.training.events import EventLog, read_events
+from experiments.training.outputs import EventLog, read_events
 from tests.unit import synthetic_runs as synthetic
 
 
