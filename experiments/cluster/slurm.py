@@ -129,8 +129,7 @@ def check_resources(resources: Resources, cluster: dict[str, Partition] | None) 
             raise refuse(key, name, "the cluster has no such partition", f"it has {', '.join(cluster)}")
     if resources.account is not None:
         user = getpass.getuser()
-        about = ("show", "assoc", f"user={user}", "format=account")
-        answer = ask("sacctmgr", "--noheader", "--parsable2", *about)
+        answer = ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
         accounts = sorted(set((answer or "").split()))
         if accounts and resources.account not in accounts:
             what = f"not an account of user {user}"

@@ -214,7 +214,7 @@ def main(
     os.environ.update(OFFLINE)  # before anything imports the hub's client
     files = read_tasks(tasks_dir, names(tasks) or None) if tasks_dir else []
     files += read_standard(names(standard))
-    folders = [*filter(None, [tasks_dir])]
+    folders = [tasks_dir] if tasks_dir else []
     folders += dict.fromkeys(task.folder for task in standard_tasks(names(standard)))
     found, rule = read_models(models), load_equivalence()
     check_writable(out)

@@ -266,8 +266,7 @@ class Trainer:
 
 def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:
     """The whole of one rank; returns the summary on rank 0, None elsewhere."""
-    session = build(run, vocab_size)
-    summary = Trainer(session, data_dir, vocab_size, attempt).train()
+    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train()
     reporter = dist.get_rank() == 0
     dist.barrier()
     parallel_state.destroy_model_parallel()
