@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from edgc.checks import plain
 from edgc.control.plan import Decision
 from edgc.megatron import cpu_shims
 from edgc.runtime.channel import Mark
 from experiments.spec.settings import RunConfig
-from experiments.training.events import plain
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state

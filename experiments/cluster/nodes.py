@@ -56,11 +56,7 @@ def tell(attempt: Path, node: int, error: str) -> None:
 
 
 def error_elsewhere(attempt: Path, nodes: int) -> str | None:
-    """The error that another node has left, if any has.
-
-    Raises:
-        UserError: that node refused what it was given.
-    """
+    """The error that another node has left, if any; ``UserError`` where that node refused what it was given."""
     deadline = time.monotonic() + TELL_SECONDS
     while nodes > 1:
         errors = forget_errors(attempt)

@@ -78,11 +78,7 @@ def resources_file() -> Path:
 
 
 def load_resources() -> Resources:
-    """Read and check the site file.
-
-    Raises:
-        UserError: naming the key and the file.
-    """
+    """Read and check the site file; ``UserError`` names the key and the file."""
     path = resources_file()
     resources: Resources = validate(Resources, {} if _says_nothing(path) else load_yaml(path), path)
     return resources

@@ -50,11 +50,7 @@ def only_looks(arguments: Sequence[str]) -> bool:
 
 
 def require() -> None:
-    """Refuse to go on without Slurm's commands.
-
-    Raises:
-        UserError: naming those that are missing.
-    """
+    """Refuse to go on without Slurm's commands; ``UserError`` names those that are missing."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         fix = "start it on a node of the cluster that has them, or leave --profile slurm out; -n plans without Slurm"
@@ -124,11 +120,7 @@ def partitions() -> dict[str, Partition] | None:
 
 
 def check_resources(resources: Resources, cluster: dict[str, Partition] | None) -> None:
-    """Compare the names in the site file with the cluster's.
-
-    Raises:
-        UserError: a partition or an account that the cluster does not have.
-    """
+    """Refuse a partition or an account in the site file that the cluster does not have, with a ``UserError``."""
     if cluster is None:
         return
     for key in ("partition", "cpu_partition"):
@@ -137,8 +129,7 @@ def check_resources(resources: Resources, cluster: dict[str, Partition] | None) 
             raise refuse(key, name, "the cluster has no such partition", f"it has {', '.join(cluster)}")
     if resources.account is not None:
         user = getpass.getuser()
-        about = ("show", "assoc", f"user={user}", "format=account")
-        answer = ask("sacctmgr", "--noheader", "--parsable2", *about)
+        answer = ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
         accounts = sorted(set((answer or "").split()))
         if accounts and resources.account not in accounts:
             what = f"not an account of user {user}"
@@ -155,11 +146,7 @@ def of_training(resources: Resources, cluster: dict[str, Partition] | None) -> P
 
 
 def check_runs(resources: Resources, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
-    """Refuse runs that the partition of training could never start.
-
-    Raises:
-        UserError: naming the key of the site file, and what the partition has.
-    """
+    """Refuse runs that the partition of training could never start; ``UserError`` names the key and what there is."""
     partition = of_training(resources, cluster)
     if partition is None:
         return
@@ -227,11 +214,7 @@ def jobs_of(folder: Path) -> list[str]:
 
 
 def cancel_jobs(folder: Path) -> int:
-    """Cancel what a killed Snakemake has left in the queue, and wait for its end; returns how many jobs there were.
-
-    Raises:
-        UserError: if they do not end.
-    """
+    """Cancel what a killed Snakemake has left in the queue; returns how many. ``UserError`` where they do not end."""
     first = left = jobs_of(folder)
     if left:
         ask("scancel", *left)

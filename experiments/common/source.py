@@ -43,8 +43,7 @@ def fingerprint(*modules: str, files: Iterable[Path] = (), without: Iterable[str
     """Of the code of ``modules`` and of every module of the project that they import, directly or not.
 
     Args:
-        modules: names with dots.
-        files: others that the programs read, by content.
+        modules, files: names with dots, and other files that the programs read, by content.
         without: modules whose imports are not followed, because what they say is a parameter of its own.
     """
     total = hashlib.sha256()

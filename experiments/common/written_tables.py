@@ -10,6 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,7 @@ def write_text(path: Path, content: str) -> None:
     record = record_of(path)
     record.unlink(missing_ok=True)
     atomic_write(path, content)
-    found = manifest.entry(path)
-    atomic_write(record, json.dumps({"bytes": found.bytes, "sha256": found.sha256}) + "\n")
+    atomic_write(record, json.dumps(asdict(manifest.entry(path))) + "\n")
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
@@ -51,18 +51,13 @@ def damaged(path: Path, problem: str) -> UserError:
 
 
 def check(path: Path) -> None:
-    """Compare a table with what was written.
-
-    Raises:
-        UserError: it was cut short or altered.
-    """
+    """Compare a table with what was written; ``UserError`` where it was cut short or altered."""
     content = path.read_bytes()
     if not content.endswith(b"\n"):
         raise damaged(path, "is cut short" if content else "is empty")
     try:
-        recorded = json.loads(record_of(path).read_text(encoding="utf-8"))
-        expected = manifest.Entry(recorded["bytes"], recorded["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+        expected = manifest.Entry(**json.loads(record_of(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return  # a table that was copied, or written by an earlier version
     problem = manifest.problem(path, expected)
     if problem is not None:
@@ -70,11 +65,7 @@ def check(path: Path) -> None:
 
 
 def read(path: Path, **options: Any) -> pd.DataFrame:
-    """A table by pandas, whose ``options`` are given on.
-
-    Raises:
-        UserError: it was cut short or altered.
-    """
+    """A table by pandas, whose ``options`` are given on; ``UserError`` where it was cut short or altered."""
     import pandas as pd
 
     check(path)

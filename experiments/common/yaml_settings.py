@@ -42,11 +42,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def ends_whole(path: Path) -> None:
-    """Refuse a list that does not end with YAML's end of document, ``...``: a shorter one would say nothing.
-
-    Raises:
-        UserError: the file was cut short.
-    """
+    """Refuse a list without YAML's end of document, ``...``: cut short it would say nothing. Raises ``UserError``."""
     if not path.read_text(encoding="utf-8").endswith("\n...\n"):
         fix = "restore it from version control; its last line is `...`"
         raise UserError("the file is cut short", where=path, fix=fix)

@@ -18,11 +18,7 @@ app = typer.Typer(add_completion=False)
 
 
 def find_config(scale: str, name: str) -> DataConfig:
-    """The ``data`` settings whose ``path`` is ``name``: the scale's defaults, else a study's.
-
-    Raises:
-        UserError: no run of the scale has such data.
-    """
+    """The ``data`` settings with this ``path``, of the scale or else of a study; ``UserError`` where there are none."""
     path = matrix.scale_path(scale)
     default = validate(DataConfig, matrix.load_scale(scale).defaults.get("data", {}), f"{path}, data")
     known = {default.path: default}

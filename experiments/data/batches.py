@@ -1,15 +1,13 @@
 """Micro-batches for GPT and BERT, the same global batches for every layout of processes.
 
-Sample ``k`` of a run is entry ``k`` of a permutation seeded by the run's seed; global batch ``i`` holds
-samples ``[i*G, (i+1)*G)``; data-parallel rank ``d`` of ``D`` takes the ``d``-th contiguous share of ``G/D``
-samples and cuts it into micro-batches. So neither the data-parallel degree nor the micro-batch size changes
-what a step learns from.
+Sample ``k`` of a run is entry ``k`` of a permutation seeded by the run's seed; global batch ``i`` holds samples
+``[i*G, (i+1)*G)``; data-parallel rank ``d`` of ``D`` takes the ``d``-th contiguous share of ``G/D`` samples and cuts it
+into micro-batches. So neither the data-parallel degree nor the micro-batch size changes what a step learns from.
 
-The blocks are Megatron's ``GPTDataset``: documents in shuffled order, concatenated, cut every
-``sequence_length`` tokens. It is opened directly, not through ``BlendedMegatronDatasetBuilder``: the builder
-holds world-wide barriers that every rank has to join, and Megatron writes its index files in place, where two
-runs that start together (or one that is killed) would leave a half-written index behind. Here an index is
-built in a private folder and renamed.
+The blocks are Megatron's ``GPTDataset``: documents in shuffled order, concatenated, cut every ``sequence_length``
+tokens. It is opened directly, not through ``BlendedMegatronDatasetBuilder``: the builder holds world-wide barriers that
+every rank has to join, and Megatron writes its index files in place, where two runs that start together (or one that is
+killed) would leave a half-written index behind. Here an index is built in a private folder and renamed.
 """
 
 from __future__ import annotations
@@ -69,10 +67,9 @@ class _Vocabulary:
 class MaskedDataset(GPTDataset):
     """BERT's masked-language-model samples over the same blocks of text.
 
-    Megatron's ``BERTMaskedWordPieceDataset`` does not fit: it wants documents stored sentence by sentence and
-    a word-piece vocabulary, and from a document stored as one item it would use only the first block. Masks
-    depend on the seed and the sample's place in the run alone, so they differ between epochs and repeat
-    between layouts.
+    Megatron's ``BERTMaskedWordPieceDataset`` does not fit: it wants documents stored sentence by sentence and a
+    word-piece vocabulary, and from a document stored as one item it would use only the first block. Masks depend on the
+    seed and the sample's place in the run alone, so they differ between epochs and repeat between layouts.
     """
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
@@ -100,44 +97,28 @@ class Batches:
     Args:
         dataset: samples in the order of the run.
         iterations: number of global batches.
-        global_batch, micro_batch: in samples.
         dp_rank, dp_size: this replica and their number.
-        masked: BERT batches: ``attention_mask`` is a [b, s] tensor of ones (nothing is padding) instead of
-            None.
     """
 
-    def __init__(
-        self,
-        dataset: GPTDataset,
-        iterations: int,
-        global_batch: int,
-        micro_batch: int,
-        dp_rank: int,
-        dp_size: int,
-        masked: bool,
-    ) -> None:
+    def __init__(self, dataset: GPTDataset, cfg: RunConfig, iterations: int, dp_rank: int, dp_size: int) -> None:
+        global_batch, micro_batch = cfg.train.global_batch, cfg.train.micro_batch
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"data-parallel rank {dp_rank} is outside [0, {dp_size})")
         if global_batch % (micro_batch * dp_size):
             chunk = micro_batch * dp_size
             message = f"train.global_batch = {global_batch} is not divisible by micro_batch * data = {chunk}"
             raise UserError(message, fix="choose a multiple")
-        self._dataset = dataset
-        self.iterations = iterations
+        self.iterations, self._dataset = iterations, dataset
         self._global_batch, self._micro_batch = global_batch, micro_batch
-        self._share = global_batch // dp_size
-        self._dp_rank = dp_rank
-        length = dataset.config.sequence_length
+        self._share, self._dp_rank = global_batch // dp_size, dp_rank
+        length = cfg.model.sequence_length
         self._position_ids = torch.arange(length).repeat(micro_batch, 1)
+        # BERT's of ones: nothing is padding.
+        masked = cfg.model.architecture == "bert"
         self._attention_mask = torch.ones(micro_batch, length, dtype=torch.long) if masked else None
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of this replica per iteration."""
-        return self._share // self._micro_batch
-
     def __len__(self) -> int:
-        return self.iterations * self.micro_batches
+        return self.iterations * self._share // self._micro_batch
 
     def iteration(self, index: int) -> list[MicroBatch]:
         """The micro-batches of iteration ``index`` (0-based) for this replica."""
@@ -170,17 +151,14 @@ def train_batches(
 ) -> Iterator[MicroBatch]:
     """Micro-batches of one replica for a run's iterations ``start_iteration`` (0-based) to the last.
 
-    Where ``torch.distributed`` is initialised, rank 0 has to call this too: it builds a missing index, others
-    wait.
+    Where ``torch.distributed`` is initialised, rank 0 has to call this too: it builds a missing index, others wait.
 
     Raises:
         UserError: the data folder is missing or was prepared with other settings.
     """
-    train = cfg.train
-    dataset = _open(cfg, data_dir, "train", train.iterations * train.global_batch, cfg.seed)
-    masked = cfg.model.architecture == "bert"
-    batches = Batches(dataset, train.iterations, train.global_batch, train.micro_batch, dp_rank, dp_size, masked)
-    return batches.start(start_iteration)
+    iterations = cfg.train.iterations
+    dataset = _open(cfg, data_dir, "train", iterations * cfg.train.global_batch, cfg.seed)
+    return Batches(dataset, cfg, iterations, dp_rank, dp_size).start(start_iteration)
 
 
 def validation_batches(cfg: RunConfig, data_dir: Path, dp_rank: int, dp_size: int) -> Batches:
@@ -199,8 +177,7 @@ def validation_batches(cfg: RunConfig, data_dir: Path, dp_rank: int, dp_size: in
             f"{cfg.model.sequence_length} tokens, the data has {available}"
         )
         raise UserError(message, where=data_dir, fix=fix)
-    masked = cfg.model.architecture == "bert"
-    return Batches(dataset, train.eval_batches, train.global_batch, train.micro_batch, dp_rank, dp_size, masked)
+    return Batches(dataset, cfg, train.eval_batches, dp_rank, dp_size)
 
 
 def _open(cfg: RunConfig, data_dir: Path, split: str, samples: int | None, seed: int) -> GPTDataset:
@@ -261,8 +238,7 @@ def _publish_index(cache: Path, build: Callable[[Path], GPTDataset]) -> None:
 
 
 def _wait_for(cache: Path) -> None:
-    # Megatron lets only rank 0 write an index; polling needs no collective that every rank would have to
-    # join.
+    # Megatron lets only rank 0 write an index; polling needs no collective that every rank would have to join.
     deadline = time.monotonic() + _INDEX_PATIENCE_SECONDS
     while not cache.exists():
         if time.monotonic() > deadline:

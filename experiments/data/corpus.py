@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.spec.settings import DataConfig
 
@@ -52,14 +53,15 @@ class Source(ABC):
     """Documents of one corpus.
 
     Args:
+        where: the folder or dataset id, for messages.
         max_documents: stop after this many distinct documents; None takes all.
     """
 
     #: shares of (train, validation, test), in thousandths
     shares: tuple[int, int, int] = (900, 50, 50)
 
-    def __init__(self, max_documents: int | None = None) -> None:
-        self.max_documents = max_documents
+    def __init__(self, where: object, max_documents: int | None) -> None:
+        self.where, self.max_documents = str(where), max_documents
 
     @abstractmethod
     def _texts(self) -> Iterator[tuple[str, str]]:
@@ -68,11 +70,6 @@ class Source(ABC):
     @abstractmethod
     def identity(self) -> str:
         """Hex digest that changes when the source would yield other documents; cheap next to tokenizing."""
-
-    @property
-    @abstractmethod
-    def where(self) -> str:
-        """The folder or dataset id, for messages."""
 
     def documents(self) -> Iterator[Document]:
         """Yield the distinct, non-empty documents; of equal texts the first is kept.
@@ -92,8 +89,7 @@ class Source(ABC):
             if len(seen) == self.max_documents:
                 return
         if not seen:
-            fix = "give documents with text in them"
-            raise UserError("the corpus holds no text", where=self.where, fix=fix)
+            raise UserError("the corpus holds no text", where=self.where, fix="give documents with text in them")
 
     def split_of(self, document: Document) -> str:
         """``train``, ``validation`` or ``test``, from the hash of the path."""
@@ -109,27 +105,18 @@ class StandardLibrary(Source):
     """The ``.py`` files of the running Python's standard library, without tests and build-machine files."""
 
     def __init__(self, max_documents: int | None = None, root: Path | None = None) -> None:
-        super().__init__(max_documents)
         self.root = root or Path(sysconfig.get_paths()["stdlib"])
-
-    @property
-    def where(self) -> str:
-        return str(self.root)
+        super().__init__(self.root, max_documents)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         for path in sorted(self.root.rglob("*.py"), key=lambda path: path.relative_to(self.root).as_posix()):
             relative = path.relative_to(self.root)
-            folders = relative.parts[:-1]
-            if relative.parts[0] in _STDLIB_SKIP_TOP or _STDLIB_SKIP_ANY.intersection(folders):
-                continue
-            if relative.name.startswith("_sysconfigdata"):
+            skipped = relative.parts[0] in _STDLIB_SKIP_TOP or _STDLIB_SKIP_ANY.intersection(relative.parts[:-1])
+            if skipped or relative.name.startswith("_sysconfigdata"):
                 continue
             try:
                 text = path.read_text(encoding="utf-8")
-            except (
-                UnicodeDecodeError,
-                OSError,
-            ):  # a few files of the library are in other encodings by design
+            except (UnicodeDecodeError, OSError):  # a few files of the library are in other encodings by design
                 continue
             if len(text) >= _STDLIB_MIN_CHARACTERS:
                 yield relative.as_posix(), text
@@ -145,13 +132,9 @@ class TextFolder(Source):
     """A folder of ``.txt`` and ``.jsonl`` files, searched recursively."""
 
     def __init__(self, folder: Path, max_documents: int | None = None) -> None:
-        super().__init__(max_documents)
+        super().__init__(folder, max_documents)
         self.folder = folder
         self.files = _files(folder, (".txt", ".jsonl"))
-
-    @property
-    def where(self) -> str:
-        return str(self.folder)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         for path in self.files:
@@ -187,20 +170,17 @@ class HuggingFaceText(Source):
     shares = (949, 50, 1)
 
     def __init__(self, dataset: str, revision: str | None, max_documents: int | None = None) -> None:
-        super().__init__(max_documents)
+        super().__init__(f"{dataset}@{revision}", max_documents)
         self.dataset, self.revision = dataset, revision
         self.folder: Path | None = None
         self.files: list[Path] = []
         if Path(dataset).is_dir() or dataset.startswith((".", "/", "~")):
             self.folder = Path(dataset).expanduser()
+            self.where = str(self.folder)
             self.files = _files(self.folder, (".parquet", ".json", ".jsonl"))
             if len({path.suffix == ".parquet" for path in self.files}) > 1:
                 fix = "keep only one kind of file in the folder"
                 raise UserError("data.dataset mixes parquet and JSON files", where=self.folder, fix=fix)
-
-    @property
-    def where(self) -> str:
-        return str(self.folder) if self.folder else f"{self.dataset}@{self.revision}"
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         try:
@@ -234,7 +214,7 @@ class HuggingFaceText(Source):
     def identity(self) -> str:
         if self.folder:
             return _digest_of_files(self.folder, self.files)
-        return hashlib.sha256(f"{self.dataset}@{self.revision}".encode()).hexdigest()
+        return hashlib.sha256(self.where.encode()).hexdigest()
 
 
 def normalise(config: DataConfig) -> DataConfig:
@@ -254,11 +234,7 @@ def normalise(config: DataConfig) -> DataConfig:
 
 
 def open_source(config: DataConfig) -> Source:
-    """The source that ``config`` names.
-
-    Raises:
-        UserError: a folder is missing or has no readable file, naming key, path and fix.
-    """
+    """The source that ``config`` names; ``UserError`` where a folder is missing or has no readable file."""
     config = normalise(config)
     if config.source == "stdlib":
         return StandardLibrary(config.max_documents)
@@ -287,9 +263,7 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def _digest_of_files(folder: Path, files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
-        with path.open("rb") as handle:
-            content = hashlib.file_digest(handle, "sha256").hexdigest()
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{manifest.entry(path).sha256}\n".encode())
     return digest.hexdigest()
 
 

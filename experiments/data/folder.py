@@ -48,10 +48,6 @@ class DataInfo:
     def source(self) -> str:
         return str(self.config["source"])
 
-    @property
-    def tokens_per_byte(self) -> float:
-        return sum(self.tokens.values()) / sum(self.bytes.values())
-
     def content(self) -> dict[str, Any]:
         """What ``data.yaml`` holds, in the order in which it is written."""
         values = {"source": self.source, **asdict(self)}
@@ -59,11 +55,7 @@ class DataInfo:
 
 
 def load_info(folder: Path) -> DataInfo:
-    """Read ``data.yaml`` of a prepared folder.
-
-    Raises:
-        UserError: the folder is missing, incomplete or of another format.
-    """
+    """Read ``data.yaml`` of a folder; ``UserError`` where that is missing, incomplete or of another format."""
     path = folder / "data.yaml"
     fix = "prepare it: python -m experiments.data prepare --scale <scale> --name " + folder.name
     if not path.is_file():
@@ -104,11 +96,7 @@ def check_config(info: DataInfo, config: DataConfig, folder: Path) -> None:
 
 
 def texts(folder: Path, split: str) -> Iterator[Document]:
-    """Regenerate the documents of ``split`` from the source of ``folder``, in the same order.
-
-    Raises:
-        UserError: the source no longer yields the documents that were prepared.
-    """
+    """The documents of ``split`` again from the source of ``folder``, in order; ``UserError`` if they have changed."""
     if split not in SPLITS:
         raise UserError(f"unknown split {split!r}", fix=f"use one of {', '.join(SPLITS)}")
     info = load_info(folder)

@@ -49,13 +49,7 @@ def damaged(path: Path, problem: str, fix: str | None = None) -> UserError:
 
 
 def check(folder: Path, info: DataInfo, names: Iterable[str], checksums: bool) -> None:
-    """Compare the files ``names`` of ``folder`` with ``info``: sizes and, if wanted, ``checksums`` of small files.
-
-    A folder written before ``data.yaml`` had sizes is checked by its counts.
-
-    Raises:
-        UserError: naming the first file that is missing, cut short or altered, and the folder to delete.
-    """
+    """Does :func:`experiments.data.folder.check_whole`; what was written before ``data.yaml`` had sizes, by counts."""
     for name in names:
         path, expected = folder / name, _expected(name, info, checksums)
         if expected is None and not path.exists():
@@ -85,11 +79,7 @@ def _expected(name: str, info: DataInfo, checksums: bool) -> manifest.Entry | No
 
 
 def check_indices(folder: Path) -> None:
-    """Refuse a sample order in ``index_cache/`` that was cut short: each array has to be as long as its header says.
-
-    Raises:
-        UserError: naming the file and the folder to delete, which the next run makes again.
-    """
+    """Refuse (``UserError``) a sample order in ``index_cache/`` that was cut short: shorter than its header says."""
     from numpy.lib import format as npy
 
     for path in sorted((folder / INDEX_CACHE).glob("[!.]*/*.npy")):

@@ -23,6 +23,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from filelock import FileLock
 
+from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.common.files import atomic_write, check_space, check_writable
 from experiments.data import integrity
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
 
     from experiments.data.token_shards import Encoded, Shards
     from experiments.data.tokenizer import TextTokenizer
-
-    MakeShards = Callable[[TextTokenizer, Any], Shards]
 
 OPENWEBTEXT_DOCUMENTS, OPENWEBTEXT_TOKENS = 8_013_769, 9.04e9
 BYTES_BESIDE_TOKENS = 220  # of a document: its line in documents.jsonl and its entries in the indices
@@ -65,7 +65,7 @@ def prepare(
 
     Args:
         config: the ``data`` settings; ``path`` is not used.
-        folder: where the prepared data goes; replaced only if it holds prepared data or nothing.
+        folder: replaced only if it holds prepared data or nothing.
         tokenizer_files: folder with GPT-2's tokenizer files, for ``tokenizer: gpt2`` without network.
         show: progress bar and messages on stderr.
         workers: processes that tokenise an ``openwebtext`` source, whose shards outlive a kill
@@ -90,16 +90,16 @@ def prepare(
             return done
         for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
             shutil.rmtree(leftover)
-        partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-        partial.mkdir()
+        new = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+        new.mkdir()
         try:
-            shards = None
+            make_shards = None
             if config.source == "openwebtext":
                 there = sum(file.stat().st_size for file in folder.parent.glob(f".{folder.name}.shards-*/*"))
                 check_space(folder.parent, space_needed(config, source) - there)
-                shards = _shards(folder, workers, shard_documents)
-            info = _write(config, source, identity, partial, tokenizer_files, show, shards)
-            _publish(partial, folder)
+                make_shards = partial(_shards, folder, workers, shard_documents)
+            info = _write(config, source, identity, new, tokenizer_files, show, make_shards)
+            manifest.publish(new, folder)
             for leftover in folder.parent.glob(f".{folder.name}.shards-*"):
                 shutil.rmtree(leftover)
         except OSError as error:
@@ -108,26 +108,22 @@ def prepare(
             fix = "free space and start it again: shards that are finished are kept"
             raise UserError("no space left on the disk", where=folder.parent, fix=fix) from None
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(new, ignore_errors=True)
     _say(f"data {folder.name}: prepared ({_summary(info)})", show)
     return info
 
 
-def _shards(folder: Path, workers: int, size: int | None) -> MakeShards:
-    """Makes the shards of ``folder`` beside it; those of another tokenizer are deleted."""
+def _shards(folder: Path, workers: int, size: int | None, tokenizer: TextTokenizer, dtype: Any) -> Shards:
+    """The shards of ``folder``, beside it; those of another tokenizer are deleted."""
     from experiments.data.token_shards import SHARD_DOCUMENTS, Shards
 
     size = size or SHARD_DOCUMENTS
-
-    def make(tokenizer: TextTokenizer, dtype: Any) -> Shards:
-        key = hashlib.sha256(f"{size}\0{dtype.__name__}\0{tokenizer.to_json()}".encode()).hexdigest()[:16]
-        own = folder.parent / f".{folder.name}.shards-{key}"
-        for other in folder.parent.glob(f".{folder.name}.shards-*"):
-            if other != own:
-                shutil.rmtree(other)
-        return Shards(own, tokenizer, dtype, workers=workers, size=size)
-
-    return make
+    key = hashlib.sha256(f"{size}\0{dtype.__name__}\0{tokenizer.to_json()}".encode()).hexdigest()[:16]
+    own = folder.parent / f".{folder.name}.shards-{key}"
+    for other in folder.parent.glob(f".{folder.name}.shards-*"):
+        if other != own:
+            shutil.rmtree(other)
+    return Shards(own, tokenizer, dtype, workers=workers, size=size)
 
 
 def space_needed(config: DataConfig, source: Source) -> int:
@@ -149,7 +145,7 @@ def _write(
     folder: Path,
     tokenizer_files: Path | None,
     show: bool,
-    make_shards: MakeShards | None,
+    make_shards: Callable[[TextTokenizer, Any], Shards] | None,
 ) -> DataInfo:
     # Only here: both take seconds to import, and reading a prepared folder's facts needs neither.
     import numpy
@@ -205,44 +201,33 @@ def _tokenizer(config: DataConfig, source: Source, files: Path | None, progress:
     if config.tokenizer == "gpt2":
         return tokenizer.load_gpt2(files)
     if config.vocab_size is None:
-        fix = "set data.vocab_size, e.g. 4096"
-        raise UserError("data.vocab_size is missing for data.tokenizer = bpe", fix=fix)
+        raise UserError("data.vocab_size is missing for data.tokenizer = bpe", fix="set data.vocab_size, e.g. 4096")
     train = (document for document in source.documents() if source.split_of(document) == "train")
-    task = progress.add_task("train tokenizer", total=None)
-    trained = tokenizer.train_bpe((document.text for document in _counted(train, progress, task)), config.vocab_size)
-    progress.update(task, total=progress.tasks[task].completed)
-    return trained
+    counted = _counted(train, progress, "train tokenizer")
+    return tokenizer.train_bpe((document.text for document in counted), config.vocab_size)
 
 
 def _encode(
     documents: Iterator[Document], tokenizer: TextTokenizer, progress: Progress, shards: Shards | None
 ) -> Iterator[Encoded]:
-    task = progress.add_task("write tokens", total=None)
+    counted = _counted(documents, progress, "write tokens")
     if shards is not None:
-        yield from shards.encode(_counted(documents, progress, task))
-        progress.update(task, total=progress.tasks[task].completed)
+        yield from shards.encode(counted)
         return
     # The copy lags by one chunk only, so a streamed corpus stays out of memory.
-    named, encoded = tee(_counted(documents, progress, task))
+    named, encoded = tee(counted)
     ids = tokenizer.encode_documents(document.text for document in encoded)
     for document, row in zip(named, ids, strict=True):
         yield document, len(document.text.encode("utf-8")), row
-    progress.update(task, total=progress.tasks[task].completed)
 
 
-def _counted(documents: Iterable[Document], progress: Progress, task: Any) -> Iterator[Document]:
+def _counted(documents: Iterable[Document], progress: Progress, what: str) -> Iterator[Document]:
+    """The documents, beside a bar that shows ``what`` is done with them, and at the end of how many."""
+    task = progress.add_task(what, total=None)
     for document in documents:
         progress.advance(task)
         yield document
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Rename ``partial`` to ``folder``; an older folder is moved aside first and deleted last."""
-    old = folder.parent / f".{folder.name}.partial-old-{os.getpid()}"
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    progress.update(task, total=progress.tasks[task].completed)
 
 
 def _progress(show: bool) -> Progress:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.common.files import atomic_write
 from experiments.common.processes import die_with_parent
@@ -41,9 +42,7 @@ class Shards:
     """The shards of one corpus in ``folder``.
 
     Args:
-        folder: made if missing; of the same tokenizer and type at every call.
-        tokenizer: of all documents.
-        dtype: of the token ids.
+        folder: made if missing; of the same tokenizer and type of token ids at every call.
         workers: processes; 1 works in this one.
         size: documents of a shard.
 
@@ -63,8 +62,7 @@ class Shards:
         if workers < 1:
             raise UserError(f"--workers = {workers} is not valid", fix="use 1 or more")
         self.folder, self.size, self.workers, self.made = folder, size, workers, 0
-        self._definition, self._dtype = tokenizer.to_json(), np.dtype(dtype)
-        self._here = tokenizer
+        self._here, self._definition, self._dtype = tokenizer, tokenizer.to_json(), np.dtype(dtype)
         folder.mkdir(parents=True, exist_ok=True)
 
     def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
@@ -80,8 +78,7 @@ class Shards:
         if self.workers > 1:
             # Forked, workers would share locks of whatever threads there are.
             context = multiprocessing.get_context("spawn")
-            arguments = (self._definition,)
-            pool = ProcessPoolExecutor(self.workers, context, initializer=_begin, initargs=arguments)
+            pool = ProcessPoolExecutor(self.workers, context, initializer=_begin, initargs=(self._definition,))
         under_way: deque[tuple[Path, list[tuple[Document, int]], Future[None] | None]] = deque()
         remaining = enumerate(iter(lambda: list(islice(source, self.size)), []))
         try:
@@ -128,9 +125,7 @@ def intact(path: Path, documents: str) -> bool:
     """Whether ``path`` holds the token ids of these documents, unchanged since they were written."""
     try:
         about = json.loads(path.with_suffix(".json").read_text())
-        with path.open("rb") as handle:
-            found = hashlib.file_digest(handle, "sha256").hexdigest()
-        return bool(about["documents"] == documents and about["sha256"] == found)
+        return bool(about["documents"] == documents and about["sha256"] == manifest.entry(path).sha256)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -142,12 +137,8 @@ def write(tokenizer: TextTokenizer, path: Path, documents: str, texts: Sequence[
     encoded = list(tokenizer.encode_documents(texts))
     ids = np.concatenate([np.asarray(row, dtype=dtype) for row in encoded]).tobytes()
     atomic_write(path, ids)
-    content = {
-        "documents": documents,
-        "lengths": [len(row) for row in encoded],
-        "sha256": hashlib.sha256(ids).hexdigest(),
-    }
-    atomic_write(about, json.dumps(content))
+    content = {"documents": documents, "lengths": [len(row) for row in encoded]}
+    atomic_write(about, json.dumps(content | {"sha256": hashlib.sha256(ids).hexdigest()}))
 
 
 def _digest(chunk: Sequence[Document]) -> str:

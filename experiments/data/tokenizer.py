@@ -1,8 +1,7 @@
 """Text to token ids: a byte-level BPE trained on the train split, or GPT-2's own BPE.
 
-Token ids of the trained BPE: ``<|endoftext|>`` 0, ``[CLS]`` 1, ``[SEP]`` 2, ``[MASK]`` 3, ``[PAD]`` 4, then
-the 256 bytes and the merges. GPT-2's BPE keeps its ids (``<|endoftext|>`` 50256) and gets the other four
-appended.
+Token ids of the trained BPE: ``<|endoftext|>`` 0, ``[CLS]`` 1, ``[SEP]`` 2, ``[MASK]`` 3, ``[PAD]`` 4, then the 256
+bytes and the merges. GPT-2's BPE keeps its ids (``<|endoftext|>`` 50256) and gets the other four appended.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from edgc.errors import UserError
 from experiments.common.files import atomic_write
 
 END_OF_TEXT = "<|endoftext|>"
-MASK = "[MASK]"
-SPECIAL_TOKENS = (END_OF_TEXT, "[CLS]", "[SEP]", MASK, "[PAD]")
+MASK, PAD = "[MASK]", "[PAD]"
+SPECIAL_TOKENS = (END_OF_TEXT, "[CLS]", "[SEP]", MASK, PAD)
 MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
 GPT2 = "openai-community/gpt2"
 GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
@@ -88,11 +87,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load(path: Path) -> TextTokenizer:
-    """Read ``tokenizer.json``.
-
-    Raises:
-        UserError: the file is missing or no tokenizer.
-    """
+    """Read ``tokenizer.json``; ``UserError`` where it is missing or no tokenizer."""
     if not path.is_file():
         fix = "prepare the data: python -m experiments.data prepare"
         raise UserError("the tokenizer is missing", where=path, fix=fix)

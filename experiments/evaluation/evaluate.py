@@ -1,8 +1,7 @@
 """Zero-shot evaluation of exported models with lm-eval, offline, and the study's table.
 
-A (model, task) pair is evaluated once: its folder holds lm-eval's own ``results.json`` unchanged, the
-results per sample, and the hash of everything that went in; the pair is evaluated again only when that hash
-changes.
+A (model, task) pair is evaluated once: its folder holds lm-eval's own ``results.json`` unchanged, the results per
+sample, and the hash of everything that went in; the pair is evaluated again only when that hash changes.
 """
 
 from __future__ import annotations
@@ -164,34 +163,22 @@ def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator
         started = time.perf_counter()
         with quiet():
             results = simple_evaluate(
-                model=lm,
-                tasks=[task.name],
-                task_manager=manager,
-                bootstrap_iters=BOOTSTRAP,
-                log_samples=True,
-                **seeds,
+                model=lm, tasks=[task.name], task_manager=manager, bootstrap_iters=BOOTSTRAP, log_samples=True, **seeds
             )
         samples = results.pop("samples")[task.name]
         target = work.out / model.name / task.name
         (target / "inputs.json").unlink(missing_ok=True)
         atomic_write(target / "results.json", json.dumps(results, indent=1, **encode) + "\n")
-        lines = "".join(json.dumps(row, **encode) + "\n" for row in samples)
-        atomic_write(target / "samples.jsonl", lines)
+        atomic_write(target / "samples.jsonl", "".join(json.dumps(row, **encode) + "\n" for row in samples))
         # Not part of the digest: what a GPU node has evaluated is not done again where there is none.
-        record = inputs(model, task, work.batch_size) | {
-            "device": work.device,
-            "seconds": round(time.perf_counter() - started, 3),
-        }
+        record = inputs(model, task, work.batch_size)
+        record |= {"device": work.device, "seconds": round(time.perf_counter() - started, 3)}
         atomic_write(target / "inputs.json", json.dumps(record, indent=1) + "\n")
         yield task
 
 
 def chosen_device(device: str) -> str:
-    """``auto`` is a GPU if there is one.
-
-    Raises:
-        UserError: a GPU is asked for and there is none.
-    """
+    """``auto`` is a GPU if there is one; ``UserError`` where one is asked for and there is none."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -227,7 +214,7 @@ def main(
     os.environ.update(OFFLINE)  # before anything imports the hub's client
     files = read_tasks(tasks_dir, names(tasks) or None) if tasks_dir else []
     files += read_standard(names(standard))
-    folders = [*filter(None, [tasks_dir])]
+    folders = [tasks_dir] if tasks_dir else []
     folders += dict.fromkeys(task.folder for task in standard_tasks(names(standard)))
     found, rule = read_models(models), load_equivalence()
     check_writable(out)

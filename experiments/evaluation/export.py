@@ -32,7 +32,6 @@ from experiments.training.run_folder import STATUSES
 
 TOLERANCE = 1e-4  # largest absolute difference of a logit, fp32
 MARKER = "run.json"  # in every exported folder, also of runs that left no model
-app = typer.Typer(add_completion=False)
 
 
 def check_run(folder: Path) -> tuple[RunConfig, str]:
@@ -75,39 +74,29 @@ def read_config(path: Path) -> RunConfig:
 
 def read_tokenizer(data: Path, config: RunConfig, recorded: str | None) -> tuple[Any, int]:
     """(``PreTrainedTokenizerFast``, end-of-text id) of a data folder that must be the run's own."""
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from experiments.data.tokenizer import END_OF_TEXT
+    from experiments.data.tokenizer import END_OF_TEXT, PAD, load
 
     info, path = load_info(data), data / "tokenizer.json"
     if recorded is not None and info.fingerprint != recorded:
         what = "the data's fingerprint is not the one recorded by the run"
-        fix = "use the data folder that the run was trained on"
-        raise UserError(what, where=data / "data.yaml", fix=fix)
+        raise UserError(what, where=data / "data.yaml", fix="use the data folder that the run was trained on")
     check_whole(data, info, (path.name,))
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception
-        raise UserError(f"not a tokenizer file: {error}", where=path, fix="prepare the data again") from None
-    size = tokenizer.get_vocab_size()
-    if size != info.vocab_size:
-        message = f"the tokenizer has {size} tokens, data.yaml says {info.vocab_size}"
+    tokenizer = load(path)
+    if tokenizer.vocab_size != info.vocab_size:
+        message = f"the tokenizer has {tokenizer.vocab_size} tokens, data.yaml says {info.vocab_size}"
         raise UserError(message, where=path, fix="prepare the data again")
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    if end_of_text is None:
-        raise UserError(f"the tokenizer has no {END_OF_TEXT}", where=path, fix="prepare the data again")
-    pad = "[PAD]" if tokenizer.token_to_id("[PAD]") is not None else END_OF_TEXT
     fast = PreTrainedTokenizerFast(
         tokenizer_file=str(path),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=pad,
+        pad_token=PAD,
         model_max_length=config.model.sequence_length,
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # as in training: a special token spelled out in a text is ordinary text
     )
-    return fast, end_of_text
+    return fast, tokenizer.end_of_text
 
 
 @contextlib.contextmanager
@@ -157,17 +146,9 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
         rows = saved["embedding.word_embeddings.weight"].global_shape[0]
         if rows != padded_vocabulary(vocab_size, config.parallel.tensor):
             what = f"{rows} embedding rows do not fit {vocab_size} tokens"
-            fix = "use the data folder that the run was trained on"
-            raise UserError(what, where=checkpoint, fix=fix)
+            raise UserError(what, where=checkpoint, fix="use the data folder that the run was trained on")
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))["model"]
-    except (
-        CheckpointingException,
-        CheckpointException,
-        OSError,
-        LookupError,
-        RuntimeError,
-        ValueError,
-    ) as error:
+    except (CheckpointingException, CheckpointException, OSError, LookupError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:240]
         message = f"the checkpoint does not hold this model: {reason}"
         raise UserError(message, where=checkpoint, fix="train the run again") from None
@@ -179,16 +160,13 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
 def fresh_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces ``path`` on success; on failure ``path`` stays as it was."""
     check_writable(path.parent)
-    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.mkdir()
     try:
         yield temporary
-        if path.exists():
-            path.replace(old)
-        temporary.replace(path)
+        manifest.publish(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
@@ -227,7 +205,6 @@ def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
     return summary
 
 
-@app.command()
 @main_guard
 def main(
     runs: Annotated[list[Path], typer.Argument(help="run folders")],
@@ -237,8 +214,7 @@ def main(
     """Export run folders, several in one process because its imports take longer than the work."""
     twice = next((run for run in runs if [other.name for other in runs].count(run.name) > 1), None)
     if twice is not None:
-        fix = "export them to different folders"
-        raise UserError(f"two run folders are called {twice.name}", where=twice, fix=fix)
+        raise UserError(f"two run folders are called {twice.name}", where=twice, fix="export them to different folders")
     for folder in runs:
         check_run(folder)  # all bad input is found before anything is written
     # Deprecations inside Megatron, one screen a model.
@@ -255,4 +231,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

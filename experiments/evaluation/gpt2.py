@@ -23,11 +23,7 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}  # ours -> transformers
 
 
 def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """transformers' name of an activation, found by comparing values, because the two GELUs look alike.
-
-    Raises:
-        UserError: for anything but the two GELUs.
-    """
+    """transformers' name of a GELU, by comparing values: the two look alike. ``UserError`` for anything else."""
     import torch
     from transformers.activations import ACT2FN
 

@@ -51,11 +51,7 @@ def digest(*parts: bytes | str) -> str:
 
 
 def read_model(path: Path) -> Model:
-    """Check an exported folder without loading the model.
-
-    Raises:
-        UserError: missing export or checkpoint, tokenizer and model of different vocabularies.
-    """
+    """Check an exported folder without loading the model; ``UserError`` for what is missing or does not fit."""
     marker = path / "run.json"
     if not marker.is_file():
         fix = "export the run first: python -m experiments.evaluation.export"

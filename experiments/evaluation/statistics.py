@@ -71,11 +71,7 @@ class Finding:
 
 
 def gap(metric: str, scale: Scale, ours: tuple[float, Sequence[float]], theirs: tuple[float, Sequence[float]]) -> Gap:
-    """The gap of (value, shares) of two models on the same documents.
-
-    Raises:
-        ValueError: not the same number of documents.
-    """
+    """The gap of (value, shares) of two models on the same documents; ``ValueError`` for unequal numbers of them."""
     (a, shares_a), (b, shares_b) = ours, theirs
     if scale == "log_ratio":
         shares_a, shares_b = [s / a for s in shares_a], [s / b for s in shares_b]

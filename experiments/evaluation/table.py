@@ -212,11 +212,7 @@ def over_seeds(both: Sequence[tuple[Scores, Scores]], task: TaskFile, metric: st
 def timings(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path) -> list[Row]:
     """Seconds that each evaluation took when it was made."""
     return [
-        {
-            "run": model.name,
-            "task": task.name,
-            "seconds": json.loads(path.read_text(encoding="utf-8"))["seconds"],
-        }
+        {"run": model.name, "task": task.name, "seconds": json.loads(path.read_text(encoding="utf-8"))["seconds"]}
         for model in models
         for task in tasks
         if model.info["model"] and (path := out / model.name / task.name / "inputs.json").is_file()

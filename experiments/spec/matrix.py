@@ -92,11 +92,7 @@ def load_scale(scale: str) -> Scale:
 
 
 def runs(study: str, scale: str) -> list[RunConfig]:
-    """All runs of ``study`` at ``scale``, in the order of the file, seeds innermost.
-
-    Raises:
-        UserError: naming the key, the file and the fix.
-    """
+    """All runs, in the order of the file, seeds innermost; ``UserError`` names the key, the file and the fix."""
     definition, at = load_study(study), load_scale(scale)
     layer = definition.scales.get(scale, StudyLayer())
     base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)
@@ -138,24 +134,15 @@ def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_run(run: RunConfig, where: object) -> None:
-    """Refuse a run that could not do what it says.
-
-    Raises:
-        UserError: EDGC's window is longer than the run, so no rank would ever be decided.
-    """
+    """Refuse, by ``UserError``, an EDGC window longer than the run: no rank would ever be decided."""
     window, iterations = run.edgc.window, run.train.iterations
     if run.edgc.method == "edgc" and window > iterations:
         what = f"compression.window = {window} is longer than the run, train.iterations = {iterations}"
-        fix = f"use at most {iterations}, or train longer"
-        raise UserError(f"{run.variant}: {what}", where=where, fix=fix)
+        raise UserError(f"{run.variant}: {what}", where=where, fix=f"use at most {iterations}, or train longer")
 
 
 def evaluation(study: str, scale: str) -> Evaluation:
-    """What ``study`` evaluates its models on at ``scale``.
-
-    Raises:
-        UserError: naming the key, the file and the fix; also where no task is named.
-    """
+    """What ``study`` evaluates its models on at ``scale``; ``UserError`` also where no task is named."""
     definition, path = load_study(study), study_path(study)
     layer = definition.scales.get(scale, StudyLayer())
     values = deep_merge(definition.evaluation, layer.evaluation)

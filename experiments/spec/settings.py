@@ -11,12 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from edgc import presets
 from edgc.config import EDGCConfig
@@ -24,6 +19,12 @@ from experiments.common.yaml_settings import Settings, deep_merge, validate
 
 VOCAB_MULTIPLE = 128  # Megatron-LM: --make-vocab-size-divisible-by 128, times the tensor-parallel size
 Rate = Field(ge=0.0, le=1.0)
+
+
+def _divisible(key: str, value: int, of: str, divisor: int, fix: str = "change one of them") -> None:
+    """Refuse a ``value`` that the ``divisor``, the value of ``of``, does not divide."""
+    if value % divisor:
+        raise ValueError(f"{key} = {value} is not divisible by {of} = {divisor}; {fix}")
 
 
 class DataConfig(Settings):
@@ -64,8 +65,7 @@ class ModelConfig(Settings):
             raise ValueError(
                 f"experts_per_token = {self.experts_per_token} is above experts = {self.experts}; change one of them"
             )
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} is not divisible by heads = {self.heads}; change one of them")
+        _divisible("hidden", self.hidden, "heads", self.heads)
         return self
 
 
@@ -89,14 +89,11 @@ class ParallelConfig(Settings):
         """Fill in whichever of ``data`` and ``world`` is missing; values of a wrong type are left to the fields."""
         if not isinstance(values, Mapping):
             return values
-        model, data, world = (
-            (values.get("tensor", 1), values.get("pipeline", 1)),
-            values.get("data"),
-            values.get("world"),
-        )
-        if not all(isinstance(value, int) and value > 0 for value in (*model, data or 1, world or 1)):
+        tensor, pipeline = values.get("tensor", 1), values.get("pipeline", 1)
+        data, world = values.get("data"), values.get("world")
+        if not all(isinstance(value, int) and value > 0 for value in (tensor, pipeline, data or 1, world or 1)):
             return values
-        ranks = model[0] * model[1]
+        ranks = tensor * pipeline
         if world is None:
             return {**values, "world": ranks * (data or 1)}
         if world % ranks or (data is not None and world != ranks * data):
@@ -196,37 +193,23 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
-        chunk = self.train.micro_batch * self.parallel.data
-        if self.train.global_batch % chunk:
-            raise ValueError(
-                f"train.global_batch = {self.train.global_batch} is not divisible by micro_batch * data = {chunk}; "
-                "choose a multiple"
-            )
-        stages = self.parallel.pipeline * (self.parallel.virtual_pipeline or 1)
-        if self.model.layers % stages:
-            raise ValueError(
-                f"model.layers = {self.model.layers} is not divisible by pipeline * virtual_pipeline = {stages}; "
-                "change parallel.pipeline or model.layers"
-            )
-        if self.model.heads % self.parallel.tensor:
-            raise ValueError(
-                f"model.heads = {self.model.heads} is not divisible by parallel.tensor = {self.parallel.tensor}; "
-                "change one of them"
-            )
-        experts, degree = self.model.experts, self.parallel.expert
-        if degree > 1 and (experts is None or experts % degree or self.parallel.data % degree):
+        model, parallel, train = self.model, self.parallel, self.train
+        chunk, stages = train.micro_batch * parallel.data, parallel.pipeline * (parallel.virtual_pipeline or 1)
+        _divisible("train.global_batch", train.global_batch, "micro_batch * data", chunk, "choose a multiple")
+        fix = "change parallel.pipeline or model.layers"
+        _divisible("model.layers", model.layers, "pipeline * virtual_pipeline", stages, fix)
+        _divisible("model.heads", model.heads, "parallel.tensor", parallel.tensor)
+        experts, degree = model.experts, parallel.expert
+        if degree > 1 and (experts is None or experts % degree or parallel.data % degree):
             raise ValueError(
                 f"parallel.expert = {degree} must divide model.experts = {experts} and parallel.data = "
-                f"{self.parallel.data}; change one of them"
+                f"{parallel.data}; change one of them"
             )
-        if self.parallel.sequence and self.parallel.tensor == 1:
-            raise ValueError("parallel.sequence needs parallel.tensor above 1; set it to false")
-        if self.parallel.sequence and self.model.sequence_length % self.parallel.tensor:
-            raise ValueError(
-                f"model.sequence_length = {self.model.sequence_length} is not divisible by parallel.tensor = "
-                f"{self.parallel.tensor}; change one of them"
-            )
-        if self.model.architecture == "bert" and (self.parallel.pipeline > 1 or self.parallel.tensor > 1):
+        if parallel.sequence:
+            if parallel.tensor == 1:
+                raise ValueError("parallel.sequence needs parallel.tensor above 1; set it to false")
+            _divisible("model.sequence_length", model.sequence_length, "parallel.tensor", parallel.tensor)
+        if model.architecture == "bert" and (parallel.pipeline > 1 or parallel.tensor > 1):
             raise ValueError("bert runs with parallel.pipeline = 1 and parallel.tensor = 1; set both to 1")
         return self
 

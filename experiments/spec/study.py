@@ -121,15 +121,7 @@ def analyses() -> list[str]:
 
 
 def check_names(study: Study, where: Path, scales: Iterable[str], studies: Iterable[str]) -> None:
-    """Check a study file against what else there is.
-
-    Args:
-        study, where: the study and its file.
-        scales, studies: names of all files of their kinds.
-
-    Raises:
-        UserError: an unknown scale, study or analysis, or runs of which nothing makes tables.
-    """
+    """``UserError`` for unknown scales, studies or analyses, and for runs of which nothing makes tables."""
     for key, names, known in (
         ("scales", study.scales, scales),
         ("only_by_name", study.only_by_name, scales),

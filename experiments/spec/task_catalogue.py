@@ -35,12 +35,8 @@ STANDARD = {
 }
 # What lm-eval takes where a task file does not say `higher_is_better`.
 HIGHER_IS_BETTER = {
-    "acc": True,
-    "acc_norm": True,
-    "perplexity": False,
-    "word_perplexity": False,
-    "byte_perplexity": False,
-    "bits_per_byte": False,
+    **dict.fromkeys(("acc", "acc_norm"), True),
+    **dict.fromkeys(("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"), False),
 }
 
 
@@ -93,11 +89,7 @@ class StandardTask:
 
 
 def standard_task(name: str) -> StandardTask:
-    """Read a task's files.
-
-    Raises:
-        UserError: unknown name, or an lm-eval without this task.
-    """
+    """Read a task's files; ``UserError`` for an unknown name, or an lm-eval without this task."""
     if name not in STANDARD:
         message, _, fix = unknown(name).partition("; ")
         raise UserError(message, fix=fix)

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -107,7 +103,6 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     """Build this rank's part of the job. ``torch.distributed`` environment variables must be set."""
     device = initialise(run)
     config = transformer_config(run)
-    overlap, virtual = run.train.overlap_grad_reduce, run.parallel.virtual_pipeline
     share = share_of(run)
     chunks = build_chunks(run, vocab_size, config)
     for chunk in chunks:
@@ -115,18 +110,16 @@ def build(run: RunConfig, vocab_size: int) -> Session:
     optimizer, scheduler = build_optimizer(run, chunks)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if overlap:
-        config.no_sync_func = [c.no_sync for c in chunks] if virtual else chunks[0].no_sync
-    leaders, leaders_group = _stage_leaders(share is not None)
+    if run.train.overlap_grad_reduce:
+        config.no_sync_func = [c.no_sync for c in chunks] if run.parallel.virtual_pipeline else chunks[0].no_sync
     attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
-    recorders = _recorders(run, chunks, attachment, share, leaders, leaders_group)
+    recorders = _recorders(run, chunks, attachment, share)
     attachment.engine.observer = observer_of(recorders)
     pipeline = attachment.pipeline if run.parallel.pipeline > 1 else None
-    expert_traffic = None
+    traffic = None
     if share is not None:
-        expert_traffic = attachment.engine.open_channel = ExpertTraffic()
-    about = (device, pipeline, expert_traffic)
-    return Session(run, chunks, optimizer, scheduler, attachment, recorders, *about)
+        traffic = attachment.engine.open_channel = ExpertTraffic()
+    return Session(run, chunks, optimizer, scheduler, attachment, recorders, device, pipeline, traffic)
 
 
 def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> list[DistributedDataParallel]:
@@ -162,16 +155,12 @@ def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> 
 
 
 def _recorders(
-    run: RunConfig,
-    chunks: Sequence[DistributedDataParallel],
-    attachment: Attachment,
-    share: ExpertShare | None,
-    leaders: list[int],
-    group: dist.ProcessGroup | None,
+    run: RunConfig, chunks: Sequence[DistributedDataParallel], attachment: Attachment, share: ExpertShare | None
 ) -> list[Recorder]:
     """What the run's probes are to record on this rank."""
     if not run.probe.every:
         return []
+    leaders, group = _stage_leaders(share is not None)
     reports, engine = dist.get_rank() in leaders, attachment.engine
     about = run.probe, run.edgc, engine.stage
     tokens = TokenCounts([chunk.module for chunk in chunks]) if share is not None else None
@@ -230,12 +219,9 @@ def _stage_leaders(experts: bool) -> tuple[list[int], dist.ProcessGroup | None]:
 
     Data- and tensor-parallel rank 0; with ``experts`` under expert parallelism one rank for each share of them.
     """
-    stage, shard = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    of_experts, of_rest = parallel_state.get_expert_data_parallel_rank, parallel_state.get_data_parallel_rank
-    places = gather_objects((stage, (of_experts if experts else of_rest)(), shard))
+    stage, shard = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    replica = parallel_state.get_expert_data_parallel_rank if experts else parallel_state.get_data_parallel_rank
+    places = gather_objects((stage, replica(), shard))
     speakers = [(place[0], rank) for rank, place in enumerate(places) if not any(place[1:])]
     leaders = [rank for _, rank in sorted(speakers)]
     return leaders, dist.new_group(leaders) if len(leaders) > 1 else None

@@ -56,30 +56,21 @@ def save_model(chunks: Sequence[DistributedDataParallel], run: RunConfig, folder
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """Where a run goes on.
+class Progress:
+    """How far a run has come, and what it needs to know of that to go on."""
 
-    Attributes:
-        iteration: how many iterations lie behind it.
-        seconds: how long they took, with everything between them.
-        resumed_at: at which iterations the run has been resumed so far, this time included.
-        metrics: the log up to there.
-        watch: state of the watch for failure signatures.
-    """
-
-    iteration: int
-    seconds: float
-    resumed_at: list[int]
-    metrics: Path
-    watch: dict[str, Any]
+    iteration: int  # how many lie behind it
+    seconds: float  # how long they took, with everything between them
+    resumed_at: list[int]  # iterations after which the run was resumed so far, at loading this time included
+    metrics: Path  # the log up to there, on rank 0
+    watch: dict[str, Any]  # state of the watch for failure signatures
 
 
 class Checkpoints:
     """What a killed run goes on from. Every method is called by every rank, between two iterations.
 
     Args:
-        session: this rank's part of the job.
-        root: folder of the run's checkpoints.
+        session, root: this rank's part of the job, and the folder of its checkpoints.
         fingerprint: of the prepared data, which have to stay the same.
     """
 
@@ -93,45 +84,28 @@ class Checkpoints:
         last = self.session.run.train.iterations
         return self.interval > 0 and iteration % self.interval == 0 and iteration < last
 
-    def save(
-        self,
-        iteration: int,
-        *,
-        seconds: float,
-        resumed_at: Sequence[int],
-        metrics: Path,
-        watch: Mapping[str, Any],
-    ) -> None:
-        """Publish the state after ``iteration``; the newest ones are kept.
-
-        Args:
-            metrics: the log on rank 0.
-            watch: see :class:`Resumed`.
-        """
-        session = self.session
+    def save(self, progress: Progress) -> None:
+        """Publish the state after an iteration; the newest ones are kept."""
+        session, iteration = self.session, progress.iteration
         state = {
             "iteration": iteration,
-            "seconds": seconds,
-            "resumed_at": list(resumed_at),
+            "seconds": progress.seconds,
+            "resumed_at": progress.resumed_at,
             "scheduler": session.scheduler.state_dict(),
             "recorders": {recorder.file: recorder.state_dict() for recorder in session.recorders},
             "random": _random_state(),
-            "watch": dict(watch),
+            "watch": progress.watch,
         }
         with checkpoint.publish(self.root, iteration, keep=KEEP) as folder:
             _save(self._sharded(is_loading=False), folder)
             checkpoint.save(folder, session.attachment, iteration=iteration)
             rank_files.write(folder / TRAINER, state, dict)
             if dist.get_rank() == 0:
-                shutil.copyfile(metrics, folder / METRICS)
+                shutil.copyfile(progress.metrics, folder / METRICS)
                 (folder / "run.yaml").write_text(yaml.safe_dump(self.settings, sort_keys=False))
 
-    def resume(self) -> Resumed | None:
-        """Load the newest whole checkpoint, if there is one; damaged ones are reported in a line each.
-
-        Raises:
-            UserError: it is of other settings or data.
-        """
+    def resume(self) -> Progress | None:
+        """Load the newest whole checkpoint, saying which are damaged; ``UserError``: of other settings or data."""
         folder = checkpoint.latest(self.root, report=_say)
         if folder is None:
             return None
@@ -155,7 +129,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             _say(f"{run.study}/{run.name} goes on after iteration {iteration} of {run.train.iterations}")
         resumed_at = [*own["resumed_at"], iteration]
-        return Resumed(iteration, float(own["seconds"]), resumed_at, folder / METRICS, own["watch"])
+        return Progress(iteration, float(own["seconds"]), resumed_at, folder / METRICS, own["watch"])
 
     def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
         state = _model_state(self.session.chunks)

@@ -40,8 +40,12 @@ class ExpertShare:
         """A local parameter name with the expert's number in the whole model; other names as they are."""
         return LOCAL.sub(lambda found: f".local_experts.{self.rank * self.local + int(found[1])}.", name)
 
+    def holds(self, name: str) -> bool:
+        """Whether a parameter belongs to an expert."""
+        return LOCAL.search(name) is not None
+
     def describes(self, name: str) -> bool:
-        return self.speaks_for_rest or LOCAL.search(name) is not None
+        return self.speaks_for_rest or self.holds(name)
 
 
 def share_of(run: RunConfig) -> ExpertShare | None:

@@ -26,6 +26,8 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.res
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,11 +59,7 @@ from experiments.training.run_folder import RunFolder
 
 
 def read_data(run: RunConfig, results: Path) -> tuple[Path, DataInfo]:
-    """Folder and description of the prepared data of a run, each file as it was written.
-
-    Raises:
-        UserError: if it was not prepared, was prepared with other settings, or a file of it is damaged.
-    """
+    """Folder and description of the prepared data of a run, each file as it was written, or a ``UserError``."""
     folder = results / run.scale / "data" / run.data.path
     marker = folder / "data.yaml"
     if not marker.exists():
@@ -74,16 +72,15 @@ def read_data(run: RunConfig, results: Path) -> tuple[Path, DataInfo]:
     return folder, info
 
 
-def _outcome(run: RunConfig, folder: RunFolder, arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _outcome(run: RunConfig, folder: RunFolder, nodes: int, start: Callable[[], None]) -> dict[str, Any]:
     """Start the ranks and turn their end into a summary; exits when there is nothing to publish."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    nodes = arguments[4]
     try:
         with ending_with_others(folder.attempt, nodes):
-            start_ranks(*arguments)
+            start()
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
         if first.exitcode == EXIT_BAD_INPUT:
@@ -124,11 +121,7 @@ def _interrupted(what: str, folder: RunFolder, code: int = EXIT_INTERRUPTED) -> 
 
 
 def _refuse_other_run(run: RunConfig, data: DataInfo, folder: RunFolder) -> None:
-    """Refuse to go on from a checkpoint of other settings; the ranks look again at the one that they use.
-
-    Raises:
-        UserError: naming the setting.
-    """
+    """Refuse a checkpoint of other settings, by ``UserError``; the ranks look again at the one that they use."""
     newest = folder.newest_checkpoint()
     if newest is not None:
         try:
@@ -151,24 +144,22 @@ def launch(
 
     Args:
         results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
-        nodes, node: how many machines take part and which one this is; node 0 owns the folder.
-        rendezvous: ``host:port`` of node 0 when there are several.
-        address: name or address under which the other nodes reach this one; by default its host name.
+        nodes, node, rendezvous, address: see :func:`experiments.training.ranks.start_ranks`; node 0 owns the folder.
         fresh: start from the beginning where a killed run has left checkpoints.
     """
     check_writable(results)
     folder = RunFolder(results / run.scale / run.study / run.name)
+    start = partial(start_ranks, run, folder.attempt, nodes=nodes, node=node, rendezvous=rendezvous, address=address)
     try:
         data_dir, data = read_data(run, results)
     except UserError as refusal:
         if node > 0:
-            nothing = (run, results, 0, folder.attempt, nodes, rendezvous, address, node, True)
-            follow(lambda: start_ranks(*nothing), folder.attempt, node, refusal)
+            follow(partial(start, None), folder.attempt, node, refusal)
         raise
     warm_up(nodes)
-    arguments = (run, data_dir, data.vocab_size, folder.attempt, nodes, rendezvous, address)
+    start = partial(start, (data_dir, data.vocab_size))
     if node > 0:
-        follow(lambda: start_ranks(*arguments, node=node), folder.attempt, node)
+        follow(start, folder.attempt, node)
         return ""
     check_devices(run, nodes)
     if not fresh:
@@ -181,7 +172,7 @@ def launch(
         code = provenance.code_so_far(folder.checkpoints) if run.train.checkpoint_interval else None
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
         (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
-        outcome = _outcome(run, folder, arguments)
+        outcome = _outcome(run, folder, nodes, start)
         interrupts.ignore()  # the run has ended, and is published in a moment
         resumed_at = outcome.pop("resumed_at", [])
         if resumed_at:
@@ -189,8 +180,7 @@ def launch(
             (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         identity = {key: getattr(run, key) for key in ("study", "variant", "seed", "scale", "label")}
         summary = {"run": run.name, **identity, **outcome}
-        metrics = folder.attempt / "metrics.jsonl"
-        metrics.touch()
+        (folder.attempt / "metrics.jsonl").touch()
         (folder.attempt / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         write_manifest(folder.attempt)
         (folder.attempt / "status").write_text(summary["status"] + "\n")

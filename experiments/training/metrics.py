@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from edgc.checks import plain
 from edgc.control.plan import Plan
 from edgc.engine import Iteration
 from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic
-from experiments.training.events import plain
 from experiments.training.signatures import Observation
 
 SECONDS = ("compress", "communicate", "decompress", "entropy", "exposed")
@@ -23,82 +23,53 @@ PIPELINE_SUMS = ("pipeline_bytes", "pipeline_bytes_dense")
 PIPELINE_MEANS = ("pipeline_relative_error", "seconds_pipeline")
 
 
-@dataclass(frozen=True)
-class RankStep:
-    """One rank's numbers of one iteration; nan where a number does not apply.
+def rank_step(
+    stage: int,
+    replica: int,
+    loss: float,
+    gradient_norm: float,
+    done: Iteration,
+    traffic: Traffic | None,
+    expert_bytes: int | None,
+) -> dict[str, float]:
+    """One rank's numbers of one iteration, on every rank in the same order; nan where a number does not apply.
 
     Those of the pipeline are of the gradients that this rank sent to the stage before it, where they are compressed:
     bytes, the bytes they would have been, and the seconds of compressing what it sent and decompressing what came.
     ``expert_bytes`` are part of ``bytes``. The squares of the mean and its error are of the window that ends here.
     """
-
-    stage: float
-    replica: float
-    loss: float
-    gradient_norm: float
-    bytes: float
-    rank: float
-    entropy: float
-    entropy_full: float
-    worker_error: float
-    error_feedback_ratio: float
-    mean_error_sq: float
-    mean_input_sq: float
-    seconds_compress: float
-    seconds_communicate: float
-    seconds_decompress: float
-    seconds_entropy: float
-    seconds_exposed: float
-    skipped: float
-    pipeline_bytes: float = math.nan
-    pipeline_bytes_dense: float = math.nan
-    pipeline_relative_error: float = math.nan
-    seconds_pipeline: float = math.nan
-    expert_bytes: float = math.nan
-
-    @classmethod
-    def of(
-        cls,
-        stage: int,
-        replica: int,
-        loss: float,
-        gradient_norm: float,
-        done: Iteration,
-        traffic: Traffic | None = None,
-        expert_bytes: int | None = None,
-    ) -> RankStep:
-        s = done.statistics
-        pipeline = {}
-        if traffic is not None:
-            p = traffic.statistics
-            pipeline = {
-                "pipeline_bytes": float(p.bytes),
-                "pipeline_bytes_dense": float(traffic.dense_bytes),
-                "pipeline_relative_error": _number(p.worker_error),
-                "seconds_pipeline": p.compress.seconds + p.decompress.seconds,
-            }
-        return cls(
-            stage=float(stage),
-            replica=float(replica),
-            loss=loss,
-            gradient_norm=gradient_norm,
-            bytes=float(s.bytes),
-            rank=_number(done.rank),
-            entropy=done.entropy,
-            entropy_full=done.entropy_full,
-            worker_error=_number(s.worker_error),
-            error_feedback_ratio=_number(s.error_feedback_ratio),
-            mean_error_sq=done.mean_error_sq,
-            mean_input_sq=done.mean_input_sq,
-            seconds_compress=s.compress.seconds,
-            seconds_communicate=s.communicate.seconds,
-            seconds_decompress=s.decompress.seconds,
-            seconds_entropy=done.seconds_entropy,
-            skipped=float(done.skipped),
-            seconds_exposed=math.nan if done.exposed is None else done.exposed.seconds,
-            expert_bytes=_number(expert_bytes),
-            **pipeline,
-        )
+    s = done.statistics
+    pipeline = dict.fromkeys((*PIPELINE_SUMS, *PIPELINE_MEANS), math.nan)
+    if traffic is not None:
+        p = traffic.statistics
+        pipeline = {
+            "pipeline_bytes": p.bytes,
+            "pipeline_bytes_dense": traffic.dense_bytes,
+            "pipeline_relative_error": _number(p.worker_error),
+            "seconds_pipeline": p.compress.seconds + p.decompress.seconds,
+        }
+    return {
+        "stage": stage,
+        "replica": replica,
+        "loss": loss,
+        "gradient_norm": gradient_norm,
+        "bytes": s.bytes,
+        "rank": _number(done.rank),
+        "entropy": done.entropy,
+        "entropy_full": done.entropy_full,
+        "worker_error": _number(s.worker_error),
+        "error_feedback_ratio": _number(s.error_feedback_ratio),
+        "mean_error_sq": done.mean_error_sq,
+        "mean_input_sq": done.mean_input_sq,
+        "seconds_compress": s.compress.seconds,
+        "seconds_communicate": s.communicate.seconds,
+        "seconds_decompress": s.decompress.seconds,
+        "seconds_entropy": done.seconds_entropy,
+        "skipped": done.skipped,
+        "seconds_exposed": math.nan if done.exposed is None else done.exposed.seconds,
+        "expert_bytes": _number(expert_bytes),
+        **pipeline,
+    }
 
 
 def _number(value: float | None) -> float:
@@ -145,45 +116,44 @@ class Step:
         )
 
 
-def gather_step(mine: RankStep, device: torch.device) -> Step:
-    """All-gather the numbers of every rank and reduce them in rank order, so that every rank gets the same bits."""
-    row = torch.tensor(list(asdict(mine).values()), dtype=torch.float64, device=device)
+def gather_numbers(mine: Iterable[float], device: torch.device) -> list[list[float]]:
+    """The numbers of every rank, in rank order, on every rank."""
+    row = torch.tensor(list(mine), dtype=torch.float64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    ranks = [RankStep(*item.tolist()) for item in rows]
-    replicas = len({rank.replica for rank in ranks})
+    return [item.tolist() for item in rows]
+
+
+def gather_step(mine: Mapping[str, float], device: torch.device) -> Step:
+    """Reduce the numbers of all ranks in rank order, so that every rank gets the same bits."""
+    ranks = [dict(zip(mine, row, strict=True)) for row in gather_numbers(mine.values(), device)]
+    replicas = len({rank["replica"] for rank in ranks})
     stages: list[dict[str, Any]] = []
-    for stage in sorted({rank.stage for rank in ranks}):
-        of_stage = [rank for rank in ranks if rank.stage == stage]
-        mean = {
-            key: _mean(getattr(rank, key) for rank in of_stage)
-            for key in ("entropy", "entropy_full", "worker_error", "error_feedback_ratio")
-        }
-        # Every shard of a stage has as many replicas: means over ranks are sums over shards up to one factor.
-        mean["mean_error"] = relative(
-            *(_mean(getattr(r, f"mean_{k}_sq") for r in of_stage) for k in ("error", "input"))
-        )
-        rank = _mean(item.rank for item in of_stage)
+    for stage in sorted({rank["stage"] for rank in ranks}):
+        of_stage = [rank for rank in ranks if rank["stage"] == stage]
+        mean = {key: _mean(rank[key] for rank in of_stage) for key in mine}
+        total = {key: sum(rank[key] for rank in of_stage) for key in mine}
         stages.append(
             {
                 "stage": int(stage),
-                "rank": None if math.isnan(rank) else int(rank),
-                **mean,
-                "bytes": int(sum(item.bytes for item in of_stage)) // replicas,
-                **{f"seconds_{key}": _mean(getattr(r, f"seconds_{key}") for r in of_stage) for key in SECONDS},
-                **{key: _mean(getattr(r, key) for r in of_stage) for key in PIPELINE_MEANS},
-                **{key: _total((getattr(r, key) for r in of_stage), replicas) for key in PIPELINE_SUMS},
+                "rank": None if math.isnan(mean["rank"]) else int(mean["rank"]),
+                **{key: mean[key] for key in ("entropy", "entropy_full", "worker_error", "error_feedback_ratio")},
+                # Every shard of a stage has as many replicas: means over ranks are sums over shards up to one factor.
+                "mean_error": relative(mean["mean_error_sq"], mean["mean_input_sq"]),
+                "bytes": int(total["bytes"]) // replicas,
+                **{key: mean[key] for key in (*(f"seconds_{part}" for part in SECONDS), *PIPELINE_MEANS)},
+                **{key: _of_replica(total[key], replicas) for key in PIPELINE_SUMS},
             }
         )
-        expert_bytes = _total((item.expert_bytes for item in of_stage), replicas)
-        if expert_bytes is not None:
-            stages[-1]["expert_bytes"] = expert_bytes
+        if not math.isnan(total["expert_bytes"]):
+            stages[-1]["expert_bytes"] = _of_replica(total["expert_bytes"], replicas)
+    losses = [rank["loss"] for rank in ranks if rank["stage"] == stages[-1]["stage"]]
     return Step(
-        loss=_mean_loss([rank.loss for rank in ranks if rank.stage == max(r.stage for r in ranks)]),
-        gradient_norm=ranks[0].gradient_norm,
-        bytes=sum(int(rank.bytes) for rank in ranks) // replicas,
+        loss=sum(losses) / len(losses),  # the plain mean: one replica's non-finite loss must show
+        gradient_norm=ranks[0]["gradient_norm"],
+        bytes=sum(int(rank["bytes"]) for rank in ranks) // replicas,
         stages=stages,
-        skipped=any(rank.skipped for rank in ranks),
+        skipped=any(rank["skipped"] for rank in ranks),
     )
 
 
@@ -192,15 +162,9 @@ def _mean(values: Any) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def _total(values: Any, replicas: int) -> int | None:
-    """Of one replica; None where the number does not apply."""
-    total = sum(values)
+def _of_replica(total: float, replicas: int) -> int | None:
+    """A replica's part; None where the number does not apply."""
     return None if math.isnan(total) else int(total) // replicas
-
-
-def _mean_loss(losses: Sequence[float]) -> float:
-    """The plain mean: one replica's non-finite loss must show."""
-    return sum(losses) / len(losses)
 
 
 @dataclass

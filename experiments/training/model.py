@@ -19,8 +19,6 @@ from experiments.spec.settings import RunConfig, padded_vocabulary
 
 AUX_LOSS = 0.01  # weight of the experts' load-balancing loss, Megatron's customary value
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
-
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -117,9 +115,8 @@ def build_model(
         vp_stage=vp_stage,
     )
     if run.model.architecture == "bert":
-        model = BertModel(
-            num_tokentypes=0, transformer_layer_spec=bert_layer_local_spec, add_binary_head=False, **common
-        )
+        common |= {"num_tokentypes": 0, "add_binary_head": False}
+        model = BertModel(transformer_layer_spec=bert_layer_local_spec, **common)
     else:
         model = GPTModel(transformer_layer_spec=_layers(run, config, vp_stage), **common)
     return model if config.use_cpu_initialization else model.cuda()

@@ -1,4 +1,4 @@
-"""Whether a run folder still holds what its training has written. Imports no torch.
+"""The files of a run folder: its stream of events, and whether all is still as training has written it. No torch here.
 
 A run that has ended leaves ``manifest.json`` beside its files, with the size and checksum of each. Folders without one,
 such as runs restored from an archive, are judged by their contents: the log of a run that has ended closes with an
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from edgc.checkpoints import manifest
+from edgc.checks import plain
 from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml
-from experiments.training.events import read_events
 from experiments.training.run_folder import STATUSES
 
 CHECKSUM_BYTES = 64 * 2**20  # larger files, such as weights, are recorded by their size alone
@@ -70,11 +70,7 @@ def check(folder: Path, below: Sequence[str] = ("",)) -> bool:
 
 
 def read_status(folder: Path) -> str:
-    """How the run ended; ``unfinished`` where it has not.
-
-    Raises:
-        UserError: the file says something else.
-    """
+    """How the run ended, ``unfinished`` where it has not; ``UserError`` where the file says something else."""
     path = folder / STATUS
     if not path.is_file():
         return UNFINISHED
@@ -85,11 +81,7 @@ def read_status(folder: Path) -> str:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """``run.yaml``.
-
-    Raises:
-        UserError: it is missing or cut short.
-    """
+    """``run.yaml``; ``UserError`` where it is missing or cut short."""
     path = folder / SETTINGS
     try:
         values = load_yaml(path)
@@ -102,11 +94,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_summary(folder: Path, status: str) -> dict[str, Any]:
-    """``summary.json``; empty where a run has none because it is unfinished or failed.
-
-    Raises:
-        UserError: it is missing, cut short, or of a run that ended in another way.
-    """
+    """``summary.json``; empty where an unfinished or failed run has none. ``UserError``: damaged, or of another end."""
     path = folder / SUMMARY
     if not path.is_file():
         if status in COMPLETE:
@@ -144,3 +132,49 @@ def read_log(folder: Path, status: str) -> list[dict[str, Any]]:
     if status in COMPLETE and (not events or events[-1]["event"] != "end"):
         raise damaged(path, "is cut short: it has no end event")
     return events
+
+
+class EventLog:
+    """Appends events, one JSON object a line, each written whole before :meth:`write` returns.
+
+    ``EventLog(None)`` swallows everything: ranks that do not log need no second code path.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1) if path is not None else None
+
+    def write(self, event: str, **fields: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, **plain(fields)}) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_events(path: Path, event: str | None = None, *, torn: bool = False) -> list[dict[str, Any]]:
+    """All events of a stream, or those of one kind, in the order written.
+
+    Args:
+        torn: leave out a last line without its end, as a killed process leaves it.
+
+    Raises:
+        UserError: a line is no event, so the stream was cut short or altered.
+    """
+    lines = path.read_bytes().split(b"\n")
+    last = lines.pop()
+    if last and not torn:
+        lines.append(last)
+    events = [_event(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
+    return [item for item in events if event is None or item["event"] == event]
+
+
+def _event(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        fix = "use a copy that is whole, or make the run again"
+        raise UserError(f"line {number} is no whole event", where=path, fix=fix)
+    return found

@@ -33,11 +33,7 @@ MEETING = 300  # seconds until the launchers of all nodes must have met
 
 
 def check_devices(run: RunConfig, nodes: int) -> int:
-    """Processes per node; enough devices must be there.
-
-    Raises:
-        UserError: if the world does not divide over the nodes or outnumbers the GPUs.
-    """
+    """Processes per node; ``UserError`` if the world does not divide over the nodes or outnumbers the GPUs."""
     import torch
 
     world = run.parallel.world
@@ -54,18 +50,18 @@ def check_devices(run: RunConfig, nodes: int) -> int:
     return world // nodes
 
 
-def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, refused: bool) -> None:
+def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path) -> None:
     """Entry point of one rank."""
-    if refused:
+    if data is None:
         os._exit(EXIT_BAD_INPUT)
     die_with_parent(signal.SIGKILL)()
     children_die_with_this()
     interrupts.ignore()  # the launcher ends its ranks
-    hold_as_rank(Path(attempt))
+    hold_as_rank(attempt)
     from experiments.training.fork_server import work
 
     try:
-        summary = work(run, Path(data_dir), vocab_size, Path(attempt))
+        summary = work(run, *data, attempt)
     except UserError as error:
         if os.environ.get("RANK") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -78,7 +74,7 @@ def _rank_main(run: RunConfig, data_dir: str, vocab_size: int, attempt: str, ref
         time.sleep(LOST_PEER_SECONDS)
         os._exit(EXIT_LOST_PEER)
     if summary is not None:
-        atomic_write(Path(attempt) / "summary.json", json.dumps(summary))
+        atomic_write(attempt / "summary.json", json.dumps(summary))
 
 
 def _forks(nodes: int) -> bool:
@@ -100,19 +96,22 @@ def warm_up(nodes: int) -> None:
 
 def start_ranks(
     run: RunConfig,
-    data_dir: Path,
-    vocab_size: int,
     attempt: Path,
+    data: tuple[Path, int] | None,
+    *,
     nodes: int,
+    node: int,
     rendezvous: str,
-    address: str | None = None,
-    node: int = 0,
-    refused: bool = False,
+    address: str | None,
 ) -> None:
     """Run all ranks of this node to their end; raises what the elastic agent raises.
 
     Args:
-        refused: whether they end at once, so that those of the other nodes do not wait for them.
+        data: folder of the prepared data and size of the vocabulary; without them the ranks end at once, so that those
+            of the other nodes do not wait for them.
+        nodes, node: how many machines take part and which one this is.
+        rendezvous: ``host:port`` of node 0 when there are several.
+        address: name or address under which the other nodes reach this one; by default its host name.
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -132,4 +131,4 @@ def start_ranks(
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C ends ranks faster: experiments.common.interrupts
     )
-    elastic_launch(config, _rank_main)(run, str(data_dir), vocab_size, str(attempt), refused)
+    elastic_launch(config, _rank_main)(run, data, attempt)

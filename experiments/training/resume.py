@@ -23,11 +23,7 @@ def settings_of(run: RunConfig, fingerprint: str | None) -> dict[str, Any]:
 
 
 def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
-    """Compare the settings in ``checkpoint`` with those of the run that would go on from it.
-
-    Raises:
-        UserError: naming the first setting that differs, with both values.
-    """
+    """``UserError`` for the first setting, with both values, in which ``checkpoint`` and the run to go on differ."""
     before, after = dotted(_effective(saved)), dotted(_effective(now))
     missing = object()
     keys = [key for key in {**before, **after} if key not in FREE]

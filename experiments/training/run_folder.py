@@ -1,10 +1,9 @@
 """Files of one run: written whole or not at all, by one process at a time.
 
-A run folder holds ``run.yaml``, ``metrics.jsonl``, ``summary.json`` and ``status``. While a run goes on, its files
-lie in ``.attempt/`` inside the folder; they are renamed into place when the run has ended, ``status`` last, so that
-a folder with a ``status`` file is complete whatever happened. What a killed run goes on from lies in
-``.checkpoints/`` inside the folder, which neither a new attempt nor Snakemake touches; it is removed once the run has
-ended.
+A run folder holds ``run.yaml``, ``metrics.jsonl``, ``summary.json`` and ``status``. While a run goes on, its files lie
+in ``.attempt/`` inside the folder; they are renamed into place when the run has ended, ``status`` last, so that a
+folder with a ``status`` file is complete whatever happened. What a killed run goes on from lies in ``.checkpoints/``
+inside the folder, which neither a new attempt nor Snakemake touches; it is removed once the run has ended.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -14,16 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from edgc.engine import Engine
 from experiments.spec.settings import RunConfig
-from experiments.training.events import EventLog
 from experiments.training.metrics import Step
+from experiments.training.outputs import EventLog
 from experiments.training.signatures import Finding
 
-SCALARS = {
-    "train/loss": "loss",
-    "train/lr": "lr",
-    "train/grad_norm": "grad_norm",
-    "communication/bytes": "bytes",
-}
+SCALARS = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "communication/bytes": "bytes"}
 STAGE_SCALARS = ("rank", "entropy", "worker_error", "mean_error")
 
 
@@ -36,8 +30,7 @@ class RunLog:
     """``metrics.jsonl``, ``tensorboard/`` and the progress bar of one run.
 
     Args:
-        run: for names, length and the clipping limit.
-        folder: where the files go.
+        run, folder: what is told of, and where the files go.
         speaks: False on all ranks but one; every method is then without effect.
     """
 
@@ -65,9 +58,7 @@ class RunLog:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
         self.events.close()
         if self.board is not None:
@@ -79,8 +70,7 @@ class RunLog:
             return
         for event in events:
             self._write(**event)
-        steps = sum(event["event"] == "step" for event in events)
-        self.bar.update(self.task, completed=steps)
+        self.bar.update(self.task, completed=sum(event["event"] == "step" for event in events))
 
     def _write(self, event: str, **fields: Any) -> None:
         """An event for the stream, and its numbers for TensorBoard."""

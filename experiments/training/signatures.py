@@ -12,12 +12,15 @@ nothing here changes what a run does.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
+
+from edgc.checks import plain
 
 SHORTEST_WINDOW = 8
 FEWEST = 6  # samples of a window that may be judged
@@ -33,8 +36,7 @@ FIXES = {
     "out_of_step": "set remeasure_above so that T(r) is timed anew, raise search_repeats, or alignment: off",
 }
 
-TOLD_BY_TIMES = ("no_speedup", "out_of_step")
-"""They depend on measured seconds, so they need not repeat with a run."""
+TOLD_BY_TIMES = ("no_speedup", "out_of_step")  # by measured seconds, so they need not repeat with a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,7 @@ class Finding:
     Attributes:
         signature: a key of :data:`FIXES`.
         windows: for how many windows in a row it has held.
-        numbers: what it was told by.
-        text: the same in words.
+        numbers, text: what it was told by, and the same in words.
         fix: what to do, in one line.
     """
 
@@ -109,6 +110,11 @@ class SignatureWatch:
         uncompressed: seconds of a reduction without compression, slowest stage, where a measurement says so; the
             uncompressed windows of the run itself, its warm-up, go before.
     """
+
+    _KEPT = (
+        "_losses", "_times", "_deviations", "_predicted", "_saves", "_ranks", "_began", "_best", "_scatter",
+        "_warm_up", "uncompressed", "_streaks", "_pair",
+    )  # fmt: skip
 
     def __init__(self, window: int, *, overlapped: bool = False, uncompressed: float = math.nan) -> None:
         self.window = window * math.ceil(SHORTEST_WINDOW / window)
@@ -236,33 +242,14 @@ class SignatureWatch:
         return numbers, text
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
-        return {
-            "losses": list(self._losses),
-            "times": [list(times) for times in self._times],
-            "deviations": [list(stages) for stages in self._deviations],
-            "predicted": self._predicted,
-            "saves": self._saves,
-            "ranks": list(self._ranks),
-            "began": self._began,
-            "best": self._best if math.isfinite(self._best) else None,
-            "scatter": list(self._scatter),
-            "warm_up": list(self._warm_up),
-            "uncompressed": self.uncompressed if math.isfinite(self.uncompressed) else None,
-            "streaks": dict(self._streaks),
-            "pair": list(self._pair),
-        }
+        """In JSON's types: what is not a finite number is None."""
+        return dict(plain({name.removeprefix("_"): vars(self)[name] for name in self._KEPT}))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of a watch of the same run."""
-        self._losses, self._times = list(state["losses"]), [list(times) for times in state["times"]]
-        self._deviations = [list(stages) for stages in state["deviations"]]
-        self._predicted, self._saves = float(state["predicted"]), float(state["saves"])
-        self._ranks, self._began = list(state["ranks"]), bool(state["began"])
-        self._best = math.inf if state["best"] is None else float(state["best"])
-        self._scatter, self._warm_up = list(state["scatter"]), list(state["warm_up"])
-        self.uncompressed = math.nan if state["uncompressed"] is None else float(state["uncompressed"])
-        self._streaks, self._pair = dict(state["streaks"]), list(state["pair"])
+        known = {key: value for key, value in state.items() if value is not None}
+        state = {"best": math.inf, "uncompressed": math.nan, **known}
+        vars(self).update({name: copy.deepcopy(state[name.removeprefix("_")]) for name in self._KEPT})
 
 
 # Numbers and words; empty if all is well; None if there is too little to judge by.

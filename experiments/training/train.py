@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from edgc.checks import plain
 from edgc.compressors.sizes import compressible
 from edgc.control.plan import Plan
 from edgc.runtime.channel import all_reduce_bytes
@@ -27,10 +28,10 @@ from experiments.data.batches import MicroBatch, train_batches, validation_batch
 from experiments.data.folder import load_info
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session, build
-from experiments.training.checkpoint import METRICS, Checkpoints, save_model
-from experiments.training.events import plain, read_events
+from experiments.training.checkpoint import METRICS, Checkpoints, Progress, save_model
 from experiments.training.experts import is_expert
-from experiments.training.metrics import History, RankStep, Step, gather_step
+from experiments.training.metrics import History, Step, gather_numbers, gather_step, rank_step
+from experiments.training.outputs import read_events
 from experiments.training.run_folder import CHECKPOINTS
 from experiments.training.run_log import RunLog, perplexity
 from experiments.training.signatures import SignatureWatch
@@ -44,9 +45,7 @@ class Trainer:
     """Runs the iterations of one session and reports them.
 
     Args:
-        session: this rank's part of the job.
-        data_dir: folder of prepared data.
-        vocab_size: of the tokenizer.
+        session, data_dir: this rank's part of the job, and the folder of prepared data.
         attempt: folder for the run's files; rank 0 writes metrics and TensorBoard, stage leaders their probes.
             Checkpoints lie beside it, so that they outlive an attempt.
     """
@@ -59,8 +58,7 @@ class Trainer:
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.forward_backward = get_forward_backward_func()
         self.history = History()
-        fingerprint = load_info(data_dir).fingerprint
-        self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), fingerprint)
+        self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), load_info(data_dir).fingerprint)
         self.signatures: set[str] = set()
         self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
 
@@ -123,7 +121,7 @@ class Trainer:
         norm = math.nan if gradient_norm is None else float(gradient_norm)
         traffic = session.pipeline.traffic if session.pipeline is not None else None
         experts = session.expert_traffic.take() if session.expert_traffic is not None else None
-        return gather_step(RankStep.of(session.stage, self.replica, loss, norm, done, traffic, experts), session.device)
+        return gather_step(rank_step(session.stage, self.replica, loss, norm, done, traffic, experts), session.device)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -134,13 +132,9 @@ class Trainer:
         losses = [self._schedule(batches, forward_only=True) for _ in range(self.run.train.eval_batches)]
         for chunk in self.session.chunks:
             chunk.train()
-        total = torch.tensor([math.nan, 0.0], dtype=torch.float64, device=self.session.device)
-        if self.session.is_last_stage:
-            total = total.new_tensor([sum(losses) / len(losses), 1.0])
-        rows = [torch.empty_like(total) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, total)
-        values = [float(row[0]) for row in rows if row[1] > 0]
-        return sum(values) / len(values)
+        mine = (sum(losses) / len(losses), self.session.is_last_stage)
+        means = [mean for mean, counts in gather_numbers(mine, self.session.device) if counts]
+        return sum(means) / len(means)
 
     # ------------------------------------------------------------------ the run
 
@@ -179,14 +173,12 @@ class Trainer:
                     validation = self.evaluate()
                     self.log.evaluation(iteration, step.loss, validation)
                 if self.checkpoints.due(iteration):
-                    taken, metrics = time.perf_counter() - started, self.attempt / METRICS
-                    about: dict[str, Any] = {"seconds": taken, "resumed_at": resumed_at, "metrics": metrics}
-                    self.checkpoints.save(iteration, **about, watch=self.watch.state_dict())
+                    taken, watch = time.perf_counter() - started, self.watch.state_dict()
+                    self.checkpoints.save(Progress(iteration, taken, resumed_at, self.attempt / METRICS, watch))
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
-            about = {"iterations": iteration, "seconds": seconds_total, "error": None}
-            self.log.events.write("end", status=status, **about)
+            self.log.events.write("end", status=status, iterations=iteration, seconds=seconds_total, error=None)
         self._write_records()
         if run.train.checkpoint and status == "ok":
             save_model(self.session.chunks, run, self.attempt / "checkpoint")
@@ -225,10 +217,8 @@ class Trainer:
         limit = self.run.edgc.min_compression_elements
         copies = int(parallel_state.get_expert_data_parallel_world_size())  # of an expert
         params = params_compressible = dense = 0
-        for parameters, replicas in (
-            ([p for p in every if not is_expert(p)], self.replicas),
-            ([p for p in every if is_expert(p)], copies),
-        ):
+        for of_experts, replicas in ((False, self.replicas), (True, copies)):
+            parameters = [p for p in every if is_expert(p) == of_experts]
             mine = torch.tensor(
                 [
                     sum(p.numel() for p in parameters),
@@ -240,7 +230,8 @@ class Trainer:
             )
             dist.all_reduce(mine)
             total, total_compressible, size = (int(value) // replicas for value in mine.tolist())
-            params, params_compressible = params + total, params_compressible + total_compressible
+            params += total
+            params_compressible += total_compressible
             # A replica holds the share of the experts that its rank has.
             dense += all_reduce_bytes(size * replicas // self.replicas, replicas)
         if anew:
@@ -275,8 +266,7 @@ class Trainer:
 
 def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:
     """The whole of one rank; returns the summary on rank 0, None elsewhere."""
-    session = build(run, vocab_size)
-    summary = Trainer(session, data_dir, vocab_size, attempt).train()
+    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train()
     reporter = dist.get_rank() == 0
     dist.barrier()
     parallel_state.destroy_model_parallel()

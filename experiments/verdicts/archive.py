@@ -35,11 +35,7 @@ app = typer.Typer(add_completion=False)
 
 
 def pack(folder: Path, names: Sequence[str]) -> bytes:
-    """The run folders ``names`` under ``folder`` as a compressed archive, in this order.
-
-    Raises:
-        UserError: if a run has no ``status``, that is, has not ended.
-    """
+    """The run folders ``names`` under ``folder`` as an archive, in this order; ``UserError`` if one has not ended."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=9) as archive:
         for name in names:
@@ -144,11 +140,7 @@ def _same(committed: Path, computed: Path) -> bool:
 
 
 def archived(reference: Path, study: str | None = None, kinds: Sequence[str] = (NAME,)) -> list[Path]:
-    """Files with runs of all studies, or of ``study`` alone, under ``reference``.
-
-    Raises:
-        UserError: if there are none.
-    """
+    """Files with runs of all studies, or of ``study`` alone, under ``reference``; ``UserError`` if there are none."""
     found = sorted(path for kind in kinds for path in reference.glob(f"{study or '*'}/{kind}"))
     if not found:
         fix = "see which there are: ls results/reference/*/*/runs*.tar.xz"
@@ -180,9 +172,7 @@ def replay_command(scale: Scale = "ci", study: Study = None, results: Results = 
 @app.command("save")
 @main_guard
 def save_command(
-    study: Annotated[str, typer.Option(help="its runs")],
-    scale: Scale = "ci",
-    results: Results = Path("results"),
+    study: Annotated[str, typer.Option(help="its runs")], scale: Scale = "ci", results: Results = Path("results")
 ) -> None:
     """Keep the runs of an unfinished study that have ended, to be committed."""
     names = [run.name for run in matrix.runs(study, scale)]

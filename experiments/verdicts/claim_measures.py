@@ -109,8 +109,7 @@ def entropy_cost(root: Path) -> Measured:
     rows = fine[(fine["alpha"].round(6) == 0.1) & (fine["beta"].round(6) == 0.25)]
     values = _numbers(rows["change_percent"])
     if not values:
-        what = "no finished run at alpha 0.1 and beta 0.25 with a twin at alpha = beta = 1"
-        raise Missing(f"{what} in {relative}")
+        raise Missing(f"no finished run at alpha 0.1 and beta 0.25 with a twin at alpha = beta = 1 in {relative}")
     share = fine.loc[(fine["alpha"] == 1) & (fine["beta"] == 1), "share_of_step"].mean()
     note = f"reading everything takes {100 * share:.2g} % of a step here"
     return Measured(values, relative, _join(note, lost))
@@ -120,8 +119,7 @@ def _window(root: Path, column: str) -> Measured:
     relative = "window_ablation/table.csv"
     fine, lost = _runs(root, relative)
     lengths = sorted(int(w) for w in fine["window"].unique())
-    # At small scales the three lengths stand for the paper's 500, 1000 and 2500: its w = 1000 is the middle
-    # one.
+    # At small scales the three lengths stand for the paper's 500, 1000 and 2500: its w = 1000 is the middle one.
     length = 1000 if 1000 in lengths else lengths[len(lengths) // 2]
     # Its first variant: the others differ in what comes after the entropy, such as the step limit.
     rows = fine[fine["window"] == length].drop_duplicates("seed")

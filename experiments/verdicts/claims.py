@@ -3,9 +3,8 @@
 ``python -m experiments.verdicts.claims --scale ci --results results [--print]``;
 ``--results results/reference`` judges by what is committed.
 
-The claims and the rules behind the verdicts stand in ``results/paper_claims.yaml`` and were written before
-the runs. Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence
-states.
+The claims and the rules behind the verdicts stand in ``results/paper_claims.yaml`` and were written before the runs.
+Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence states.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, va
 from experiments.verdicts.claim_measures import MEASURES, Measured, Missing
 
 CLAIMS = ROOT / "results" / "paper_claims.yaml"
-COLUMNS = (
-    "id", "claim", "paper_value", "our_value", "unit", "kind", "scale", "n", "verdict", "evidence", "note"
-)  # fmt: skip
+COLUMNS = ("id", "claim", "paper_value", "our_value", "unit", "kind", "scale", "n", "verdict", "evidence", "note")
 SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
 Value = float | str
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -130,8 +127,8 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
     """One row of ``claims.csv``. ``root`` is the folder of the scale, e.g. ``results/ci``, or what is kept of it,
     ``results/reference/ci``."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    row |= {"id": claim.id, "claim": claim.claim, "paper_value": claim.paper_value, "unit": claim.unit}
-    row |= {"kind": claim.kind, "scale": scale, "n": 0, "verdict": NOT_TESTABLE}
+    row |= claim.model_dump(include={"id", "claim", "paper_value", "unit", "kind"})
+    row |= {"scale": scale, "n": 0, "verdict": NOT_TESTABLE}
     if claim.scales and scale not in claim.scales:
         return row | {"note": claim.why_not or f"testable at {', '.join(claim.scales)} only"}
     try:

@@ -32,11 +32,11 @@ def provenance(fresh: Path, studies: Sequence[str]) -> dict[str, Any]:
     if dates:
         result["dates"] = [dates[0], dates[-1]]
     for key in ("versions", "git", "hardware", "data_fingerprint"):
-        different = []
+        different: list[Any] = []
         for record in records:
             if record[key] is not None and record[key] not in different:
                 different.append(record[key])
-        result[key] = different if len(different) > 1 else different[0] if different else None
+        result[key] = different if len(different) > 1 else next(iter(different), None)
     return result
 
 
@@ -58,8 +58,7 @@ def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
     """
     _need_results(fresh)
     if not (fresh / study / "table.csv").is_file():
-        fix = f"make it with: snakemake -c2 {study}"
-        raise UserError(f"study {study} has no table", where=fresh, fix=fix)
+        raise UserError(f"study {study} has no table", where=fresh, fix=f"make it with: snakemake -c2 {study}")
     definition = matrix.load_study(study)
     sources = [fresh / study / name for name in definition.results]
     trained = list(definition.needs or [study])
@@ -120,8 +119,7 @@ def main(
     fresh, known = results / scale, reference or results / "reference" / scale
     written = update_study(study, fresh, known) if study else update(load_tolerances(tolerances), fresh, known)
     if study and runs:
-        names = [run.name for run in matrix.runs(study, scale)]
-        written += keep_runs(study, names, fresh, known)
+        written += keep_runs(study, [run.name for run in matrix.runs(study, scale)], fresh, known)
     for path in written:
         print(path)
 

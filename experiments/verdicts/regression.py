@@ -2,15 +2,15 @@
 
 ``python -m experiments.verdicts.regression --scale ci --results results``
 
-Compares tables, not runs, under the tolerances of ``experiments/verdicts/tolerances.yaml``. Exit code 0 when
-everything is inside, 1 when something is outside, 2 for bad input. :mod:`experiments.verdicts.reference` writes the
-reference.
+Compares tables, not runs, under ``experiments/verdicts/tolerances.yaml``. Exit code 0 when everything is inside, 1 when
+something is outside, 2 for bad input. :mod:`experiments.verdicts.reference` writes the reference.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,11 +87,7 @@ class Outcome:
 
 
 def select(frame: pd.DataFrame, check: Check, where: object) -> pd.DataFrame:
-    """The rows that a check is about.
-
-    Raises:
-        UserError: when the table lacks a column that the check names.
-    """
+    """The rows that a check is about; ``UserError`` where the table lacks a column that it names."""
     wanted = [check.column, *check.key, *check.where, *([check.by] if check.by else [])]
     lacking = next((name for name in wanted if name not in frame), None)
     if lacking:
@@ -187,11 +183,7 @@ def text_of_another_python(reference: Path, fresh: Path) -> bool:
 
 
 def regress(checks: Sequence[Check], reference: Path, fresh: Path) -> list[Outcome]:
-    """Every outcome of every check; both folders hold ``<study>/<table>``.
-
-    Raises:
-        UserError: when the reference or a table of it or of the fresh run is missing.
-    """
+    """Every outcome of every check; both folders hold ``<study>/<table>``; ``UserError`` where one is missing."""
     if not reference.is_dir():
         raise UserError("there is no reference", where=reference, fix="write it with: make reference")
     other_text = text_of_another_python(reference, fresh)
@@ -238,17 +230,16 @@ def _print(found: Sequence[Outcome], scale: str, *, every: bool) -> None:
     from rich.table import Table
 
     table = Table("check", "row", "reference", "fresh", "tolerance", "", title=f"Regression at scale {scale}")
-    shown: set[str] = set()
+    inside = Counter((outcome.check, outcome.tolerance) for outcome in found if outcome.ok)
     for outcome in found:
-        same = [o for o in found if (o.check, o.tolerance) == (outcome.check, outcome.tolerance) and o.ok]
         mark = "ok" if outcome.ok else "[bold red]OUTSIDE[/]" if outcome.judged else "other text"
         cells = (outcome.row, outcome.reference, outcome.fresh)
         if outcome.ok and not every:
-            if outcome.check + outcome.tolerance in shown:
+            rows = inside.pop((outcome.check, outcome.tolerance), 0)
+            if not rows:
                 continue
-            shown.add(outcome.check + outcome.tolerance)
-            if len(same) > 1:
-                cells = (f"{len(same)} rows", "", "")
+            if rows > 1:
+                cells = (f"{rows} rows", "", "")
         table.add_row(outcome.check, *cells, outcome.tolerance, mark)
     console = Console()
     Console(width=None if console.is_terminal else 120).print(table)

@@ -15,7 +15,7 @@ import yaml
 
 from experiments.data.prepare import prepare
 from experiments.spec.settings import DataConfig
-from experiments.training.events import read_events
+from experiments.training.outputs import read_events
 
 ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
 ROOT = Path(__file__).resolve().parents[2]

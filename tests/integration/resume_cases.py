@@ -21,7 +21,7 @@ with cpu_shims.without_compiler():
 
     from edgc.megatron import checkpoint
     from experiments.training.build import Session
-    from experiments.training.checkpoint import Checkpoints
+    from experiments.training.checkpoint import Checkpoints, Progress
 
 STEPS, SAVED_AFTER = 8, 4
 # Active from the fourth iteration, so that the checkpoint holds error feedback; it lies inside a window.
@@ -107,7 +107,7 @@ def adam(optimizer: Any) -> list[dict[str, Any]]:
 
 def save(session: Session, root: Path, log: Path) -> Checkpoints:
     made = Checkpoints(session, root, "fingerprint")
-    made.save(SAVED_AFTER, seconds=1.5, resumed_at=[2], metrics=log, watch={})
+    made.save(Progress(SAVED_AFTER, 1.5, [2], log, {}))
     return made
 
 

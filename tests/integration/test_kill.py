@@ -17,7 +17,7 @@ import yaml
 
 from edgc.checkpoints import manifest
 from experiments.spec.code import training_code
-from experiments.training.events import read_events
+from experiments.training.outputs import read_events
 from experiments.training.signatures import TOLD_BY_TIMES
 from tests.integration.launching import (
     ENDS_WITHIN_SECONDS,

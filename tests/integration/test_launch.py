@@ -17,7 +17,7 @@ import yaml
 from edgc.errors import UserError
 from experiments.analyse.runs import load_run
 from experiments.training import outputs
-from experiments.training.events import read_events
+from experiments.training.outputs import read_events
 from tests.integration.launching import (
     RUN,
     Launcher,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from edgc.errors import UserError
 from experiments.analyse.runs import load_run, load_runs
 from experiments.training import outputs
-from experiments.training.events import EventLog, read_events
+from experiments.training.outputs import EventLog, read_events
 from tests.unit import synthetic_runs as synthetic
 
 
@@ -111,7 +112,7 @@ def test_a_run_without_settings_is_not_left_out(run: Path) -> None:
 
 def test_a_stream_that_is_cut_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with EventLog(path) as log:
+    with contextlib.closing(EventLog(path)) as log:
         for number in range(3):
             log.write("step", iteration=number)
     content = path.read_bytes()

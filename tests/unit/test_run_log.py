@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from experiments.spec.settings import DataConfig, RunConfig
-from experiments.training.events import read_events
 from experiments.training.metrics import SECONDS, History, Step
+from experiments.training.outputs import read_events
 from experiments.training.run_log import RunLog
 
 STEPS = 5

@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from edgc.errors import UserError
 from experiments.common.yaml_settings import validate
 from experiments.data.tokenizer import train_bpe
-from experiments.evaluation import dataset_cache, evaluate, standard_data, standard_tasks
+from experiments.evaluation import evaluate, standard_data, standard_tasks
 from experiments.spec import matrix
 from experiments.spec.task_catalogue import STANDARD, Evaluation, lm_eval_version, standard_task
 from tests.unit.hub_stand_in import REPOSITORIES, Hub, serve
@@ -436,9 +436,9 @@ def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "abc.incomplete"
     folder.mkdir()
     with FileLock(tmp_path / "abc_builder.lock"):  # as `datasets` does
-        assert not dataset_cache.sweep((folder,))
+        assert not standard_data.sweep((folder,))
     assert folder.is_dir()
-    assert dataset_cache.sweep((folder,))
+    assert standard_data.sweep((folder,))
     assert not folder.exists()
 
 
@@ -457,13 +457,13 @@ def test_shards_are_looked_for_under_the_names_that_datasets_gives(
         *filenames_for_dataset_split(str(folder), "set", "test", "arrow"),
     ]
     for name in names:
-        assert dataset_cache.look("some/set", None).copy is None
-        Path(name).write_bytes(b"rows" + dataset_cache.END_OF_STREAM)
-    copy = dataset_cache.look("some/set", None).copy
+        assert standard_data.look("some/set", None).copy is None
+        Path(name).write_bytes(b"rows" + standard_data.END_OF_STREAM)
+    copy = standard_data.look("some/set", None).copy
     assert copy is not None
     assert [str(path) for path in copy.files] == names
     assert (copy.rows, copy.config, copy.revision) == ({"train": 5, "test": 1}, "default", "abc")
-    assert dataset_cache.look("some/set", "other").problem == "not in the cache"
+    assert standard_data.look("some/set", "other").problem == "not in the cache"
 
 
 @pytest.mark.parametrize(
@@ -488,8 +488,8 @@ def test_environment_is_read_as_datasets_reads_it(variables: dict[str, str], mon
     constants = runpy.run_path(huggingface_hub.constants.__file__, {"__package__": "huggingface_hub"})
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", constants["HF_HUB_OFFLINE"])
     theirs = runpy.run_path(datasets.config.__file__)
-    assert dataset_cache.root() == theirs["HF_DATASETS_CACHE"]
-    assert dataset_cache.offline() == theirs["HF_HUB_OFFLINE"]
+    assert standard_data.cache_folder() == theirs["HF_DATASETS_CACHE"]
+    assert standard_data.offline() == theirs["HF_HUB_OFFLINE"]
 
 
 @pytest.mark.parametrize(

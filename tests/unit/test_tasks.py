@@ -152,7 +152,7 @@ def test_kinds_of_breakage(kind: str, source: str, expected: set[str]) -> None:
 
 
 def test_continuations_follow_their_contexts_and_distractors_come_from_other_texts(texts: list[Text]) -> None:
-    rows = continuation.continuation_rows(texts, 3)
+    rows = continuation.continuation_rows(texts, 3, None)
     assert len(rows) >= 80
     sources = dict(texts)
     for row in rows:
@@ -168,7 +168,7 @@ def test_continuations_follow_their_contexts_and_distractors_come_from_other_tex
 
 
 LINES = [(f"{k}.txt", "".join(f"line {k} {i} of some words\n" for i in range(60))) for k in range(5)]
-UNREAD = continuation.continuation_rows(LINES, 0)
+UNREAD = continuation.continuation_rows(LINES, 0, None)
 
 
 @settings(deadline=None)

@@ -63,7 +63,7 @@ def grouped(rows: list[Row]) -> list[list[Row]]:
     return groups
 
 
-def continuation_rows(texts: list[Text], seed: int) -> list[Row]:
+def continuation_rows(texts: list[Text], seed: int, _tokenizer: object) -> list[Row]:
     """At most ``DOCUMENTS`` rows, in whole groups; none with texts of fewer than four files of a kind."""
     kinds: dict[str, list[Row]] = defaultdict(list)
     for path, text in texts:
@@ -74,8 +74,6 @@ def continuation_rows(texts: list[Text], seed: int) -> list[Row]:
     documents = []
     for group in groups[: DOCUMENTS // CHOICES]:
         draw.shuffle(group)
-        choices = [row.pop("passage") for row in group]
-        sources = [row["id"] for row in group]
-        for answer, row in enumerate(group):
-            documents.append(row | {"choices": choices, "sources": sources, "answer": answer})
+        common = {"choices": [row.pop("passage") for row in group], "sources": [row["id"] for row in group]}
+        documents += [row | common | {"answer": answer} for answer, row in enumerate(group)]
     return sorted(documents, key=lambda row: str(row["id"]))

@@ -39,8 +39,6 @@ WORD_SHARE = 0.02  # largest share of one target word: what "always the most fre
 PAGES, PAGE_BYTES = 40, 2048
 WORD = re.compile(r"(?<=\S) ([A-Za-z]{2,})(?![A-Za-z0-9_])")
 
-Rows = Callable[[list[Text], int], list[Row]]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -53,11 +51,6 @@ class Task:
     # Accuracies of what the task must not reward, by name.
     controls: Callable[[list[Row], list[Text], Tokenizer], dict[str, float]] | None = None
     suffix: str = ""  # made only where texts have this ending
-
-
-def whatever_tokenizer(rows: Rows) -> Callable[[list[Text], int, Tokenizer], list[Row]]:
-    """For rows that the text and the seed alone decide."""
-    return lambda texts, seed, _: rows(texts, seed)
 
 
 def level(chance: float, *metrics: str) -> Callable[[list[Row], Tokenizer], dict[str, float]]:
@@ -91,7 +84,7 @@ def pick(candidates: list[Row], count: int, per_word: int) -> list[Row]:
     return sorted(rows, key=lambda row: str(row["id"]))
 
 
-def lastword_rows(texts: list[Text], seed: int) -> list[Row]:
+def lastword_rows(texts: list[Text], seed: int, _tokenizer: Tokenizer) -> list[Row]:
     """Any words, each at most ``WORD_SHARE`` of the documents."""
     candidates = words_in_context(texts, f"{seed}:lastword")
     return pick(candidates, LASTWORD, max(1, int(WORD_SHARE * min(LASTWORD, len(candidates)))))
@@ -116,7 +109,7 @@ def word_at_end(text: str) -> str:
     return text[len(text.rstrip(string.ascii_letters)) :]
 
 
-def cloze_rows(texts: list[Text], seed: int) -> list[Row]:
+def cloze_rows(texts: list[Text], seed: int, _tokenizer: Tokenizer) -> list[Row]:
     """The ``CHOICES`` words that occur most often, in enough texts; each is right equally often.
 
     Never after one of them: an untrained model repeats the last word it read, which is hardly ever right, and
@@ -145,7 +138,7 @@ def cloze_rows(texts: list[Text], seed: int) -> list[Row]:
     return kept
 
 
-def rolling_rows(texts: list[Text], seed: int) -> list[Row]:
+def rolling_rows(texts: list[Text], seed: int, _tokenizer: Tokenizer) -> list[Row]:
     """The first whole lines of ``PAGES`` texts drawn at random, at most ``PAGE_BYTES`` of each."""
     drawn = random.Random(f"{seed}:rolling").sample(texts, min(PAGES, len(texts)))
     rows = []
@@ -171,21 +164,14 @@ def rolling_chance(rows: list[Row], tokenizer: Tokenizer) -> dict[str, float]:
 
 
 TASKS = {
-    "edgc_cloze": Task(
-        whatever_tokenizer(cloze_rows), level(1 / CHOICES, "acc"), "which of ten frequent words comes next"
-    ),
+    "edgc_cloze": Task(cloze_rows, level(1 / CHOICES, "acc"), "which of ten frequent words comes next"),
     "edgc_continuation": Task(
-        whatever_tokenizer(continuation.continuation_rows),
+        continuation.continuation_rows,
         level(1 / continuation.CHOICES, "acc_mutual_info", "acc"),
         "continuation choice, HellaSwag-like",
     ),
-    "edgc_lastword": Task(
-        whatever_tokenizer(lastword_rows),
-        lastword_chance,
-        "last-word prediction, LAMBADA-like",
-        lastword_constant,
-    ),
-    "edgc_rolling": Task(whatever_tokenizer(rolling_rows), rolling_chance, "rolling perplexity of held-out pages"),
+    "edgc_lastword": Task(lastword_rows, lastword_chance, "last-word prediction, LAMBADA-like", lastword_constant),
+    "edgc_rolling": Task(rolling_rows, rolling_chance, "rolling perplexity of held-out pages"),
     "edgc_syntax": Task(
         syntax.syntax_rows,
         level(1 / 2, "acc"),
@@ -197,11 +183,7 @@ TASKS = {
 
 
 def make(held_out: Iterable[Text], tokenizer: Tokenizer, out: Path, *, seed: int, fingerprint: str | None) -> Row:
-    """Write all tasks to ``out``; returns the manifest.
-
-    Raises:
-        UserError: when a task gets no document; nothing is written then.
-    """
+    """Write all tasks to ``out``; the manifest. ``UserError``, and nothing written, where one gets no document."""
     ordered = sorted(held_out)
     files: dict[str, str] = {"utils.py": (HERE / "utils.py").read_text(encoding="utf-8")}
     python = ".".join(platform.python_version_tuple()[:2])  # whose grammar says what is broken
@@ -213,8 +195,7 @@ def make(held_out: Iterable[Text], tokenizer: Tokenizer, out: Path, *, seed: int
             continue
         rows = task.rows(ordered, seed, tokenizer)
         if not rows:
-            what = f"task {name} gets no document from {len(ordered)} held-out texts"
-            raise UserError(what, fix="give more text")
+            raise UserError(f"task {name} gets no document from {len(ordered)} held-out texts", fix="give more text")
         lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
         files[f"{name}.jsonl"] = lines
         files[f"{name}.yaml"] = (HERE / f"{name}.yaml").read_text(encoding="utf-8")
@@ -245,8 +226,7 @@ def main(
     info, path = load_info(data), data / "tokenizer.json"
     check_whole(data, info, (path.name, "documents.jsonl"))
     held_out = [(document.path, document.text) for document in texts(data, "test")]
-    tokenizer = Tokenizer.from_file(str(path))
-    manifest = make(held_out, tokenizer, out, seed=seed, fingerprint=info.fingerprint)
+    manifest = make(held_out, Tokenizer.from_file(str(path)), out, seed=seed, fingerprint=info.fingerprint)
     for name, task in manifest["tasks"].items():
         chance = ", ".join(f"{metric} {value:.4g}" for metric, value in task["chance"].items())
         print(f"{name}: {task['documents']} documents; chance: {chance}")

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler
@@ -33,10 +32,9 @@ class GradientProbe(Recorder):
     """Collects rows for ``tensors.parquet`` on every ``every``-th iteration.
 
     Args:
-        config, edgc, stage: see :class:`Recorder`; ``edgc`` has the sampler under study.
+        config, edgc, stage, experts: see :class:`Recorder`; ``edgc`` has the sampler under study.
         reports: whether this rank's replica is the one described (data-parallel rank 0, and under expert parallelism
             the ranks that hold the other experts of its tokens).
-        experts: which of the model's experts this rank holds; None without expert parallelism.
         tokens: counts what the routers send to each expert.
         leaders: the ranks whose replica is described, those of stage 0 first; this rank alone by default.
         group: of the leaders, on these.
@@ -57,9 +55,8 @@ class GradientProbe(Recorder):
         leaders: Sequence[int] = (0,),
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.leaders, self.group = list(leaders), group
-        super().__init__(config, edgc, stage, reports=reports)
-        self.experts, self.tokens = experts, tokens
+        super().__init__(config, edgc, stage, reports=reports, experts=experts)
+        self.tokens, self.leaders, self.group = tokens, list(leaders), group
         self.sampler = Sampler(edgc.entropy)
         self._first_sigma: dict[str, float] = {}
         self._previous: dict[str, Tensor] = {}
@@ -69,9 +66,8 @@ class GradientProbe(Recorder):
         if not (self.reports and self.config.due(iteration)):
             return
         matrices = [
-            (name, g.tensor.detach().reshape(-1).to(torch.float32, copy=True), tuple(g.tensor.shape))
-            for name, g in self._own(gradients)
-            if compressible(g.tensor.shape, self.edgc.min_compression_elements)
+            (name, gradient.reshape(-1).to(torch.float32, copy=True), tuple(gradient.shape))
+            for name, gradient in self.described(gradients)
         ]
         correlations = _layer_correlations(matrices) if self.config.correlation else {}
         for name, flat, shape in matrices:
@@ -83,13 +79,6 @@ class GradientProbe(Recorder):
                 self._previous[name] = flat
             self.rows.append(row)
         self._pieces += [flat for _, flat, _ in matrices]
-
-    def _own(self, gradients: Sequence[Gradient]) -> list[tuple[str, Gradient]]:
-        """The gradients that this rank describes, each under the name that it has in the whole model."""
-        if self.experts is None:
-            return [(g.name, g) for g in gradients]
-        named = [(self.experts.in_model(g.name), g) for g in gradients]
-        return [(name, g) for name, g in named if self.experts.describes(name)]
 
     def _describe(self, iteration: int, name: str, gradient: Tensor) -> dict[str, Any]:
         flat = gradient.view(-1)
@@ -116,24 +105,23 @@ class GradientProbe(Recorder):
 
     def end_iteration(self, iteration: int, skipped: bool) -> None:
         """Describe the whole model on the first stage leader. Collective over the leaders."""
-        stage_leaders, group = self.leaders, self.group
+        leaders, group = self.leaders, self.group
         counts = self.tokens.take() if self.tokens is not None else {}
         if not (self.reports and self.config.due(iteration)):
             return
-        if self.tokens is not None and len(stage_leaders) > 1:
+        if self.tokens is not None and len(leaders) > 1:
             self._add_tokens(iteration, counts, group)
-        quota = self.config.max_entries // len(stage_leaders)
+        quota = self.config.max_entries // len(leaders)
         flat = torch.cat(self._pieces)
         flat = flat[:: max(1, -(-flat.numel() // quota))].contiguous()
         self._pieces = []
-        if len(stage_leaders) > 1:
-            sizes = gather_objects(flat.numel(), group)
-            pieces = [flat.new_empty(size) for size in sizes]
-            pieces[stage_leaders.index(dist.get_rank())] = flat
-            for piece, leader in zip(pieces, stage_leaders, strict=True):
+        if len(leaders) > 1:
+            pieces = [flat.new_empty(size) for size in gather_objects(flat.numel(), group)]
+            pieces[leaders.index(dist.get_rank())] = flat
+            for piece, leader in zip(pieces, leaders, strict=True):
                 dist.broadcast(piece, leader, group=group)
             flat = torch.cat(pieces)
-        if dist.get_rank() == stage_leaders[0]:
+        if dist.get_rank() == leaders[0]:
             self.rows.append(self._describe(iteration, WHOLE_MODEL, flat))
 
     def _add_tokens(self, iteration: int, counts: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:

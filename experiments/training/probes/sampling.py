@@ -12,7 +12,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.sampler import Sampler
@@ -50,9 +49,8 @@ class SamplingProbe(Recorder):
     def observe(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         if not (self.reports and self.config.due(iteration)):
             return
-        for gradient in gradients:
-            if compressible(gradient.tensor.shape, self.edgc.min_compression_elements):
-                self._measure(iteration, gradient.name, gradient.tensor.detach())
+        for name, gradient in self.matrices(gradients):
+            self._measure(iteration, name, gradient)
 
     def _measure(self, iteration: int, name: str, gradient: Tensor) -> None:
         flat = gradient.reshape(-1)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from edgc.compressors import Compressor, Gradient
 from edgc.compressors.powersgd.algorithm import PowerSGD
-from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
 from edgc.control.settings import PolicyConfig
 from edgc.entropy.estimators import estimate, moments
@@ -49,9 +48,8 @@ class SpectraProbe(Recorder):
     A matrix that is zero or not finite has no row, and an iteration that was skipped has none.
 
     Args:
-        config, edgc, stage, reports: see :class:`Recorder`.
+        config, edgc, stage, reports, experts: see :class:`Recorder`.
         compressor: of this rank's engine.
-        experts: which of the model's experts this rank holds; None without expert parallelism.
         group: the replicas, all of which have such a probe; None where there are no others.
     """
 
@@ -69,10 +67,9 @@ class SpectraProbe(Recorder):
         experts: ExpertShare | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(config, edgc, stage, reports=reports)
+        super().__init__(config, edgc, stage, reports=reports, experts=experts)
         self.group = group
         self.compressor = compressor if isinstance(compressor, PowerSGD) else None
-        self.experts = experts
         self._found: list[dict[str, Any]] = []
         self._pending: dict[str, Tensor] = {}  # M of this replica
         self._iteration = 0
@@ -81,29 +78,16 @@ class SpectraProbe(Recorder):
         if not self.config.due(iteration):
             return
         self._iteration = iteration
-        for gradient in gradients:
-            if not compressible(gradient.tensor.shape, self.edgc.min_compression_elements):
-                continue
-            name, local = gradient.name, gradient.tensor.detach().float()
-            if self.compressor is not None and not self._is_expert(name):
-                kept = self.compressor.errors.get(name)
-                self._pending[name] = local.clone() if kept is None else local + kept
-            if not self.reports:
-                continue
-            if self.experts is not None:
-                if not self.experts.describes(name):
-                    continue
-                name = self.experts.in_model(name)
-            row = self._describe(local)
-            if row is not None:
-                self._found.append(self._about(iteration, name, GRADIENT) | row | {"best_sq": None})
-
-    def _is_expert(self, name: str) -> bool:
-        if self.experts is None:
-            return False
-        from experiments.training.experts import place_of  # imports Megatron
-
-        return place_of(name) is not None
+        if self.compressor is not None:
+            for name, gradient in self.matrices(gradients):
+                if self.experts is None or not self.experts.holds(name):
+                    local, kept = gradient.float(), self.compressor.errors.get(name)
+                    self._pending[name] = local.clone() if kept is None else local + kept
+        if self.reports:
+            for name, gradient in self.described(gradients):
+                row = self._describe(gradient.float())
+                if row is not None:
+                    self._found.append(self._about(iteration, name, GRADIENT) | row | {"best_sq": None})
 
     def _about(self, iteration: int, name: str, of: str) -> dict[str, Any]:
         return {"iteration": iteration, "stage": self.stage, "parameter": name, "of": of}
@@ -162,10 +146,8 @@ class SpectraProbe(Recorder):
                 continue
             singular_sq, rank = list(known.singular_sq), len(known.singular_sq)
             input_sq = row["norm"] ** 2
-            if self.experts is not None:
-                name = self.experts.in_model(name)
             self.rows.append(
-                self._about(self._iteration, name, MEAN)
+                self._about(self._iteration, self.in_model(name), MEAN)
                 | row
                 | {"rank": rank, "powersgd_error": math.sqrt(max(0.0, 1 - math.fsum(singular_sq) / input_sq))}
                 | {"singular_sq": singular_sq, "input_sq": input_sq, "best_sq": row["best_sq"][:rank]}
