@@ -9,21 +9,19 @@ round; ratios are taken within a round, so that a machine that slows down for a 
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from edgc.compressors.powersgd import FACTOR_DTYPES
 from edgc.errors import UserError
 from experiments.bench import machine
-from experiments.bench.children import Child, Group
+from experiments.bench.children import Child, Group, ranks
 from experiments.bench.gradients import Shape, entries, layer_shapes
 from experiments.bench.options import at_least
 
 MODULE = "experiments.bench.engine_worker"
 FLOOR = ("products", "orthogonalisation")
-SETTLE = 4  # steps of an engine before it is timed
 # THP_MEM_ALLOC_ENABLE is torch's: large blocks in huge pages. The other three tell glibc never to give memory back, so
 # that a block that is freed and allocated again causes no page fault.
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -157,47 +155,23 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
     """
     found = Measured()
     for dtype in plan.dtypes:
-        with _alone(plan, dtype) as groups:
+        gradients: dict[str, Any] = {"shapes": plan.shapes, "dtype": dtype, "device": plan.device}
+        with contextlib.ExitStack() as stack:
+            groups = {}
+            for name in plan.allocators:
+                environment = {"OMP_NUM_THREADS": str(max(plan.threads)), **ALLOCATORS[name]}
+                groups[name] = stack.enter_context(Group([Child(MODULE, environment)]))
+                groups[name].ask({"do": "start", **gradients})
             for rank in plan.ranks:
                 for threads in plan.threads:
                     _section(plan, found, groups, Key(dtype, rank, threads, "", ALONE, ""), advance)
         if plan.gloo:
-            with _gloo_ranks(plan, dtype) as groups:
+            threads = min(plan.threads)
+            with ranks(MODULE, 2, threads=threads, **gradients) as group:
                 for rank in plan.ranks:
-                    key = Key(dtype, rank, min(plan.threads), "", GLOO, "")
-                    _section(plan, found, groups, key, advance)
+                    key = Key(dtype, rank, threads, "", GLOO, "")
+                    _section(plan, found, {plan.allocators[0]: group}, key, advance)
     return found
-
-
-@contextlib.contextmanager
-def _alone(plan: Plan, dtype: str) -> Iterator[dict[str, Group]]:
-    """A worker for every allocator, with the gradients loaded."""
-    with contextlib.ExitStack() as stack:
-        groups = {}
-        for name in plan.allocators:
-            environment = {"OMP_NUM_THREADS": str(max(plan.threads)), **ALLOCATORS[name]}
-            groups[name] = stack.enter_context(Group([Child(MODULE, environment)]))
-            _load(plan, dtype, groups[name])
-        yield groups
-
-
-@contextlib.contextmanager
-def _gloo_ranks(plan: Plan, dtype: str) -> Iterator[dict[str, Group]]:
-    """The two ranks of a process group over the loopback interface."""
-    with tempfile.TemporaryDirectory() as folder:
-        shared = {
-            "STORE": f"{folder}/store",
-            "WORLD_SIZE": "2",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": str(min(plan.threads)),
-        }
-        with Group([Child(MODULE, {**shared, "RANK": str(rank)}) for rank in range(2)]) as group:
-            _load(plan, dtype, group)
-            yield {plan.allocators[0]: group}
-
-
-def _load(plan: Plan, dtype: str, group: Group) -> None:
-    group.ask({"do": "load", "shapes": plan.shapes, "dtype": dtype, "device": plan.device})
 
 
 def _section(
@@ -219,7 +193,7 @@ def _section(
                     variants.append(variant)
                 else:
                     found.facts[Key(**{**setting, "variant": variant})] = f"not available: {missing}"
-        request = {"variants": variants, "rank": base.rank, "threads": base.threads, "settle": SETTLE}
+        request = {"variants": variants, "rank": base.rank, "threads": base.threads}
         facts = group.ask({"do": "prepare", **request})[0]
         for variant in variants:
             key = Key(**{**setting, "variant": variant})

@@ -1,7 +1,9 @@
-"""Time on the device by kernel, from torch's profiler; on a CPU, where there are none, by operation."""
+"""What a call takes: processor time and wall time; time on the device by kernel, from torch's profiler; on a CPU, where
+there are no kernels, by operation."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,27 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from edgc.runtime.channel import mark, seconds_between
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. ``cpu`` is of all threads of the process; on a GPU ``wall`` is between two events of its stream."""
+
+    cpu: float
+    wall: float
+
+
+def timed(call: Callable[[], object], device: torch.device) -> Timing:
+    """Run ``call`` once and wait for it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    cpu, started = time.process_time(), mark(device)
+    call()
+    ended = mark(device)
+    wall = seconds_between(started, ended)
+    return Timing(cpu=time.process_time() - cpu, wall=wall)
 
 
 @dataclass(frozen=True)
