@@ -61,11 +61,7 @@ class Child:
             raise ChildError(self._last_words()) from None
 
     def receive(self) -> Any:
-        """The answer.
-
-        Raises:
-            ChildError: the worker reported an error or has ended.
-        """
+        """The answer; ChildError if the worker reported an error or has ended."""
         try:
             answer = self.connection.recv()
         except (EOFError, OSError):
@@ -140,13 +136,18 @@ class Group:
 
 @contextlib.contextmanager
 def ranks(
-    module: str, world: int, *, threads: int = 1, testbed: Testbed | None = None, **start: Any
+    module: str, world: int, *, threads: int | None = 1, testbed: Testbed | None = None, **start: Any
 ) -> Iterator[Group]:
     """One process per rank, each on a host of ``testbed`` if there is one, that have answered the request ``start``
-    with these arguments; in it they :func:`experiments.bench.collectives.join` each other."""
+    with these arguments; in it they :func:`experiments.bench.collectives.join` each other.
+
+    Args:
+        threads: of each; None leaves them as they are.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        shared = {"STORE": f"{folder}/store", "WORLD_SIZE": str(world), "OMP_NUM_THREADS": str(threads)}
+        shared = {"STORE": f"{folder}/store", "WORLD_SIZE": str(world)}
         shared |= {"GLOO_SOCKET_IFNAME": INTERFACE if testbed else "lo"}
+        shared |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
         prefixes = [testbed.inside(rank) if testbed else () for rank in range(world)]
         children = [Child(module, {**shared, "RANK": str(rank)}, prefix) for rank, prefix in enumerate(prefixes)]
         with Group(children) as group:

@@ -27,15 +27,11 @@ SEND = "send"  # no collective: from one rank to another
 Sent = tuple[str, float]  # the kind of a collective, and the bytes that a rank sends in it
 
 
-def join(timeout: timedelta | None = None) -> None:
+def join(timeout: timedelta | None = None, backend: str = "gloo") -> None:
     """Make the workers of :func:`experiments.bench.children.ranks` a process group."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['STORE']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timeout,
-    )
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["STORE"], world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 class Recording(Channel):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from experiments.bench import floor
 from experiments.bench.children import serve
 from experiments.bench.collectives import join
 from experiments.bench.gradients import Shape, make
-from experiments.bench.kernels import kernels, timed
+from experiments.bench.kernels import Kernel, kernels, timed
 from experiments.bench.torch_hook import TorchHook
 from experiments.bench.variants import Copy, Ours, Variant
 
@@ -113,16 +112,12 @@ class Bench:
             self._step(name)
         self._load_gradient()
         kept = self.variants[name].kept()
-        mean = self._mean(self.buffer.float() if kept is None else self.buffer.float() + kept)
+        mean = self.buffer.float() if kept is None else self.buffer.float() + kept
+        if self.group is not None:
+            dist.all_reduce(mean, group=self.group)
+            mean /= dist.get_world_size(self.group)
         done = self._step(name)
         return {"relative_error": float((mean - self.buffer.float()).norm() / mean.norm()), "bytes": done.bytes}
-
-    def _mean(self, tensor: Tensor) -> Tensor:
-        """The exact mean over the workers."""
-        if self.group is not None:
-            dist.all_reduce(tensor, group=self.group)
-            tensor /= dist.get_world_size(self.group)
-        return tensor
 
     def _load_gradient(self) -> None:
         self.buffer.copy_(self.gradients[self.turn % GRADIENTS])
@@ -141,20 +136,19 @@ class Bench:
     def run(self, name: str) -> dict[str, float]:
         """One timed step of a variant, or one round of a part of the floor."""
         if name in self.floors:
-            return asdict(timed(lambda: [call() for call in self.floors[name]], self.device))
+            return timed(lambda: [call() for call in self.floors[name]], self.device)
         self._load_gradient()
         if self.group is not None:
             dist.barrier(group=self.group)
         packed = self.packing.seconds
         steps: list[Statistics] = []
-        times = asdict(timed(lambda: steps.append(self._step(name)), self.device))
+        times = timed(lambda: steps.append(self._step(name)), self.device)
         times |= {part: getattr(steps[0], part).seconds for part in ("compress", "communicate", "decompress")}
         return times | {"pack": self.packing.seconds - packed}
 
-    def kernels(self, name: str, steps: int) -> list[dict[str, Any]]:
+    def kernels(self, name: str, steps: int) -> list[Kernel]:
         """Kernels of one step of a variant, the longest first."""
-        found = kernels(lambda: self._step(name), self.device, steps=steps, before=self._load_gradient)
-        return [asdict(kernel) for kernel in found]
+        return kernels(lambda: self._step(name), self.device, steps=steps, before=self._load_gradient)
 
 
 if __name__ == "__main__":

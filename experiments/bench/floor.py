@@ -139,4 +139,4 @@ def _probe(call: Call, device: torch.device) -> float:
     call()
     runs = [timed(call, device) for _ in range(PROBES)]
     alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return min(run.cpu if alone else run.wall for run in runs)
+    return min(run["cpu" if alone else "wall"] for run in runs)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.compressors import Channel
+from edgc.compressors import Channel, Gradient
 from edgc.compressors.base import Statistics
 from edgc.config import EDGCConfig
 from edgc.runtime.channel import mark
-from experiments.bench.gradients import Shape, entries, name, named, views
+from experiments.bench.gradients import Shape, entries, name, views
 
 SEED = 0  # of the first Q
 
@@ -101,7 +101,8 @@ class Ours(Variant):
 
     def step(self, buffer: Tensor) -> Statistics:
         channel = Mirror() if self.group is None else Channel(self.group)
-        return self.compressor.reduce(named(views(buffer, self.shapes)), channel, self.rank)
+        gradients = [Gradient(name(index), matrix) for index, matrix in enumerate(views(buffer, self.shapes))]
+        return self.compressor.reduce(gradients, channel, self.rank)
 
     def kept(self) -> Tensor | None:
         errors = self.compressor.state_dict()["errors"]
