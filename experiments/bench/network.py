@@ -58,22 +58,14 @@ def risky(ranks: tuple[int, ...]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        rates: limits in Mbit/s; None is no limit.
-        delay_ms: milliseconds that every packet is delayed, at every limit.
-        ranks, quantised: see :func:`methods`.
-        rounds: per limit, after one that is not counted.
-        threads: of each rank.
-    """
-
-    rates: tuple[float | None, ...] = (100.0, 1000.0, None)
-    delay_ms: float = 0.0
-    ranks: tuple[int, ...] = (4, 32, 128)
+    rates: tuple[float | None, ...] = (100.0, 1000.0, None)  # limits in Mbit/s; None is no limit
+    delay_ms: float = 0.0  # that every packet is delayed, at every limit
+    ranks: tuple[int, ...] = (4, 32, 128)  # see :func:`methods`
     quantised: tuple[int, ...] = (32, 128)
-    rounds: int = 5
-    threads: int = 1
+    rounds: int = 5  # per limit, after one that is not counted
+    threads: int = 1  # of each rank
     size: Size = field(default_factory=Size)
 
     def __post_init__(self) -> None:
@@ -88,11 +80,7 @@ class Plan:
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> pd.DataFrame:
-    """Run the benchmark in a testbed of its own; one row per method, limit and round.
-
-    Raises:
-        UserError: if no testbed can be made.
-    """
+    """Run the benchmark in a testbed of its own; one row per method, limit and round. UserError if none can be made."""
     rows: list[dict[str, Any]] = []
     with Testbed(RANKS) as testbed:
         with ranks_on(testbed, plan.size, plan.threads) as group:

@@ -7,6 +7,7 @@ themselves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,17 +44,11 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        rates: limits in Mbit/s.
-        micro_batches: of a replica in a step, to be predicted.
-        rounds: counted iterations of each run.
-    """
-
-    rates: tuple[float, ...] = (20.0, 50.0, 200.0)
-    micro_batches: tuple[int, ...] = (2, 8)
-    rounds: int = 9
+    rates: tuple[float, ...] = (20.0, 50.0, 200.0)  # limits in Mbit/s
+    micro_batches: tuple[int, ...] = (2, 8)  # of a replica in a step, to be predicted
+    rounds: int = 9  # counted iterations of each run
     layers: int = 4
     hidden: int = 128
     sequence: int = 64
@@ -92,11 +87,7 @@ def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
-    """Run everything in a testbed of its own.
-
-    Raises:
-        UserError: if no testbed can be made.
-    """
+    """Run everything in a testbed of its own. UserError if none can be made."""
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
     sent: dict[str, list[list[Sent]]] = {}
@@ -126,15 +117,10 @@ def _rounds(answers: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     for index in range(WARM_UP, len(answers[0]["iterations"])):
         found = [(answer["stage"], answer["iterations"][index]) for answer in answers]
         row: dict[str, Any] = {"round": index - WARM_UP, "seconds": max(one["seconds"] for _, one in found)}
-        for kind in ("forward", "backward"):
-            for stage in range(STAGES):
-                times = [
-                    end - start
-                    for at, one in found
-                    for name, start, end in one["spans"]
-                    if at == stage and name == f"{kind}-compute"
-                ]
-                row[f"{kind}_{stage}"] = float(pd.Series(times).median())
+        for kind, stage in itertools.product(("forward", "backward"), range(STAGES)):
+            spans = [span for at, one in found if at == stage for span in one["spans"]]
+            times = [end - start for name, start, end in spans if name == f"{kind}-compute"]
+            row[f"{kind}_{stage}"] = float(pd.Series(times).median())
         yield row
 
 
@@ -151,17 +137,16 @@ def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
     seconds = rounds.groupby(["method", "micro_batches"])["seconds"].median().unstack()
     added = float((seconds[many] - seconds[few]).median())
 
-    def with_(beside: float) -> Compute:
-        return Compute(forward=forward, backward=backward, beside=beside)
+    passes = Compute(forward=forward, backward=backward)
 
     def missing(beside: float) -> float:
         """Seconds that more micro-batches added and the model does not have."""
-        compute = with_(beside)
+        compute = replace(passes, beside=beside)
         return added - (predict(compute, traffic, links, many) - predict(compute, traffic, links, few))
 
     # Each stage takes it for every micro-batch, so at the upper end it is at least all of the difference.
     most = max(0.0, added) / (many - few)
-    full = with_(float(brentq(missing, 0.0, most)) if missing(0.0) > 0 else 0.0)
+    full = replace(passes, beside=float(brentq(missing, 0.0, most)) if missing(0.0) > 0 else 0.0)
     uncompressed = seconds.loc["none"]
     rest = [float(uncompressed[count]) - predict(full, traffic, links, count) for count in CALIBRATED]
     return replace(full, rest=max(0.0, sum(rest) / len(rest)))

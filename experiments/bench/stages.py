@@ -26,22 +26,14 @@ VARIANTS = ("none", "equal", "dac")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        pipeline, data: degrees of parallelism.
-        rank: of stage 0 under compression, and of all stages without DAC.
-        megabytes: injected bandwidth in MB/s.
-        slowdown: by what factor stage 0's link is slower.
-        steps: iterations that are counted, per variant.
-    """
-
-    pipeline: int = 4
-    data: int = 2
-    rank: int = 8
-    megabytes: float = 1.0
-    slowdown: float = 2.0
-    steps: int = 20
+    pipeline: int = 4  # stages
+    data: int = 2  # replicas
+    rank: int = 8  # of stage 0 under compression, and of all stages without DAC
+    megabytes: float = 1.0  # injected bandwidth in MB/s
+    slowdown: float = 2.0  # by what factor stage 0's link is slower
+    steps: int = 20  # iterations that are counted, per variant
     layers_per_stage: int = 2
     hidden: int = 64
     sequence: int = 32

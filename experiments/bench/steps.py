@@ -48,21 +48,13 @@ def methods() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        workers: numbers of data-parallel workers.
-        rates: limits in Mbit/s.
-        delay_ms: milliseconds that every packet is delayed where there is a limit.
-        rounds: per number of workers and limit, after one that is not counted.
-        threads: of each worker.
-    """
-
-    workers: tuple[int, ...] = (2, 4)
-    rates: tuple[float, ...] = (100.0, 300.0, 1000.0)
-    delay_ms: float = 0.0
-    rounds: int = 5
-    threads: int = 1
+    workers: tuple[int, ...] = (2, 4)  # numbers of data-parallel workers
+    rates: tuple[float, ...] = (100.0, 300.0, 1000.0)  # limits in Mbit/s
+    delay_ms: float = 0.0  # that every packet is delayed where there is a limit
+    rounds: int = 5  # per number of workers and limit, after one that is not counted
+    threads: int = 1  # of each worker
     size: Size = field(default_factory=lambda: Size(sequence=128, batch=2))
 
     def __post_init__(self) -> None:
@@ -88,11 +80,7 @@ class Measured:
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
-    """Run everything in testbeds of its own.
-
-    Raises:
-        UserError: if no testbed can be made.
-    """
+    """Run everything in testbeds of its own. UserError if none can be made."""
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
     sent: dict[int, dict[str, list[list[Sent]]]] = {}
