@@ -1,23 +1,24 @@
 """Worker processes of a benchmark, which do one thing at a time when they are asked.
 
-Requests and answers are lines of JSON over pipes. The parent asks one process, or all ranks of a group at once, and
-waits; so two processes that must not run at the same time, because they are compared, never do.
+The parent asks one process, or all ranks of a group at once, and waits; so two processes that must not run at the same
+time, because they are compared, never do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
+from experiments.bench.testbed import INTERFACE, Testbed
 from experiments.common.files import ROOT
 from experiments.common.processes import die_with_parent
 
@@ -38,74 +39,52 @@ class Child:
     """
 
     def __init__(self, module: str, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module],
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
+        self.connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", module, str(theirs.fileno())],
             cwd=ROOT,
             env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stdin=subprocess.DEVNULL,
+            stdout=self.errors,
+            stderr=self.errors,
+            pass_fds=[theirs.fileno()],
         )
-        self._buffer = b""
+        theirs.close()
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Start a request; :meth:`receive` waits for its answer."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise ChildError(self._last_words("worker has ended")) from None
+            self.connection.send(request)
+        except OSError:
+            raise ChildError(self._last_words()) from None
 
-    def receive(self) -> Any | None:
-        """What has arrived of the answer: the answer once it is whole, else None. Blocks while there is nothing new.
-
-        Raises:
-            ChildError: the worker reported an error or has ended.
-        """
-        assert self._process.stdout is not None
-        read = os.read(self._process.stdout.fileno(), 1 << 16)
-        if not read:
-            raise ChildError(self._last_words("worker has ended"))
-        self._buffer += read
-        if not self._buffer.endswith(b"\n"):
-            return None
-        answer = json.loads(self._buffer)
-        self._buffer = b""
+    def receive(self) -> Any:
+        """The answer; ChildError if the worker reported an error or has ended."""
+        try:
+            answer = self.connection.recv()
+        except (EOFError, OSError):
+            raise ChildError(self._last_words()) from None
         if "error" in answer:
             raise ChildError(answer["error"])
-        return answer
+        return answer["ok"]
 
-    def fileno(self) -> int:
-        """Of the pipe that answers come through, for selectors."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
-    def _last_words(self, otherwise: str) -> str:
-        """The last line that the worker has written to stderr."""
+    def _last_words(self) -> str:
+        """The last line that the worker has written."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=STOP_SECONDS)
-        self._errors.seek(0)
-        return last_line(self._errors.read().decode(errors="replace")) or otherwise
+            self.process.wait(timeout=STOP_SECONDS)
+        self.errors.seek(0)
+        return last_line(self.errors.read().decode(errors="replace")) or "worker has ended"
 
     def stop(self) -> None:
         """End the process: by closing its input, and if that does not help by a signal."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self.connection.close()
         try:
-            self._process.wait(timeout=STOP_SECONDS)
+            self.process.wait(timeout=STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
-
-    def kill(self) -> None:
-        """End the process at once; :meth:`stop` is still to be called."""
-        self._process.kill()
+            self.process.kill()
+            self.process.wait()
+        self.errors.close()
 
 
 class Group:
@@ -125,44 +104,54 @@ class Group:
         answers: dict[Child, Any] = {}
         failures: dict[str, None] = {}  # each message once
         deadline = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            for child in self.children:
-                selector.register(child, selectors.EVENT_READ)
-            while selector.get_map():
-                ready = selector.select(max(deadline - time.monotonic(), 0))
-                if not ready:
-                    failures.setdefault(f"no answer within {seconds:g} s")
-                    break
-                for key, _ in ready:
-                    child = cast(Child, key.fileobj)
-                    try:
-                        answer = child.receive()
-                    except ChildError as error:
-                        # The others may wait for this one in vain, or fail in the same way a moment later.
-                        failures.setdefault(str(error))
-                        deadline = min(deadline, time.monotonic() + STOP_SECONDS)
-                    else:
-                        if answer is None:
-                            continue
-                        answers[child] = answer["ok"]
-                    selector.unregister(child)
+        waiting: dict[Any, Child] = {child.connection: child for child in self.children}
+        while waiting:
+            ready = wait(waiting, max(deadline - time.monotonic(), 0))
+            if not ready:
+                failures.setdefault(f"no answer within {seconds:g} s")
+                break
+            for child in map(waiting.pop, ready):
+                try:
+                    answers[child] = child.receive()
+                except ChildError as error:
+                    # The others may wait for this one in vain, or fail in the same way a moment later.
+                    failures.setdefault(str(error))
+                    deadline = min(deadline, time.monotonic() + STOP_SECONDS)
         if failures:
             raise ChildError(" | ".join(failures))
         return [answers[child] for child in self.children]
-
-    def stop(self, *, at_once: bool = False) -> None:
-        """End all workers; ``at_once`` where they are known to be stuck."""
-        for child in self.children:
-            if at_once:
-                child.kill()
-        for child in self.children:
-            child.stop()
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.stop(at_once=kind is not None)
+        """End all workers, at once where they may be stuck."""
+        for child in self.children:
+            if kind is not None:
+                child.process.kill()
+        for child in self.children:
+            child.stop()
+
+
+@contextlib.contextmanager
+def ranks(
+    module: str, world: int, *, threads: int | None = 1, testbed: Testbed | None = None, **start: Any
+) -> Iterator[Group]:
+    """One process per rank, each on a host of ``testbed`` if there is one, that have answered the request ``start``
+    with these arguments; in it they :func:`experiments.bench.collectives.join` each other.
+
+    Args:
+        threads: of each; None leaves them as they are.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shared = {"STORE": f"{folder}/store", "WORLD_SIZE": str(world)}
+        shared |= {"GLOO_SOCKET_IFNAME": INTERFACE if testbed else "lo"}
+        shared |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        prefixes = [testbed.inside(rank) if testbed else () for rank in range(world)]
+        children = [Child(module, {**shared, "RANK": str(rank)}, prefix) for rank, prefix in enumerate(prefixes)]
+        with Group(children) as group:
+            group.ask({"do": "start", **start})
+            yield group
 
 
 def last_line(text: str) -> str:
@@ -180,13 +169,12 @@ def serve(worker: object) -> None:
     """Answer requests ``{"do": name, **arguments}`` by the worker's methods until the input closes; an error is an
     answer too."""
     die_with_parent(signal.SIGKILL)()
-    # What libraries print must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer = {"ok": getattr(worker, request.pop("do"))(**request)}
-        except Exception as error:
-            answer = {"error": one_line(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+    parent = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError):
+        while True:
+            request = parent.recv()
+            try:
+                answer = {"ok": getattr(worker, request.pop("do"))(**request)}
+            except Exception as error:
+                answer = {"error": one_line(error)}
+            parent.send(answer)

@@ -1,9 +1,17 @@
-"""Collectives told apart by their kind: what a reduction sends by which, and what each takes by itself."""
+"""Collectives told apart by their kind: what a reduction sends by which, what each takes by itself, and slower links.
+
+On an injected link whoever waits for collectives sleeps for bytes / bandwidth more, bytes counted as
+:class:`edgc.runtime.channel.Channel` counts them; nothing is emulated below. That is enough to give the stages of one
+machine links of different speeds, and costs no processor time. On a CPU only.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +23,15 @@ from edgc.compressors import Channel
 ALL_REDUCE, ALL_TO_ALL, ALL_GATHER = "all_reduce", "all_to_all", "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 KINDS = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)  # that are timed
+SEND = "send"  # no collective: from one rank to another
 Sent = tuple[str, float]  # the kind of a collective, and the bytes that a rank sends in it
+
+
+def join(timeout: timedelta | None = None, backend: str = "gloo") -> None:
+    """Make the workers of :func:`experiments.bench.children.ranks` a process group."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["STORE"], world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 class Recording(Channel):
@@ -31,20 +47,25 @@ class Recording(Channel):
         self._started: dict[str, int] = {}
 
     def mean_(self, tensor: Tensor) -> None:
-        self._noting(ALL_REDUCE, lambda: super(Recording, self).mean_(tensor))
+        with self._noting(ALL_REDUCE):
+            super().mean_(tensor)
 
     def scatter_means(self, buffers: Sequence[Tensor]) -> None:
-        self._noting(REDUCE_SCATTER, lambda: super(Recording, self).scatter_means(buffers))
+        with self._noting(REDUCE_SCATTER):
+            super().scatter_means(buffers)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
-        self._noting(ALL_TO_ALL, lambda: super(Recording, self).all_to_all(output, source))
+        with self._noting(ALL_TO_ALL):
+            super().all_to_all(output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        self._noting(ALL_GATHER, lambda: super(Recording, self).all_gather(output, source))
+        with self._noting(ALL_GATHER):
+            super().all_gather(output, source)
 
-    def _noting(self, kind: str, start: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _noting(self, kind: str) -> Iterator[None]:
         before = self.bytes
-        start()
+        yield
         if self.bytes > before:
             self._started[kind] = self._started.get(kind, 0) + self.bytes - before
 
@@ -54,15 +75,57 @@ class Recording(Channel):
         self._started = {}
 
 
+class SlowLink:
+    """Opens channels that are slowed down; to be given to an engine as ``open_channel``.
+
+    Attributes:
+        bandwidth: bytes per second that a rank sends; None injects nothing. It may be changed between iterations.
+        note: called with the start and the end of every wait, delay included.
+        messages: what a rank has sent since :meth:`take`, collective by collective.
+    """
+
+    def __init__(self, bandwidth: float | None, note: Callable[[float, float], None] = lambda start, end: None) -> None:
+        self.bandwidth, self.note = bandwidth, note
+        self.messages: list[Sent] = []
+
+    def take(self) -> list[Sent]:
+        """The messages since the last call."""
+        taken, self.messages = self.messages, []
+        return taken
+
+    def __call__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
+        return _SlowChannel(group, shards, self)
+
+
+class _SlowChannel(Recording):
+    def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], link: SlowLink) -> None:
+        super().__init__(group, shards)
+        self._link = link
+
+    def finish(self) -> None:
+        began, before = time.perf_counter(), len(self.messages)
+        super().finish()
+        new = self.messages[before:]
+        if not new:
+            return
+        self._link.messages += new
+        if self._link.bandwidth is not None:
+            started = time.perf_counter()
+            time.sleep(total(new) / self._link.bandwidth)
+            self.waited.add(started, time.perf_counter())
+        self._link.note(began, time.perf_counter())
+
+
 def total(messages: Iterable[Sent]) -> float:
     """Bytes of all messages together."""
     return sum(bytes_ for _, bytes_ in messages)
 
 
 def sent_in(kind: str, entries: int, world: int) -> float:
-    """Bytes that each of ``world`` ranks sends when a buffer of so many fp32 numbers is reduced, exchanged or gathered
-    (:class:`edgc.runtime.channel.Channel` has the formulas)."""
-    return (2 if kind == ALL_REDUCE else 1) * (world - 1) / world * 4 * entries
+    """Bytes that each of ``world`` ranks sends when a buffer of so many fp32 numbers is reduced, exchanged, gathered
+    (:class:`edgc.runtime.channel.Channel` has the formulas) or sent."""
+    share = 1.0 if kind == SEND else (2 if kind == ALL_REDUCE else 1) * (world - 1) / world
+    return share * 4 * entries
 
 
 def seconds_of(kind: str, entries: int, group: dist.ProcessGroup | None = None) -> float:

@@ -9,21 +9,22 @@ round; ratios are taken within a round, so that a machine that slows down for a 
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgc.compressors.sizes import FACTOR_BITS
 from edgc.errors import UserError
 from experiments.bench import machine
-from experiments.bench.children import Child, Group
+from experiments.bench.children import Child, Group, ranks
 from experiments.bench.gradients import Shape, entries, layer_shapes
+from experiments.bench.kernels import Kernel
 from experiments.bench.options import at_least
 
 MODULE = "experiments.bench.engine_worker"
 FLOOR = ("products", "orthogonalisation")
-SETTLE = 4  # steps of an engine before it is timed
+BF16_PRODUCTS = ("torch+bf16", "fp32+bf16")
 # THP_MEM_ALLOC_ENABLE is torch's: large blocks in huge pages. The other three tell glibc never to give memory back, so
 # that a block that is freed and allocated again causes no page fault.
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -49,40 +50,28 @@ PROFILED = 3  # steps
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured, all ranks with all numbers of threads."""
 
-    Attributes:
-        layers, hidden, embeddings: of the gradients, see :func:`experiments.bench.gradients.layer_shapes`.
-        ranks, threads: each with each.
-        repeats: rounds.
-        dtypes: of the gradients.
-        allocators: names in ``ALLOCATORS``; the first times all engines and the floor.
-        gloo: also time two ranks with gloo, at the smallest number of threads.
-        kernels: also profile each engine.
-        model: name in ``MODELS`` of what the gradients are of, or "".
-    """
-
-    layers: int = 3
+    layers: int = 3  # of the gradients, see :func:`experiments.bench.gradients.layer_shapes`
     hidden: int = 1024
     ranks: tuple[int, ...] = (8, 32, 64, 128)
     threads: tuple[int, ...] = (1, 2)
-    repeats: int = 7
+    repeats: int = 7  # rounds
     device: str = "cpu"
-    dtypes: tuple[str, ...] = ("fp32",)
-    allocators: tuple[str, ...] = tuple(ALLOCATORS)
-    gloo: bool = True
+    dtypes: tuple[str, ...] = ("fp32",)  # of the gradients
+    allocators: tuple[str, ...] = tuple(ALLOCATORS)  # the first times all engines and the floor
+    gloo: bool = True  # also time two ranks with gloo, at the smallest number of threads
     embeddings: tuple[int, ...] = ()
-    kernels: bool = False
-    model: str = ""
+    kernels: bool = False  # also profile each engine
+    model: str = ""  # name in ``MODELS`` of what the gradients are of, or ""
 
     def __post_init__(self) -> None:
         at_least(1, layers=self.layers, hidden=self.hidden, repeats=self.repeats)
         at_least(1, ranks=self.ranks, threads=self.threads)
         largest = self.hidden // 4
         if max(self.ranks) > largest:
-            fix = f"use ranks up to {largest} or a larger --hidden"
             what = f"rank {max(self.ranks)} compresses matrices of {self.hidden} rows too little"
-            raise UserError(what, fix=fix)
+            raise UserError(what, fix=f"use ranks up to {largest} or a larger --hidden")
 
     def clock(self, threads: int) -> str:
         """The time that engines are held against the floor by: waiting threads count as busy in processor time."""
@@ -95,25 +84,19 @@ class Plan:
     @property
     def rounds(self) -> int:
         """Rounds of the whole benchmark, those of gloo included."""
-        sections = len(self.dtypes) * len(self.ranks)
-        return sections * self.repeats * (len(self.threads) + self.gloo)
+        return len(self.dtypes) * len(self.ranks) * self.repeats * (len(self.threads) + self.gloo)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One engine in one setting.
-
-    Attributes:
-        variant: ``copy``, ``torch`` or the type of our factors, with ``+bf16`` behind it for bf16 products.
-        network: ``none`` or ``gloo``.
-    """
+    """One engine in one setting."""
 
     gradient_dtype: str
     rank: int
     threads: int
     allocator: str
-    network: str
-    variant: str
+    network: str  # none or gloo
+    variant: str  # copy, torch or the type of our factors, with +bf16 behind it for bf16 products
 
 
 @dataclass
@@ -124,21 +107,17 @@ class Measured:
         facts: relative error and bytes of one step, or why there is no timing.
         rounds: seconds of each part, one entry a round; of two ranks the slower one's.
         floor: of a setting (a key whose variant is empty): seconds of each part, one entry a round.
-        kernels: name, calls and seconds of each kernel of one step, the longest first.
+        kernels: of one step, the longest first.
     """
 
     facts: dict[Key, dict[str, Any] | str] = field(default_factory=dict)
-    rounds: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
-    floor: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
-    kernels: dict[Key, list[dict[str, Any]]] = field(default_factory=dict)
+    rounds: dict[Key, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    floor: dict[Key, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    kernels: dict[Key, list[Kernel]] = field(default_factory=dict)
 
 
 def layers_that_fit(model: str, free: int) -> int:
-    """How many layers of a model all engines together can hold in ``free`` bytes, at most all and at least one.
-
-    Raises:
-        UserError: if not even one fits.
-    """
+    """How many layers of a model all engines together can hold in ``free`` bytes; UserError if not even one fits."""
     sizes = MODELS[model]
     embeddings = entries(layer_shapes(0, sizes["hidden"], sizes.get("embeddings", ())))
     layer = entries(layer_shapes(1, sizes["hidden"]))
@@ -157,88 +136,54 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
     """
     found = Measured()
     for dtype in plan.dtypes:
-        with _alone(plan, dtype) as groups:
+        gradients: dict[str, Any] = {"shapes": plan.shapes, "dtype": dtype, "device": plan.device}
+        with contextlib.ExitStack() as stack:
+            groups = {}
+            for name in plan.allocators:
+                environment = {"OMP_NUM_THREADS": str(max(plan.threads)), **ALLOCATORS[name]}
+                groups[name] = stack.enter_context(Group([Child(MODULE, environment)]))
+                groups[name].ask({"do": "start", **gradients})
             for rank in plan.ranks:
                 for threads in plan.threads:
                     _section(plan, found, groups, Key(dtype, rank, threads, "", ALONE, ""), advance)
         if plan.gloo:
-            with _gloo_ranks(plan, dtype) as groups:
+            threads = min(plan.threads)
+            with ranks(MODULE, 2, threads=threads, **gradients) as group:
                 for rank in plan.ranks:
-                    key = Key(dtype, rank, min(plan.threads), "", GLOO, "")
-                    _section(plan, found, groups, key, advance)
+                    key = Key(dtype, rank, threads, "", GLOO, "")
+                    _section(plan, found, {plan.allocators[0]: group}, key, advance)
     return found
 
 
-@contextlib.contextmanager
-def _alone(plan: Plan, dtype: str) -> Iterator[dict[str, Group]]:
-    """A worker for every allocator, with the gradients loaded."""
-    with contextlib.ExitStack() as stack:
-        groups = {}
-        for name in plan.allocators:
-            environment = {"OMP_NUM_THREADS": str(max(plan.threads)), **ALLOCATORS[name]}
-            groups[name] = stack.enter_context(Group([Child(MODULE, environment)]))
-            _load(plan, dtype, groups[name])
-        yield groups
-
-
-@contextlib.contextmanager
-def _gloo_ranks(plan: Plan, dtype: str) -> Iterator[dict[str, Group]]:
-    """The two ranks of a process group over the loopback interface."""
-    with tempfile.TemporaryDirectory() as folder:
-        shared = {
-            "STORE": f"{folder}/store",
-            "WORLD_SIZE": "2",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": str(min(plan.threads)),
-        }
-        with Group([Child(MODULE, {**shared, "RANK": str(rank)}) for rank in range(2)]) as group:
-            _load(plan, dtype, group)
-            yield {plan.allocators[0]: group}
-
-
-def _load(plan: Plan, dtype: str, group: Group) -> None:
-    group.ask({"do": "load", "shapes": plan.shapes, "dtype": dtype, "device": plan.device})
-
-
-def _section(
-    plan: Plan,
-    found: Measured,
-    groups: dict[str, Group],
-    base: Key,
-    advance: Callable[[str], None],
-) -> None:
+def _section(plan: Plan, found: Measured, groups: dict[str, Group], base: Key, advance: Callable[[str], None]) -> None:
     """All rounds at one rank and number of threads."""
     keys: list[tuple[Group, Key]] = []
-    for index, (allocator, group) in enumerate(groups.items()):
-        variants = ["copy", "torch", *FACTOR_BITS] if index == 0 else ["torch", "fp32"]
-        setting = {**vars(base), "allocator": allocator}
-        if index == 0 and base.network == ALONE and plan.device == "cpu":
+    alone, first = base.network == ALONE, groups[plan.allocators[0]]
+    for allocator, group in groups.items():
+        variants = ["copy", "torch", *FACTOR_BITS] if group is first else ["torch", "fp32"]
+        setting = replace(base, allocator=allocator)
+        if group is first and alone and plan.device == "cpu":
             missing = machine.bf16_matmul()
-            for variant in ("torch+bf16", "fp32+bf16"):
-                if missing is None:
-                    variants.append(variant)
-                else:
-                    found.facts[Key(**{**setting, "variant": variant})] = f"not available: {missing}"
-        request = {"variants": variants, "rank": base.rank, "threads": base.threads, "settle": SETTLE}
-        facts = group.ask({"do": "prepare", **request})[0]
-        for variant in variants:
-            key = Key(**{**setting, "variant": variant})
-            found.facts[key] = facts[variant]
-            if not isinstance(facts[variant], str):
+            if missing is None:
+                variants += BF16_PRODUCTS
+            else:
+                found.facts |= {replace(setting, variant=of): f"not available: {missing}" for of in BF16_PRODUCTS}
+        request = {"do": "prepare", "variants": variants, "rank": base.rank, "threads": base.threads}
+        for variant, fact in group.ask(request)[0].items():
+            key = replace(setting, variant=variant)
+            found.facts[key] = fact
+            if not isinstance(fact, str):
                 keys.append((group, key))
-    with_floor = base.network == ALONE
-    first = groups[plan.allocators[0]]
-    if with_floor:
+    if alone:
         first.ask({"do": "prepare_floor", "rank": base.rank})
     for index in range(plan.repeats):
         for group, key in keys if index % 2 == 0 else keys[::-1]:
             answers = group.ask({"do": "run", "name": key.variant})
-            slowest = {name: max(answer[name] for answer in answers) for name in answers[0]}
-            found.rounds.setdefault(key, []).append(slowest)
-        if with_floor:
+            found.rounds[key].append({name: max(answer[name] for answer in answers) for name in answers[0]})
+        if alone:
             parts = {name: first.ask({"do": "run", "name": name})[0][plan.clock(base.threads)] for name in FLOOR}
-            found.floor.setdefault(base, []).append(parts)
-        advance(f"rank {base.rank}, {base.threads} threads" + (", gloo" if base.network == GLOO else ""))
-    if plan.kernels and base.network == ALONE:
+            found.floor[base].append(parts)
+        advance(f"rank {base.rank}, {base.threads} threads" + ("" if alone else ", gloo"))
+    if plan.kernels and alone:
         for group, key in keys:
             [found.kernels[key]] = group.ask({"do": "kernels", "name": key.variant, "steps": PROFILED})

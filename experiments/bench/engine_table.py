@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pandas as pd
 
 from experiments.bench import floor
 from experiments.bench.engine import ALONE, Key, Measured, Plan
+from experiments.bench.kernels import Kernel
 
 PARTS = ("cpu", "wall", "compress", "communicate", "decompress", "pack")
 BYTES = {"fp32": 4, "bf16": 2}
@@ -49,10 +50,15 @@ def kernels_table(found: Measured) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def kernel_rows(kernels: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def kernel_rows(kernels: Iterable[Kernel]) -> Iterator[dict[str, Any]]:
     """Name, calls and milliseconds of each kernel."""
     for of in kernels:
-        yield {"kernel": of["name"], "calls": of["calls"], "ms": 1e3 * of["seconds"]}
+        yield {"kernel": of.name, "calls": of.calls, "ms": 1e3 * of.seconds}
+
+
+def kernel_sums(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Columns of all kernels together."""
+    return {"kernel_ms": 1e3 * sum(of.seconds for of in kernels), "kernel_calls": sum(of.calls for of in kernels)}
 
 
 def table(plan: Plan, found: Measured) -> pd.DataFrame:
@@ -80,8 +86,7 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
         if key.network == ALONE:
             row |= _floor(plan, found, key, mine)
         if key in found.kernels:
-            row["kernel_ms"] = 1e3 * sum(kernel["seconds"] for kernel in found.kernels[key])
-            row["kernel_calls"] = sum(kernel["calls"] for kernel in found.kernels[key])
+            row |= kernel_sums(found.kernels[key])
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -6,26 +6,47 @@ it times them with gloo.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.runtime.channel import Stopwatch
+from edgc.compressors.base import Statistics
+from edgc.compressors.quantization.blocks import Blocks
+from edgc.runtime.channel import Stopwatch, mark
 from experiments.bench import floor
 from experiments.bench.children import serve
-from experiments.bench.clock import timed
+from experiments.bench.collectives import join
 from experiments.bench.gradients import Shape, make
-from experiments.bench.kernels import kernels
-from experiments.bench.packing import watch_packing
-from experiments.bench.variants import Copy, Ours, Parts, TorchHook, Variant
+from experiments.bench.kernels import Kernel, kernels, timed
+from experiments.bench.torch_hook import TorchHook
+from experiments.bench.variants import Copy, Ours, Variant
 
 GRADIENTS = 2  # sets of gradients that take turns
+SETTLE = 4  # steps of an engine before it is timed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def watch_packing() -> Stopwatch:
+    """From now on every call of :class:`Blocks` in this process adds to the stopwatch that is returned."""
+    watch = Stopwatch()
+
+    def watched(method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def call(blocks: Blocks, source: Tensor, target: Tensor, **options: Any) -> None:
+            started = mark(source.device)
+            method(blocks, source, target, **options)
+            watch.add(started, mark(source.device))
+
+        return call
+
+    for name in ("pack", "unpack"):
+        setattr(Blocks, name, watched(getattr(Blocks, name)))
+    return watch
 
 
 class Bench:
@@ -37,38 +58,33 @@ class Bench:
 
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
-        if "WORLD_SIZE" in os.environ:
-            index, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store = dist.FileStore(os.environ["STORE"], world)
-            dist.init_process_group("gloo", store=store, rank=index, world_size=world)
-            self.group = dist.group.WORLD
-        self.seed = dist.get_rank() if self.group is not None else 0
-        self.packing: Stopwatch = watch_packing()
+        self.packing = watch_packing()
         self.variants: dict[str, Variant] = {}
-        self.floors: dict[str, Callable[[], None]] = {}
+        self.floors: dict[str, list[floor.Call]] = {}
         self.turn = 0
 
-    def load(self, shapes: Sequence[Shape], dtype: str, device: str) -> dict[str, Any]:
-        """Make the gradients."""
-        self.device = torch.device(device)
-        self.shapes: list[Shape] = [(rows, columns) for rows, columns in shapes]
-        self.gradients = make(self.shapes, GRADIENTS, seed=self.seed, dtype=DTYPES[dtype], device=self.device)
+    def start(self, shapes: list[Shape], dtype: str, device: str) -> None:
+        """Join the other rank, if there is one, and make the gradients."""
+        if "WORLD_SIZE" in os.environ:
+            join()
+            self.group = dist.group.WORLD
+        self.device, self.shapes = torch.device(device), shapes
+        seed = 0 if self.group is None else dist.get_rank()
+        self.gradients = make(shapes, GRADIENTS, seed=seed, dtype=DTYPES[dtype], device=self.device)
         self.buffer = torch.empty_like(self.gradients[0])
-        return {"entries": self.buffer.numel()}
 
-    def prepare(self, variants: list[str], rank: int, threads: int, settle: int) -> dict[str, Any]:
-        """Build the engines of a rank and run each for ``settle`` steps; returns the relative error of the last one.
-
-        A variant that fails has its message in place of a number.
+    def prepare(self, variants: list[str], rank: int, threads: int) -> dict[str, Any]:
+        """Build the engines of a rank and run each for some steps; returns the relative error of the last one and
+        its bytes. A variant that fails has its message in place of them.
         """
         torch.set_num_threads(threads)
         self.variants.clear()
-        self.floors = {}
+        self.floors.clear()
         found: dict[str, Any] = {}
         for name in variants:
             try:
                 self.variants[name] = self._build(name, rank)
-                found[name] = self._settle(name, settle)
+                found[name] = self._settle(name)
             except Exception as error:
                 if self.group is not None:
                     raise  # the peer waits in a collective: nothing can go on
@@ -78,10 +94,8 @@ class Bench:
 
     def prepare_floor(self, rank: int) -> None:
         """Choose the fastest way to do what the floor counts."""
-        self.floors = {
-            "products": floor.Products(self.shapes, rank, self.device),
-            "orthogonalisation": floor.Orthogonalisation(self.shapes, rank, self.device),
-        }
+        for part in (floor.products, floor.orthogonalisation):
+            self.floors[part.__name__] = part(self.shapes, rank, self.device)
 
     def _build(self, name: str, rank: int) -> Variant:
         engine, _, _ = name.partition("+")
@@ -91,32 +105,25 @@ class Bench:
             return TorchHook(self.shapes, rank, self.group, self.buffer)
         return Ours(self.shapes, rank, self.group, engine)
 
-    def _settle(self, name: str, steps: int) -> dict[str, Any]:
+    def _settle(self, name: str) -> dict[str, Any]:
         """Steps that are not timed: the warm start follows the gradients, and buffers are there."""
-        variant, relative = self.variants[name], None
-        for step in range(steps):
+        for _ in range(SETTLE - 1):
             self._load_gradient()
-            kept = variant.kept() if step == steps - 1 else None
-            if step == steps - 1:
-                expected = self.buffer.float() if kept is None else self.buffer.float() + kept
-            parts = self._step(name)
-            if step == steps - 1:
-                mean = self._mean(expected)
-                relative = float((mean - self.buffer.float()).norm() / mean.norm())
-        return {"relative_error": relative, "bytes": parts.bytes}
-
-    def _mean(self, tensor: Tensor) -> Tensor:
-        """The exact mean over the workers."""
+            self._step(name)
+        self._load_gradient()
+        kept = self.variants[name].kept()
+        mean = self.buffer.float() if kept is None else self.buffer.float() + kept
         if self.group is not None:
-            dist.all_reduce(tensor, group=self.group)
-            tensor /= dist.get_world_size(self.group)
-        return tensor
+            dist.all_reduce(mean, group=self.group)
+            mean /= dist.get_world_size(self.group)
+        done = self._step(name)
+        return {"relative_error": float((mean - self.buffer.float()).norm() / mean.norm()), "bytes": done.bytes}
 
     def _load_gradient(self) -> None:
         self.buffer.copy_(self.gradients[self.turn % GRADIENTS])
         self.turn += 1
 
-    def _step(self, name: str) -> Parts:
+    def _step(self, name: str) -> Statistics:
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         before = matmul.fp32_precision
         if name.endswith("+bf16"):
@@ -129,28 +136,19 @@ class Bench:
     def run(self, name: str) -> dict[str, float]:
         """One timed step of a variant, or one round of a part of the floor."""
         if name in self.floors:
-            done = timed(self.floors[name], self.device)
-            return {"cpu": done.cpu, "wall": done.wall}
+            return timed(lambda: [call() for call in self.floors[name]], self.device)
         self._load_gradient()
         if self.group is not None:
             dist.barrier(group=self.group)
         packed = self.packing.seconds
-        steps: list[Parts] = []
-        done = timed(lambda: steps.append(self._step(name)), self.device)
-        [parts] = steps
-        return {
-            "cpu": done.cpu,
-            "wall": done.wall,
-            "compress": parts.compress.seconds,
-            "communicate": parts.communicate.seconds,
-            "decompress": parts.decompress.seconds,
-            "pack": self.packing.seconds - packed,
-        }
+        steps: list[Statistics] = []
+        times = timed(lambda: steps.append(self._step(name)), self.device)
+        times |= {part: getattr(steps[0], part).seconds for part in ("compress", "communicate", "decompress")}
+        return times | {"pack": self.packing.seconds - packed}
 
-    def kernels(self, name: str, steps: int) -> list[dict[str, Any]]:
+    def kernels(self, name: str, steps: int) -> list[Kernel]:
         """Kernels of one step of a variant, the longest first."""
-        found = kernels(lambda: self._step(name), self.device, steps=steps, before=self._load_gradient)
-        return [asdict(kernel) for kernel in found]
+        return kernels(lambda: self._step(name), self.device, steps=steps, before=self._load_gradient)
 
 
 if __name__ == "__main__":

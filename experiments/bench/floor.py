@@ -32,13 +32,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experiments.bench.clock import timed
 from experiments.bench.gradients import Shape, entries
+from experiments.bench.kernels import timed
 
 FULL = 4  # bytes of an fp32 entry
 BLOCK_BYTES = (1 << 19, 1 << 20, 1 << 21, 1 << 22)
 PROBES = 3
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,10 @@ def seconds(need: Work, bandwidth: float, rate: float, orthogonalisation: float)
     return need.bytes / bandwidth + need.operations / rate + orthogonalisation
 
 
-class Products:
+def products(shapes: Sequence[Shape], rank: int, device: torch.device) -> list[Call]:
     """The four products of every matrix, block by block, on operands that stay in a cache."""
-
-    def __init__(self, shapes: Sequence[Shape], rank: int, device: torch.device) -> None:
-        self._calls: list[Call] = []
-        fastest: dict[Shape, list[Call]] = {}
-        for shape in shapes:
-            if shape not in fastest:
-                fastest[shape] = _fastest(shape, min(rank, *shape), device)
-            self._calls += fastest[shape]
-
-    def __call__(self) -> None:
-        for call in self._calls:
-            call()
+    fastest = {shape: _fastest(shape, min(rank, *shape), device) for shape in dict.fromkeys(shapes)}
+    return [call for shape in shapes for call in fastest[shape]]
 
 
 def _fastest(shape: Shape, rank: int, device: torch.device) -> list[Call]:
@@ -108,23 +98,15 @@ def _products(shape: Shape, rank: int, size: int, device: torch.device) -> Itera
     left, right, turned = normal(rows, rank), normal(rank, columns), normal(columns, rank)
     strip, tall = normal(high, columns), normal(high, rank)  # rows of M and of P
     stripe = normal(rows, wide)  # columns of M
-    tall_out, flat_out, strip_out = (
-        torch.empty_like(tall),
-        left.new_empty(rank, wide),
-        torch.zeros_like(strip),
-    )
+    tall_out, flat_out, strip_out = torch.empty_like(tall), left.new_empty(rank, wide), torch.zeros_like(strip)
     for product, total, block, form in (
         ("P", rows, high, lambda n: torch.mm(strip[:n], right.mT, out=tall_out[:n])),
         ("P", rows, high, lambda n: torch.mm(strip[:n], turned, out=tall_out[:n])),
         ("Q", columns, wide, lambda n: torch.mm(left.mT, stripe[:, :n], out=flat_out[:, :n])),
-        ("E", rows, high, lambda n: _subtract(strip_out[:n], tall[:n], right)),
+        ("E", rows, high, lambda n: torch.addmm(strip_out[:n], tall[:n], right, alpha=-1, out=strip_out[:n])),
         ("G", rows, high, lambda n: torch.mm(tall[:n], right, out=strip_out[:n])),
     ):
         yield product, functools.partial(_repeat, total, block, form)
-
-
-def _subtract(target: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    return torch.addmm(target, left, right, alpha=-1, out=target)
 
 
 def _repeat(total: int, block: int, product: Callable[[int], Tensor]) -> None:
@@ -132,25 +114,14 @@ def _repeat(total: int, block: int, product: Callable[[int], Tensor]) -> None:
         product(min(block, total - start))
 
 
-class Orthogonalisation:
+def orthogonalisation(shapes: Sequence[Shape], rank: int, device: torch.device) -> list[Call]:
     """One orthonormal basis for the P of every matrix, by the faster of two methods."""
-
-    def __init__(self, shapes: Sequence[Shape], rank: int, device: torch.device) -> None:
-        self._calls: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
-        fastest: dict[Shape, tuple[Callable[[Tensor], Tensor], Tensor]] = {}
-        for shape in shapes:
-            factor = torch.randn(shape[0], min(rank, *shape), device=device)
-            if shape not in fastest:
-                method = min(
-                    (_householder, _cholesky),
-                    key=lambda way: _probe(functools.partial(way, factor), device),
-                )
-                fastest[shape] = (method, factor)
-            self._calls.append(fastest[shape])
-
-    def __call__(self) -> None:
-        for method, factor in self._calls:
-            method(factor)
+    fastest: dict[Shape, Call] = {}
+    for shape in dict.fromkeys(shapes):
+        factor = torch.randn(shape[0], min(rank, *shape), device=device)
+        calls = [functools.partial(method, factor) for method in (_householder, _cholesky)]
+        fastest[shape] = min(calls, key=lambda call: _probe(call, device))
+    return [fastest[shape] for shape in shapes]
 
 
 def _householder(factor: Tensor) -> Tensor:
@@ -163,9 +134,9 @@ def _cholesky(factor: Tensor) -> Tensor:
     return factor @ torch.linalg.solve_triangular(triangle, eye, upper=False).mT
 
 
-def _probe(call: Callable[[], object], device: torch.device) -> float:
+def _probe(call: Call, device: torch.device) -> float:
     """The shortest of a few runs after one that warms up: processor time where it tells, else wall time."""
     call()
     runs = [timed(call, device) for _ in range(PROBES)]
     alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return min(run.cpu if alone else run.wall for run in runs)
+    return min(run["cpu" if alone else "wall"] for run in runs)

@@ -60,11 +60,7 @@ class Torch:
 
 
 def find_gpu() -> Gpu | None:
-    """What nvidia-smi says; None where there is no nvidia-smi.
-
-    Raises:
-        UserError: it is there and finds no GPU.
-    """
+    """What nvidia-smi says; None where there is no nvidia-smi, UserError where it is there and finds no GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
@@ -79,11 +75,8 @@ def find_gpu() -> Gpu | None:
 
 
 def index_for(gpu: Gpu) -> str:
-    """The package index whose torch runs on this GPU with this driver; ``EDGC_GPU_INDEX`` stands above it.
-
-    Raises:
-        UserError: the driver is too old for any build.
-    """
+    """The package index whose torch runs on this GPU with this driver; ``EDGC_GPU_INDEX`` stands above it. UserError if
+    the driver is too old for any build."""
     if "EDGC_GPU_INDEX" in os.environ:
         return os.environ["EDGC_GPU_INDEX"]
     # Builds for CUDA 13 begin with Turing; a build for CUDA 12.6 runs on every driver for CUDA 12.
@@ -146,11 +139,8 @@ def _over_venv(venv: Path, over: Path, index: str, run: Run) -> None:
     python = _new_environment(str(venv / "bin" / "python"), over, run)
     pin = pins()["torch"]
     # The configured index and wheels are what gave the other build; only how it is reached is kept.
-    kept = (
-        "PIP_CERT", "PIP_PROXY", "PIP_CACHE_DIR", "PIP_TRUSTED_HOST", "PIP_DEFAULT_TIMEOUT",
-        "PIP_CLIENT_CERT"
-    )  # fmt: skip
-    dropped = {key: "" for key in os.environ if key.startswith("PIP_") and key not in kept}
+    kept = ["CERT", "PROXY", "CACHE_DIR", "TRUSTED_HOST", "DEFAULT_TIMEOUT", "CLIENT_CERT"]
+    dropped = {key: "" for key in os.environ if key.startswith("PIP_") and key.removeprefix("PIP_") not in kept}
     alone = {**dropped, "PIP_CONFIG_FILE": os.devnull}
     run([python, "-m", "pip", "install", "--quiet", "--index-url", index, f"torch=={pin}"], alone)
     below = _site_packages(venv)

@@ -52,7 +52,6 @@ class Outcome:
 
 def parts(gpu: bool, full: bool, folder: Path) -> list[Part]:
     """What follows the environment. ``folder`` is where benchmarks write to."""
-    bench = ["-m", "experiments.bench"]
     quick = [] if full else ["--quick"]
     if gpu:
         programs = {
@@ -69,15 +68,12 @@ def parts(gpu: bool, full: bool, folder: Path) -> list[Part]:
             "stage": ["engine", "--model", "gpt2-2.5b-stage", "--layers", "1", *alone.split()],
             "step": ["step", *model.split(), *variants],
         }
-    tests = Part("tests", ["-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"], LIMITS["tests"])
-    times = FULL if full else 1
-    return [
-        tests,
-        *(
-            Part(name, [*bench, *options, "--results", str(folder)], LIMITS[name] * times)
-            for name, options in programs.items()
-        ),
-    ]
+    tests = ["-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    listed = [Part("tests", tests, LIMITS["tests"])]
+    for name, options in programs.items():
+        arguments = ["-m", "experiments.bench", *options, "--results", str(folder)]
+        listed.append(Part(name, arguments, LIMITS[name] * (FULL if full else 1)))
+    return listed
 
 
 def carry_out(part: Part, python: str, log: Path, limit: float) -> Outcome:

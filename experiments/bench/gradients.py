@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgc.compressors import Gradient
-
 Shape = tuple[int, int]
 DIRECTIONS = 96  # of the part of a gradient that is not noise
 
@@ -34,10 +32,6 @@ def views(buffer: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 def name(index: int) -> str:
     return f"matrix.{index}"
-
-
-def named(tensors: Sequence[Tensor]) -> list[Gradient]:
-    return [Gradient(name(index), tensor) for index, tensor in enumerate(tensors)]
 
 
 def make(shapes: Sequence[Shape], count: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -1,7 +1,9 @@
-"""Time on the device by kernel, from torch's profiler; on a CPU, where there are none, by operation."""
+"""What a call takes: processor time and wall time; time on the device by kernel, from torch's profiler; on a CPU, where
+there are no kernels, by operation."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,20 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from edgc.runtime.channel import mark, seconds_between
+
+
+def timed(call: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Run ``call`` once and wait for it: seconds of ``cpu`` (of all threads of the process) and of ``wall`` (on a GPU
+    between two events of its stream)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    cpu, started = time.process_time(), mark(device)
+    call()
+    ended = mark(device)
+    wall = seconds_between(started, ended)  # waits
+    return {"cpu": time.process_time() - cpu, "wall": wall}
 
 
 @dataclass(frozen=True)
@@ -64,8 +80,7 @@ def of_events(events: Iterable[Any], on_gpu: bool) -> list[Kernel]:
     On a GPU each kernel is an event of its own, and its time is told once more with the operation that launched it;
     only the first is counted, and no ranges that a user has named.
     """
-    if on_gpu:
-        own = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        return [Kernel(e.key, e.count, e.self_device_time_total / 1e6) for e in own]
-    own = [e for e in events if e.device_type == DeviceType.CPU and not e.is_user_annotation]
-    return [Kernel(e.key, e.count, e.self_cpu_time_total / 1e6) for e in own]
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    seconds = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    own = [event for event in events if event.device_type == device and not event.is_user_annotation]
+    return [Kernel(event.key, event.count, getattr(event, seconds) / 1e6) for event in own]

@@ -7,15 +7,16 @@ tried in processes of its own, since it has been seen to crash them.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
-from experiments.bench.children import Child, ChildError, Group
+from experiments.bench import children
+from experiments.bench.children import ChildError, Group
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
 from experiments.bench.options import at_least, check_delay, check_rates
@@ -23,7 +24,6 @@ from experiments.bench.testbed import Testbed
 
 MODULE = "experiments.bench.network_worker"
 RANKS = 2
-PORT = "29500"  # in namespaces of our own
 STEP_SECONDS = 60.0
 RISKY_SECONDS = 40.0
 RISKY_STEPS = 3
@@ -58,22 +58,14 @@ def risky(ranks: tuple[int, ...]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        rates: limits in Mbit/s; None is no limit.
-        delay_ms: milliseconds that every packet is delayed, at every limit.
-        ranks, quantised: see :func:`methods`.
-        rounds: per limit, after one that is not counted.
-        threads: of each rank.
-    """
-
-    rates: tuple[float | None, ...] = (100.0, 1000.0, None)
-    delay_ms: float = 0.0
-    ranks: tuple[int, ...] = (4, 32, 128)
+    rates: tuple[float | None, ...] = (100.0, 1000.0, None)  # limits in Mbit/s; None is no limit
+    delay_ms: float = 0.0  # that every packet is delayed, at every limit
+    ranks: tuple[int, ...] = (4, 32, 128)  # see :func:`methods`
     quantised: tuple[int, ...] = (32, 128)
-    rounds: int = 5
-    threads: int = 1
+    rounds: int = 5  # per limit, after one that is not counted
+    threads: int = 1  # of each rank
     size: Size = field(default_factory=Size)
 
     def __post_init__(self) -> None:
@@ -88,14 +80,10 @@ class Plan:
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> pd.DataFrame:
-    """Run the benchmark in a testbed of its own; one row per method, limit and round.
-
-    Raises:
-        UserError: if no testbed can be made.
-    """
+    """Run the benchmark in a testbed of its own; one row per method, limit and round. UserError if none can be made."""
     rows: list[dict[str, Any]] = []
     with Testbed(RANKS) as testbed:
-        with ranks_on(testbed, plan) as group:
+        with ranks_on(testbed, plan.size, plan.threads) as group:
             chosen, failed = _prepare(group, methods(plan.ranks, plan.quantised))
             for rate in plan.rates:
                 testbed.limit(rate, plan.delay_ms)
@@ -113,19 +101,9 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["mbit_per_s"], kind="stable", ignore_index=True)
 
 
-@contextlib.contextmanager
-def ranks_on(testbed: Testbed, plan: Plan) -> Iterator[Group]:
+def ranks_on(testbed: Testbed, size: Size, threads: int = 1) -> AbstractContextManager[Group]:
     """One process per host, joined to a process group."""
-    shared = {
-        "WORLD_SIZE": str(testbed.hosts),
-        "MASTER_ADDR": testbed.address(0),
-        "MASTER_PORT": PORT,
-        "OMP_NUM_THREADS": str(plan.threads),
-    }
-    children = [Child(MODULE, {**shared, "RANK": str(index)}, testbed.inside(index)) for index in range(testbed.hosts)]
-    with Group(children) as group:
-        group.ask({"do": "start", "size": asdict(plan.size), "threads": plan.threads})
-        yield group
+    return children.ranks(MODULE, testbed.hosts, threads=threads, testbed=testbed, size=size)
 
 
 def _prepare(group: Group, wanted: dict[str, dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
@@ -145,7 +123,7 @@ def _try(testbed: Testbed, plan: Plan, rate: float | None, name: str, settings: 
     rows = []
     testbed.limit(None)
     try:
-        with ranks_on(testbed, plan) as group:
+        with ranks_on(testbed, plan.size, plan.threads) as group:
             group.ask({"do": "prepare", "name": name, "settings": settings}, RISKY_SECONDS)
             testbed.limit(rate, plan.delay_ms)
             for index in range(min(RISKY_STEPS, plan.rounds)):
@@ -159,20 +137,13 @@ def _try(testbed: Testbed, plan: Plan, rate: float | None, name: str, settings: 
 
 
 def _row(
-    rate: float | None,
-    name: str,
-    index: int | None = None,
-    answers: list[dict[str, Any]] | None = None,
-    *,
-    status: str = "ok",
+    rate: float | None, name: str, index: int | None = None, answers: Sequence[dict[str, Any]] = (), status: str = "ok"
 ) -> dict[str, Any]:
     """A round of a method: the slower rank's seconds, the mean of the ranks' bytes."""
     row: dict[str, Any] = {"mbit_per_s": rate or 0, "method": name, "round": index, "status": status}
-    for answer in [answers] if answers else []:
-        row["seconds"] = max(rank["seconds"] for rank in answer)
-        for key in ("bytes", "wire"):
-            values = [rank[key] for rank in answer if rank[key] is not None]
-            row[key] = sum(values) / len(values) if values else None
+    if answers:
+        ranks = pd.DataFrame(answers)
+        row |= {"seconds": ranks["seconds"].max()} | ranks[["bytes", "wire"]].astype(float).mean().to_dict()
     return row
 
 
@@ -191,23 +162,20 @@ def table(plan: Plan, rounds: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for (rate, name), part in rounds.groupby(["mbit_per_s", "method"], sort=False):
         options = settings[name]
+        bad = part["status"][part["status"] != "ok"]
+        good = part[part["status"] == "ok"].set_index("round")
         row: dict[str, Any] = {"mbit_per_s": rate, "method": name, "hook": options["hook"]}
         row |= {"rank": options.get("rank"), "factor_dtype": options.get("factor_dtype", "")}
-        row["buckets"] = "one" if options.get("one_bucket") else "default"
-        bad = part[part["status"] != "ok"]
-        row["status"] = "ok" if bad.empty else bad["status"].iloc[0]
-        good = part[part["status"] == "ok"].set_index("round")
-        row["rounds"] = len(good)
+        row |= {"buckets": "one" if options.get("one_bucket") else "default"}
+        row |= {"status": "ok" if bad.empty else bad.iloc[0], "rounds": len(good)}
         if len(good):
             row |= spread("seconds", good["seconds"])
-            for column, other in (
-                ("speedup_over_dense", "dense"),
-                ("speedup_over_torch", f"torch r{options.get('rank')}, one bucket"),
-            ):
-                base = rounds[(rounds["mbit_per_s"] == rate) & (rounds["method"] == other)]
-                ratio = (base.set_index("round")["seconds"] / good["seconds"]).dropna() if len(base) else []
+            others = {"dense": "dense", "torch": f"torch r{options.get('rank')}, one bucket"}
+            for column, other in others.items():
+                base = rounds[(rounds["mbit_per_s"] == rate) & (rounds["method"] == other)].set_index("round")
+                ratio = (base["seconds"] / good["seconds"]).dropna()
                 if len(ratio):
-                    row |= spread(column, ratio)
+                    row |= spread(f"speedup_over_{column}", ratio)
             row["bytes"], row["wire"] = good["bytes"].median(), good["wire"].median()
             row["wire_over_bytes"] = row["wire"] / row["bytes"] if row["bytes"] else None
         rows.append(row)

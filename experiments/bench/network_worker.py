@@ -1,19 +1,18 @@
 """One rank of the network benchmark: a model per method, all of them trained in turns, one step when asked.
 
-Runs on a host of the testbed with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment.
+Runs on a host of the testbed, as one of :func:`experiments.bench.children.ranks`.
 """
 
 # No `from __future__ import annotations`: DDP checks the annotations of a hook and wants them as objects.
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,8 +20,8 @@ from edgc.config import EDGCConfig
 from edgc.ddp import Handle, register
 from experiments.bench import gpt
 from experiments.bench.children import serve
-from experiments.bench.collectives import Recording, Sent, seconds_of
-from experiments.bench.testbed import INTERFACE, sent_bytes
+from experiments.bench.collectives import Recording, Sent, join, seconds_of
+from experiments.bench.testbed import sent_bytes
 
 ONE_BUCKET_MB = 4096  # more than the model has
 WARM_UP = 4  # steps: buckets are rebuilt after the first, torch's hook starts at the third
@@ -47,24 +46,22 @@ class Method:
     def __init__(self, size: gpt.Size, settings: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = gpt.GPT(size)
-        size_mb = ONE_BUCKET_MB if settings.get("one_bucket") else None
-        self.model = DistributedDataParallel(model, bucket_cap_mb=size_mb)
+        self.model = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if settings.get("one_bucket") else None)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.world, self.hook = dist.get_world_size(), str(settings["hook"])
+        self.hook = str(settings["hook"])
         self.entries = sum(parameter.numel() for parameter in model.parameters())
         self.moments: tuple[float, ...] = ()
         self.complete: list[tuple[float, int]] = []
         self.handle: Handle | None = None
-        self._started = 0.0
+        self.started = 0.0
         self.expected = self._register(settings)
 
     def _register(self, settings: dict[str, Any]) -> Callable[[], int | None]:
         """Install the communication; returns the function that tells the bytes of the last step by formula."""
-        ring = 2 * (self.world - 1) / self.world
-        if self.hook == "compute":
-            return lambda: 0
-        if self.hook == "ready":
-            self.model.register_comm_hook(self, _ready)
+        ring = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+        if self.hook in ("compute", "ready"):
+            if self.hook == "ready":
+                self.model.register_comm_hook(self, _ready)
             return lambda: 0
         if self.hook == "dense":
             return lambda: round(4 * ring * self.entries)
@@ -88,12 +85,8 @@ class Method:
             opened.append(Recording(*options))
             return opened[-1]
 
-        engine = self.handle.engine
-        before, engine.open_channel = engine.open_channel, record
-        try:
+        with mock.patch.object(self.handle.engine, "open_channel", record):
             self.step(text)
-        finally:
-            engine.open_channel = before
         return [channel.messages for channel in opened]
 
     @staticmethod
@@ -107,30 +100,24 @@ class Method:
 
         return last
 
-    def step(self, text: torch.Tensor) -> float:
-        """One training step; returns the loss."""
+    def step(self, text: torch.Tensor) -> None:
+        """One training step."""
         alone = self.model.no_sync() if self.hook == "compute" else contextlib.nullcontext()
         self.complete.clear()
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
         with alone:
-            loss: torch.Tensor = self.model(text)
+            loss = self.model(text)
             forward = time.perf_counter()
             loss.backward()
         backward = time.perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        value = float(loss.detach())
-        self.moments = tuple(at - self._started for at in (forward, backward, time.perf_counter()))
-        return value
-
-    def note(self, entries: int) -> None:
-        """A bucket is complete."""
-        self.complete.append((time.perf_counter() - self._started, entries))
+        self.moments = tuple(at - self.started for at in (forward, backward, time.perf_counter()))
 
 
 def _ready(method: Method, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sends nothing."""
-    method.note(bucket.buffer().numel())
+    """Sends nothing, and notes that a bucket is complete."""
+    method.complete.append((time.perf_counter() - method.started, bucket.buffer().numel()))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -139,18 +126,11 @@ def _ready(method: Method, bucket: dist.GradBucket) -> torch.futures.Future[torc
 class Rank:
     """Handlers of this process."""
 
-    def __init__(self) -> None:
-        self.methods: dict[str, Method] = {}
-        self.generator = torch.Generator()
-
-    def start(self, size: dict[str, int], threads: int) -> dict[str, Any]:
+    def start(self, size: gpt.Size) -> None:
         """Join the process group."""
-        torch.set_num_threads(threads)
-        self.size = gpt.Size(**size)
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        self.generator.manual_seed(dist.get_rank())
-        model: nn.Module = gpt.GPT(self.size)
-        return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+        join(TIMEOUT)
+        self.size, self.methods = size, dict[str, Method]()
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
 
     def prepare(self, name: str, settings: dict[str, Any]) -> None:
         """Build a method and train it for a few steps."""
@@ -163,14 +143,14 @@ class Rank:
         """One timed step: seconds, bytes by formula, and bytes that left the interface."""
         method, text = self.methods[name], gpt.batch(self.size, self.generator)
         dist.barrier()
-        sent, cpu, started = sent_bytes(), time.process_time(), time.perf_counter()
-        loss = method.step(text)
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        sent, started = sent_bytes(), time.perf_counter()
+        method.step(text)
+        seconds = time.perf_counter() - started
         # The peer may still be waiting for what lies in this host's queue.
         dist.barrier()
         wire = sent_bytes() - sent
-        answer = {"seconds": seconds, "cpu": cpu, "bytes": method.expected(), "wire": wire, "loss": loss}
-        return answer | {"moments": method.moments, "complete": list(method.complete)}
+        answer = {"seconds": seconds, "bytes": method.expected(), "wire": wire}
+        return answer | {"moments": method.moments, "complete": method.complete}
 
     def messages(self, name: str) -> list[list[Sent]]:
         """What a step of one of our methods sends, per bucket."""
@@ -190,5 +170,4 @@ class Rank:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
     serve(Rank())

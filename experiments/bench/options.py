@@ -10,11 +10,7 @@ from edgc.errors import UserError
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """``8,32`` as numbers, each once.
-
-    Raises:
-        UserError: if it is anything else.
-    """
+    """``8,32`` as numbers, each once; UserError if it is anything else."""
     try:
         return tuple(dict.fromkeys(int(word) for word in text.split(",")))
     except ValueError:
@@ -23,11 +19,7 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def words(text: str, option: str, allowed: Iterable[str]) -> tuple[str, ...]:
-    """``a,b`` as words, each once and each allowed.
-
-    Raises:
-        UserError: if one is not.
-    """
+    """``a,b`` as words, each once and each allowed; UserError if one is not."""
     known = list(allowed)
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for word in found:
@@ -37,11 +29,7 @@ def words(text: str, option: str, allowed: Iterable[str]) -> tuple[str, ...]:
 
 
 def at_least(low: float, **values: float | tuple[float, ...]) -> None:
-    """Whether the value of each option, or each of its values, is ``low`` or more.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Raise UserError naming the option unless the value of each, or each of its values, is ``low`` or more."""
     for name, value in values.items():
         every = value if isinstance(value, tuple) else (value,)
         if not every or not all(one >= low for one in every):
@@ -50,32 +38,20 @@ def at_least(low: float, **values: float | tuple[float, ...]) -> None:
 
 
 def check_rates(rates: Iterable[float | None], fix: str = "use 1 to 10000 Mbit/s") -> None:
-    """Whether a testbed can make these limits in Mbit/s; None is no limit.
-
-    Raises:
-        UserError: with ``fix``.
-    """
+    """Raise UserError with ``fix`` unless a testbed can make these limits in Mbit/s; None is no limit."""
     for rate in rates:
         if rate is not None and not 1 <= rate <= 1e4:
             raise UserError(f"--rates {rate:g} is not valid", fix=fix)
 
 
 def check_delay(milliseconds: float) -> None:
-    """Whether a testbed can delay packets so long.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raise UserError unless a testbed can delay packets so long."""
     if not 0 <= milliseconds <= 1000:
         raise UserError(f"--delay {milliseconds:g} is not valid", fix="use 0 to 1000 milliseconds")
 
 
-def device(name: str) -> str:
-    """``cpu`` or ``cuda``; ``auto`` is a GPU if there is one.
-
-    Raises:
-        UserError: it is not known, or there is no GPU.
-    """
+def device_of(name: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is a GPU if there is one. UserError if it is not known, or there is no GPU."""
     [known] = words(name, "--device", ("auto", "cpu", "cuda"))
     if known == "cuda" and not torch.cuda.is_available():
         raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")

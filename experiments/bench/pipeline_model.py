@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.bench.collectives import ALL_REDUCE, Sent
-from experiments.bench.step_model import Collectives, Link
+from experiments.bench.collectives import ALL_REDUCE, SEND
+from experiments.bench.step_model import Links, Messages, messages_of
 from experiments.simulation.iteration_model import Bucket, Model, Stage
 
 
@@ -35,27 +35,20 @@ class Traffic:
 
     Attributes:
         activations: of one micro-batch between two stages, and as many back.
-        sent: per stage, what a rank sends to average its gradients, collective by collective.
+        sent: per stage, what a rank sends to average its gradients.
         embedding: bytes that a rank of the end stages sends in the all-reduce of the tied embedding's gradients.
     """
 
     activations: float
-    sent: tuple[tuple[Sent, ...], ...]
+    sent: Messages
     embedding: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """What a message takes: a collective between replicas, and a tensor sent to the next stage."""
-
-    replicas: Collectives
-    stages: Link
 
 
 def predict(compute: Compute, traffic: Traffic, links: Links, micro_batches: int, overhead: float = 0.0) -> float:
     """Seconds of a step under 1F1B whose gradients are averaged after backward.
 
     Args:
+        links: between replicas by the kind of collective, between stages ``SEND``.
         overhead: seconds of the processor that averaging takes, beside its messages.
 
     Raises:
@@ -63,21 +56,16 @@ def predict(compute: Compute, traffic: Traffic, links: Links, micro_batches: int
     """
     if not len(compute.forward) == len(compute.backward) == len(traffic.sent):
         raise ValueError(f"{len(traffic.sent)} stages send, but {len(compute.forward)} compute")
-    between = links.stages.seconds(traffic.activations)
+    between = links[SEND].seconds(traffic.activations)
     stages = tuple(
         Stage(
             forward=(forward + compute.beside / 2,),
             backward=(backward + compute.beside / 2,),
             to_next=between,
             to_previous=between,
-            buckets=(
-                Bucket(
-                    compress=overhead,
-                    messages=tuple(links.replicas[kind].message(bytes_) for kind, bytes_ in sent if bytes_),
-                ),
-            ),
+            buckets=(Bucket(compress=overhead, messages=messages_of(sent, links)),),
         )
         for forward, backward, sent in zip(compute.forward, compute.backward, traffic.sent, strict=True)
     )
-    after = compute.rest + (links.replicas[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0)
+    after = compute.rest + (links[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0)
     return Model(stages=stages, micro_batches=micro_batches, after=after).run().seconds

@@ -7,6 +7,7 @@ themselves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,11 @@ import pandas as pd
 from scipy.optimize import brentq
 
 from experiments.bench import stages
-from experiments.bench.children import Group
-from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, total
-from experiments.bench.engine_table import spread
+from experiments.bench.collectives import ALL_REDUCE, KINDS, SEND, Sent, total
 from experiments.bench.options import at_least, check_rates
-from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
-from experiments.bench.step_model import links_of
-from experiments.bench.steps import FREE, PROBE_ROUNDS
+from experiments.bench.pipeline_model import Compute, Traffic, predict
+from experiments.bench.step_model import Links, links_of
+from experiments.bench.steps import FREE, based_on, compared, probe
 from experiments.bench.testbed import Testbed
 
 STAGES, REPLICAS = 2, 2
@@ -30,7 +29,6 @@ VOCABULARY = 256  # of the worker's text
 WARM_UP = 2  # iterations that are not counted
 SECONDS = 600.0
 CALIBRATED = (4, 12)  # micro-batches at which the work of a step is measured
-SEND = "send"
 # fp32 entries, around what the steps send; more than a token bucket lets through at once after a pause.
 PROBES = dict.fromkeys(KINDS, (1 << 15, 1 << 17, 1 << 19)) | {SEND: (1 << 14, 1 << 16, 1 << 18)}
 
@@ -46,17 +44,11 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        rates: limits in Mbit/s.
-        micro_batches: of a replica in a step, to be predicted.
-        rounds: counted iterations of each run.
-    """
-
-    rates: tuple[float, ...] = (20.0, 50.0, 200.0)
-    micro_batches: tuple[int, ...] = (2, 8)
-    rounds: int = 9
+    rates: tuple[float, ...] = (20.0, 50.0, 200.0)  # limits in Mbit/s
+    micro_batches: tuple[int, ...] = (2, 8)  # of a replica in a step, to be predicted
+    rounds: int = 9  # counted iterations of each run
     layers: int = 4
     hidden: int = 128
     sequence: int = 64
@@ -87,24 +79,15 @@ class Measured:
 
 def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
     """A run, as :class:`experiments.spec.settings.RunConfig` takes it."""
-    batch = {"micro_batch": plan.micro_batch, "global_batch": plan.micro_batch * micro_batches * REPLICAS}
-    return stages.run_settings(
-        "pipeline_steps",
-        method,
-        METHODS[method],
-        iterations=WARM_UP + plan.rounds,
-        model={"layers": plan.layers, "hidden": plan.hidden, "sequence_length": plan.sequence},
-        parallel={"pipeline": STAGES, "data": REPLICAS},
-        batch=batch,
-    )
+    model = {"layers": plan.layers, "hidden": plan.hidden, "sequence_length": plan.sequence}
+    train = {"iterations": WARM_UP + plan.rounds, "micro_batch": plan.micro_batch}
+    train |= {"global_batch": plan.micro_batch * micro_batches * REPLICAS}
+    parallel = {"pipeline": STAGES, "data": REPLICAS}
+    return stages.run_settings("pipeline_steps", method, model, parallel, train, METHODS[method])
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
-    """Run everything in a testbed of its own.
-
-    Raises:
-        UserError: if no testbed can be made.
-    """
+    """Run everything in a testbed of its own. UserError if none can be made."""
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
     sent: dict[str, list[list[Sent]]] = {}
@@ -115,7 +98,7 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
             if rate != limit:
                 testbed.limit(rate or None)
                 limit = rate
-                probes += [{"mbit_per_s": rate} | row for row in _probe(group)]
+                probes += [{"mbit_per_s": rate} | row for row in probe(group, PROBES, REPLICAS, stages=STAGES)]
             request = {"do": "train", "run": settings(plan, name, count), "bandwidths": [None] * STAGES}
             answers = group.ask(request, SECONDS)
             at = {"mbit_per_s": rate, "micro_batches": count, "method": name}
@@ -129,38 +112,16 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
     return Measured(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
 
-def _probe(group: Group) -> Iterable[dict[str, Any]]:
-    """Messages by themselves: bytes that a rank sends, and seconds of the slowest."""
-    for kind, sizes in PROBES.items():
-        request = {"do": SEND} if kind == SEND else {"do": "collective", "kind": kind}
-        for entries in sizes:
-            sent = 4 * entries if kind == SEND else sent_in(kind, entries, REPLICAS)
-            for index in range(-1, PROBE_ROUNDS):
-                seconds = max(group.ask({**request, "entries": entries, "stages": STAGES}, SECONDS))
-                if index >= 0:
-                    yield {"kind": kind, "bytes": sent, "seconds": seconds}
-
-
 def _rounds(answers: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     """The slowest rank's seconds of every counted iteration, and per stage the median time of a micro-batch."""
     for index in range(WARM_UP, len(answers[0]["iterations"])):
         found = [(answer["stage"], answer["iterations"][index]) for answer in answers]
         row: dict[str, Any] = {"round": index - WARM_UP, "seconds": max(one["seconds"] for _, one in found)}
-        for kind in ("forward", "backward"):
-            for stage in range(STAGES):
-                times = [
-                    end - start
-                    for at, one in found
-                    for name, start, end in one["spans"]
-                    if at == stage and name == f"{kind}-compute"
-                ]
-                row[f"{kind}_{stage}"] = float(pd.Series(times).median())
+        for kind, stage in itertools.product(("forward", "backward"), range(STAGES)):
+            spans = [span for at, one in found if at == stage for span in one["spans"]]
+            times = [end - start for name, start, end in spans if name == f"{kind}-compute"]
+            row[f"{kind}_{stage}"] = float(pd.Series(times).median())
         yield row
-
-
-def _links(probes: pd.DataFrame) -> Links:
-    fitted = links_of(probes)
-    return Links(stages=fitted.pop(SEND), replicas=fitted)
 
 
 def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
@@ -176,17 +137,16 @@ def compute_of(rounds: pd.DataFrame, traffic: Traffic, links: Links) -> Compute:
     seconds = rounds.groupby(["method", "micro_batches"])["seconds"].median().unstack()
     added = float((seconds[many] - seconds[few]).median())
 
-    def with_(beside: float) -> Compute:
-        return Compute(forward=forward, backward=backward, beside=beside)
+    passes = Compute(forward=forward, backward=backward)
 
     def missing(beside: float) -> float:
         """Seconds that more micro-batches added and the model does not have."""
-        compute = with_(beside)
+        compute = replace(passes, beside=beside)
         return added - (predict(compute, traffic, links, many) - predict(compute, traffic, links, few))
 
     # Each stage takes it for every micro-batch, so at the upper end it is at least all of the difference.
     most = max(0.0, added) / (many - few)
-    full = with_(float(brentq(missing, 0.0, most)) if missing(0.0) > 0 else 0.0)
+    full = replace(passes, beside=float(brentq(missing, 0.0, most)) if missing(0.0) > 0 else 0.0)
     uncompressed = seconds.loc["none"]
     rest = [float(uncompressed[count]) - predict(full, traffic, links, count) for count in CALIBRATED]
     return replace(full, rest=max(0.0, sum(rest) / len(rest)))
@@ -212,23 +172,18 @@ def table(plan: Plan, found: Measured) -> pd.DataFrame:
         for name, sent in found.sent.items()
     }
     free = found.rounds[found.rounds["mbit_per_s"] == FREE]
-    without = _links(found.probes[found.probes["mbit_per_s"] == FREE])
+    without = links_of(found.probes[found.probes["mbit_per_s"] == FREE])
     compute = compute_of(free, traffic["none"], without)
     extra = {str(name): overhead(part, compute, traffic[str(name)], without) for name, part in free.groupby("method")}
     rows = []
     for (rate, count, name), part in found.rounds.groupby(["mbit_per_s", "micro_batches", "method"], sort=False):
-        links = _links(found.probes[found.probes["mbit_per_s"] == rate])
+        links = links_of(found.probes[found.probes["mbit_per_s"] == rate])
         silent = replace(traffic[name], sent=((),) * STAGES, embedding=0.0)
-        expected = predict(compute, traffic[name], links, int(count), extra[name])
         rows.append(
-            {"workers": STAGES * REPLICAS, "layout": LAYOUT, "mbit_per_s": rate, "micro_batches": count}
-            | {"method": name, "used": "calibration" if rate == FREE else "validation"}
-            | {"bytes": max(map(total, traffic[name].sent)), "rounds": len(part)}
-            | spread("seconds", part["seconds"])
-            | {"seconds_predicted": expected, "error": expected / float(part["seconds"].median()) - 1}
+            {"workers": STAGES * REPLICAS, "layout": LAYOUT, "mbit_per_s": rate, "micro_batches": count, "method": name}
+            | {"used": "calibration" if rate == FREE else "validation", "bytes": max(map(total, traffic[name].sent))}
+            | compared(part["seconds"], predict(compute, traffic[name], links, int(count), extra[name]))
             | {"seconds_compute": predict(compute, silent, links, int(count))}
-            | {"seconds_overhead": extra[name]}
-            | {"link_latency": links.replicas[ALL_REDUCE].latency}
-            | {"link_bandwidth": links.replicas[ALL_REDUCE].bandwidth}
+            | based_on(extra[name], links[ALL_REDUCE])
         )
     return pd.DataFrame(rows)

@@ -51,19 +51,12 @@ class Race(Settings):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
+    """What is run."""
 
-    Attributes:
-        rates: limits in Mbit/s.
-        seeds: of the runs; every method has the same ones.
-        methods: names of variants; the uncompressed one is always among them.
-        iterations: instead of those of the file, for a short run.
-    """
-
-    rates: tuple[float, ...] = (50.0, 200.0, 1000.0)
-    seeds: tuple[int, ...] = (1, 2, 3)
-    methods: tuple[str, ...] = ()
-    iterations: int | None = None
+    rates: tuple[float, ...] = (50.0, 200.0, 1000.0)  # limits in Mbit/s
+    seeds: tuple[int, ...] = (1, 2, 3)  # of the runs; every method has the same ones
+    methods: tuple[str, ...] = ()  # names of variants, () for all; the uncompressed one is always among them
+    iterations: int | None = None  # instead of those of the file, for a short run
 
     def __post_init__(self) -> None:
         check_rates(self.rates)
@@ -206,19 +199,17 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
     A method of which more runs reached the target comes first, whatever their time.
     """
-    rows = []
-    for rate, part in table.groupby("mbit_per_s"):
-        found = [ranked(str(name), rows_of) for name, rows_of in part.groupby("method", sort=False)]
-        found.sort(key=lambda row: (-row["reached"] / row["seeds"], row["of_uncompressed"]))
-        rows += [{"mbit_per_s": rate, "place": place} | row for place, row in enumerate(found, start=1)]
-    return pd.DataFrame(rows)
-
-
-def ranked(name: str, rows: pd.DataFrame) -> dict[str, Any]:
-    ratios = rows["of_uncompressed"].dropna()
-    return (
-        {"method": name, "label": rows["label"].iloc[0], "seeds": len(rows), "reached": len(ratios)}
-        | {"of_uncompressed": ratios.mean(), "lowest": ratios.min(), "highest": ratios.max()}
-        | {"seconds": rows["seconds"].mean(), "iterations": rows["iterations"].mean()}
-        | {"seconds_step": rows["seconds_step"].mean(), "bytes_ratio": rows["bytes_ratio"].mean()}
+    found = table.groupby(["mbit_per_s", "method"], sort=False, as_index=False).agg(
+        label=("label", "first"),
+        seeds=("seed", "size"),
+        reached=("of_uncompressed", "count"),
+        of_uncompressed=("of_uncompressed", pd.Series.mean),
+        lowest=("of_uncompressed", "min"),
+        highest=("of_uncompressed", "max"),
+        **{column: (column, pd.Series.mean) for column in ("seconds", "iterations", "seconds_step", "bytes_ratio")},
     )
+    missed = 1 - found["reached"] / found["seeds"]
+    order = ["mbit_per_s", "missed", "of_uncompressed"]
+    found = found.assign(missed=missed).sort_values(order, kind="stable", ignore_index=True).drop(columns="missed")
+    found.insert(1, "place", found.groupby("mbit_per_s").cumcount() + 1)
+    return found

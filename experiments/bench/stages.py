@@ -1,49 +1,39 @@
 """When each pipeline stage finishes its reductions: without compression, with equal ranks and with DAC.
 
-All stages have links of an injected bandwidth (:mod:`experiments.bench.slow_link`), stage 0 a slower one. What DAC is
+All stages have links of an injected bandwidth (:mod:`experiments.bench.collectives`), stage 0 a slower one. What DAC is
 to bring about is that stages finish together; the spread of an iteration is the time between the first and the last.
 """
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from experiments.bench import timeline
-from experiments.bench.children import Child, Group
+from experiments.bench import children, timeline
+from experiments.bench.children import Group
 from experiments.bench.options import at_least
-from experiments.bench.testbed import INTERFACE, Testbed
+from experiments.bench.testbed import Testbed
 
 MODULE = "experiments.bench.stages_worker"
 SECONDS = 1800.0  # for all steps of one variant
-START_SECONDS = 300.0
 WINDOW = 4
 VARIANTS = ("none", "equal", "dac")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        pipeline, data: degrees of parallelism.
-        rank: of stage 0 under compression, and of all stages without DAC.
-        megabytes: injected bandwidth in MB/s.
-        slowdown: by what factor stage 0's link is slower.
-        steps: iterations that are counted, per variant.
-    """
-
-    pipeline: int = 4
-    data: int = 2
-    rank: int = 8
-    megabytes: float = 1.0
-    slowdown: float = 2.0
-    steps: int = 20
+    pipeline: int = 4  # stages
+    data: int = 2  # replicas
+    rank: int = 8  # of stage 0 under compression, and of all stages without DAC
+    megabytes: float = 1.0  # injected bandwidth in MB/s
+    slowdown: float = 2.0  # by what factor stage 0's link is slower
+    steps: int = 20  # iterations that are counted, per variant
     layers_per_stage: int = 2
     hidden: int = 64
     sequence: int = 32
@@ -81,43 +71,25 @@ def settings(plan: Plan, variant: str) -> dict[str, Any]:
             compression |= {"alignment": "measured", "search_start": 2}
         # DAC first times half a dozen ranks twice; without it warm-up is over after two windows.
         warm_up = (5 if variant == "dac" else 2) * WINDOW
-    model = {"layers": plan.layers_per_stage * plan.pipeline, "hidden": plan.hidden}
+    model = {"layers": plan.layers_per_stage * plan.pipeline, "hidden": plan.hidden, "sequence_length": plan.sequence}
     parallel = {"pipeline": plan.pipeline, "data": plan.data}
     batch = {"micro_batch": 2, "global_batch": 2 * plan.micro_batches * plan.data}
-    return run_settings(
-        "stages",
-        variant,
-        compression,
-        iterations=warm_up + plan.steps,
-        model=model | {"sequence_length": plan.sequence},
-        parallel=parallel,
-        batch=batch,
-    )
+    return run_settings("stages", variant, model, parallel, batch | {"iterations": warm_up + plan.steps}, compression)
 
 
 def run_settings(
     study: str,
     variant: str,
-    compression: Mapping[str, Any],
-    *,
-    iterations: int,
     model: Mapping[str, int],
     parallel: Mapping[str, int],
-    batch: Mapping[str, int],
+    train: Mapping[str, int],
+    compression: Mapping[str, Any],
 ) -> dict[str, Any]:
     """A run of a benchmark, as :class:`experiments.spec.settings.RunConfig` takes it."""
-    train = {"iterations": iterations, "lr": 1e-3, "lr_warmup_fraction": 0.1}
-    return {
-        "scale": "bench",
-        "study": study,
-        "variant": variant,
-        "label": variant,
-        "seed": 1,
-        "model": {"heads": 4, **model},
-        "parallel": parallel,
-        "train": {**train, **batch, "eval_interval": iterations, "eval_batches": 1},
-        "compression": compression,
-    }
+    schedule = {"lr": 1e-3, "lr_warmup_fraction": 0.1, "eval_interval": train["iterations"], "eval_batches": 1}
+    run = {"scale": "bench", "study": study, "variant": variant, "label": variant, "seed": 1}
+    run |= {"model": {"heads": 4, **model}, "parallel": parallel}
+    return run | {"train": {**train, **schedule}, "compression": compression}
 
 
 @dataclass(frozen=True)
@@ -138,42 +110,27 @@ class Found:
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Found:
     """Train all variants one after another."""
-    tables: list[pd.DataFrame] = []
-    shares: list[pd.DataFrame] = []
-    spans: list[pd.DataFrame] = []
+    tables, shares, spans = [], [], []
     decisions: dict[str, list[dict[str, Any]]] = {}
     with ranks(plan.pipeline * plan.data) as group:
         advance("started")
         for variant in VARIANTS:
             request = {"do": "train", "run": settings(plan, variant), "bandwidths": plan.bandwidths}
             answers = group.ask(request, SECONDS)
-            tables.append(rows(variant, answers).groupby("stage").tail(plan.steps))
+            counted = rows(variant, answers).groupby("stage").tail(plan.steps)
+            share, span = timeline.collect(variant, answers, sorted(set(counted["iteration"])))
+            tables.append(counted)
+            shares.append(share)
+            spans.append(span)
             decisions[variant] = answers[0]["decisions"]
-            counted = sorted(set(tables[-1]["iteration"]))
-            for table, into in zip(timeline.collect(variant, answers, counted), (shares, spans), strict=True):
-                into.append(table)
             advance(variant)
-    return Found(
-        pd.concat(tables, ignore_index=True),
-        decisions,
-        pd.concat(shares, ignore_index=True),
-        pd.concat(spans, ignore_index=True),
-    )
+    iterations, every, shown = (pd.concat(parts, ignore_index=True) for parts in (tables, shares, spans))
+    return Found(iterations, decisions, every, shown)
 
 
-@contextlib.contextmanager
-def ranks(world: int, testbed: Testbed | None = None) -> Iterator[Group]:
+def ranks(world: int, testbed: Testbed | None = None) -> AbstractContextManager[Group]:
     """One process per rank, each on a host of ``testbed`` if there is one, joined to a process group."""
-    environment = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": INTERFACE} if testbed else {})
-    with tempfile.TemporaryDirectory() as folder:
-        children = [Child(MODULE, environment, testbed.inside(rank) if testbed else ()) for rank in range(world)]
-        with Group(children) as group:
-            for rank, child in enumerate(children):
-                child.send({"do": "start", "store": f"{folder}/store", "rank": rank, "world": world})
-            for child in children:
-                while child.receive() is None:
-                    pass
-            yield group
+    return children.ranks(MODULE, world, testbed=testbed)
 
 
 def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -182,17 +139,14 @@ def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:
     Columns: ``variant``, ``iteration``, ``stage``, ``rank`` (empty: uncompressed), ``finish_seconds`` after the first
     stage of that iteration (a stage is over when all its replicas are), ``step_seconds``.
     """
-    ranks_ = pd.DataFrame(
-        [
-            {"variant": variant, "stage": answer["stage"], **iteration, "spans": None}
-            for answer in answers
-            for iteration in answer["iterations"]
-            if iteration["steady"]
-        ]
-    )
-    stages = ranks_.groupby(["variant", "iteration", "stage"], as_index=False).agg(
-        rank=("rank", "first"), finished=("finished", "max"), step_seconds=("seconds", "max")
-    )
+    found = [
+        {"variant": variant, "stage": answer["stage"], **iteration, "spans": None}
+        for answer in answers
+        for iteration in answer["iterations"]
+        if iteration["steady"]
+    ]
+    stages = pd.DataFrame(found).groupby(["variant", "iteration", "stage"], as_index=False)
+    stages = stages.agg(rank=("rank", "first"), finished=("finished", "max"), step_seconds=("seconds", "max"))
     first = stages.groupby("iteration")["finished"].transform("min")
     stages["finish_seconds"] = stages.pop("finished") - first
     return stages
@@ -201,11 +155,11 @@ def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:
 def table(found: pd.DataFrame) -> pd.DataFrame:
     """One row per variant: median and quartiles of the spread of the stages' finish times, and its share of that
     with equal ranks."""
-    spreads = found.groupby(["variant", "iteration"], sort=False)["finish_seconds"].max()
     made = []
-    for variant, spread in spreads.groupby("variant", sort=False):
-        last = found[found["variant"] == variant].groupby("stage").tail(1).sort_values("stage")
-        step = found[found["variant"] == variant].groupby("iteration")["step_seconds"].max()
+    for variant, own in found.groupby("variant", sort=False):
+        last = own.groupby("stage").tail(1).sort_values("stage")
+        iterations = own.groupby("iteration")
+        spread = iterations["finish_seconds"].max()
         made.append(
             {
                 "variant": variant,
@@ -214,7 +168,7 @@ def table(found: pd.DataFrame) -> pd.DataFrame:
                 "spread_seconds": spread.median(),
                 "spread_q1": spread.quantile(0.25),
                 "spread_q3": spread.quantile(0.75),
-                "step_seconds": step.median(),
+                "step_seconds": iterations["step_seconds"].max().median(),
             }
         )
     result = pd.DataFrame(made)

@@ -6,7 +6,6 @@ measurement: each notes its own times, and they are compared afterwards.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,8 +28,7 @@ with cpu_shims.without_compiler():
     from experiments.training.build import Session, build
 
 from experiments.bench.children import serve
-from experiments.bench.collectives import seconds_of
-from experiments.bench.slow_link import SlowLink
+from experiments.bench.collectives import SEND, SlowLink, join, seconds_of
 from experiments.bench.timeline import LINK, OPTIMIZER, REDUCTION, Recorder
 
 TIMEOUT = timedelta(seconds=300)
@@ -137,29 +135,26 @@ def _step(session: Session, run: RunConfig, generator: torch.Generator, recorder
 class Rank:
     """Handlers of this process."""
 
-    def start(self, store: str, rank: int, world: int) -> None:
-        """Join the process group that meets at a file."""
-        torch.set_num_threads(1)
+    def start(self) -> None:
+        """Join the process group."""
         cpu_shims.install()
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=TIMEOUT)
+        join(TIMEOUT)
 
     def train(self, run: dict[str, Any], bandwidths: list[float | None]) -> dict[str, Any]:
         """:func:`train` in JSON's types."""
         result = train(RunConfig(**run), bandwidths)
         return {**result, "decisions": [plain(asdict(decision)) for decision in result["decisions"]]}
 
-    def collective(self, kind: str, entries: int, stages: int) -> float:
-        """Seconds of one collective on so many fp32 numbers among the replicas of every stage at once."""
-        data = dist.get_world_size() // stages
-        groups = [dist.new_group(range(stage * data, (stage + 1) * data)) for stage in range(stages)]
-        seconds = seconds_of(kind, entries, groups[dist.get_rank() // data])
-        for group in groups:
-            dist.destroy_process_group(group)
-        return seconds
-
-    def send(self, entries: int, stages: int) -> float:
-        """Seconds that so many fp32 numbers take from the first stage to the second: half the time there and back."""
+    def collective(self, kind: str, entries: int, stages: int) -> dict[str, float]:
+        """Seconds of one collective on so many fp32 numbers among the replicas of every stage at once, or of sending
+        them from the first stage to the second: half the time there and back."""
         rank, data = dist.get_rank(), dist.get_world_size() // stages
+        if kind != SEND:
+            groups = [dist.new_group(range(stage * data, (stage + 1) * data)) for stage in range(stages)]
+            seconds = seconds_of(kind, entries, groups[rank // data])
+            for group in groups:
+                dist.destroy_process_group(group)
+            return {"seconds": seconds}
         tensor = torch.full((entries,), float(rank))
         dist.barrier()
         started = time.perf_counter()
@@ -169,9 +164,8 @@ class Rank:
         elif rank < 2 * data:
             dist.recv(tensor, rank - data)
             dist.send(tensor, rank - data)
-        return (time.perf_counter() - started) / 2
+        return {"seconds": (time.perf_counter() - started) / 2}
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     serve(Rank())

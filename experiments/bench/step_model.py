@@ -7,7 +7,7 @@ the network has no limit; and how long single collectives of each kind take at t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,8 @@ class Link:
         return Message(latency=self.latency, seconds=sent / self.bandwidth)
 
 
-Collectives = Mapping[str, Link]  # by kind
+Links = Mapping[str, Link]  # by kind of message
+Messages = tuple[tuple[Sent, ...], ...]  # per bucket or stage, what a rank sends, collective by collective
 
 
 def links_of(probes: pd.DataFrame) -> dict[str, Link]:
@@ -68,40 +69,33 @@ def links_of(probes: pd.DataFrame) -> dict[str, Link]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """What a way of averaging gradients does in a step.
+def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0) -> float:
+    """Seconds of a step.
 
-    Attributes:
-        sent: per bucket, in the order in which they are complete: what this rank sends, collective by collective.
-        overhead: seconds of the processor in a step, beside the compute.
-    """
-
-    sent: tuple[tuple[Sent, ...], ...]
-    overhead: float = 0.0
-
-
-def predict(compute: Compute, method: Method, links: Collectives) -> float:
-    """Seconds of a step; the overhead is spread over the buckets as they were cut, and delays backward.
+    Args:
+        sent: per bucket, in the order in which they are complete.
+        overhead: seconds of the processor in a step, beside the compute; it is spread over the buckets as they were
+            cut, and delays backward.
 
     Raises:
-        ValueError: the method's buckets are not the compute's.
+        ValueError: the buckets that are sent are not the compute's.
     """
-    if len(method.sent) != len(compute.complete):
-        raise ValueError(f"{len(method.sent)} buckets are sent, but {len(compute.complete)} become complete")
+    if len(sent) != len(compute.complete):
+        raise ValueError(f"{len(sent)} buckets are sent, but {len(compute.complete)} become complete")
     shares = np.diff([0.0, *compute.complete])
     buckets = tuple(
-        Bucket(
-            share=complete,
-            compress=method.overhead * share / compute.complete[-1],
-            messages=tuple(links[kind].message(bytes_) for kind, bytes_ in messages if bytes_),
-        )
-        for complete, share, messages in zip(compute.complete, shares, method.sent, strict=True)
+        Bucket(share=complete, compress=overhead * share / compute.complete[-1], messages=messages_of(messages, links))
+        for complete, share, messages in zip(compute.complete, shares, sent, strict=True)
     )
     stage = Stage(forward=(compute.forward,), backward=(compute.backward,), buckets=buckets)
     return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
 
 
-def overhead(compute: Compute, sent: tuple[tuple[Sent, ...], ...], links: Collectives, seconds: float) -> float:
+def messages_of(sent: Iterable[Sent], links: Links) -> tuple[Message, ...]:
+    """The times of one bucket's messages."""
+    return tuple(links[kind].message(bytes_) for kind, bytes_ in sent if bytes_)
+
+
+def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:
     """What a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
-    return max(0.0, seconds - predict(compute, Method(sent=sent), links))
+    return max(0.0, seconds - predict(compute, sent, links))

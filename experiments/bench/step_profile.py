@@ -11,7 +11,6 @@ last, which shows how far the machine has drifted in between.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,9 +20,10 @@ import pandas as pd
 
 from edgc.compressors.sizes import FACTOR_BITS
 from edgc.errors import UserError
-from experiments.bench.children import Child, ChildError, Group
-from experiments.bench.engine_table import kernel_rows, spread
+from experiments.bench.children import ChildError, ranks
+from experiments.bench.engine_table import kernel_rows, kernel_sums, spread
 from experiments.bench.gpt import Size
+from experiments.bench.kernels import Kernel
 from experiments.bench.machine import slug
 from experiments.bench.options import at_least
 
@@ -43,7 +43,6 @@ VARIANTS = (DDP, TORCH, *OURS, AGAIN)
 QUICK = (DDP, TORCH, "none", "powersgd fp32", "powersgd int8", "powersgd int4", AGAIN)
 GPT2 = Size(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024, batch=8)  # 124 million parameters
 PARTS = ("step", "host", "forward", "backward", "optimizer", "compress", "communicate", "decompress")
-SETTLE = 5  # DDP cuts its buckets anew after the first, torch's hook begins to compress after the second
 PROFILED = 2
 TOP = 40  # kernels of a variant that are kept
 SECONDS = 300.0  # for an answer
@@ -51,30 +50,21 @@ SECONDS = 300.0  # for an answer
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        size: of the model and its batch.
-        rank: of low-rank methods.
-        steps: that are timed, of each variant.
-        variants: names of ``VARIANTS``.
-        autocast: whether forward runs in bf16 where the device has it.
-        traces: whether a trace of one step of each variant is written.
-    """
-
-    size: Size = GPT2
-    rank: int = 32
-    steps: int = 20
+    size: Size = GPT2  # of the model and its batch
+    rank: int = 32  # of low-rank methods
+    steps: int = 20  # that are timed, of each variant
     device: str = "cpu"
     variants: tuple[str, ...] = VARIANTS
-    autocast: bool = True
-    traces: bool = True
+    autocast: bool = True  # whether forward runs in bf16 where the device has it
+    traces: bool = True  # whether a trace of one step of each variant is written
 
     def __post_init__(self) -> None:
         at_least(1, rank=self.rank, steps=self.steps, **asdict(self.size))
         if self.size.hidden % self.size.heads:
-            fix = f"use a multiple of --heads {self.size.heads}"
-            raise UserError(f"--hidden {self.size.hidden} is not valid", fix=fix)
+            what = f"--hidden {self.size.hidden} is not valid"
+            raise UserError(what, fix=f"use a multiple of --heads {self.size.heads}")
 
 
 @dataclass
@@ -89,7 +79,7 @@ class Found:
 
     facts: dict[str, dict[str, Any] | str] = field(default_factory=dict)
     steps: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    kernels: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    kernels: dict[str, list[Kernel]] = field(default_factory=dict)
 
 
 def settings(variant: str, rank: int) -> dict[str, Any] | None:
@@ -119,14 +109,18 @@ def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> Found:
 
 
 def _one(plan: Plan, variant: str, folder: Path, found: Found) -> None:
-    with tempfile.TemporaryDirectory() as store, Group([Child(MODULE, {"STORE": f"{store}/store"})]) as group:
-        request = {"size": asdict(plan.size), "device": plan.device, "autocast": plan.autocast}
-        request |= {"variant": variant, "rank": plan.rank, "settings": settings(variant, plan.rank)}
-        group.ask({"do": "prepare", **request, "settle": SETTLE}, SECONDS)
+    start: dict[str, Any] = {
+        "size": plan.size,
+        "device": plan.device,
+        "autocast": plan.autocast,
+        "variant": variant,
+        "rank": plan.rank,
+    }
+    with ranks(MODULE, 1, threads=None, **start) as group:
         [found.steps[variant]] = group.ask({"do": "steps", "count": plan.steps}, SECONDS)
         [found.facts[variant]] = group.ask({"do": "facts"}, SECONDS)
         trace = folder / f"step_trace_{slug(variant)}.json.gz" if plan.traces else None
-        request = {"do": "kernels", "steps": PROFILED, "trace": str(trace.resolve()) if trace else None}
+        request = {"do": "kernels", "steps": PROFILED, "trace": trace.resolve() if trace else None}
         [found.kernels[variant]] = group.ask(request, SECONDS)
 
 
@@ -146,8 +140,8 @@ def kernels_table(found: Found) -> pd.DataFrame:
     for variant, kernels in found.kernels.items():
         top, rest = kernels[:TOP], kernels[TOP:]
         if rest:
-            sums = {key: sum(kernel[key] for kernel in rest) for key in ("calls", "seconds")}
-            top = [*top, {"name": f"{len(rest)} others", **sums}]
+            calls, seconds = sum(of.calls for of in rest), sum(of.seconds for of in rest)
+            top = [*top, Kernel(f"{len(rest)} others", calls, seconds)]
         rows += [{"variant": variant, **row} for row in kernel_rows(top)]
     return pd.DataFrame(rows)
 
@@ -174,9 +168,7 @@ def table(plan: Plan, found: Found) -> pd.DataFrame:
         row |= {"status": "ok", "steps": len(mine)}
         for part in PARTS:
             row |= spread(f"{part}_ms", 1e3 * mine[part])
-        row["kernel_ms"] = 1e3 * sum(kernel["seconds"] for kernel in found.kernels[variant])
-        row["kernel_calls"] = sum(kernel["calls"] for kernel in found.kernels[variant])
-        rows.append({**row, **fact})
+        rows.append({**row, **kernel_sums(found.kernels[variant]), **fact})
     made = pd.DataFrame(rows)
     plain = made[(made["variant"] == DDP) & (made["status"] == "ok")]
     for column in ("step_ms", "host_ms", "kernel_ms", "peak_memory_mib"):

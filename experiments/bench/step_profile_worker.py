@@ -5,61 +5,48 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import resource
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
+from edgc.compressors.base import Statistics
 from edgc.config import EDGCConfig
 from edgc.runtime.channel import Mark, mark, seconds_between
 from experiments.bench.children import serve
+from experiments.bench.collectives import join
 from experiments.bench.gpt import GPT, Size, batch
-from experiments.bench.kernels import kernels
-from experiments.bench.step_profile import TORCH
+from experiments.bench.kernels import Kernel, kernels
+from experiments.bench.step_profile import TORCH, settings
 from experiments.bench.variants import Mirror
 
 BATCHES = 4
+SETTLE = 5  # DDP cuts its buckets anew after the first, torch's hook begins to compress after the second
 ITERATIONS = 1_000_000  # of the run that the hook is told of; no warm-up ends within what is timed
 
 
 class Training:
     """The model of one variant."""
 
-    def prepare(
-        self,
-        size: Mapping[str, int],
-        device: str,
-        autocast: bool,
-        variant: str,
-        rank: int,
-        settings: Mapping[str, Any] | None,
-        settle: int,
-    ) -> int:
-        """Build it and train ``settle`` steps; returns its number of parameters."""
-        self.device = torch.device(device)
+    def start(self, size: Size, device: str, autocast: bool, variant: str, rank: int) -> None:
+        """Build it and train a few steps."""
+        self.device, self.size = torch.device(device), size
         on_gpu = self.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo", store=dist.FileStore(os.environ["STORE"], 1), rank=0, world_size=1
-        )
+        join(backend="nccl" if on_gpu else "gloo")
         torch.manual_seed(0)
-        self.size = Size(**size)
         self.autocast = autocast and on_gpu and torch.cuda.is_bf16_supported()
         self.model = DistributedDataParallel(GPT(self.size).to(self.device), gradient_as_bucket_view=True)
         self.handle: edgc.ddp.Handle | None = None
         if variant == TORCH:
             state = powerSGD_hook.PowerSGDState(cast(Any, None), matrix_approximation_rank=rank, start_powerSGD_iter=2)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif settings is not None:
-            config = EDGCConfig.from_dict(settings)
+        elif options := settings(variant, rank):
+            config = EDGCConfig.from_dict(options)
             self.handle = edgc.ddp.register(self.model, config, iterations=ITERATIONS)
             self.handle.engine.open_channel = lambda *_: Mirror()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -67,12 +54,11 @@ class Training:
         self.batches = [batch(self.size, generator).to(self.device) for _ in range(BATCHES)]
         self.turn = 0
         self.loss = torch.tensor(math.nan)
-        for _ in range(settle):
+        for _ in range(SETTLE):
             self._step()
         if on_gpu:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _step(self) -> list[Mark]:
         """One step; marks of its start, of the ends of forward and backward, and of its end."""
@@ -103,14 +89,15 @@ class Training:
             parts = [seconds_between(*span) for span in itertools.pairwise(marks)]
             times = dict(zip(("forward", "backward", "optimizer"), parts, strict=True))
             times |= {"step": seconds_between(marks[0], marks[-1]), "host": host}
-            found.append(times | self._hook_times())
+            last = self._last()
+            for name in ("compress", "communicate", "decompress"):
+                times[name] = getattr(last, name).seconds if last else math.nan
+            found.append(times)
         return found
 
-    def _hook_times(self) -> dict[str, float]:
-        """What our hook has taken in the last step, on its own stream."""
-        last = self.handle.last if self.handle is not None else None
-        names = ("compress", "communicate", "decompress")
-        return {name: getattr(last.statistics, name).seconds if last else math.nan for name in names}
+    def _last(self) -> Statistics | None:
+        """What our hook has done in the last step; its times are those of its own stream."""
+        return self.handle.last.statistics if self.handle is not None and self.handle.last else None
 
     def facts(self) -> dict[str, Any]:
         """Memory of the steps so far (of the whole process on a CPU), and what the hook reports."""
@@ -118,21 +105,20 @@ class Training:
             peak, resting = (of(self.device) for of in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated))
         else:
             peak, resting = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
-        statistics = self.handle.last.statistics if self.handle is not None and self.handle.last else None
+        last = self._last()
         return {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "autocast": "bf16" if self.autocast else "",
             "peak_memory_mib": peak / 2**20,
             "resting_memory_mib": None if resting is None else resting / 2**20,
-            "bytes": statistics.bytes if statistics else None,
-            "relative_error": statistics.worker_error if statistics else None,
+            "bytes": last.bytes if last else None,
+            "relative_error": last.worker_error if last else None,
             "loss": float(self.loss),
         }
 
-    def kernels(self, steps: int, trace: str | None) -> list[dict[str, Any]]:
+    def kernels(self, steps: int, trace: Path | None) -> list[Kernel]:
         """Kernels of one step, the longest first."""
-        found = kernels(self._step, self.device, steps=steps, trace=Path(trace) if trace else None)
-        return [asdict(kernel) for kernel in found]
+        return kernels(self._step, self.device, steps=steps, trace=trace)
 
 
 if __name__ == "__main__":

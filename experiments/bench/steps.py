@@ -7,8 +7,7 @@ costs beside its messages, and the step without communication is timed in every 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +20,12 @@ from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, tota
 from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
 from experiments.bench.options import at_least, check_delay, check_rates
-from experiments.bench.step_model import Compute, Method, links_of, overhead, predict
+from experiments.bench.step_model import Compute, Link, links_of, overhead_of, predict
 from experiments.bench.testbed import Testbed
 
 COMPUTE = "compute"
-PROBES = (1 << 16, 1 << 18, 1 << 20, 3 << 20)  # fp32 entries of the collectives that tell what a link does
+# fp32 entries of the collectives that tell what a link does.
+PROBES = dict.fromkeys(KINDS, (1 << 16, 1 << 18, 1 << 20, 3 << 20))
 PROBE_ROUNDS = 5  # gloo's exchanges take one of two times, so some are needed for the median
 FREE = 0.0  # no limit, in the tables
 
@@ -48,21 +48,13 @@ def methods() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        workers: numbers of data-parallel workers.
-        rates: limits in Mbit/s.
-        delay_ms: milliseconds that every packet is delayed where there is a limit.
-        rounds: per number of workers and limit, after one that is not counted.
-        threads: of each worker.
-    """
-
-    workers: tuple[int, ...] = (2, 4)
-    rates: tuple[float, ...] = (100.0, 300.0, 1000.0)
-    delay_ms: float = 0.0
-    rounds: int = 5
-    threads: int = 1
+    workers: tuple[int, ...] = (2, 4)  # numbers of data-parallel workers
+    rates: tuple[float, ...] = (100.0, 300.0, 1000.0)  # limits in Mbit/s
+    delay_ms: float = 0.0  # that every packet is delayed where there is a limit
+    rounds: int = 5  # per number of workers and limit, after one that is not counted
+    threads: int = 1  # of each worker
     size: Size = field(default_factory=lambda: Size(sequence=128, batch=2))
 
     def __post_init__(self) -> None:
@@ -88,24 +80,19 @@ class Measured:
 
 
 def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
-    """Run everything in testbeds of its own.
-
-    Raises:
-        UserError: if no testbed can be made.
-    """
+    """Run everything in testbeds of its own. UserError if none can be made."""
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
     sent: dict[int, dict[str, list[list[Sent]]]] = {}
     for workers in plan.workers:
-        shape = network.Plan(rounds=plan.rounds, threads=plan.threads, size=plan.size)
-        with Testbed(workers) as testbed, network.ranks_on(testbed, shape) as group:
+        with Testbed(workers) as testbed, network.ranks_on(testbed, plan.size, plan.threads) as group:
             for name, settings in methods().items():
                 group.ask({"do": "prepare", "name": name, "settings": settings}, network.STEP_SECONDS)
             sent[workers] = messages(group, workers)
             for rate in (FREE, *plan.rates):
                 testbed.limit(rate or None, plan.delay_ms if rate else 0.0)
                 at = {"workers": workers, "mbit_per_s": rate}
-                probes += [at | row for row in probe(group, workers)]
+                probes += [at | row for row in probe(group, PROBES, workers)]
                 for index in range(-1, plan.rounds):
                     rounds += [at | row for row in one_round(group, index) if index >= 0]
                     advance(f"{workers} workers, {network.words(rate or None)}")
@@ -125,15 +112,20 @@ def messages(group: Group, workers: int) -> dict[str, list[list[Sent]]]:
     return found
 
 
-def probe(group: Group, workers: int) -> Iterable[dict[str, Any]]:
-    """Collectives by themselves: bytes that a rank sends and seconds of the slowest."""
-    for kind, entries in itertools.product(KINDS, PROBES):
-        request = {"do": "collective", "kind": kind, "entries": entries}
+def probe(group: Group, sizes: Mapping[str, Sequence[int]], ranks: int, **options: int) -> Iterable[dict[str, Any]]:
+    """Messages by themselves: bytes that a rank sends and seconds of the slowest.
+
+    Args:
+        sizes: in fp32 entries, by kind.
+        ranks: that take part in a collective.
+        options: of the request to the workers.
+    """
+    for kind, entries in [(kind, entries) for kind, of_kind in sizes.items() for entries in of_kind]:
+        request = {"do": "collective", "kind": kind, "entries": entries, **options}
         for index in range(-1, PROBE_ROUNDS):
-            answers = group.ask(request, network.STEP_SECONDS)
+            seconds = max(answer["seconds"] for answer in group.ask(request))
             if index >= 0:
-                seconds = max(answer["seconds"] for answer in answers)
-                yield {"kind": kind, "bytes": sent_in(kind, entries, workers), "seconds": seconds}
+                yield {"kind": kind, "bytes": sent_in(kind, entries, ranks), "seconds": seconds}
 
 
 def one_round(group: Group, index: int) -> Iterable[dict[str, Any]]:
@@ -175,24 +167,27 @@ def table(found: Measured) -> pd.DataFrame:
                 seconds = part[part["method"] == name]["seconds"]
                 sent = tuple(tuple(bucket) for bucket in found.sent[int(workers)][name])
                 alone = float(free[free["method"] == name]["seconds"].median())
-                extra = 0.0 if name == COMPUTE else overhead(at_first, sent, first_links, alone)
-                expected = predict(compute, Method(sent=sent, overhead=extra), links)
-                calibration = rate == FREE or name == COMPUTE
+                extra = 0.0 if name == COMPUTE else overhead_of(at_first, sent, first_links, alone)
+                used = "calibration" if rate == FREE or name == COMPUTE else "validation"
                 rows.append(
                     {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
-                    | {"method": name}
-                    | {"used": "calibration" if calibration else "validation"}
-                    | {"bytes": sum(map(total, sent)), "rounds": len(seconds)}
-                    | spread("seconds", seconds)
-                    | {"seconds_predicted": expected, "error": expected / float(seconds.median()) - 1}
+                    | {"method": name, "used": used, "bytes": sum(map(total, sent))}
+                    | compared(seconds, predict(compute, sent, links, extra))
                     | {"seconds_compute": compute.forward + compute.backward + compute.rest}
-                    | {"seconds_overhead": extra}
-                    | {
-                        "link_latency": links[ALL_REDUCE].latency,
-                        "link_bandwidth": links[ALL_REDUCE].bandwidth,
-                    }
+                    | based_on(extra, links[ALL_REDUCE])
                 )
     return pd.DataFrame(rows)
+
+
+def compared(seconds: pd.Series, predicted: float) -> dict[str, float]:
+    """Columns of measured and predicted times."""
+    error = predicted / float(seconds.median()) - 1
+    return {"rounds": len(seconds)} | spread("seconds", seconds) | {"seconds_predicted": predicted, "error": error}
+
+
+def based_on(overhead: float, link: Link) -> dict[str, float]:
+    """Columns of what a prediction was made from, beside the compute."""
+    return {"seconds_overhead": overhead, "link_latency": link.latency, "link_bandwidth": link.bandwidth}
 
 
 def summary(table: pd.DataFrame) -> dict[str, float]:

@@ -28,24 +28,22 @@ screen = Console(stderr=True)
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; yields the function that moves it by one. A failed worker is one line and exit code 1."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=screen, transient=True) as bar:
-            task = bar.add_task("starting", total=total)
-            yield lambda text: bar.update(task, advance=1, description=text)
-    except ChildError as error:
-        screen.print(f"error: a worker process failed: {error}", markup=False, soft_wrap=True)
-        raise SystemExit(1) from None
-
-
-def place(results: Path, device: str = "cpu") -> tuple[dict[str, Any], Path]:
-    """This machine, and its folder under ``results``, which can be written to."""
+def measuring(
+    results: Path, turns: int, device: str = "cpu"
+) -> Iterator[tuple[dict[str, Any], Path, Callable[[str], None]]]:
+    """Yields this machine, its folder under ``results``, which can be written to, and the function that moves a bar on
+    stderr by one of ``turns``. A failed worker is one line and exit code 1."""
     host = machine.describe(device)
     folder = results / host["slug"]
     check_writable(folder)
-    return host, folder
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=screen, transient=True) as bar:
+            task = bar.add_task("starting", total=turns)
+            yield host, folder, lambda text: bar.update(task, advance=1, description=text)
+    except ChildError as error:
+        screen.print(f"error: a worker process failed: {error}", markup=False, soft_wrap=True)
+        raise SystemExit(1) from None
 
 
 def need_testbed(delay_ms: float = 0.0) -> None:
@@ -59,12 +57,7 @@ def need_testbed(delay_ms: float = 0.0) -> None:
 
 
 def write(
-    folder: Path,
-    name: str,
-    host: Mapping[str, Any],
-    plan: Any,
-    tables: Mapping[str, pd.DataFrame],
-    **more: Any,
+    folder: Path, name: str, host: Mapping[str, Any], plan: Any, tables: Mapping[str, pd.DataFrame], **more: Any
 ) -> None:
     """Tables, and the machine and the settings behind them (and ``more``) as ``name``.json; each file whole or not at
     all."""
@@ -83,5 +76,4 @@ def show(table: pd.DataFrame, columns: list[str], values: list[str]) -> None:
         cells = ["" if pd.isna(row[name]) else str(row[name])[:WIDEST] for name in columns]
         cells += [f"{row[name]:.3g}" if pd.notna(row.get(name)) else "" for name in values]
         printed.add_row(*cells)
-    wide = Console(stderr=True, markup=False, width=None if screen.is_terminal else 140)
-    wide.print(printed)
+    Console(stderr=True, markup=False, width=None if screen.is_terminal else 140).print(printed)

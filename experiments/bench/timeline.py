@@ -8,8 +8,10 @@ communication is idle time, the pipeline's bubble included.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +27,7 @@ sum of the two copies of the embedding's gradient; the optimizer's step; waiting
 REDUCTION, LINK, OPTIMIZER, AGREEMENT = "reduction", "link", "optimizer", "all-grads-sync"
 _EMBEDDING = "embedding-grads-all-reduce"
 _WORK = {"forward-compute": "forward", "backward-compute": "backward"}
+_KINDS = {**_WORK, LINK: "reduce", OPTIMIZER: "optimizer"}
 # Per timer of a call: the messages in it, each (direction, whether it is sent).
 _MESSAGES: dict[str, tuple[tuple[str, bool], ...]] = {
     "forward-recv": (("forward", False),),
@@ -125,41 +128,29 @@ def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         Columns ``stage``, ``replica``, ``kind`` (one of :data:`KINDS`), ``micro_batch`` (of forward and backward, from
         0; empty otherwise), ``start``, ``end`` in seconds after the first span of any rank.
     """
-    entered = _entered(answers)
-    last = max(int(answer["stage"]) for answer in answers)
-    together: dict[int, float] = {}  # per replica, when both ends have entered the embedding's all-reduce
-    for answer in answers:
-        starts = [float(s) for name, s, _ in answer["spans"] if name == _EMBEDDING and answer["stage"] in (0, last)]
-        together[int(answer["replica"])] = max([together.get(int(answer["replica"]), 0.0), *starts])
+    entered, together = _entered(answers)
+    ends = (0, max(answer["stage"] for answer in answers))
     rows: list[dict[str, Any]] = []
     for answer in answers:
-        stage, replica = int(answer["stage"]), int(answer["replica"])
-        spans = [(str(name), float(start), float(end)) for name, start, end in answer["spans"]]
-        links = [(a, b) for name, a, b in spans if name == LINK]
-        reductions = [(a, b) for name, a, b in spans if name == REDUCTION]
-        counts: dict[Any, int] = {}
+        stage, replica, spans = answer["stage"], answer["replica"], answer["spans"]
+        links, reductions = ([(a, b) for name, a, b in spans if name == kind] for kind in (LINK, REDUCTION))
+        number: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)
         for name, start, end in spans:
             found: list[tuple[str, Interval]] = []
-            micro_batch: int | None = None
-            if name in _WORK:
-                found = [(_WORK[name], (start, end))]
-                micro_batch = counts[name] = counts.get(name, -1) + 1
+            micro_batch = next(number[name]) if name in _WORK else None
+            if name in _KINDS:
+                found = [(_KINDS[name], (start, end))]
             elif name in _MESSAGES:
                 ready = start
                 for direction, sent in _MESSAGES[name]:
-                    key = (direction, sent)
-                    counts[key] = counts.get(key, -1) + 1
                     peer = stage + (1 if sent == (direction == "forward") else -1)
-                    ready = max(ready, entered[replica, peer, direction, not sent, counts[key]])
+                    message = (direction, not sent, next(number[direction, sent]))
+                    ready = max(ready, entered[replica, peer, *message])
                 found = _split(start, end, ready, "pipeline")
-            elif name == _EMBEDDING and stage in (0, last):
-                found = _split(start, end, together[replica], "embedding")
+            elif name == _EMBEDDING and stage in ends:
+                found = _split(start, end, max(together[replica, at] for at in ends), "embedding")
             elif name == REDUCTION:
                 found = [("compress", piece) for piece in without((start, end), links)]
-            elif name == LINK:
-                found = [("reduce", (start, end))]
-            elif name == OPTIMIZER:
-                found = [("optimizer", (start, end))]
             elif name == AGREEMENT:
                 found = [("wait", piece) for piece in without((start, end), reductions)]
             rows += [
@@ -167,21 +158,25 @@ def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
                 for kind, (a, b) in found
             ]
     made = pd.DataFrame(rows).astype({"micro_batch": "Int64"})
-    first = made["start"].min()
-    made[["start", "end"]] -= first
+    made[["start", "end"]] -= made["start"].min()
     return made.sort_values(["stage", "replica", "start"], ignore_index=True)
 
 
-def _entered(answers: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int, str, bool, int], float]:
-    """When a rank entered the call with its n-th message of a direction, by (replica, stage, direction, sent, n)."""
-    found = {}
+def _entered(
+    answers: Sequence[Mapping[str, Any]],
+) -> tuple[dict[tuple[int, int, str, bool, int], float], dict[tuple[int, int], float]]:
+    """When a rank entered the call with its n-th message of a direction, by (replica, stage, direction, sent, n), and
+    the last all-reduce of the embedding, by (replica, stage)."""
+    messages, embedding = {}, {}
     for answer in answers:
-        counts: dict[tuple[str, bool], int] = {}
+        replica, stage = answer["replica"], answer["stage"]
+        number: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)
         for name, start, _ in answer["spans"]:
+            if name == _EMBEDDING:
+                embedding[replica, stage] = start
             for message in _MESSAGES.get(name, ()):
-                counts[message] = counts.get(message, -1) + 1
-                found[int(answer["replica"]), int(answer["stage"]), *message, counts[message]] = float(start)
-    return found
+                messages[replica, stage, *message, next(number[message])] = start
+    return messages, embedding
 
 
 def _split(start: float, end: float, ready: float, kind: str) -> list[tuple[str, Interval]]:
@@ -196,15 +191,12 @@ def shares(spans: pd.DataFrame) -> pd.DataFrame:
     window = (float(spans["start"].min()), float(spans["end"].max()))
     rows = []
     for (stage, replica), own in spans.groupby(["stage", "replica"]):
-        work = own[own["kind"] != "wait"]
-        lengths = {kind: covered(_intervals(own[own["kind"] == kind])) for kind in KINDS if kind != "wait"}
-        idle = idle_share(_intervals(work), window)
+        intervals = {kind: list(zip(part["start"], part["end"], strict=True)) for kind, part in own.groupby("kind")}
+        intervals.pop("wait", None)
+        lengths = {kind: covered(intervals.get(kind, [])) for kind in KINDS if kind != "wait"}
+        idle = idle_share(list(itertools.chain(*intervals.values())), window)
         rows.append({"stage": stage, "replica": replica, "seconds": window[1] - window[0], "idle": idle, **lengths})
     return pd.DataFrame(rows)
-
-
-def _intervals(spans: pd.DataFrame) -> list[Interval]:
-    return list(zip(spans["start"], spans["end"], strict=True))
 
 
 def median_iteration(seconds: Mapping[int, float]) -> int:
@@ -227,17 +219,14 @@ def collect(
     """
     timelines = {}
     for iteration in iterations:
-        ranks = [
-            {"stage": answer["stage"], "replica": answer["replica"], "spans": item["spans"]}
-            for answer in answers
-            for item in answer["iterations"]
-            if item["iteration"] == iteration
+        of_ranks = [
+            (answer, one) for answer in answers for one in answer["iterations"] if one["iteration"] == iteration
         ]
-        timelines[iteration] = classify(ranks)
+        timelines[iteration] = classify([{**answer, "spans": one["spans"]} for answer, one in of_ranks])
     chosen = median_iteration({key: float(spans["end"].max()) for key, spans in timelines.items()})
 
     def labelled(table: pd.DataFrame, iteration: int) -> pd.DataFrame:
-        return pd.concat([pd.DataFrame({"variant": variant, "iteration": iteration}, index=table.index), table], axis=1)
+        return table.assign(variant=variant, iteration=iteration)[["variant", "iteration", *table]]
 
     every = [labelled(shares(spans), key) for key, spans in timelines.items()]
     return pd.concat(every, ignore_index=True), labelled(timelines[chosen], chosen)

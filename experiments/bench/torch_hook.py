@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as original
 
-from edgc.runtime.channel import Mark, Stopwatch, mark
-from experiments.bench.gradients import Shape, views
-
-
-class Bucket:
-    """What the hook asks of a DDP bucket: the only one, of matrices."""
-
-    def __init__(self, buffer: Tensor, shapes: Sequence[Shape]) -> None:
-        self._buffer, self._views = buffer, views(buffer, shapes)
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[Tensor]:
-        return self._views
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
+from edgc.compressors.base import Statistics
+from edgc.compressors.powersgd.state import random_factor
+from edgc.runtime.channel import Mark, mark
+from experiments.bench.gradients import Shape, name, views
+from experiments.bench.variants import SEED, Variant
 
 
 class OneRank:
@@ -96,63 +81,44 @@ class Watched:
         return _Noted(work, lambda: self.ended.append(mark(self.device)))
 
 
-@contextlib.contextmanager
-def watched(device: torch.device) -> Iterator[Watched]:
-    """Inside, the hook's collectives go through the object that is yielded."""
-    watch = Watched(device)
-    module = cast(Any, original)
-    module.dist, before = watch, module.dist
-    try:
-        yield watch
-    finally:
-        module.dist = before
-
-
-class Hook:
-    """torch's hook with its state.
+class TorchHook(Variant):
+    """torch's hook, with the first Q of :class:`experiments.bench.variants.Ours`, so that errors can be compared.
 
     Args:
-        first: the Q to begin with, one a matrix, n x r.
         group: None answers every all-reduce at once with what was sent, as one rank.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[Shape],
-        rank: int,
-        first: Sequence[Tensor],
-        group: dist.ProcessGroup | None,
-        like: Tensor,
-    ) -> None:
+    def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, like: Tensor) -> None:
         self.shapes = shapes
         self.state = original.PowerSGDState(
             cast(Any, group or OneRank()), matrix_approximation_rank=rank, start_powerSGD_iter=2
         )
         self.state.iter = 2  # the two iterations that the hook would send uncompressed are over
+        first = [random_factor(SEED, 1, name(i), shape[1], min(rank, *shape)) for i, shape in enumerate(shapes)]
         # The hook keeps its factors shape by shape, and begins with those that it finds.
         order = [i for shape in dict.fromkeys(shapes) for i, other in enumerate(shapes) if other == shape]
         self.state.q_memory_dict[0] = torch.cat([first[i].reshape(-1) for i in order]).to(like)
         size = sum(rows * q.shape[1] for (rows, _), q in zip(shapes, first, strict=True))
         self.state.p_memory_dict[0] = like.new_empty(size)
-        self.compress, self.communicate, self.decompress = Stopwatch(), Stopwatch(), Stopwatch()
-        self.bytes = 0
 
-    def step(self, buffer: Tensor) -> None:
-        """Replace ``buffer`` by the mean of its approximation; sets the three stopwatches of this step."""
-        bucket = cast(Any, Bucket(buffer, self.shapes))
-        self.compress, self.communicate, self.decompress = Stopwatch(), Stopwatch(), Stopwatch()
-        with watched(buffer.device) as watch:
+    def step(self, buffer: Tensor) -> Statistics:
+        matrices = views(buffer, self.shapes)
+        bucket: Any = SimpleNamespace(
+            buffer=lambda: buffer, gradients=lambda: matrices, index=lambda: 0, is_last=lambda: True
+        )
+        watch, done = Watched(buffer.device), Statistics()
+        with mock.patch.object(original, "dist", watch):
             marks = [mark(buffer.device)]
             original.powerSGD_hook(self.state, bucket).wait()
             finished = mark(buffer.device)
         # Everything before the last all-reduce is compression, all that follows it decompression.
         for started, ended in zip(watch.started, watch.ended, strict=True):
-            self.compress.add(marks[-1], started)
-            self.communicate.add(started, ended)
+            done.compress.add(marks[-1], started)
+            done.communicate.add(started, ended)
             marks.append(ended)
-        self.decompress.add(marks[-1], finished)
-        self.bytes = watch.bytes
+        done.decompress.add(marks[-1], finished)
+        done.bytes = watch.bytes
+        return done
 
     def kept(self) -> Tensor:
-        """The error feedback, flat, as it is after a step."""
         return self.state.error_dict[0]

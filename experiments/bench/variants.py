@@ -4,38 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edgc.compressors import Channel
-from edgc.compressors.powersgd.state import random_factor
+from edgc.compressors import Channel, Gradient
+from edgc.compressors.base import Statistics
 from edgc.config import EDGCConfig
-from edgc.runtime.channel import Stopwatch, mark
-from experiments.bench.gradients import Shape, entries, name, named, views
-from experiments.bench.torch_hook import Hook
+from edgc.runtime.channel import mark
+from experiments.bench.gradients import Shape, entries, name, views
 
 SEED = 0  # of the first Q
-
-
-@dataclass(frozen=True)
-class Parts:
-    """One step: wall time on this rank by what it was spent on, and bytes sent."""
-
-    compress: Stopwatch
-    communicate: Stopwatch
-    decompress: Stopwatch
-    bytes: int
 
 
 class Variant(ABC):
     """One engine with its state, for one rank."""
 
     @abstractmethod
-    def step(self, buffer: Tensor) -> Parts:
-        """Replace ``buffer``, flat, by the mean over the workers of what the engine sends."""
+    def step(self, buffer: Tensor) -> Statistics:
+        """Replace ``buffer``, flat, by the mean over the workers of what the engine sends; times are of this rank."""
 
     @abstractmethod
     def kept(self) -> Tensor | None:
@@ -82,35 +70,21 @@ class Copy(Variant):
         self.group = group
         self.message = like.new_empty(entries(shapes))
 
-    def step(self, buffer: Tensor) -> Parts:
-        compress, communicate, channel = Stopwatch(), Stopwatch(), Channel(self.group)
+    def step(self, buffer: Tensor) -> Statistics:
+        done, channel = Statistics(), Channel(self.group)
         started = mark(buffer.device)
         self.message.copy_(buffer)
-        compress.add(started, mark(buffer.device))
+        done.compress.add(started, mark(buffer.device))
         if self.group is not None:
             started = mark(buffer.device)
             channel.mean_(self.message)
             channel.finish()
-            communicate.add(started, mark(buffer.device))
-        return Parts(compress, communicate, Stopwatch(), channel.bytes)
+            done.communicate.add(started, mark(buffer.device))
+        done.bytes = channel.bytes
+        return done
 
     def kept(self) -> None:
         return None
-
-
-class TorchHook(Variant):
-    """torch's ``powerSGD_hook``, with the first Q of :class:`Ours`, so that their errors can be compared."""
-
-    def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, like: Tensor) -> None:
-        first = [random_factor(SEED, 1, name(i), shape[1], min(rank, *shape)) for i, shape in enumerate(shapes)]
-        self.hook = Hook(shapes, rank, first, group, like)
-
-    def step(self, buffer: Tensor) -> Parts:
-        self.hook.step(buffer)
-        return Parts(self.hook.compress, self.hook.communicate, self.hook.decompress, self.hook.bytes)
-
-    def kept(self) -> Tensor:
-        return self.hook.kept()
 
 
 class Ours(Variant):
@@ -121,16 +95,14 @@ class Ours(Variant):
     """
 
     def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, factor_dtype: str) -> None:
-        config = EDGCConfig(
-            method="powersgd", rank=rank, factor_dtype=factor_dtype, min_compression_elements=1, seed=SEED
-        )
-        self.compressor = config.build()
+        options = {"rank": rank, "factor_dtype": factor_dtype, "min_compression_elements": 1, "seed": SEED}
+        self.compressor = EDGCConfig(method="powersgd", **options).build()
         self.shapes, self.rank, self.group = shapes, rank, group
 
-    def step(self, buffer: Tensor) -> Parts:
+    def step(self, buffer: Tensor) -> Statistics:
         channel = Mirror() if self.group is None else Channel(self.group)
-        done = self.compressor.reduce(named(views(buffer, self.shapes)), channel, self.rank)
-        return Parts(done.compress, done.communicate, done.decompress, done.bytes)
+        gradients = [Gradient(name(index), matrix) for index, matrix in enumerate(views(buffer, self.shapes))]
+        return self.compressor.reduce(gradients, channel, self.rank)
 
     def kept(self) -> Tensor | None:
         errors = self.compressor.state_dict()["errors"]

@@ -15,6 +15,7 @@ from experiments.bench.gpt import Size
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 MEGABIT = 1e6
 ENTRIES, FEW = 500_000, 16_000
+SIZE = Size(layers=1, hidden=8, heads=1, vocabulary=16, sequence=4, batch=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,10 +32,9 @@ def namespaces() -> set[str]:
 
 def test_collectives_take_what_the_limit_says_and_nothing_stays() -> None:
     before = namespaces()
-    plan = network.Plan(size=Size(layers=1, hidden=8, heads=1, vocabulary=16, sequence=4, batch=1))
     with testbed.Testbed(2) as net:
         assert len(namespaces() - before) == 3
-        with network.ranks_on(net, plan) as group:
+        with network.ranks_on(net, SIZE) as group:
             seconds = {}
             for rate, (kind, entries) in itertools.product(
                 (20.0, 100.0, None), itertools.product(KINDS, (ENTRIES, FEW))
@@ -84,8 +84,7 @@ def test_a_delay_is_felt_by_every_message() -> None:
         with testbed.Testbed(1) as net, pytest.raises(UserError, match=r"`tc .* netem .*` failed"):
             net.limit(100.0, delay_ms=5.0)
         pytest.skip(reason)
-    plan = network.Plan(size=Size(layers=1, hidden=8, heads=1, vocabulary=16, sequence=4, batch=1))
-    with testbed.Testbed(2) as net, network.ranks_on(net, plan) as group:
+    with testbed.Testbed(2) as net, network.ranks_on(net, SIZE) as group:
         for rate in (100.0, None):
             net.limit(rate, delay_ms=20.0)
             answers = group.ask({"do": "collective", "kind": "all_reduce", "entries": FEW})
@@ -95,9 +94,8 @@ def test_a_delay_is_felt_by_every_message() -> None:
 
 def test_bytes_counted_by_a_training_step_are_those_on_the_wire() -> None:
     size = Size(layers=2, hidden=64, heads=2, vocabulary=256, sequence=16, batch=1)
-    plan = network.Plan(size=size)
     wanted = network.methods((4,), (4,))
-    with testbed.Testbed(2) as net, network.ranks_on(net, plan) as group:
+    with testbed.Testbed(2) as net, network.ranks_on(net, size) as group:
         for name, settings in wanted.items():
             group.ask({"do": "prepare", "name": name, "settings": settings})
             for rank in group.ask({"do": "step", "name": name}):

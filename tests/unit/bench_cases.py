@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from edgc.compressors.sizes import FACTOR_BITS
 from experiments.bench.gradients import entries, layer_shapes, make
-from experiments.bench.variants import Ours, TorchHook, Variant
+from experiments.bench.torch_hook import TorchHook
+from experiments.bench.variants import Ours, Variant
 
 SHAPES = layer_shapes(1, 32)
 RANK = 4

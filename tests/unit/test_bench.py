@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -21,7 +21,8 @@ from experiments.bench import engine, engine_table, floor, gpt, network, testbed
 from experiments.bench.__main__ import app
 from experiments.bench.children import Child, ChildError, Group
 from experiments.bench.gradients import make, views
-from experiments.bench.variants import Ours, TorchHook
+from experiments.bench.torch_hook import TorchHook
+from experiments.bench.variants import Ours
 from paper_figures import BENCHMARKS, bench, bench_network, style
 from paper_figures.__main__ import render
 from tests.unit.bench_cases import RANK, SHAPES, trained, two_real_ranks
@@ -46,14 +47,15 @@ def test_floor_of_a_case_counted_by_hand() -> None:
 
 
 def test_what_is_measured_for_the_floor_does_the_operations_that_it_counts() -> None:
-    products = floor.Products([*SHAPES, (700, 500)], 8, CPU)
+    products = floor.products([*SHAPES, (700, 500)], 8, CPU)
     with FlopCounterMode(display=False) as counter:
-        products()
+        for product in products:
+            product()
     assert counter.get_total_flops() == floor.work([*SHAPES, (700, 500)], 8).operations
 
 
 @pytest.mark.parametrize("method", [floor._householder, floor._cholesky])
-def test_both_orthogonalisations_of_the_floor_are_some(method: floor.Call) -> None:
+def test_both_orthogonalisations_of_the_floor_are_some(method: Callable[[torch.Tensor], torch.Tensor]) -> None:
     factor = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
     basis = method(factor)
     assert torch.allclose(basis.mT @ basis, torch.eye(16), atol=1e-5)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from experiments.bench import pipeline_steps, stages, steps, testbed
 from experiments.bench.__main__ import app
-from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from experiments.bench.pipeline_model import Compute, Links, Traffic, predict
-from experiments.bench.step_model import Link
+from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SEND
+from experiments.bench.pipeline_model import Compute, Traffic, predict
+from experiments.bench.step_model import Link, Links
 from experiments.spec.settings import RunConfig
 from paper_figures import bench_steps
 
@@ -28,8 +28,7 @@ COMPUTE = Compute(forward=(1.0, 1.0), backward=(2.0, 2.0), rest=0.25)
 def links(replicas: Link = FREE_LINK, between: Link = FREE_LINK) -> Links:
     """An exchange takes as long as an all-reduce, and a gathering twice as long."""
     twice = Link(latency=2 * replicas.latency, bandwidth=replicas.bandwidth / 2)
-    kinds = {ALL_REDUCE: replicas, ALL_TO_ALL: replicas, ALL_GATHER: twice}
-    return Links(replicas=kinds, stages=between)
+    return {ALL_REDUCE: replicas, ALL_TO_ALL: replicas, ALL_GATHER: twice, SEND: between}
 
 
 def traffic(*sent: tuple[float, ...], activations: float = 0.0, embedding: float = 0.0) -> Traffic:
@@ -150,9 +149,8 @@ def test_real_ranks_note_what_they_send_and_time_messages(tmp_path: Path) -> Non
     plan = pipeline_steps.Plan(rounds=1, layers=2, hidden=32, sequence=16)
     with stages.ranks(4) as group:
         for kind, sizes in pipeline_steps.PROBES.items():
-            request = {"do": "send"} if kind == pipeline_steps.SEND else {"do": "collective", "kind": kind}
-            request |= {"entries": sizes[0], "stages": pipeline_steps.STAGES}
-            assert all(seconds > 0 for seconds in group.ask(request))
+            request = {"do": "collective", "kind": kind, "entries": sizes[0], "stages": pipeline_steps.STAGES}
+            assert all(answer["seconds"] > 0 for answer in group.ask(request))
         quantised = {ALL_REDUCE, ALL_TO_ALL, ALL_GATHER}
         for name, kinds in (("none", {ALL_REDUCE}), ("powersgd_r4", {ALL_REDUCE}), ("int8", quantised)):
             values = pipeline_steps.settings(plan, name, 2)

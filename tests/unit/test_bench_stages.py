@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from edgc.compressors import Channel
 from experiments.bench import stages
 from experiments.bench.__main__ import app
-from experiments.bench.slow_link import SlowLink
+from experiments.bench.collectives import SlowLink
 from experiments.spec.settings import RunConfig
 from paper_figures import BENCHMARKS, stage_spread, style
 from paper_figures import timeline as timeline_figure

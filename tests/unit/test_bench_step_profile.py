@@ -92,7 +92,7 @@ def test_the_table_has_the_difference_to_plain_ddp_and_keeps_failures() -> None:
         times = dict.fromkeys(step_profile.PARTS, seconds)
         found.steps[variant] = [times, {**times, "step": seconds + 0.2}, {**times, "step": seconds + 0.1}]
         found.facts[variant] = {"peak_memory_mib": 100 * seconds, "bytes": 7}
-        found.kernels[variant] = [{"name": f"k{i}", "calls": 1.0, "seconds": 0.01} for i in range(50)]
+        found.kernels[variant] = [Kernel(f"k{i}", 1.0, 0.01) for i in range(50)]
     found.facts[TORCH] = "OutOfMemoryError: no"
     table = step_profile.table(plan, found).set_index("variant")
     assert table.loc[TORCH, "status"] == "OutOfMemoryError: no" and pd.isna(table.loc[TORCH, "step_ms"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -16,9 +14,10 @@ from typer.testing import CliRunner
 
 from experiments.bench import network_worker, steps, testbed
 from experiments.bench.__main__ import app
-from experiments.bench.children import Child, Group
+from experiments.bench.children import ranks
 from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Sent
-from experiments.bench.step_model import Compute, Link, Method, overhead, predict
+from experiments.bench.gpt import Size
+from experiments.bench.step_model import Compute, Link, Messages, overhead_of, predict
 from paper_figures import BENCHMARKS, bench_steps
 
 COMPUTE = Compute(forward=1.0, backward=2.0, rest=0.25, complete=(0.25, 1.0))
@@ -36,9 +35,9 @@ def computes(draw: st.DrawFn) -> Compute:
     return Compute(forward=draw(seconds), backward=draw(seconds), rest=draw(seconds), complete=tuple(complete))
 
 
-def reduced(*buckets: tuple[float, ...]) -> Method:
+def reduced(*buckets: tuple[float, ...]) -> Messages:
     """All-reduces."""
-    return Method(sent=tuple(tuple((ALL_REDUCE, sent) for sent in bucket) for bucket in buckets))
+    return tuple(tuple((ALL_REDUCE, sent) for sent in bucket) for bucket in buckets)
 
 
 @given(st.floats(0, 1), st.floats(1e3, 1e9))
@@ -60,17 +59,15 @@ def test_a_link_never_has_a_negative_latency() -> None:
 
 def test_steps_counted_by_hand() -> None:
     # 10 bytes after a quarter of backward (1.5 s) take 1.1 s, until 2.6; 5 bytes after all of it (3 s) 0.6 s.
-    method = reduced((10.0,), (5.0,))
-    assert predict(COMPUTE, method, LINKS) == pytest.approx(3.6 + 0.25)
+    assert predict(COMPUTE, reduced((10.0,), (5.0,)), LINKS) == pytest.approx(3.6 + 0.25)
     # 40 bytes take until 1.5 + 4.1 = 5.6, and the link is not free before.
     assert predict(COMPUTE, reduced((40.0,), (5.0,)), LINKS) == pytest.approx(6.2 + 0.25)
     # Two messages of a bucket, and 0.4 s of overhead, of which a quarter precedes the first bucket's.
-    method = replace(reduced((2.0, 2.0), (1.0, 1.0)), overhead=0.4)
-    assert predict(COMPUTE, method, LINKS) == pytest.approx(3.0 + 0.4 + 0.4 + 0.25)
+    assert predict(COMPUTE, reduced((2.0, 2.0), (1.0, 1.0)), LINKS, 0.4) == pytest.approx(3.0 + 0.4 + 0.4 + 0.25)
     # An exchange of 0.7 s and a gathering of 0.8 s.
-    method = Method(sent=((), ((ALL_TO_ALL, 10.0), (ALL_GATHER, 4.0))))
-    assert predict(COMPUTE, method, LINKS) == pytest.approx(3.0 + 0.7 + 0.8 + 0.25)
-    assert predict(COMPUTE, Method(sent=((), ())), LINKS) == 3.25
+    sent = ((), ((ALL_TO_ALL, 10.0), (ALL_GATHER, 4.0)))
+    assert predict(COMPUTE, sent, LINKS) == pytest.approx(3.0 + 0.7 + 0.8 + 0.25)
+    assert predict(COMPUTE, ((), ()), LINKS) == 3.25
     with pytest.raises(ValueError, match="1 buckets are sent, but 2 become complete"):
         predict(COMPUTE, reduced((1.0,)), LINKS)
 
@@ -79,18 +76,17 @@ def test_steps_counted_by_hand() -> None:
 def test_the_overhead_explains_the_step_that_it_was_taken_from(
     compute: Compute, sent: list[float], latency: float, more: float
 ) -> None:
-    messages = reduced(*((size,) for size in sent[: len(compute.complete)])).sent
+    messages = reduced(*((size,) for size in sent[: len(compute.complete)]))
     links = {ALL_REDUCE: Link(latency=latency, bandwidth=100.0)}
-    alone = predict(compute, Method(sent=messages), links)
-    extra = overhead(compute, messages, links, alone + more)
+    alone = predict(compute, messages, links)
+    extra = overhead_of(compute, messages, links, alone + more)
     assert extra >= more - 1e-9 * alone
-    assert alone <= predict(compute, Method(sent=messages, overhead=extra), links) * (1 + 1e-9)
-    assert overhead(compute, messages, links, 0.0) == 0
+    assert alone <= predict(compute, messages, links, extra) * (1 + 1e-9)
+    assert overhead_of(compute, messages, links, 0.0) == 0
     # Where nothing is sent, all of it is found again.
-    nothing: tuple[tuple[Sent, ...], ...] = tuple(() for _ in messages)
+    nothing: Messages = tuple(() for _ in messages)
     step = compute.forward + compute.backward + compute.rest + more
-    found = Method(sent=nothing, overhead=overhead(compute, nothing, links, step))
-    assert predict(compute, found, links) == pytest.approx(step)
+    assert predict(compute, nothing, links, overhead_of(compute, nothing, links, step)) == pytest.approx(step)
 
 
 @settings(deadline=None, max_examples=20)
@@ -132,7 +128,7 @@ def _measured(compute: Compute, factor: float) -> steps.Measured:
         for name in steps.methods():
             own = name == "compute"
             messages = tuple(map(tuple, sent[name]))
-            step = predict(compute, Method(sent=messages), of_kind) * (1 if own or not rate else factor)
+            step = predict(compute, messages, of_kind) * (1 if own or not rate else factor)
             for index, disturbed in enumerate((1.0, 1.0, 5.0)):
                 complete = [compute.forward + share * compute.backward for share in compute.complete]
                 rounds.append(
@@ -183,14 +179,8 @@ def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path)
 
 def test_messages_of_real_workers_are_what_the_methods_count(tmp_path: Path) -> None:
     """Two workers without a testbed: what is noted message by message is what the engine says that it sent."""
-    size = {"layers": 2, "hidden": 32, "heads": 2, "vocabulary": 64, "sequence": 16, "batch": 2}
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    children = [Child(network_worker.__name__, {**shared, "RANK": str(rank)}) for rank in range(2)]
-    with Group(children) as group:
-        group.ask({"do": "start", "size": size, "threads": 1})
+    size = Size(layers=2, hidden=32, heads=2, vocabulary=64, sequence=16, batch=2)
+    with ranks(network_worker.__name__, 2, size=size) as group:
         for name, options in steps.methods().items():
             if options["hook"] == "edgc":
                 options = options | {"rank": 4} if "rank" in options else options
