@@ -77,17 +77,13 @@ def table(scenarios: Scenarios) -> pd.DataFrame:
         traces = {name: follow(met, entropy, replace(run.edgc, **changes)) for name, changes in CONTROLLERS.items()}
         about = {"case": key, "label": case.label, "gbits_per_second": chosen.gbits_per_second}
         for overlap in (False, True):
-            base = met.mean_seconds(lambda model: model.none, overlap=overlap)
-            for name in ("none", *(name for name in scenarios.methods if name != "edgc")):
-                seconds = met.mean_seconds(methodcaller("method", name), overlap=overlap)
-                rows.append(about | {"overlap": overlap, "method": name} | _saved(seconds, base))
-            for name, trace in traces.items():
-                seconds = trace.mean_seconds(overlap=overlap)
-                ranks = "/".join(f"{trace.mean_rank(stage.stage):.4g}" for stage in even.stages)
-                row = about | {"overlap": overlap, "method": name} | _saved(seconds, base)
-                rows.append(row | {"measured": trace.measurements, "mean_ranks": ranks})
+            fixed = ("none", *(name for name in scenarios.methods if name != "edgc"))
+            seconds = {name: met.mean_seconds(methodcaller("method", name), overlap=overlap) for name in fixed}
+            seconds |= {name: trace.mean_seconds(overlap=overlap) for name, trace in traces.items()}
+            for name, step in seconds.items():
+                row = about | {"overlap": overlap, "method": name, "seconds_step": step}
+                row |= {"saved_percent": reduction(step, seconds["none"])}
+                if name in traces:
+                    row |= {"measured": traces[name].measurements, "mean_ranks": traces[name].mean_ranks}
+                rows.append(row)
     return pd.DataFrame(rows).assign(kind=KIND)
-
-
-def _saved(seconds: float, base: float) -> dict[str, float]:
-    return {"seconds_step": seconds, "saved_percent": reduction(seconds, base)}
