@@ -42,10 +42,7 @@ def pareto(table: pd.DataFrame) -> pd.DataFrame:
     """
     fine = table[table["status"] == "ok"]
     points = fine.groupby(["variant", "label", "method"], sort=False, as_index=False).agg(
-        n=("seed", "size"),
-        percent=("bytes_ratio", "mean"),
-        gap_nats=("gap_nats", "mean"),
-        sd=("gap_nats", "std"),
+        n=("seed", "size"), percent=("bytes_ratio", "mean"), gap_nats=("gap_nats", "mean"), sd=("gap_nats", "std")
     )
     points["percent"] *= 100
     points["on_front"] = [

@@ -111,11 +111,7 @@ def predictions(run: Run, reference: float, left: Mapping[tuple[int, Any], Left]
 
 
 def _of_matrix(
-    frame: pd.DataFrame,
-    entropies: dict[str, pd.Series],
-    start: int,
-    reference: float,
-    others: Mapping[int, Left],
+    frame: pd.DataFrame, entropies: dict[str, pd.Series], start: int, reference: float, others: Mapping[int, Left]
 ) -> Iterator[dict[str, Any]]:
     """The predictions for one matrix through a run; those that are anchored from ``start`` on."""
     held, at = dict[str, float](), 0

@@ -64,8 +64,7 @@ def fidelity(run: Run, settings: EDGCConfig) -> list[dict[str, Any]]:
                         "ranks_differing": sum(a != b for a, b in pairs),
                         "ranks_compared": len(pairs),
                         "largest_difference": max(
-                            (abs(a - b) for a, b in pairs if a is not None and b is not None),
-                            default=math.nan,
+                            (abs(a - b) for a, b in pairs if a is not None and b is not None), default=math.nan
                         ),
                     }
                 )
