@@ -58,15 +58,14 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         frames["norms"].append(label(norms(run)))
         if probes.empty:
             # A run without probes keeps its row, so that a failure shows.
-            none = {"estimator": "", "group": ALL, "verdict": "no probes"}
-            frames["table"].append(label(pd.DataFrame([none])))
+            frames["table"].append(label(pd.DataFrame([{"estimator": "", "group": ALL, "verdict": "no probes"}])))
             frames["moments"].append(label(pd.DataFrame([{"group": ALL}])))
             continue
         trend = trajectories(probes)
         parameters = probes[probes["group"] != MODEL]
-        kept = parameters[["iteration", "stage", "parameter", "group", "numel", "log_sigma"]]
+        kept = ["iteration", "stage", "parameter", "group", "numel", "log_sigma"]
         frames["trend"].append(label(trend))
-        frames["parameters"].append(label(kept))
+        frames["parameters"].append(label(parameters[kept]))
         frames["table"].append(label(entropies(trend, parameters)))
         frames["moments"].append(label(moments(trend, run)))
     return write_tables(out, {name: together(found) for name, found in frames.items()})

@@ -85,14 +85,9 @@ def paired(differences: Sequence[float]) -> dict[str, Any]:
     found = interval(differences)
     spread = len(differences) > 1 and found["sd"] > 0
     p = float(stats.ttest_1samp(differences, 0.0).pvalue) if spread else math.nan
-    return {
-        "n": found["n"],
-        "difference_nats": found["mean"],
-        "difference_low": found["low"],
-        "difference_high": found["high"],
-        "p": p,
-        "verdict": verdict(found) if any(differences) else "reference",
-    }
+    limits = {"difference_low": found["low"], "difference_high": found["high"], "p": p}
+    said = verdict(found) if any(differences) else "reference"
+    return {"n": found["n"], "difference_nats": found["mean"]} | limits | {"verdict": said}
 
 
 def verdict(found: dict[str, float]) -> str:

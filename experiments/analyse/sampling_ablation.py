@@ -40,8 +40,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     ]
     table = pd.DataFrame(rows)
     timings = [identity(run) | settings(run) | cost(run) for run in runs]
-    whole = {(row["seed"], row["estimator"]): row["seconds_entropy_mean"] for row in timings
-             if row["alpha"] == row["beta"] == 1 and row["status"] == "ok"}  # fmt: skip
+    whole = {key: cost(run)["seconds_entropy_mean"] for key, run in full.items()}
     for row in timings:
         base = whole.get((row["seed"], row["estimator"]), math.nan)
         row["change_percent"] = 100 * (row["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan

@@ -40,11 +40,8 @@ def _rows(run: Run, base: Run) -> Iterator[dict[str, Any]]:
     for megabits in MEGABITS:
         own = seconds(run, compute, iterations, megabits)
         dense = seconds(base, compute, reached(base, target), megabits)
-        yield (
-            identity(run)
-            | {"kind": KIND, "megabits": megabits, "target_loss": target, "iterations": iterations}
-            | {"seconds": own, "of_uncompressed": own / dense}
-        )
+        row = {"kind": KIND, "megabits": megabits, "target_loss": target, "iterations": iterations}
+        yield identity(run) | row | {"seconds": own, "of_uncompressed": own / dense}
 
 
 def compute_seconds(run: Run) -> float:

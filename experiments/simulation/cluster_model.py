@@ -60,25 +60,14 @@ def table(model: Model) -> list[dict[str, Any]]:
             slowest_base = max(base, key=lambda pair: pair[0].seconds)[0]
             lines.append(("slowest", longest[1], slowest_base, longest[3]))
             for stage, this, none, other in lines:
-                saved = {
-                    "communication": reduction(this.communication, none.communication),
-                    "with_compress": reduction(this.seconds, none.seconds),
-                    "all": reduction(this.seconds + other, none.seconds + other),
-                }
-                rows.append(
-                    {
-                        "method": name,
-                        "rank": rank,
-                        "gbits_per_second": f"{at.gbits:g}",
-                        "stage": stage,
-                        "bytes": round(this.bytes),
-                        "seconds_communication": f"{this.communication:.9g}",
-                        "seconds_compress": f"{this.compress:.9g}",
-                        "seconds_other": f"{other:.9g}",
-                        **{f"reduction_{what}_percent": f"{value:.4f}" for what, value in saved.items()},
-                        "kind": KIND,
-                    }
-                )
+                saved = {"communication": reduction(this.communication, none.communication)}
+                saved["with_compress"] = reduction(this.seconds, none.seconds)
+                saved["all"] = reduction(this.seconds + other, none.seconds + other)
+                row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "stage": stage}
+                row |= {"bytes": round(this.bytes), "seconds_communication": f"{this.communication:.9g}"}
+                row |= {"seconds_compress": f"{this.compress:.9g}", "seconds_other": f"{other:.9g}"}
+                row |= {f"reduction_{what}_percent": f"{value:.4f}" for what, value in saved.items()}
+                rows.append(row | {"kind": KIND})
     return rows
 
 
@@ -87,19 +76,11 @@ def stage_table(model: Model) -> list[dict[str, Any]]:
     rows = []
     for stage in model.stages:
         shapes = Counter(stage.matrices)
-        rows.append(
-            {
-                "stage": stage.stage,
-                "layers": stage.layers,
-                "parameters": stage.parameters,
-                "matrices": len(stage.matrices),
-                "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in shapes.items()),
-                "bytes_dense": sum(stage.dense_payload()),
-                "bytes_dense_rest": FP32_BYTES * stage.dense_rest,
-                "memory_bytes": sum(stage.memory().values()),
-                "kind": "computed",
-            }
-        )
+        row: dict[str, Any] = {"stage": stage.stage, "layers": stage.layers, "parameters": stage.parameters}
+        row["matrices"] = len(stage.matrices)
+        row["matrix_shapes"] = " ".join(f"{n}*{m}x{k}" for (m, k), n in shapes.items())
+        row |= {"bytes_dense": sum(stage.dense_payload()), "bytes_dense_rest": FP32_BYTES * stage.dense_rest}
+        rows.append(row | {"memory_bytes": sum(stage.memory().values()), "kind": "computed"})
     return rows
 
 

@@ -121,30 +121,17 @@ def as_csv(found: list[Row], memory: int, *, every_rank: bool) -> str:
     """All numbers, in bytes; a line for each row, or for each rank of it."""
     lines = []
     for row in found:
-        step, places = row.step, row.places
-        sizes = {
-            f"bytes_{key}" if key != "in_flight" else "micro_batches_in_flight": v for key, v in asdict(step).items()
-        }
+        step, stage, places = row.step, row.stage, row.places
+        about = {"pipeline": stage.stage, "ranks_alike": len(places), "layers": stage.layers}
+        about |= {"parameters": stage.parameters}
+        for key, size in asdict(step).items():
+            about["micro_batches_in_flight" if key == "in_flight" else f"bytes_{key}"] = size
+        about["bytes_activations_in_flight"] = step.all_activations
+        about["bytes_activations_by_formula"] = round(row.activations_by_formula)
+        about |= {"bytes_total": step.total, "bytes_gpu": memory, "fits": str(step.total <= memory).lower()}
         for place, data, tensor in places if every_rank else places[:1]:
-            lines.append(
-                {
-                    "method": row.run.variant,
-                    "rank": row.rank,
-                    "global_rank": place,
-                    "data": data,
-                    "tensor": tensor,
-                    "pipeline": row.stage.stage,
-                    "ranks_alike": len(places),
-                    "layers": row.stage.layers,
-                    "parameters": row.stage.parameters,
-                    **sizes,
-                    "bytes_activations_in_flight": step.all_activations,
-                    "bytes_activations_by_formula": round(row.activations_by_formula),
-                    "bytes_total": step.total,
-                    "bytes_gpu": memory,
-                    "fits": str(step.total <= memory).lower(),
-                }
-            )
+            at = {"method": row.run.variant, "rank": row.rank, "global_rank": place, "data": data, "tensor": tensor}
+            lines.append(at | about)
     return csv_text(lines)
 
 

@@ -187,6 +187,4 @@ def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False) -> tup
             link = link + message.latency + message.seconds
         decompress += bucket.decompress
     computed = end + (spent if overlap else 0.0)
-    if not stage.buckets:
-        return end, end
     return computed, max(link, computed) + decompress

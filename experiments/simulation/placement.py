@@ -232,8 +232,7 @@ def from_settings(
         what = f"model.architecture = {model.architecture!r} has no placement"
         raise UserError(what, where=where, fix="use a study with gpt")
     if vocab_size is None:
-        fix = "set it, e.g. 50257 for the GPT-2 tokenizer"
-        raise UserError("data.vocab_size is not set", where=where, fix=fix)
+        raise UserError("data.vocab_size is not set", where=where, fix="set it, e.g. 50257 for the GPT-2 tokenizer")
     return GPTShape(
         layers=model.layers, hidden=model.hidden, heads=model.heads, ffn_hidden=model.ffn_hidden or 0,
         sequence_length=model.sequence_length, vocab_size=vocab_size, tensor=parallel.tensor,

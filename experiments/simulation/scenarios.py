@@ -174,8 +174,7 @@ def load_scenarios(study: str) -> Scenarios:
         if experts and cluster.sites:
             raise UserError("experts over two sites are not modelled", where=where, fix="use one of them")
         if cluster.sites and cluster.data % 2:
-            fix = "use an even number for two sites"
-            raise UserError(f"data = {cluster.data} is odd", where=where, fix=fix)
+            raise UserError(f"data = {cluster.data} is odd", where=where, fix="use an even number for two sites")
         if experts and (cluster.data % experts.expert_parallel or experts.count % experts.expert_parallel):
             what = f"expert_parallel = {experts.expert_parallel} does not divide data or count"
             raise UserError(what, where=where, fix="use sizes that it divides")
