@@ -58,15 +58,14 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         frames["norms"].append(label(norms(run)))
         if probes.empty:
             # A run without probes keeps its row, so that a failure shows.
-            none = {"estimator": "", "group": ALL, "verdict": "no probes"}
-            frames["table"].append(label(pd.DataFrame([none])))
+            frames["table"].append(label(pd.DataFrame([{"estimator": "", "group": ALL, "verdict": "no probes"}])))
             frames["moments"].append(label(pd.DataFrame([{"group": ALL}])))
             continue
         trend = trajectories(probes)
         parameters = probes[probes["group"] != MODEL]
-        kept = parameters[["iteration", "stage", "parameter", "group", "numel", "log_sigma"]]
+        kept = ["iteration", "stage", "parameter", "group", "numel", "log_sigma"]
         frames["trend"].append(label(trend))
-        frames["parameters"].append(label(kept))
+        frames["parameters"].append(label(parameters[kept]))
         frames["table"].append(label(entropies(trend, parameters)))
         frames["moments"].append(label(moments(trend, run)))
     return write_tables(out, {name: together(found) for name, found in frames.items()})
@@ -101,14 +100,13 @@ def trajectories(probes: pd.DataFrame) -> pd.DataFrame:
     for name, part in parts:
         part = part.assign(group=name) if name else part
         keys = [part["iteration"], part["group"]]
-        columns = {}
+        columns = {"parameters": part.groupby(keys)["parameter"].nunique()}
         for value in values:
             number = pd.to_numeric(part[value], errors="coerce").replace([np.inf, -np.inf], np.nan)
             weight = part["numel"].where(number.notna()).astype(float)
             total = weight.groupby(keys).sum()
             columns[value] = (number * weight).groupby(keys).sum() / total.where(total > 0)
-        count = part.groupby([part["iteration"], part["group"]])["parameter"].nunique()
-        frames.append(pd.DataFrame({"parameters": count, **columns}).reset_index())
+        frames.append(pd.DataFrame(columns).reset_index())
     return pd.concat(frames, ignore_index=True).sort_values(["group", "iteration"], ignore_index=True)
 
 
@@ -162,29 +160,24 @@ def moments(trend: pd.DataFrame, run: Run) -> pd.DataFrame:
     """One row per group: zero-centring, shape of the distribution, correlations between matrices, clipping."""
     steps = run.steps
     clipped = steps["grad_norm_clipped"] < steps["grad_norm"] * (1 - 1e-6)
+    clipping = {
+        "grad_norm_median": float(steps["grad_norm"].median()),
+        "grad_norm_clipped_median": float(steps["grad_norm_clipped"].median()),
+        "share_of_steps_clipped": float(clipped.mean()) if len(steps) else np.nan,
+    }
     rows = []
     for group, frame in trend.groupby("group", sort=True):
         third = max(1, len(frame) // 3)
-        row: dict[str, Any] = {"group": group, "probes": len(frame)}
-        near = frame["near_zero"]
-        row |= {"near_zero_start": near.iloc[0], "near_zero_end": near.iloc[-min(3, len(near)) :].mean()}
-        row["near_zero_slope_per_100"] = 100 * slope(frame["iteration"], near)
-        row["centring"] = centring(row["near_zero_start"], row["near_zero_end"])
+        near, per_100 = frame["near_zero"], 100 * slope(frame["iteration"], frame["near_zero"])
+        start, end = near.iloc[0], near.iloc[-3:].mean()
+        row: dict[str, Any] = {"group": group, "probes": len(frame), "near_zero_start": start, "near_zero_end": end}
+        row |= {"near_zero_slope_per_100": per_100, "centring": centring(start, end)}
         for name in ("skewness", "excess_kurtosis"):
             row |= {f"{name}_min": frame[name].min(), f"{name}_max": frame[name].max()}
             row |= {f"{name}_start": frame[name].iloc[0], f"{name}_end": frame[name].iloc[-1]}
         for name in ("correlation_layers", "correlation_previous"):
-            row |= {
-                f"{name}_early": frame[name].iloc[:third].mean(),
-                f"{name}_late": frame[name].iloc[-third:].mean(),
-            }
-        row |= link(frame["iteration"], frame["entropy_histogram"] - frame["log_sigma"])
-        row |= {
-            "grad_norm_median": float(steps["grad_norm"].median()),
-            "grad_norm_clipped_median": float(steps["grad_norm_clipped"].median()),
-            "share_of_steps_clipped": float(clipped.mean()) if len(steps) else np.nan,
-        }
-        rows.append(row)
+            row |= {f"{name}_early": frame[name].iloc[:third].mean(), f"{name}_late": frame[name].iloc[-third:].mean()}
+        rows.append(row | link(frame["iteration"], frame["entropy_histogram"] - frame["log_sigma"]) | clipping)
     return pd.DataFrame(rows)
 
 

@@ -42,10 +42,7 @@ def pareto(table: pd.DataFrame) -> pd.DataFrame:
     """
     fine = table[table["status"] == "ok"]
     points = fine.groupby(["variant", "label", "method"], sort=False, as_index=False).agg(
-        n=("seed", "size"),
-        percent=("bytes_ratio", "mean"),
-        gap_nats=("gap_nats", "mean"),
-        sd=("gap_nats", "std"),
+        n=("seed", "size"), percent=("bytes_ratio", "mean"), gap_nats=("gap_nats", "mean"), sd=("gap_nats", "std")
     )
     points["percent"] *= 100
     points["on_front"] = [
@@ -88,14 +85,9 @@ def paired(differences: Sequence[float]) -> dict[str, Any]:
     found = interval(differences)
     spread = len(differences) > 1 and found["sd"] > 0
     p = float(stats.ttest_1samp(differences, 0.0).pvalue) if spread else math.nan
-    return {
-        "n": found["n"],
-        "difference_nats": found["mean"],
-        "difference_low": found["low"],
-        "difference_high": found["high"],
-        "p": p,
-        "verdict": verdict(found) if any(differences) else "reference",
-    }
+    limits = {"difference_low": found["low"], "difference_high": found["high"], "p": p}
+    said = verdict(found) if any(differences) else "reference"
+    return {"n": found["n"], "difference_nats": found["mean"]} | limits | {"verdict": said}
 
 
 def verdict(found: dict[str, float]) -> str:

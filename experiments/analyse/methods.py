@@ -16,36 +16,25 @@ from experiments.analyse.windows import decision_columns
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv")
 DETAILS = ("curves.csv",)
 SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "mean_rank")
-
-SETTINGS = ("factor_dtype", "one_sided", "bits", "rounding", "density")
-DEFAULTS = {"factor_dtype": "fp32", "one_sided": False, "bits": 8, "rounding": "nearest", "density": 0.01}
-APPLIES = {
-    "factor_dtype": ("powersgd", "edgc"),
-    "one_sided": ("powersgd", "edgc"),
-    "bits": ("quantize",),
-    "rounding": ("quantize",),
-    "density": ("topk", "randomk"),
-}
+SETTINGS = ("factor_dtype", "one_sided", "bits", "rounding", "density")  # empty where a method has none
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
     """Write ``table.csv`` (a row per run), ``summary.csv`` (per variant), ``curves.csv``, ``timings.csv`` and
     ``time_to_target.csv`` (:mod:`experiments.analyse.time_to_target`)."""
     baseline = uncompressed_losses(runs)
-    table = pd.DataFrame(
-        [
-            identity(run)
-            | {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
-            | {name: setting(run, name) for name in SETTINGS}
-            | decision_columns(run)
-            | result(run, baseline)
-            | {"error": run.summary.get("error")}
-            for run in runs
-        ],
-    )
-    by = ["variant", "label", "method", "policy"]
+    rows = [
+        identity(run)
+        | {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
+        | {name: getattr(run.edgc, name, None) for name in SETTINGS}
+        | decision_columns(run)
+        | result(run, baseline)
+        | {"error": run.summary.get("error")}
+        for run in runs
+    ]
+    table = pd.DataFrame(rows)
     tables = {
-        "summary": summarise(table, SUMMARISED, by),
+        "summary": summarise(table, SUMMARISED, ["variant", "label", "method", "policy"]),
         "curves": pd.concat([curve(run) for run in runs], ignore_index=True),
         "timings": [timing(run) for run in runs],
         "time_to_target": time_to_target.table(runs),
@@ -54,19 +43,11 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     return write_tables(out, tables)
 
 
-def setting(run: Run, name: str) -> Any:
-    """A setting where it applies to the run's method, else None."""
-    return run.setting(name, DEFAULTS[name]) if run.method in APPLIES[name] else None
-
-
 def curve(run: Run) -> pd.DataFrame:
     """Training loss (trailing mean), validation perplexity, bytes so far and rank per stage, thinned."""
     steps, stages = run.steps, run.stages
-    columns = [
-        "variant", "label", "seed", "status", "iteration", "train_loss", "validation_perplexity", "bytes"
-    ]  # fmt: skip
     if steps.empty:
-        return pd.DataFrame(columns=columns)
+        return pd.DataFrame(columns=[*identity(run), "iteration", "train_loss", "validation_perplexity", "bytes"])
     frame = pd.DataFrame({"iteration": steps["iteration"]})
     frame["train_loss"] = steps["loss"].rolling(SMOOTHING, min_periods=1).mean()
     evaluations = run.evaluations.drop_duplicates("iteration", keep="last").set_index("iteration")

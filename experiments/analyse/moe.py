@@ -16,17 +16,9 @@ import pandas as pd
 
 from edgc.control.rank_model import StageModel, next_rank
 from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, WARM_UP, group_of
-from experiments.analyse.methods import setting
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, summarise
-from experiments.analyse.tables import (
-    identity,
-    result,
-    together,
-    uncompressed_losses,
-    with_identity,
-    write_tables,
-)
+from experiments.analyse.tables import identity, result, together, uncompressed_losses, with_identity, write_tables
 
 RESULTS = ("table.csv", "summary.csv", "experts.csv", "spread.csv", "fit.csv")
 WINDOW = 20  # iterations, that of EDGC at ci scale
@@ -54,26 +46,23 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         found = windows(probes)
         for name, frame in (("experts", found), ("spread", spread(found)), ("fit", fit(probes, run))):
             frames[name].append(with_identity(run, frame))
-    tables = {"table": table, "summary": summary, **{name: together(of) for name, of in frames.items()}}
-    return write_tables(out, tables)
+    return write_tables(out, {"table": table, "summary": summary} | {name: together(of) for name, of in frames.items()})
 
 
 def row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:
     """One run; ``expert_share`` is the experts' part of the bytes that were sent."""
     experts = float(run.stages["expert_bytes"].sum(skipna=False))
-    compressed = bool(run.setting("compress_experts", True)) if run.method != "none" else None
-    settings = {name: setting(run, name) for name in ("factor_dtype", "one_sided")}
+    sent = {
+        "expert_bytes_total": experts if run.events.get("step") else np.nan,
+        "expert_share": experts / run.number("bytes_total") if experts else np.nan,
+        "error": run.summary.get("error"),
+    }
     return (
         identity(run)
         | {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
-        | settings
-        | {"compress_experts": compressed}
+        | {name: getattr(run.edgc, name, None) for name in ("factor_dtype", "one_sided", "compress_experts")}
         | result(run, baseline)
-        | {
-            "expert_bytes_total": experts if run.events.get("step") else np.nan,
-            "expert_share": experts / run.number("bytes_total") if experts else np.nan,
-            "error": run.summary.get("error"),
-        }
+        | sent
     )
 
 
@@ -82,10 +71,9 @@ def placed(tensors: pd.DataFrame) -> pd.DataFrame:
     if tensors.empty:
         return tensors
     frame = tensors[tensors["parameter"] != MODEL].rename(columns={"entropy_histogram": "entropy"})
-    if "tokens" not in frame:
-        frame = frame.assign(tokens=np.nan)
     found = [PLACE.search(str(name)) for name in frame["parameter"]]
     frame = frame.assign(
+        tokens=frame.get("tokens", np.nan),
         layer=[int(place[1]) if place else -1 for place in found],
         expert=[float(place[2]) if place and place[2] else np.nan for place in found],
         kind=[group_of(str(name)) for name in frame["parameter"]],
@@ -107,24 +95,17 @@ def spread(found: pd.DataFrame) -> pd.DataFrame:
 
     ``between``: ``experts`` of one layer (mean over the layers), or ``layers`` (of the mean over a layer's experts).
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (window, kind), frame in found.groupby(["window", "kind"]):
         by_layer = frame.groupby(["stage", "layer"])
         sets: dict[str, list[pd.DataFrame]] = {"layers": [by_layer[["entropy", "log_sigma"]].mean()]}
         if frame["expert"].notna().any():
             sets["experts"] = [part for _, part in by_layer]
         for between, parts in sorted(sets.items()):
+            spreads = [part["entropy"].std(ddof=1) for part in parts]
             ranges = [float(np.exp(np.ptp(part["log_sigma"]))) for part in parts]
-            rows.append(
-                {
-                    "window": window,
-                    "kind": kind,
-                    "between": between,
-                    "matrices": len(parts[0]),
-                    "sd_nats": float(np.mean([part["entropy"].std(ddof=1) for part in parts])),
-                    "sigma_ratio": float(np.mean(ranges)),
-                }
-            )
+            about = {"window": window, "kind": kind, "between": between, "matrices": len(parts[0])}
+            rows.append(about | {"sd_nats": float(np.mean(spreads)), "sigma_ratio": float(np.mean(ranges))})
     return pd.DataFrame(rows)
 
 
@@ -139,7 +120,7 @@ def fit(probes: pd.DataFrame, run: Run) -> pd.DataFrame:
     for stage, whole in probes.groupby("stage"):
         entropy = whole.pivot(index="iteration", columns="parameter", values="entropy")
         size = whole.groupby("parameter")["numel"].first()
-        start = WARM_UP * float(run.config["train"]["iterations"])
+        start = WARM_UP * run.iterations
         entropy = entropy[entropy.index > start]
         overall = (entropy * size).sum(axis=1) / size.sum()
         shapes = {str(name): (hidden, int(n) // hidden) for name, n in size.items()}
@@ -147,28 +128,26 @@ def fit(probes: pd.DataFrame, run: Run) -> pd.DataFrame:
         about = whole.groupby("parameter")[["layer", "expert", "kind"]].first()
         for name in (str(n) for n in about.index if about.loc[n, "kind"] in LAYER_GROUPS):
             own = entropy[name]
-            rows.append(
-                {"stage": stage, **about.loc[name].to_dict()}
-                | {
-                    "correlation_stage": pearson(own, overall),
-                    "change_nats": change(own)[1] - change(own)[0],
-                    "stage_change_nats": change(overall)[1] - change(overall)[0],
-                    "offset_nats": float((own - overall).mean()),
-                    "cqm_rank": asked(own, [shapes[name]]),
-                    "stage_cqm_rank": stage_rank,
-                }
-            )
+            row = {"stage": stage, **about.loc[name].to_dict(), "correlation_stage": pearson(own, overall)}
+            row |= {"change_nats": moved(own), "stage_change_nats": moved(overall)}
+            row |= {"offset_nats": float((own - overall).mean())}
+            rows.append(row | {"cqm_rank": asked(own, [shapes[name]]), "stage_cqm_rank": stage_rank})
     return pd.DataFrame(rows).sort_values(["stage", "kind", "layer", "expert"], ignore_index=True)
 
 
-def change(entropy: pd.Series) -> tuple[float, float]:
+def ends(entropy: pd.Series) -> tuple[float, float]:
     """Means of the first and of the last window."""
     at = entropy.index.to_numpy()
     first, last = entropy[at < at[0] + WINDOW], entropy[at > at[-1] - WINDOW]
     return float(first.mean()), float(last.mean())
 
 
+def moved(entropy: pd.Series) -> float:
+    """From the first window to the last."""
+    first, last = ends(entropy)
+    return last - first
+
+
 def asked(entropy: pd.Series, shapes: Sequence[tuple[int, int]]) -> float:
     """The real rank that CQM gives matrices of ``shapes`` in the last window."""
-    before, after = change(entropy)
-    return next_rank(StageModel(shapes), RANK, before, after)
+    return next_rank(StageModel(shapes), RANK, *ends(entropy))

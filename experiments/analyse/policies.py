@@ -63,13 +63,8 @@ def excess(row: pd.Series, table: pd.DataFrame) -> dict[str, Any]:
         & (table["variant"] != row["variant"])
     ]
     at = gap_of_fixed(fixed["bytes_ratio"].tolist(), fixed["gap_nats"].tolist(), row["bytes_ratio"])
-    return {
-        **{name: row[name] for name in ("variant", "label", "seed", "status", "policy", "factor_dtype")},
-        "bytes_ratio": row["bytes_ratio"],
-        "gap_nats": row["gap_nats"],
-        "fixed_gap_nats": at,
-        "excess_nats": row["gap_nats"] - at,
-    }
+    kept = ("variant", "label", "seed", "status", "policy", "factor_dtype", "bytes_ratio", "gap_nats")
+    return {name: row[name] for name in kept} | {"fixed_gap_nats": at, "excess_nats": row["gap_nats"] - at}
 
 
 def gap_of_fixed(ratios: Sequence[float], gaps: Sequence[float], ratio: float) -> float:
@@ -83,28 +78,14 @@ def gap_of_fixed(ratios: Sequence[float], gaps: Sequence[float], ratio: float) -
 
 def verdicts(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Per variant the mean excess over its seeds, its interval and the verdict."""
-    found = []
-    for (variant, label, policy, dtype), mine in rows.groupby(
-        ["variant", "label", "policy", "factor_dtype"], sort=False
-    ):
+    found, by = [], ["variant", "label", "policy", "factor_dtype"]
+    for key, mine in rows.groupby(by, sort=False):
         over = interval(mine.loc[mine["status"] == "ok", "excess_nats"])
-        found.append(
-            {
-                "variant": variant,
-                "label": label,
-                "policy": policy,
-                "factor_dtype": dtype,
-                "n": len(mine),
-                "n_compared": over["n"],
-                "percent": 100 * mine["bytes_ratio"].mean(),
-                "percent_compressed": 100 * mine["bytes_ratio_compressed"].mean(),
-                "gap_nats": mine["gap_nats"].mean(),
-                "excess_nats": over["mean"],
-                "excess_low": over["low"],
-                "excess_high": over["high"],
-                "verdict": verdict(over),
-            }
-        )
+        row = dict(zip(by, key, strict=True)) | {"n": len(mine), "n_compared": over["n"]}
+        row["percent"] = 100 * mine["bytes_ratio"].mean()
+        row["percent_compressed"] = 100 * mine["bytes_ratio_compressed"].mean()
+        row |= {"gap_nats": mine["gap_nats"].mean(), "excess_nats": over["mean"]}
+        found.append(row | {"excess_low": over["low"], "excess_high": over["high"], "verdict": verdict(over)})
     return found
 
 

@@ -27,28 +27,26 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
     ranks that were run; ``r_max`` is 0 where no rank is quicker, empty where every rank is.
     """
     columns = ["stage", "kind", "megabits", "ranks", "seconds_uncompressed", "crossing", "extrapolated"]
-    return pd.DataFrame(rows(runs), columns=[*columns, "r_max", "r_min"])
+    medians = [row for run in runs if run.ok for row in of_run(run)]
+    rows = _rows(pd.DataFrame(medians)) if medians else []
+    return pd.DataFrame(rows, columns=[*columns, "r_max", "r_min"])
 
 
-def rows(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    medians = pd.DataFrame([row for run in runs if run.ok for row in of_run(run)])
-    if medians.empty:
-        return
+def _rows(medians: pd.DataFrame) -> Iterator[dict[str, Any]]:
     for stage, group in medians.groupby("stage"):
         compressed, dense = group[group["rank"].notna()], group[group["rank"].isna()]
         if compressed["rank"].nunique() < 2 or dense.empty:
             continue
-        for kind, megabits in (("measured", math.nan), *((KIND, value) for value in MEGABITS)):
-            times = group["work"] + (
-                group["communicate"] if math.isnan(megabits) else group["bytes"] * 8 / (megabits * 1e6)
-            )
+        networks = {math.nan: group["communicate"]} | {value: group["bytes"] * 8 / (value * 1e6) for value in MEGABITS}
+        for megabits, communicate in networks.items():
+            times = group["work"] + communicate
             uncompressed = float(times[dense.index].median())
             slope, offset = np.polyfit(compressed["rank"], times[compressed.index], 1)
             crossing = meeting(float(slope), float(offset), uncompressed)
             r_max = math.floor(crossing / MULTIPLE) * MULTIPLE if math.isfinite(crossing) else None
             yield {
                 "stage": stage,
-                "kind": kind,
+                "kind": "measured" if math.isnan(megabits) else KIND,
                 "megabits": megabits,
                 "ranks": compressed["rank"].nunique(),
                 "seconds_uncompressed": uncompressed,
@@ -63,12 +61,17 @@ def of_run(run: Run) -> list[dict[str, Any]]:
     """Medians over the steps of one run, per stage: seconds of compression work and of communication, bytes."""
     stages = run.stages.assign(work=work_seconds(run.stages))
     found = stages.groupby("stage")[["work", "seconds_communicate", "bytes"]].median()
-    rank = run.setting("rank") if run.method != "none" else None
     return [
-        {"stage": int(stage), "rank": math.nan if rank is None else float(rank)}
+        {"stage": int(stage), "rank": rank_of(run)}
         | {"work": row["work"], "communicate": row["seconds_communicate"], "bytes": row["bytes"]}
         for stage, row in found.iterrows()
     ]
+
+
+def rank_of(run: Run) -> float:
+    """The fixed rank; nan for the uncompressed run."""
+    value = run.setting("rank")
+    return float(value) if value is not None and run.method != "none" else math.nan
 
 
 def meeting(slope: float, offset: float, level: float) -> float:

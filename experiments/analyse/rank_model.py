@@ -65,23 +65,18 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     return write_tables(out, {**tables, "stiffness": stiffness(runs, reference), "cqm": curves(runs, reference)})
 
 
-def length(run: Run) -> float:
-    return float(run.config["train"]["iterations"])
-
-
 def reference_iteration(run: Run) -> int:
     """t0; beyond the run where nothing was probed after warm-up."""
-    late = run.spectra.loc[run.spectra["iteration"] > WARM_UP * length(run), "iteration"]
-    return int(late.min()) if len(late) else int(length(run)) + 1
+    late = run.spectra.loc[run.spectra["iteration"] > WARM_UP * run.iterations, "iteration"]
+    return int(late.min()) if len(late) else run.iterations + 1
 
 
 def left_by_powersgd(run: Run) -> Left:
     """Relative error that PowerSGD made, by stage, parameter and iteration."""
     if run.spectra.empty:
         return {}
-    known = run.spectra.dropna(subset=["powersgd_error"])
-    keys = zip(known["stage"], known["parameter"], known["iteration"], strict=True)
-    return dict(zip(keys, known["powersgd_error"].astype(float), strict=True))
+    known = run.spectra.dropna(subset=["powersgd_error"]).set_index(["stage", "parameter", "iteration"])
+    return dict(known["powersgd_error"].astype(float).items())
 
 
 def predictions(run: Run, reference: float, left: Mapping[tuple[int, Any], Left]) -> pd.DataFrame:
@@ -111,11 +106,7 @@ def predictions(run: Run, reference: float, left: Mapping[tuple[int, Any], Left]
 
 
 def _of_matrix(
-    frame: pd.DataFrame,
-    entropies: dict[str, pd.Series],
-    start: int,
-    reference: float,
-    others: Mapping[int, Left],
+    frame: pd.DataFrame, entropies: dict[str, pd.Series], start: int, reference: float, others: Mapping[int, Left]
 ) -> Iterator[dict[str, Any]]:
     """The predictions for one matrix through a run; those that are anchored from ``start`` on."""
     held, at = dict[str, float](), 0
@@ -142,16 +133,8 @@ def _of_matrix(
                 predicted["tail"] = math.sqrt(exact.errors_sq([rank])[0])
             for name, guess in predicted.items():
                 if value > 0 and guess > 0:
-                    yield {
-                        "iteration": row.iteration,
-                        "actual": actual,
-                        "predictor": name,
-                        "rank": rank,
-                        "in_use": in_use,
-                        "norm": row.norm,
-                        "value": value,
-                        "predicted": guess,
-                    }
+                    found = {"iteration": row.iteration, "actual": actual, "predictor": name, "rank": rank}
+                    yield found | {"in_use": in_use, "norm": row.norm, "value": value, "predicted": guess}
 
 
 def _actual(row: Any, in_use: int, others: Mapping[int, Left]) -> list[tuple[int, str, float]]:
@@ -175,12 +158,10 @@ def accuracy(run: Run, found: pd.DataFrame) -> list[dict[str, Any]]:
         return [about]
     after = after.assign(log=np.log(after["predicted"] / after["value"]))
     after["matrices"] = np.where(after["kind"] == OTHER, OTHER, LAYERS)
-    middle = (reference_iteration(run) + length(run)) / 2
-    rows = []
-    keys = ["of", "actual", "predictor", "matrices"]
+    middle = (reference_iteration(run) + run.iterations) / 2
+    rows, keys = [], ["of", "actual", "predictor", "matrices"]
     for key, group in after.groupby(keys):
-        where = group.groupby(side(group))
-        parts = [(name, math.nan, part) for name, part in where if name != "in use"]
+        parts = [(name, math.nan, part) for name, part in group.groupby(side(group)) if name != "in use"]
         parts += [("one", float(rank), part) for rank, part in group.groupby("rank")]
         for ranks, rank, part in parts:
             size = part["log"].abs()
@@ -217,9 +198,9 @@ def over_training(runs: Sequence[Run], found: dict[Path, pd.DataFrame]) -> pd.Da
     for run in runs:
         frame = found[run.path]
         if run.ok and len(frame):
-            part = np.ceil(WINDOWS * frame["iteration"].astype(float) / length(run))
+            part = np.ceil(WINDOWS * frame["iteration"].astype(float) / run.iterations)
             about = {"variant": run.variant, "seed": run.seed, "ranks": side(frame)}
-            frames.append(frame.assign(window=part * length(run) / WINDOWS, **about))
+            frames.append(frame.assign(window=part * run.iterations / WINDOWS, **about))
     if not frames:
         return pd.DataFrame(columns=[*keys, "seeds", "n", *values])
     every = pd.concat(frames, ignore_index=True)
@@ -228,14 +209,9 @@ def over_training(runs: Sequence[Run], found: dict[Path, pd.DataFrame]) -> pd.Da
     whole = pd.concat([pooled, layers.assign(ranks="one")], ignore_index=True)
     rows = []
     for key, group in whole.groupby(keys, sort=True, dropna=False):
+        row = dict(zip(keys, key, strict=True)) | {"seeds": group["seed"].nunique(), "n": len(group)}
+        row["actual_median"] = float((group["value"] / group["norm"]).median())
+        row["predicted_median"] = float((group["predicted"] / group["norm"]).median())
         ratio = quartiles(group["predicted"] / group["value"])
-        rows.append(
-            dict(zip(keys, key, strict=True))
-            | {"seeds": group["seed"].nunique(), "n": len(group)}
-            | {
-                "actual_median": float((group["value"] / group["norm"]).median()),
-                "predicted_median": float((group["predicted"] / group["norm"]).median()),
-            }
-            | {f"ratio_{name}": value for name, value in ratio.items()}
-        )
+        rows.append(row | {f"ratio_{name}": value for name, value in ratio.items()})
     return pd.DataFrame(rows)

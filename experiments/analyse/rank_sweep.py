@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,9 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     ``limits.csv`` (r_max and r_min, :mod:`experiments.analyse.rank_limits`)."""
     baseline = uncompressed_losses(runs)
     timings = pd.DataFrame([row for run in runs for row in timing(run)])
-    rows = [identity(run) | {"rank": rank(run)} | result(run, baseline) | errors(run) for run in runs]
-    tables = {"timings": timings, "fit": fits(timings), "limits": rank_limits.table(runs), "table": rows}
+    rows = [identity(run) | {"rank": rank_limits.rank_of(run)} | result(run, baseline) | errors(run) for run in runs]
+    tables = {"timings": timings, "fit": list(fits(timings)), "limits": rank_limits.table(runs), "table": rows}
     return write_tables(out, tables)
-
-
-def rank(run: Run) -> float:
-    """The fixed rank; nan for the uncompressed run."""
-    value = run.setting("rank")
-    return float(value) if value is not None and run.method != "none" else math.nan
 
 
 def errors(run: Run) -> dict[str, float]:
@@ -47,22 +41,16 @@ def errors(run: Run) -> dict[str, float]:
     return found
 
 
-def timing(run: Run) -> list[dict[str, Any]]:
+def timing(run: Run) -> Iterator[dict[str, Any]]:
     """Median and quartiles over steps of each part of the reduction, per stage, and their sum (``total``)."""
     stages = run.stages[run.stages["iteration"] > SKIPPED_STEPS]
-    rows = []
+    about = identity(run) | {"rank": rank_limits.rank_of(run)}
     for stage, group in stages.groupby("stage"):
         seconds = {kind: group[f"seconds_{kind}"] for kind in KINDS}
         seconds["total"] = pd.concat(list(seconds.values()), axis=1).sum(axis=1, min_count=1)
         for kind, values in seconds.items():
-            row = identity(run) | {
-                "rank": rank(run),
-                "stage": int(stage),
-                "kind": kind,
-                "steps": int(values.count()),
-            }
-            rows.append(row | {f"seconds_{name}": value for name, value in quartiles(values).items()})
-    return rows
+            row = about | {"stage": int(stage), "kind": kind, "steps": int(values.count())}
+            yield row | {f"seconds_{name}": value for name, value in quartiles(values).items()}
 
 
 def linear(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
@@ -80,16 +68,15 @@ def linear(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
     return dict(zip(names, (float(gradient), float(offset), rms, share, r_squared), strict=True))
 
 
-def fits(timings: pd.DataFrame) -> list[dict[str, Any]]:
+def fits(timings: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """T(r) per stage and part over all finished seeds, and the rank from which compressing is slower than not.
 
     ``rank_where_slower`` solves a r + c = time of the uncompressed reduction of the stage (nan without an
     uncompressed run, inf when no rank is slower, 0 when every rank is). With three distinct ranks or more the
     residual says whether T is linear.
     """
-    rows: list[dict[str, Any]] = []
     if timings.empty:
-        return rows
+        return
     fine = timings[(timings["status"] == "ok") & timings["seconds_median"].notna()]
     for (stage, kind), group in fine.groupby(["stage", "kind"], sort=True):
         compressed, dense = group[group["rank"].notna()], group[group["rank"].isna()]
@@ -98,11 +85,5 @@ def fits(timings: pd.DataFrame) -> list[dict[str, Any]]:
         slower = math.nan
         if kind == "total" and math.isfinite(uncompressed) and math.isfinite(line["seconds_per_rank"]):
             slower = rank_limits.meeting(line["seconds_per_rank"], line["seconds_fixed"], uncompressed)
-        row = {
-            "stage": stage,
-            "kind": kind,
-            "ranks": int(compressed["rank"].nunique()),
-            "points": len(compressed),
-        }
-        rows.append(row | line | {"seconds_uncompressed": uncompressed, "rank_where_slower": slower})
-    return rows
+        row = {"stage": stage, "kind": kind, "ranks": int(compressed["rank"].nunique()), "points": len(compressed)}
+        yield row | line | {"seconds_uncompressed": uncompressed, "rank_where_slower": slower}

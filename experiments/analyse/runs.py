@@ -16,12 +16,7 @@ from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.training import outputs
 
-FILES = (
-    *outputs.NAMES,
-    "tensors.parquet",
-    "spectra.parquet",
-    "sampling.parquet",
-)  # what the analysis reads
+FILES = (*outputs.NAMES, "tensors.parquet", "spectra.parquet", "sampling.parquet")  # what the analysis reads
 
 
 @dataclass
@@ -50,6 +45,11 @@ class Run:
         return dict(self.config.get("compression") or {})
 
     @property
+    def iterations(self) -> int:
+        """As many as were wanted."""
+        return int(self.config["train"]["iterations"])
+
+    @cached_property
     def edgc(self) -> EDGCConfig:
         """The compression settings, defaults filled in."""
         return EDGCConfig.from_record(self.compression, where=self.path / "run.yaml", prefix="compression.")
@@ -103,9 +103,7 @@ class Run:
     @cached_property
     def steps(self) -> pd.DataFrame:
         """One row per training step, without the stages."""
-        columns = [
-            "iteration", "loss", "perplexity", "lr", "grad_norm", "grad_norm_clipped", "bytes", "seconds"
-        ]  # fmt: skip
+        columns = ["iteration", "loss", "perplexity", "lr", "grad_norm", "grad_norm_clipped", "bytes", "seconds"]
         rows = [{key: as_float(event.get(key)) for key in columns} for event in self.events.get("step", [])]
         return pd.DataFrame(rows, columns=columns)
 
@@ -200,8 +198,7 @@ def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:
     if not folder.is_dir():
         raise UserError(f"study {folder.name} has no results", where=folder, fix=fix)
     if names is None:
-        there = {path.parent.name for name in outputs.NAMES for path in folder.glob(f"*/{name}")}
-        names = sorted(there)
+        names = sorted({path.parent.name for name in outputs.NAMES for path in folder.glob(f"*/{name}")})
     missing = [name for name in names if not (folder / name).is_dir()]
     if missing or not names:
         what = f"{len(missing)} of {len(names)} runs missing, first {missing[0]}" if missing else "no run folder"

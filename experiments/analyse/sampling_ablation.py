@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 
 from edgc.config import EDGCConfig
-from edgc.sections import EntropyConfig
 from experiments.analyse import sampling_grid
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import summarise
@@ -30,17 +29,18 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     (:mod:`experiments.analyse.sampling_grid`)."""
     runs, gridded = [run for run in runs if run.method == "edgc"], [run for run in runs if len(run.samplings)]
     full = {(run.seed, settings(run)["estimator"]): run for run in runs if is_full(run) and run.ok}
-    rows = []
-    for run in runs:
-        rates = settings(run)
-        reference = full.get((run.seed, rates["estimator"]))
-        row = identity(run) | rates | fidelity(run, int(run.setting("window", 1000)))
-        row |= decision_columns(run) | compare(run, reference) | result(run)
-        rows.append(row)
+    rows = [
+        identity(run)
+        | settings(run)
+        | fidelity(run, run.edgc.window)
+        | decision_columns(run)
+        | compare(run, full.get((run.seed, settings(run)["estimator"])))
+        | result(run)
+        for run in runs
+    ]
     table = pd.DataFrame(rows)
     timings = [identity(run) | settings(run) | cost(run) for run in runs]
-    whole = {(row["seed"], row["estimator"]): row["seconds_entropy_mean"] for row in timings
-             if row["alpha"] == row["beta"] == 1 and row["status"] == "ok"}  # fmt: skip
+    whole = {key: cost(run)["seconds_entropy_mean"] for key, run in full.items()}
     for row in timings:
         base = whole.get((row["seed"], row["estimator"]), math.nan)
         row["change_percent"] = 100 * (row["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan
@@ -68,13 +68,10 @@ def controller_of(runs: list[Run]) -> EDGCConfig | None:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """The sampler's settings of a run, defaults filled in (paper: alpha 0.1, beta 0.25)."""
-    return {
-        "alpha": float(run.setting("entropy.iteration_rate", 0.1)),
-        "beta": float(run.setting("entropy.entry_rate", 0.25)),
-        "sampling": str(run.setting("entropy.sampling", EntropyConfig().sampling)),
-        "estimator": str(run.setting("entropy.estimator", "histogram")),
-    }
+    """The sampler's settings of a run (paper: alpha 0.1, beta 0.25)."""
+    entropy = run.edgc.entropy
+    rates = {"alpha": float(entropy.iteration_rate), "beta": float(entropy.entry_rate)}
+    return rates | {"sampling": entropy.sampling, "estimator": entropy.estimator}
 
 
 def is_full(run: Run) -> bool:
@@ -87,22 +84,14 @@ def compare(run: Run, reference: Run | None) -> dict[str, Any]:
     A decision that only one of the two runs took counts as differing. Empty without such a run.
     """
     if reference is None:
-        return {
-            "decisions_differing": math.nan,
-            "decisions_compared": math.nan,
-            "largest_rank_difference": math.nan,
-        }
+        return {"decisions_differing": math.nan, "decisions_compared": math.nan, "largest_rank_difference": math.nan}
     mine, theirs = active_decisions(run), active_decisions(reference)
     pairs = list(zip(mine, theirs, strict=False))
-    largest = max(
-        (abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=False) if math.isfinite(a - b)),
-        default=math.nan,
-    )
-    different = sum(differ(one, other) for one, other in pairs) + abs(len(mine) - len(theirs))
+    far = [abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=False) if math.isfinite(a - b)]
     return {
-        "decisions_differing": different,
+        "decisions_differing": sum(differ(one, other) for one, other in pairs) + abs(len(mine) - len(theirs)),
         "decisions_compared": max(len(mine), len(theirs)),
-        "largest_rank_difference": largest,
+        "largest_rank_difference": max(far, default=math.nan),
     }
 
 

@@ -37,50 +37,39 @@ def fidelity(run: Run, settings: EDGCConfig) -> list[dict[str, Any]]:
     entropies = by_iteration(found)
     shapes = found.drop_duplicates("parameter")[["rows", "columns"]].astype(int)
     stage = [(int(m), int(n)) for m, n in shapes.itertuples(index=False)]
-    iterations = int(run.config["train"]["iterations"])
-    rows = []
+    iterations, rows = run.iterations, []
     for estimator in sorted({str(name) for _, _, name in entropies.columns}):
         whole = entropies.get((*FULL, estimator))
         if whole is None or estimator == "square_sum":
             continue
         true = windows(whole, settings.window, iterations)
         wanted = ranks(settings, stage, iterations, true)
-        for rule, rate, name in entropies.columns:
-            if name != estimator:
-                continue
+        for rule, rate, _ in (column for column in entropies.columns if column[2] == estimator):
             for alpha in ALPHAS:
-                means = windows(sampled(entropies[rule, rate, name], alpha), settings.window, iterations)
+                means = windows(sampled(entropies[rule, rate, estimator], alpha), settings.window, iterations)
                 decided = ranks(settings, stage, iterations, means)
                 difference = pd.Series(means) - pd.Series(true)
                 pairs = list(zip(decided, wanted, strict=True))
+                far = [abs(a - b) for a, b in pairs if a is not None and b is not None]
                 rows.append(
                     identity(run)
-                    | {"rule": rule, "beta": rate, "estimator": name, "alpha": alpha}
-                    | {
-                        "windows": len(true),
-                        "cc": pearson(means, true),
-                        "bias_nats": float(difference.mean()),
-                        "rmse_nats": root_mean_square(difference),
-                        "ranks_differing": sum(a != b for a, b in pairs),
-                        "ranks_compared": len(pairs),
-                        "largest_difference": max(
-                            (abs(a - b) for a, b in pairs if a is not None and b is not None),
-                            default=math.nan,
-                        ),
-                    }
+                    | {"rule": rule, "beta": rate, "estimator": estimator, "alpha": alpha}
+                    | {"windows": len(true), "cc": pearson(means, true)}
+                    | {"bias_nats": float(difference.mean()), "rmse_nats": root_mean_square(difference)}
+                    | {"ranks_differing": sum(a != b for a, b in pairs), "ranks_compared": len(pairs)}
+                    | {"largest_difference": max(far, default=math.nan)}
                 )
     return rows
 
 
 def by_iteration(found: pd.DataFrame) -> pd.DataFrame:
     """The entropy of the stage, mean of its matrices weighted by size: a row an iteration, a column a rule."""
+
+    def mean(part: pd.DataFrame) -> float:
+        return combine(part["entropy"].tolist(), (part["rows"] * part["columns"]).tolist())
+
     columns = {
-        key: pd.Series(
-            {
-                iteration: combine(part["entropy"].tolist(), (part["rows"] * part["columns"]).tolist())
-                for iteration, part in group.groupby("iteration")
-            }
-        )
+        key: pd.Series({iteration: mean(part) for iteration, part in group.groupby("iteration")})
         for key, group in found.groupby(RULE)
     }
     return pd.DataFrame(columns).sort_index()

@@ -12,24 +12,28 @@ import pandas as pd
 from scipy import stats
 
 SMOOTHING = 10  # steps in the trailing mean of the training loss
+SPREAD = ("mean", "sd", "min", "max", "low", "high")  # of what is measured under several seeds
 CURVE_POINTS = 500  # a curve is thinned to about this many steps
 
 
-def pearson(first: object, second: object, least: int = 3) -> float:
-    """Pearson correlation over the pairs without nan; nan with fewer than ``least`` pairs or a constant side."""
+def finite(first: object, second: object) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of which both are finite."""
     a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
     keep = np.isfinite(a) & np.isfinite(b)
-    a, b = a[keep], b[keep]
-    if a.size < least or np.ptp(a) == 0 or np.ptp(b) == 0:
+    return a[keep], b[keep]
+
+
+def pearson(first: object, second: object) -> float:
+    """Pearson correlation over the finite pairs; nan with fewer than three of them or a constant side."""
+    a, b = finite(first, second)
+    if a.size < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return math.nan
     return float(np.corrcoef(a, b)[0, 1])
 
 
 def slope(x: object, y: object) -> float:
     """Least-squares slope of y over x; nan with fewer than two distinct points."""
-    a, b = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
-    keep = np.isfinite(a) & np.isfinite(b)
-    a, b = a[keep], b[keep]
+    a, b = finite(x, y)
     if a.size < 2 or np.ptp(a) == 0:
         return math.nan
     a = a - a.mean()
@@ -40,14 +44,11 @@ def interval(values: Iterable[float]) -> dict[str, float]:
     """n, mean, sd, min, max and the 95 % t interval of the mean, over the finite values."""
     x = np.array([v for v in values if math.isfinite(v)], dtype=float)
     if x.size == 0:
-        return dict.fromkeys(("mean", "sd", "min", "max", "low", "high"), math.nan) | {"n": 0}
+        return {"n": 0} | dict.fromkeys(SPREAD, math.nan)
     sd = float(x.std(ddof=1)) if x.size > 1 else math.nan
     half = float(stats.t.ppf(0.975, x.size - 1)) * sd / math.sqrt(x.size) if x.size > 1 else math.nan
-    mean = float(x.mean())
-    return {
-        "n": int(x.size), "mean": mean, "sd": sd, "min": float(x.min()), "max": float(x.max()),
-        "low": mean - half, "high": mean + half,
-    }  # fmt: skip
+    mean, least, most = float(x.mean()), float(x.min()), float(x.max())
+    return {"n": int(x.size)} | dict(zip(SPREAD, (mean, sd, least, most, mean - half, mean + half), strict=True))
 
 
 def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = ("variant", "label")) -> pd.DataFrame:
@@ -59,7 +60,7 @@ def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = (
         row |= {"n": len(group), "n_ok": len(fine)}
         for column in columns:
             found = interval(fine[column])
-            row |= {f"{column}_{name}": found[name] for name in ("mean", "sd", "min", "max", "low", "high")}
+            row |= {f"{column}_{name}": found[name] for name in SPREAD}
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -75,7 +76,5 @@ def thin(count: int, keep: Iterable[int] = ()) -> list[int]:
 def quartiles(values: pd.Series) -> dict[str, float]:
     """Median and quartiles of the finite values."""
     x = values.dropna()
-    if x.empty:
-        return {"median": math.nan, "q1": math.nan, "q3": math.nan}
-    low, mid, high = np.percentile(x, (25, 50, 75))
+    low, mid, high = np.percentile(x, (25, 50, 75)) if len(x) else (math.nan,) * 3
     return {"median": float(mid), "q1": float(low), "q3": float(high)}

@@ -47,23 +47,10 @@ def stiffness(runs: Sequence[Run], reference: float) -> list[dict[str, Any]]:
         ranks = {p * share for share in SHARES} | ({float(used)} if math.isfinite(used) else set())
         for rank in sorted(ranks):
             rate, saturation = per_nat(shape, rank), saturates(shape, rank)
-            rows.append(
-                {
-                    "rows": shape[0],
-                    "columns": shape[1],
-                    "matrices": count,
-                    "rank": rank,
-                    "in_use": rank == used,
-                    "ranks_per_nat": rate,
-                    "limit_ranks_per_nat": 2 * p / (1 + math.sqrt(p / large)) ** 2,
-                    "saturates_nats": saturation,
-                }
-                | measure
-                | {
-                    "noise_ranks": measure["noise_nats"] * rate,
-                    "noise_over_saturation": measure["noise_nats"] / saturation,
-                }
-            )
+            row = {"rows": shape[0], "columns": shape[1], "matrices": count, "rank": rank, "in_use": rank == used}
+            row |= {"ranks_per_nat": rate, "limit_ranks_per_nat": 2 * p / (1 + math.sqrt(p / large)) ** 2}
+            row |= {"saturates_nats": saturation} | measure | {"noise_ranks": measure["noise_nats"] * rate}
+            rows.append(row | {"noise_over_saturation": measure["noise_nats"] / saturation})
     return rows
 
 
@@ -90,10 +77,9 @@ def noise(run: Run) -> list[tuple[float, float]]:
     measured = frame["iteration"].astype(int).map(sampler.measures).astype(bool)
     frame = frame[measured & frame["entropy_full"].notna()]
     frame = frame.assign(window=(frame["iteration"].astype(int) - 1) // window)
-    iterations = float(run.config["train"]["iterations"])
     # Of a run without compression: as EDGC would have it.
     warm_up = (settings if isinstance(settings, PolicyConfig) else PolicyConfig).warmup_fraction
-    whole = frame["window"].between(warm_up * iterations / window, iterations // window - 1)
+    whole = frame["window"].between(warm_up * run.iterations / window, run.iterations // window - 1)
     found = []
     for _, stage in frame[whole].groupby("stage"):
         means = stage.groupby("window")["entropy_full"].mean().to_numpy()
@@ -115,17 +101,11 @@ def curves(runs: Sequence[Run], reference: float) -> pd.DataFrame:
         sizes.insert(0, (commonest, min(reference, *commonest)))
     widest = 1.25 * max(saturates(shape, rank) for shape, rank in sizes)
     rows = [
-        {
-            "rows": shape[0],
-            "columns": shape[1],
-            "rank_start": rank,
-            "change_nats": change,
-            "rank": next_rank(StageModel([shape]), rank, 0.0, change),
-        }
+        (*shape, rank, change, next_rank(StageModel([shape]), rank, 0.0, change))
         for shape, rank in sizes
         for change in np.linspace(-widest, widest, POINTS)
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["rows", "columns", "rank_start", "change_nats", "rank"])
 
 
 def _shapes(runs: Sequence[Run]) -> dict[tuple[int, int], int]:

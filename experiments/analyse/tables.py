@@ -62,7 +62,7 @@ def ranks_text(ranks: object) -> str:
     """Ranks per stage as text: ``16|12``, ``dense`` where a stage is not compressed, empty when unknown."""
     if not isinstance(ranks, (list, tuple)):
         return ""
-    return "|".join("dense" if rank is None or as_float(rank) != as_float(rank) else f"{rank:g}" for rank in ranks)
+    return "|".join("dense" if math.isnan(as_float(rank)) else f"{rank:g}" for rank in ranks)
 
 
 def write_tables(out: Path, tables: Mapping[str, pd.DataFrame | Sequence[Mapping[str, Any]]]) -> list[Path]:
@@ -78,6 +78,6 @@ def write_table(path: Path, rows: pd.DataFrame | Sequence[Mapping[str, Any]]) ->
     try:
         write_text(path, frame.to_csv(index=False, float_format=FLOAT_FORMAT, lineterminator="\n"))
     except OSError as error:
-        fix = "make the folder writable"
-        raise UserError(f"cannot write the table: {error.strerror}", where=path, fix=fix) from None
+        what = f"cannot write the table: {error.strerror}"
+        raise UserError(what, where=path, fix="make the folder writable") from None
     return frame

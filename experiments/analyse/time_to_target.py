@@ -9,8 +9,7 @@ iterations. A run that never reaches it has no time, and says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,39 +23,25 @@ MEGABITS = (10.0, 100.0, 1000.0, 10000.0)
 KIND = "modelled network"
 
 
-def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def table(runs: Sequence[Run]) -> pd.DataFrame:
     """A row per finished run and bandwidth: ``seconds`` and ``of_uncompressed``, the ratio to the same seed's."""
-    bases = {run.seed: Base.of(run) for run in runs if run.plain and run.ok}
-    found = []
-    for run in runs:
-        base = bases.get(run.seed)
-        if base is None or not run.ok or run.stages.empty:
-            continue
-        iterations = reached(run, base.target)
-        for megabits, dense in base.seconds.items():
-            own = seconds(run, base.compute, iterations, megabits)
-            found.append(
-                identity(run)
-                | {"kind": KIND, "megabits": megabits, "target_loss": base.target, "iterations": iterations}
-                | {"seconds": own, "of_uncompressed": own / dense}
-            )
-    return found
+    columns = ["variant", "label", "seed", "status", "kind", "megabits", "target_loss", "iterations"]
+    bases = {run.seed: run for run in runs if run.plain and run.ok}
+    rows = (row for run in runs if run.seed in bases and run.ok for row in _rows(run, bases[run.seed]))
+    return pd.DataFrame(rows, columns=[*columns, "seconds", "of_uncompressed"])
 
 
-@dataclass(frozen=True)
-class Base:
-    """An uncompressed run: its compute time of a step, its target loss, its time to that by bandwidth (Mbit/s)."""
-
-    compute: float
-    target: float
-    seconds: dict[float, float]
-
-    @classmethod
-    def of(cls, run: Run) -> Base:
-        compute = compute_seconds(run)
-        target = loss_at(run, SHARE * float(run.evaluations["iteration"].max()))
-        iterations = reached(run, target)
-        return cls(compute, target, {m: seconds(run, compute, iterations, m) for m in MEGABITS})
+def _rows(run: Run, base: Run) -> Iterator[dict[str, Any]]:
+    if run.stages.empty:
+        return
+    compute = compute_seconds(base)
+    target = loss_at(base, SHARE * float(base.evaluations["iteration"].max()))
+    iterations = reached(run, target)
+    for megabits in MEGABITS:
+        own = seconds(run, compute, iterations, megabits)
+        dense = seconds(base, compute, reached(base, target), megabits)
+        row = {"kind": KIND, "megabits": megabits, "target_loss": target, "iterations": iterations}
+        yield identity(run) | row | {"seconds": own, "of_uncompressed": own / dense}
 
 
 def compute_seconds(run: Run) -> float:
@@ -101,9 +86,3 @@ def seconds(run: Run, compute: float, iterations: float, megabits: float) -> flo
 def work_seconds(stages: pd.DataFrame) -> pd.Series:
     """Seconds of compression and decompression, by step and stage; none where nothing was compressed."""
     return stages["seconds_compress"].fillna(0) + stages["seconds_decompress"].fillna(0)
-
-
-def table(runs: Sequence[Run]) -> pd.DataFrame:
-    """:func:`rows`, with its columns where there is none."""
-    columns = ["variant", "label", "seed", "status", "kind", "megabits", "target_loss", "iterations"]
-    return pd.DataFrame(rows(runs), columns=[*columns, "seconds", "of_uncompressed"])

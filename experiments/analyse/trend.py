@@ -8,19 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analyse.statistics import slope
+from experiments.analyse.statistics import finite, slope
 
 ESTIMATORS = ("histogram", "gaussian", "vasicek", "released")
 TOLERANCE = 0.05  # nats; smaller changes count as none
 STEEP_SHARE = 0.9  # the steep phase ends where this share of the fall to the minimum is done
+DESCRIPTION = ("start", "minimum", "iteration_minimum", "end", "steep_end",
+               "slope_first_per_100", "slope_after_per_100", "noise")  # fmt: skip
 SMOOTH = 3  # probes in the centred mean that minimum and end are read from
 
 
 def _clean(iterations: Iterable[float], values: Iterable[float]) -> tuple[np.ndarray, np.ndarray]:
-    x, y = np.asarray(list(iterations), dtype=float), np.asarray(list(values), dtype=float)
-    keep = np.isfinite(x) & np.isfinite(y)
-    order = np.argsort(x[keep], kind="stable")
-    return x[keep][order], y[keep][order]
+    x, y = finite(list(iterations), list(values))
+    order = np.argsort(x, kind="stable")
+    return x[order], y[order]
 
 
 def smoothed(y: np.ndarray) -> np.ndarray:
@@ -59,14 +60,9 @@ def describe(iterations: Iterable[float], values: Iterable[float]) -> dict[str, 
     Verdicts: falls; falls, then rises; rises; flat; too few probes (< 4).
     """
     x, y = _clean(iterations, values)
-    names = (
-        "start", "minimum", "iteration_minimum", "end", "steep_end", "slope_first_per_100",
-        "slope_after_per_100", "noise"
-    )  # fmt: skip
     if x.size < 4:
-        return dict.fromkeys(names, math.nan) | {
-            "probes": int(x.size), "falls": "", "rises_again": "", "verdict": "too few probes"
-        }  # fmt: skip
+        none = {"falls": "", "rises_again": "", "verdict": "too few probes"}
+        return dict.fromkeys(DESCRIPTION, math.nan) | {"probes": int(x.size)} | none
     s = smoothed(y)
     turn = steep_end(x, y)
     first, after = x <= turn, x >= turn
@@ -81,17 +77,7 @@ def describe(iterations: Iterable[float], values: Iterable[float]) -> dict[str, 
         verdict = "falls, then rises" if rises_again else "falls"
     else:
         verdict = "rises" if end - s[0] > limit else "flat"
-    return {
-        "start": float(y[0]),
-        "minimum": float(s[low]),
-        "iteration_minimum": float(x[low]),
-        "end": end,
-        "steep_end": turn,
-        "slope_first_per_100": 100 * slope(x[first], y[first]),
-        "slope_after_per_100": 100 * slope(x[after], y[after]),
-        "noise": noise,
-        "probes": int(x.size),
-        "falls": "yes" if falls else "no",
-        "rises_again": "yes" if rises_again else "no",
-        "verdict": verdict,
-    }
+    slopes = [100 * slope(x[part], y[part]) for part in (first, after)]
+    values = (float(y[0]), float(s[low]), float(x[low]), end, turn, *slopes, noise)
+    said = {"falls": "yes" if falls else "no", "rises_again": "yes" if rises_again else "no", "verdict": verdict}
+    return dict(zip(DESCRIPTION, values, strict=True)) | {"probes": int(x.size)} | said

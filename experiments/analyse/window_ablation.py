@@ -25,7 +25,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     ``warm_up.csv`` (when warm-up would end under other tolerances)."""
     rows, frames, ends = [], [], []
     for run in runs:
-        window = int(run.setting("window", 1000))
+        window = run.edgc.window
         rows.append(
             identity(run)
             | {"window": window, "step_limit": int(run.setting("step_limit", 8))}

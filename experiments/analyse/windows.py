@@ -49,8 +49,7 @@ def trajectory(run: Run, window: int) -> pd.DataFrame:
 
 def first_compressed(run: Run) -> float:
     """First iteration that sent any stage compressed; nan when none did."""
-    compressed = run.stages.loc[run.stages["rank"].notna(), "iteration"]
-    return float(compressed.min()) if len(compressed) else math.nan
+    return float(run.stages.loc[run.stages["rank"].notna(), "iteration"].min())
 
 
 def fidelity(run: Run, window: int) -> dict[str, Any]:
@@ -60,28 +59,25 @@ def fidelity(run: Run, window: int) -> dict[str, Any]:
     sampled, so they show the error from reading a share of the entries alone; window columns add the error
     from the iterations left out.
     """
-    means = trajectory(run, window)
-    start = first_compressed(run)
-    first = means[means["stage"] == 0]
-    overall = means[means["stage"] == -1]
-    active = first[first["iteration"] - window + 1 >= start] if math.isfinite(start) else first.iloc[:0]
+    means, both = trajectory(run, window), ["entropy", "entropy_full"]
+    first, overall = means[means["stage"] == 0], means[means["stage"] == -1]
+    active = first[first["iteration"] - window + 1 >= first_compressed(run)]
     difference = first["entropy"] - first["entropy_full"]
-    pairs = run.stages[(run.stages["stage"] == 0)].dropna(subset=["entropy", "entropy_full"])
+    pairs = run.stages[run.stages["stage"] == 0].dropna(subset=both)
     single = pairs["entropy"] - pairs["entropy_full"]
-    usable = int((first["entropy"].notna() & first["entropy_full"].notna()).sum())
+    views = {"cc": first, "cc_all_stages": overall, "cc_after_warmup": active}
+    found = {name: pearson(frame["entropy"], frame["entropy_full"]) for name, frame in views.items()}
     notes = []
-    for name, frame in (("cc", first), ("cc_after_warmup", active)):
-        count = int((frame["entropy"].notna() & frame["entropy_full"].notna()).sum())
+    for name in ("cc", "cc_after_warmup"):
+        count = len(views[name].dropna(subset=both))
         if count < LEAST_WINDOWS:
             notes.append(f"{name}: {count} usable windows, {LEAST_WINDOWS} needed")
-        elif math.isnan(pearson(frame["entropy"], frame["entropy_full"])):
+        elif math.isnan(found[name]):
             notes.append(f"{name}: a trajectory is constant")
     return {
-        "windows": usable,
+        "windows": len(first.dropna(subset=both)),
         "windows_after_warmup": len(active),
-        "cc": pearson(first["entropy"], first["entropy_full"]),
-        "cc_all_stages": pearson(overall["entropy"], overall["entropy_full"]),
-        "cc_after_warmup": pearson(active["entropy"], active["entropy_full"]),
+        **found,
         "cc_note": "; ".join(notes),
         "bias_nats": float(difference.mean()),
         "rmse_nats": root_mean_square(difference),
@@ -104,27 +100,21 @@ def active_decisions(run: Run) -> list[list[float]]:
 
 def _of_policy(run: Run) -> list[dict[str, Any]]:
     """Decisions in the active phase at window ends; the cost gate also decides inside windows, but never a rank."""
-    window = int(run.setting("window", 1000))
-    return [
-        event
-        for event in run.decisions
-        if event.get("phase") == "active" and run.policy is not None and int(event["iteration"]) % window == 0
-    ]
+    active = [event for event in run.decisions if event.get("phase") == "active" and run.policy is not None]
+    return [event for event in active if int(event["iteration"]) % run.edgc.window == 0]
 
 
 def decision_columns(run: Run) -> dict[str, Any]:
     """How often the controller decided and moved, where it went, and whether it kept its limits."""
-    active = _of_policy(run)
-    ranks = [[as_float(rank) for rank in event.get("ranks") or []] for event in active]
+    active, ranks = _of_policy(run), active_decisions(run)
     first = [row[0] for row in ranks if row]
-    moves = sum(1 for a, b in itertools.pairwise(ranks) if differ(a, b))
     outside = 0
     for event, row in zip(active, ranks, strict=True):
         low, high = as_float(event.get("r_min")), as_float(event.get("r_max"))
         outside += any(not (low <= rank <= high) for rank in row if math.isfinite(rank) and math.isfinite(low + high))
     return {
         "decisions": len(active),
-        "rank_changes": moves,
+        "rank_changes": sum(differ(a, b) for a, b in itertools.pairwise(ranks)),
         "decisions_outside_limits": outside,
         "r_min": as_float(active[-1].get("r_min")) if active else math.nan,
         "r_max": as_float(active[-1].get("r_max")) if active else math.nan,
@@ -140,18 +130,15 @@ def pursuit(run: Run, active: list[dict[str, Any]], ranks: list[float]) -> dict[
     the step limit away. ``lag_ranks``: the mean distance of the rank that was in use in a window from the rank that the
     policy derives from that window, which is known only at its end.
     """
-    limit, pairs = float(run.setting("step_limit", 8)), []
+    far = []
     for event, used in zip(active[1:], ranks, strict=False):
         target, low, high = (as_float(event.get(key)) for key in ("target", "r_min", "r_max"))
         if math.isfinite(target + low + high + used):
-            pairs.append((min(max(target, low), high), used))
-    if not pairs:
+            far.append(abs(min(max(target, low), high) - used))
+    if not far:
         return {"share_limited": math.nan, "lag_ranks": math.nan}
-    far = [abs(target - used) for target, used in pairs]
-    return {
-        "share_limited": float(np.mean([distance > limit for distance in far])),
-        "lag_ranks": float(np.mean(far)),
-    }
+    limit = float(run.setting("step_limit", 8))
+    return {"share_limited": float(np.mean(np.array(far) > limit)), "lag_ranks": float(np.mean(far))}
 
 
 def warm_up_ends(run: Run, tolerances: Sequence[float]) -> list[dict[str, Any]]:
@@ -163,13 +150,12 @@ def warm_up_ends(run: Run, tolerances: Sequence[float]) -> list[dict[str, Any]]:
     assert isinstance(settings, PolicyConfig)
     means = trajectory(run, settings.window)
     first = means[means["stage"] == 0]
-    iterations = int(run.config["train"]["iterations"])
     rows = []
     for tolerance in tolerances:
         config, ended, previous = replace(settings, stability_tolerance=tolerance), math.nan, None
         for at, value in zip(first["iteration"], first["entropy"], strict=True):
             entropy = float(value) if math.isfinite(value) else None
-            if config.warm_up_ends(iterations, int(at), previous, entropy, measuring=False)[0]:
+            if config.warm_up_ends(run.iterations, int(at), previous, entropy, measuring=False)[0]:
                 ended = float(at)
                 break
             previous = entropy

@@ -8,10 +8,10 @@ stages or links differ).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,6 +22,7 @@ from experiments.common.cli import main_guard
 from experiments.common.files import check_writable
 from experiments.common.written_tables import write_text
 from experiments.simulation import cluster_step, disturbances
+from experiments.simulation.cluster_model import boundary
 from experiments.simulation.cost import KIND, Model, reduction
 from experiments.simulation.scenarios import Scenarios, load_scenarios, model_of
 
@@ -45,9 +46,8 @@ def points(model: Model, names: Sequence[str], *, overlap: bool) -> dict[str, Po
     return {name: Point(value, reduction(value, base)) for name, value in seconds.items()}
 
 
-def table(scenarios: Scenarios) -> pd.DataFrame:
+def table(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
     """One row per cluster, bandwidth, overlap and method."""
-    rows: list[dict[str, Any]] = []
     for key, cluster in scenarios.clusters.items():
         for gbits in cluster.gbits_per_second:
             model = model_of(scenarios.of, cluster, gbits)
@@ -57,24 +57,18 @@ def table(scenarios: Scenarios) -> pd.DataFrame:
             for overlap in (False, True):
                 for name, found in points(model, ("none", *scenarios.methods), overlap=overlap).items():
                     row = {"overlap": overlap, "method": name, "rank": ranks[name]}
-                    rows.append(of | row | {"seconds_step": found.seconds, "saved_percent": found.saved})
-    return pd.DataFrame(rows).assign(kind=KIND)
+                    yield of | row | {"seconds_step": found.seconds, "saved_percent": found.saved}
 
 
-def break_even(scenarios: Scenarios) -> pd.DataFrame:
+def break_even(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
     """Gbit/s up to which a method saves a share of the step; empty where it does not even at 10 Mbit/s, infinite where
     it still does at 100 Tbit/s."""
-    rows: list[dict[str, Any]] = []
     for key, cluster in scenarios.clusters.items():
         model = model_of(scenarios.of, cluster, cluster.reference)
-        for overlap in (False, True):
-            for name in scenarios.methods:
-                saved = partial(saved_at, model, name, overlap)
-                for percent in SAVED:
-                    gbits = boundary(saved, percent)
-                    row = {"cluster": key, "label": cluster.label, "overlap": overlap, "method": name}
-                    rows.append(row | {"saved_percent": percent, "gbits_per_second": gbits})
-    return pd.DataFrame(rows).assign(kind=KIND)
+        for overlap, name, percent in product((False, True), scenarios.methods, SAVED):
+            gbits = boundary(partial(saved_at, model, name, overlap), percent, LEAST, MOST, PRECISION)
+            row = {"cluster": key, "label": cluster.label, "overlap": overlap, "method": name}
+            yield row | {"saved_percent": percent, "gbits_per_second": gbits}
 
 
 def saved_at(model: Model, name: str, overlap: bool, gbits: float) -> float:
@@ -82,78 +76,55 @@ def saved_at(model: Model, name: str, overlap: bool, gbits: float) -> float:
     return points(replace(model, gbits=gbits), [name], overlap=overlap)[name].saved
 
 
-def boundary(saved: Callable[[float], float], percent: float) -> float | None:
-    """The bandwidth from which on less than ``percent`` is saved, to 2 %, given what is saved by bandwidth.
-
-    Bisection, as what is saved falls with the bandwidth; None and infinity beyond the ends.
-    """
-    if saved(LEAST) < percent:
-        return None
-    if saved(MOST) >= percent:
-        return math.inf
-    low, high = LEAST, MOST
-    while high / low > PRECISION:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if saved(middle) >= percent else (low, middle)
-    return low
-
-
 class Assumption(NamedTuple):
-    """A changed model, with how to say what was changed."""
+    """An input of the model with a low and a high value; ``times``: as factors of the one that is assumed."""
 
-    name: str
-    value: str
-    change: Callable[[Model], Model]
+    section: str
+    key: str
+    low: float
+    high: float
+    times: bool = False
 
+    def at(self, model: Model, value: float) -> Model:
+        """The model at one of the two."""
+        if self.key == "micro_batches":
+            return replace(model, micro_batches=max(1, round(model.micro_batches * value)))
+        assumed = getattr(getattr(model.cluster, self.section), self.key).value
+        return model.assuming(self.section, self.key, assumed * value if self.times else value)
 
-def assumptions() -> Iterator[tuple[Assumption, Assumption]]:
-    """Each assumption at a low and a high value."""
-
-    def of(section: str, key: str, low: float, high: float, *, times: bool = True) -> tuple[Assumption, Assumption]:
-        def change(factor: float) -> Callable[[Model], Model]:
-            def changed(model: Model) -> Model:
-                value = getattr(getattr(model.cluster, section), key).value * factor if times else factor
-                return replace(model, cluster=model.cluster.assuming(section, key, value))
-
-            return changed
-
-        sign = "x" if times else ""
-        found = [Assumption(key, f"{sign}{value:g}", change(value)) for value in (low, high)]
-        return found[0], found[1]
-
-    yield of("compute", "step_efficiency", 0.3, 0.7, times=False)
-    yield of("compute", "backward_ratio", 2.0, 3.0, times=False)
-    yield of("compute", "bucket_elements", 0.25, 4.0)
-    yield of("network", "latency_seconds", 0.25, 4.0)
-    yield of("gpu", "gemm_efficiency", 0.25, 0.9, times=False)
-    yield of("gpu", "memory_efficiency", 0.4, 0.9, times=False)
-    yield of("gpu", "orthogonalise_efficiency", 0.25, 4.0)
-    yield of("gpu", "seconds_per_matrix", 0.25, 4.0)
-    yield of("methods", "mean_rank_position", 0.0, 1.0, times=False)
-
-    def batches(factor: float) -> Callable[[Model], Model]:
-        return lambda model: replace(model, micro_batches=max(1, round(model.micro_batches * factor)))
-
-    low, high = (Assumption("micro_batches", f"x{factor:g}", batches(factor)) for factor in (0.25, 4.0))
-    yield low, high
+    def texts(self) -> dict[str, str]:
+        sign = "x" if self.times else ""
+        return {"assumption": self.key, "low": f"{sign}{self.low:g}", "high": f"{sign}{self.high:g}"}
 
 
-def sensitivity(scenarios: Scenarios) -> pd.DataFrame:
+ASSUMPTIONS = (
+    Assumption("compute", "step_efficiency", 0.3, 0.7),
+    Assumption("compute", "backward_ratio", 2.0, 3.0),
+    Assumption("compute", "bucket_elements", 0.25, 4.0, times=True),
+    Assumption("network", "latency_seconds", 0.25, 4.0, times=True),
+    Assumption("gpu", "gemm_efficiency", 0.25, 0.9),
+    Assumption("gpu", "memory_efficiency", 0.4, 0.9),
+    Assumption("gpu", "orthogonalise_efficiency", 0.25, 4.0, times=True),
+    Assumption("gpu", "seconds_per_matrix", 0.25, 4.0, times=True),
+    Assumption("methods", "mean_rank_position", 0.0, 1.0),
+    Assumption("train", "micro_batches", 0.25, 4.0, times=True),
+)
+
+
+def sensitivity(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
     """Percent of the step saved at the reference bandwidth: as assumed, and with each assumption low and high."""
-    rows: list[dict[str, Any]] = []
+    names = scenarios.methods
     for key, cluster in scenarios.clusters.items():
         model = model_of(scenarios.of, cluster, cluster.reference)
         of = {"cluster": key, "label": cluster.label, "gbits_per_second": cluster.reference}
         for overlap in (False, True):
-            base = points(model, scenarios.methods, overlap=overlap)
-            for pair in assumptions():
-                low, high = (points(a.change(model), scenarios.methods, overlap=overlap) for a in pair)
-                values = {"assumption": pair[0].name, "low": pair[0].value, "high": pair[1].value}
-                for name in scenarios.methods:
-                    row = of | {"overlap": overlap, "method": name} | values
+            base = points(model, names, overlap=overlap)
+            for one in ASSUMPTIONS:
+                low, high = (points(one.at(model, value), names, overlap=overlap) for value in (one.low, one.high))
+                for name in names:
+                    row = of | {"overlap": overlap, "method": name} | one.texts()
                     row |= {"saved_percent": base[name].saved, "saved_percent_low": low[name].saved}
-                    rows.append(row | {"saved_percent_high": high[name].saved})
-    return pd.DataFrame(rows).assign(kind=KIND)
+                    yield row | {"saved_percent_high": high[name].saved}
 
 
 @main_guard
@@ -161,10 +132,11 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     """Write table.csv (last), break_even.csv, sensitivity.csv and disturbances.csv of a study's scenarios."""
     scenarios = load_scenarios(study)
     check_writable(out)
-    parts = {"disturbances": disturbances.table, "sensitivity": sensitivity, "break_even": break_even}
-    for name, make in (*parts.items(), ("table", table)):
-        text = make(scenarios).to_csv(index=False, lineterminator="\n", float_format="%.6g")
-        write_text(out / f"{name}.csv", text)
+    tables = {"disturbances": disturbances.table(scenarios)}
+    for name, rows in (("sensitivity", sensitivity), ("break_even", break_even), ("table", table)):
+        tables[name] = pd.DataFrame(rows(scenarios)).assign(kind=KIND)
+    for name, found in tables.items():
+        write_text(out / f"{name}.csv", found.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
     print(f"{out}: table.csv break_even.csv sensitivity.csv disturbances.csv ({KIND})")
 
 

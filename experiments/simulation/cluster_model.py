@@ -9,9 +9,12 @@ with its source and kind (measured, cited or assumed); the formulas and what the
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,25 +60,14 @@ def table(model: Model) -> list[dict[str, Any]]:
             slowest_base = max(base, key=lambda pair: pair[0].seconds)[0]
             lines.append(("slowest", longest[1], slowest_base, longest[3]))
             for stage, this, none, other in lines:
-                saved = {
-                    "communication": reduction(this.communication, none.communication),
-                    "with_compress": reduction(this.seconds, none.seconds),
-                    "all": reduction(this.seconds + other, none.seconds + other),
-                }
-                rows.append(
-                    {
-                        "method": name,
-                        "rank": "" if rank is None else rank,
-                        "gbits_per_second": f"{at.gbits:g}",
-                        "stage": stage,
-                        "bytes": round(this.bytes),
-                        "seconds_communication": f"{this.communication:.9g}",
-                        "seconds_compress": f"{this.compress:.9g}",
-                        "seconds_other": f"{other:.9g}",
-                        **{f"reduction_{what}_percent": f"{value:.4f}" for what, value in saved.items()},
-                        "kind": KIND,
-                    }
-                )
+                saved = {"communication": reduction(this.communication, none.communication)}
+                saved["with_compress"] = reduction(this.seconds, none.seconds)
+                saved["all"] = reduction(this.seconds + other, none.seconds + other)
+                row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "stage": stage}
+                row |= {"bytes": round(this.bytes), "seconds_communication": f"{this.communication:.9g}"}
+                row |= {"seconds_compress": f"{this.compress:.9g}", "seconds_other": f"{other:.9g}"}
+                row |= {f"reduction_{what}_percent": f"{value:.4f}" for what, value in saved.items()}
+                rows.append(row | {"kind": KIND})
     return rows
 
 
@@ -83,44 +75,41 @@ def stage_table(model: Model) -> list[dict[str, Any]]:
     """One row per stage: what one GPU of it holds and sends uncompressed. Exact, not simulated."""
     rows = []
     for stage in model.stages:
-        shapes: dict[tuple[int, int], int] = {}
-        for matrix in stage.matrices:
-            shapes[matrix] = shapes.get(matrix, 0) + 1
-        rows.append(
-            {
-                "stage": stage.stage,
-                "layers": stage.layers,
-                "parameters": stage.parameters,
-                "matrices": len(stage.matrices),
-                "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in shapes.items()),
-                "bytes_dense": stage.dense_payload().bytes,
-                "bytes_dense_rest": FP32_BYTES * stage.dense_rest,
-                "memory_bytes": stage.memory().total,
-                "kind": "computed",
-            }
-        )
+        shapes = Counter(stage.matrices)
+        row: dict[str, Any] = {"stage": stage.stage, "layers": stage.layers, "parameters": stage.parameters}
+        row["matrices"] = len(stage.matrices)
+        row["matrix_shapes"] = " ".join(f"{n}*{m}x{k}" for (m, k), n in shapes.items())
+        row |= {"bytes_dense": sum(stage.dense_payload()), "bytes_dense_rest": FP32_BYTES * stage.dense_rest}
+        rows.append(row | {"memory_bytes": sum(stage.memory().values()), "kind": "computed"})
     return rows
 
 
 def bandwidth_where(model: Model, cost: Callable[[Model], StageCost], percent: float) -> float | None:
-    """Gbit/s per node up to which a method of fixed size saves ``percent``, its compression time counted.
+    """Gbit/s per node up to which a method of fixed size saves ``percent``, its compression time counted; None if it
+    is not reached even at 1 Mbit/s, infinity if still at 1 Pbit/s."""
 
-    What it saves falls as the network gets faster, so bisection finds the point; None if it is not reached
-    even at 1 Mbit/s, infinity if still at 1 Pbit/s.
-    """
-
-    def saves(gbits: float) -> bool:
+    def saved(gbits: float) -> float:
         at = replace(model, gbits=gbits)
-        return reduction(at.slowest(cost(at)).seconds, at.slowest(at.none).seconds) >= percent
+        return reduction(at.slowest(cost(at)).seconds, at.slowest(at.none).seconds)
 
-    low, high = 1e-3, 1e6
-    if not saves(low):
+    return boundary(saved, percent, 1e-3, 1e6, precision=1 + 1e-12)
+
+
+def boundary(
+    saved: Callable[[float], float], percent: float, low: float, high: float, precision: float
+) -> float | None:
+    """The bandwidth (Gbit/s) up to which ``percent`` is saved, given what is saved by bandwidth: to a factor
+    ``precision`` below it.
+
+    Bisection, as what is saved falls with the bandwidth; None and infinity beyond ``low`` and ``high``.
+    """
+    if saved(low) < percent:
         return None
-    if saves(high):
-        return float("inf")
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if saves(middle) else (low, middle)
+    if saved(high) >= percent:
+        return math.inf
+    while high / low > precision:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if saved(middle) >= percent else (low, middle)
     return low
 
 
@@ -141,14 +130,9 @@ def edgc_at_claim(model: Model, percent: float) -> dict[str, Any]:
 def summary(study: str, model: Model) -> dict[str, Any]:
     """Totals, inputs with their sources, and where the paper's figure falls."""
     percent = model.cluster.paper.reduction_percent.value
-    fixed: dict[str, Callable[[Model], StageCost]] = {
-        "bf16": lambda at: at.bf16, "topk": lambda at: at.topk,
-    }  # fmt: skip
-    for bits in (8, 4):
-        fixed[f"int{bits}"] = lambda at, bits=bits: partial(at.quantised, bits=bits)  # type: ignore[misc]
-    for rank in model.cluster.methods.powersgd_ranks.value:
-        fixed[f"powersgd_r{rank}"] = lambda at, rank=rank: partial(at.powersgd, rank=rank)  # type: ignore[misc]
-    reach = {name: bandwidth_where(model, cost, percent) for name, cost in fixed.items()}
+    low_rank = (f"powersgd_r{rank}" for rank in model.cluster.methods.powersgd_ranks.value)
+    fixed = ("bf16", "topk", "int8", "int4", *low_rank)
+    reach = {name: bandwidth_where(model, methodcaller("method", name), percent) for name in fixed}
     shape = model.shape
     return {
         "study": study,
@@ -163,7 +147,7 @@ def summary(study: str, model: Model) -> dict[str, Any]:
         "paper_time_reduction_percent": model.cluster.paper.time_reduction_percent.value,
         "share_of_step_in_uncompressed_reduction": {f"{at.gbits:g}": shares(at) for at in sweep(model)},
         "gbits_up_to_which_the_paper_reduction_is_reached": {
-            name: "always" if value == float("inf") else None if value is None else float(f"{value:.6g}")
+            name: "always" if value == math.inf else None if value is None else float(f"{value:.6g}")
             for name, value in reach.items()
         },
         "edgc": {f"{at.gbits:g}": edgc_at_claim(at, percent) for at in sweep(model)},
@@ -173,7 +157,7 @@ def summary(study: str, model: Model) -> dict[str, Any]:
 
 def shares(model: Model) -> dict[str, float]:
     """By the assumed share of the peak: what part of an uncompressed step no method could save more than."""
-    models = {value: cluster_step.with_efficiency(model, value) for value in EFFICIENCIES}
+    models = {value: model.assuming("compute", "step_efficiency", value) for value in EFFICIENCIES}
     return {f"{v:g}": round(cluster_step.uncompressed_reduction_share(at), 6) for v, at in models.items()}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,10 +27,8 @@ ADAM_PASSES = 7  # reads and writes of 4 bytes per parameter: gradient, and weig
 def forward_seconds(model: Model, stage: StageShard) -> float:
     """Seconds of one micro-batch's forward pass on one GPU of ``stage``."""
     shape, compute = model.shape, model.cluster.compute
-    tokens = model.micro_batch * shape.sequence_length
-    weights = model.active_weights(stage)
-    layers = sum(end - first for first, end in stage.layer_ranges)
-    attention = 4 * shape.sequence_length * shape.hidden * layers / shape.tensor
+    tokens, weights = model.micro_batch * shape.sequence_length, model.active_weights(stage)
+    attention = 4 * shape.sequence_length * shape.hidden * stage.layer_count / shape.tensor
     speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value * model.speed(stage)
     return tokens * (2 * weights + attention) / speed
 
@@ -42,14 +39,8 @@ def buckets(model: Model, stage: StageShard, cost: Cost) -> tuple[Bucket, ...]:
     # Every bucket pays the latency of its own collectives; a reduction's cost contains that of one.
     latency = model.collective_latency if cost.communication else 0.0
     part = max(0.0, cost.communication - latency) / count
-    return tuple(
-        Bucket(
-            share=(index + 1) / count,
-            compress=cost.compress / count,
-            messages=(Message(latency=latency, seconds=part),),
-        )
-        for index in range(count)
-    )
+    compress, messages = cost.compress / count, (Message(latency=latency, seconds=part),)
+    return tuple(Bucket(share=(i + 1) / count, compress=compress, messages=messages) for i in range(count))
 
 
 def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
@@ -93,19 +84,11 @@ def table(models: Iterator[Model]) -> list[dict[str, Any]]:
             base = step(at, at.none, overlap=overlap)
             for name, (rank, _) in at.methods().items():
                 found, seconds = of_method(at, name, overlap=overlap, base=base.seconds)
-                rows.append(
-                    {
-                        "method": name,
-                        "rank": "" if rank is None else rank,
-                        "gbits_per_second": f"{at.gbits:g}",
-                        "overlap": overlap,
-                        "seconds_step": f"{seconds:.9g}",
-                        "seconds_exposed": f"{max(found.exposed):.9g}",
-                        "seconds_pipeline": f"{max(found.computed):.9g}",
-                        "reduction_time_percent": f"{reduction(seconds, base.seconds):.4f}",
-                        "kind": KIND,
-                    }
-                )
+                row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "overlap": overlap}
+                row |= {"seconds_step": f"{seconds:.9g}", "seconds_exposed": f"{max(found.exposed):.9g}"}
+                row |= {"seconds_pipeline": f"{max(found.computed):.9g}"}
+                row |= {"reduction_time_percent": f"{reduction(seconds, base.seconds):.4f}"}
+                rows.append(row | {"kind": KIND})
     return rows
 
 
@@ -113,8 +96,3 @@ def uncompressed_reduction_share(model: Model) -> float:
     """Share of the uncompressed step without overlap that goes into reductions: no method saves more than this."""
     free = step(model, lambda _: Cost(0.0, 0.0), overlap=False).seconds
     return 1 - free / step(model, model.none, overlap=False).seconds
-
-
-def with_efficiency(model: Model, value: float) -> Model:
-    """The model at another share of the peak, for the sensitivity to that assumption."""
-    return replace(model, cluster=model.cluster.assuming("compute", "step_efficiency", value))

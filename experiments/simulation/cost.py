@@ -20,17 +20,19 @@ The model, and what it leaves out:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec
 
 from experiments.simulation.inputs import ClusterConfig
-from experiments.simulation.placement import FP32_BYTES, GPTShape, Payload, StageShard
+from experiments.simulation.placement import FP32_BYTES, GPTShape, StageShard
 
 KIND = "simulated"  # of every second that follows from this model
 RANK_MULTIPLE = 4  # paper: ranks move in multiples of 4
+
+P = ParamSpec("P")
 
 
 def reduction(cost: float, reference: float) -> float:
@@ -68,14 +70,23 @@ class Cost:
         return Cost(factor * self.bytes, factor * self.communication, factor * self.compress)
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.bytes + other.bytes,
-            self.communication + other.communication,
-            self.compress + other.compress,
-        )
+        communication = self.communication + other.communication
+        return Cost(self.bytes + other.bytes, communication, self.compress + other.compress)
 
 
 StageCost = Callable[[StageShard], Cost]
+MethodCost = Callable[Concatenate["Model", StageShard, P], Cost]
+
+
+def of_parts(method: MethodCost[P]) -> MethodCost[P]:
+    """A method's cost on a stage as the sum of those of its parts (:meth:`Model.parts`)."""
+
+    @wraps(method)
+    def whole(self: Model, stage: StageShard, *args: P.args, **options: P.kwargs) -> Cost:
+        first, *others = (method(model, part, *args, **options) for model, part in self.parts(stage))
+        return sum(others, first)
+
+    return whole
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,16 @@ class Model:
     micro_batch: int
     gbits: float
 
-    def plain(self, **changes: Any) -> Model:
-        """Without what a subclass adds."""
-        return Model(**{field.name: getattr(self, field.name) for field in fields(Model)} | changes)
+    def assuming(self, section: str, key: str, value: Any) -> Model:
+        """The same with another value of one input."""
+        part = getattr(self.cluster, section)
+        changed = getattr(part, key).model_copy(update={"value": value})
+        part = part.model_copy(update={key: changed})
+        return replace(self, cluster=self.cluster.model_copy(update={section: part}))
+
+    def parts(self, stage: StageShard) -> Sequence[tuple[Model, StageShard]]:
+        """What is reduced apart, each over the replicas of its own model."""
+        return ((self, stage),)
 
     @property
     def bandwidth(self) -> float:
@@ -108,12 +126,20 @@ class Model:
         """Seconds of an all-reduce that no bandwidth shortens."""
         return 2 * (self.shape.data - 1) * self.latency
 
-    def _reduce(self, payload: Payload) -> float:
-        world = self.shape.data
-        return sum(all_reduce_seconds(m, world, self.latency, self.bandwidth) for m in payload.messages)
+    def link(self, stage: StageShard) -> float:
+        """Bytes per second over which the replicas of ``stage`` reduce."""
+        return self.bandwidth
 
-    def _gather(self, size: float) -> float:
-        return all_gather_seconds(size, self.shape.data, self.latency, self.bandwidth)
+    def _reduce(self, size: float, stage: StageShard) -> float:
+        return all_reduce_seconds(size, self.shape.data, self.latency, self.link(stage))
+
+    def _gather(self, size: float, stage: StageShard) -> float:
+        return all_gather_seconds(size, self.shape.data, self.latency, self.link(stage))
+
+    def _reduced(self, stage: StageShard, messages: Sequence[int], compress: float = 0.0) -> Cost:
+        """Of messages reduced one after another, and ``compress`` seconds of a device at full speed."""
+        seconds = sum(self._reduce(size, stage) for size in messages)
+        return Cost(sum(messages), seconds, compress / self.speed(stage))
 
     def passes(self, entries: int, passes: float) -> float:
         """Seconds to read or write ``entries`` fp32 numbers ``passes`` times."""
@@ -121,15 +147,16 @@ class Model:
         speed = gpu.memory_bytes_per_second.value * gpu.memory_efficiency.value
         return FP32_BYTES * passes * entries / speed
 
+    @of_parts
     def none(self, stage: StageShard) -> Cost:
-        payload = stage.dense_payload()
-        return Cost(payload.bytes, self._reduce(payload))
+        return self._reduced(stage, stage.dense_payload())
 
+    @of_parts
     def bf16(self, stage: StageShard) -> Cost:
-        payload = stage.dense_payload(2)
         passes = self.cluster.methods.memory_passes.value.bf16
-        return Cost(payload.bytes, self._reduce(payload), self.passes(stage.parameters, passes))
+        return self._reduced(stage, stage.dense_payload(2), self.passes(stage.parameters, passes))
 
+    @of_parts
     def quantised(self, stage: StageShard, bits: int) -> Cost:
         """Quantised reduce-scatter, requantised, all-gather: the traffic of a ring all-reduce.
 
@@ -137,26 +164,27 @@ class Model:
         """
         matrices = sum(m * n for m, n in stage.matrices)
         scales = -(-matrices // self.cluster.methods.int8_block.value)
-        payload = Payload((matrices * bits // 8 + FP32_BYTES * (scales + stage.dense_rest),))
+        message = matrices * bits // 8 + FP32_BYTES * (scales + stage.dense_rest)
         passes = self.cluster.methods.memory_passes.value.int8
-        return Cost(payload.bytes, self._reduce(payload), self.passes(matrices, passes))
+        return self._reduced(stage, (message,), self.passes(matrices, passes))
 
+    @of_parts
     def topk(self, stage: StageShard) -> Cost:
         """Largest entries of every matrix as fp32 value and int32 index, all-gathered; dense rest reduced."""
         share = self.cluster.methods.topk_fraction.value
         entries = sum(m * n for m, n in stage.matrices)
         kept = sum(max(1, round(share * m * n)) for m, n in stage.matrices)
-        sparse, dense = 2 * FP32_BYTES * kept, Payload((FP32_BYTES * stage.dense_rest,))
-        seconds = self._gather(sparse) + self._reduce(dense)
-        passes = self.cluster.methods.memory_passes.value.topk
-        return Cost(sparse + dense.bytes, seconds, self.passes(entries, passes))
+        sparse, passes = 2 * FP32_BYTES * kept, self.cluster.methods.memory_passes.value.topk
+        dense = self._reduced(stage, (FP32_BYTES * stage.dense_rest,), self.passes(entries, passes))
+        return dense + Cost(sparse, self._gather(sparse, stage))
 
+    @of_parts
     def powersgd(self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> Cost:
         """Compression: four m x n x r products (P, Q, own error, result), a QR of P, passes, launches.
 
         Matrices whose factors are not smaller go dense, unless ``always``; factors of ``factor_bytes`` an entry.
         """
-        payload = stage.powersgd_payload(rank, always=always, factor_bytes=factor_bytes)
+        messages = stage.powersgd_payload(rank, always=always, factor_bytes=factor_bytes)
         used = stage.factored(rank, always=always)
         gpu = self.cluster.gpu
         peak = gpu.fp32_flops.value
@@ -165,7 +193,7 @@ class Model:
         entries = sum(m * n for m, n, _ in used)
         passes = self.passes(entries, self.cluster.methods.memory_passes.value.powersgd)
         launches = len(used) * gpu.seconds_per_matrix.value
-        return Cost(payload.bytes, self._reduce(payload), products + qr + passes + launches)
+        return self._reduced(stage, messages, products + qr + passes + launches)
 
     def other(self, stage: StageShard) -> float:
         """Seconds of pipeline transfers and of the tied embedding's all-reduce.
@@ -213,15 +241,14 @@ class Model:
         Every matrix is factored, as where the paper times it; so time grows with the rank: bisected.
         """
         limit = self.slowest(self.none).seconds
+        largest = max(min(m, n) for s in self.stages for m, n in s.matrices)
+        ranks = range(RANK_MULTIPLE, largest + 1, RANK_MULTIPLE)
 
-        def useful(k: int) -> bool:
-            return self.slowest(partial(self.powersgd, rank=RANK_MULTIPLE * k, always=True)).seconds <= limit
+        def seconds(rank: int) -> float:
+            return self.slowest(partial(self.powersgd, rank=rank, always=True)).seconds
 
-        low, high = 0, max(min(m, n) for s in self.stages for m, n in s.matrices) // RANK_MULTIPLE + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if useful(middle) else (low, middle)
-        return RANK_MULTIPLE * low if low else None
+        useful = bisect_right(ranks, limit, key=seconds)
+        return ranks[useful - 1] if useful else None
 
     def edgc_ranks(self) -> tuple[int, int, int] | None:
         """(r_min, assumed mean, r_max), multiples of 4, or None where compression never pays."""
@@ -251,32 +278,9 @@ class Model:
         found[f"factors_int8_r{rank}"] = (rank, partial(self.powersgd, rank=rank, factor_bytes=1))
         return found | {"topk": (None, self.topk)}
 
-
-@dataclass(frozen=True)
-class Composed(Model, ABC):
-    """Costs that follow from those of plain models, in the same way for every method."""
-
-    @abstractmethod
-    def composed(self, stage: StageShard, cost: Callable[[Model, StageShard], Cost]) -> Cost:
-        """Of ``stage``, given what ``cost`` says of a method on a plain model."""
-
-    def none(self, stage: StageShard) -> Cost:
-        return self.composed(stage, lambda model, part: model.none(part))
-
-    def bf16(self, stage: StageShard) -> Cost:
-        return self.composed(stage, lambda model, part: model.bf16(part))
-
-    def quantised(self, stage: StageShard, bits: int) -> Cost:
-        return self.composed(stage, lambda model, part: model.quantised(part, bits))
-
-    def topk(self, stage: StageShard) -> Cost:
-        return self.composed(stage, lambda model, part: model.topk(part))
-
-    def powersgd(self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> Cost:
-        return self.composed(
-            stage,
-            lambda model, part: model.powersgd(part, rank, always=always, factor_bytes=factor_bytes),
-        )
+    def method(self, name: str) -> StageCost:
+        """The cost of a method other than EDGC."""
+        return self.methods(edgc=False)[name][1]
 
 
 def _multiple(rank: float) -> int:

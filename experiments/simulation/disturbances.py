@@ -9,16 +9,16 @@ Left out: links between stages keep their speed, and a measurement costs nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import pandas as pd
 
 from edgc.errors import UserError
 from experiments.simulation.cluster_model import load_model
-from experiments.simulation.cost import KIND, Composed, Cost, Model, StageCost, reduction
+from experiments.simulation.cost import KIND, Model, reduction
 from experiments.simulation.placement import StageShard
 from experiments.simulation.rank_trace import PATH, Course, edgc_run, follow, recorded
 from experiments.simulation.scenarios import Case, Scenarios
@@ -31,16 +31,15 @@ CONTROLLERS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Uneven(Composed):
+@dataclass(frozen=True, kw_only=True)
+class Uneven(Model):
     """Stages with a share of the bandwidth for their reductions, and of the speed of the device."""
 
-    links: tuple[float, ...] = ()
-    devices: tuple[float, ...] = ()
+    links: Sequence[float]
+    devices: Sequence[float]
 
-    def composed(self, stage: StageShard, cost: Callable[[Model, StageShard], Cost]) -> Cost:
-        found = cost(self.plain(gbits=self.gbits * self.links[stage.stage]), stage)
-        return replace(found, compress=found.compress / self.devices[stage.stage])
+    def link(self, stage: StageShard) -> float:
+        return replace(self, gbits=self.gbits * self.links[stage.stage]).bandwidth
 
     def speed(self, stage: StageShard) -> float:
         return self.devices[stage.stage]
@@ -49,14 +48,10 @@ class Uneven(Composed):
 def course(even: Model, case: Case, iterations: int) -> Course:
     """A run of a case: as ``even`` before and after it."""
     ones = [1.0] * len(even.stages)
-    uneven = Uneven(**vars(even), links=tuple(case.links or ones), devices=tuple(case.devices or ones))
-    ends = ((case.start, even), (case.end, uneven), (1.0, even))
-    found: list[tuple[int, Model]] = []
-    for share, model in ends:
-        end = round(share * iterations)
-        if end > (found[-1][0] if found else 0):
-            found.append((end, model))
-    return Course(tuple(found))
+    uneven = Uneven(**vars(even), links=case.links or ones, devices=case.devices or ones)
+    start, end = round(case.start * iterations), round(case.end * iterations)
+    parts = ((0, start, even), (start, end, uneven), (end, iterations, even))
+    return Course(tuple((last, model) for before, last, model in parts if last > before))
 
 
 def table(scenarios: Scenarios) -> pd.DataFrame:
@@ -82,21 +77,13 @@ def table(scenarios: Scenarios) -> pd.DataFrame:
         traces = {name: follow(met, entropy, replace(run.edgc, **changes)) for name, changes in CONTROLLERS.items()}
         about = {"case": key, "label": case.label, "gbits_per_second": chosen.gbits_per_second}
         for overlap in (False, True):
-            base = met.mean_seconds(lambda model: model.none, overlap=overlap)
-            for name in ("none", *(name for name in scenarios.methods if name != "edgc")):
-                seconds = met.mean_seconds(partial(_method, name), overlap=overlap)
-                rows.append(about | {"overlap": overlap, "method": name} | _saved(seconds, base))
-            for name, trace in traces.items():
-                seconds = trace.mean_seconds(overlap=overlap)
-                ranks = "/".join(f"{trace.mean_rank(stage.stage):.4g}" for stage in even.stages)
-                row = about | {"overlap": overlap, "method": name} | _saved(seconds, base)
-                rows.append(row | {"measured": trace.measurements, "mean_ranks": ranks})
+            fixed = ("none", *(name for name in scenarios.methods if name != "edgc"))
+            seconds = {name: met.mean_seconds(methodcaller("method", name), overlap=overlap) for name in fixed}
+            seconds |= {name: trace.mean_seconds(overlap=overlap) for name, trace in traces.items()}
+            for name, step in seconds.items():
+                row = about | {"overlap": overlap, "method": name, "seconds_step": step}
+                row |= {"saved_percent": reduction(step, seconds["none"])}
+                if name in traces:
+                    row |= {"measured": traces[name].measurements, "mean_ranks": traces[name].mean_ranks}
+                rows.append(row)
     return pd.DataFrame(rows).assign(kind=KIND)
-
-
-def _method(name: str, model: Model) -> StageCost:
-    return model.methods(edgc=False)[name][1]
-
-
-def _saved(seconds: float, base: float) -> dict[str, float]:
-    return {"seconds_step": seconds, "saved_percent": reduction(seconds, base)}

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -41,29 +41,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """Ranks of one method that are alike.
+    """Ranks of one method that are alike: those of a pipeline stage.
 
     Attributes:
-        ranks: global ranks, ascending.
         rank: of the low-rank approximation; None where there is none.
         activations_by_formula: bytes, of all micro-batches in flight; against ``step.all_activations``.
     """
 
-    method: str
-    label: str
+    run: RunConfig
+    shape: GPTShape
+    stage: StageShard
     rank: int | None
-    stage: int
-    layers: str
-    ranks: tuple[int, ...]
-    parameters: int
     step: Step
     activations_by_formula: float
 
-
-def ranks_of_stage(shape: GPTShape, stage: int) -> tuple[int, ...]:
-    """Global ranks in Megatron's order: tensor fastest, then data, then pipeline."""
-    size = shape.tensor * shape.data
-    return tuple(range(stage * size, (stage + 1) * size))
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """(global rank, data, tensor), ascending. Megatron's order: tensor fastest, then data, then pipeline."""
+        tensor, data = self.shape.tensor, self.shape.data
+        first = self.stage.stage * tensor * data
+        return [(first + place, *divmod(place, tensor)) for place in range(tensor * data)]
 
 
 def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
@@ -103,80 +100,63 @@ def look_at(run: RunConfig, shape: GPTShape, stage: StageShard, asked: int) -> R
     replica the same parameters."""
     from experiments.simulation.virtual_rank import VirtualRank
 
-    ranks = ranks_of_stage(shape, stage.stage)
-    virtual = VirtualRank(run, ranks[0])
+    virtual = VirtualRank(run, stage.stage * shape.tensor * shape.data)
     decided = rank_of(run, asked)
     step = virtual.step(decided if run.edgc.method == "edgc" else None)
     formula = virtual.in_flight * stage_bytes(run, stage.stage, shape.padded_vocab)
-    return Row(run.variant, run.label, decided, stage.stage, stage.layers, ranks, stage.parameters, step, formula)
+    return Row(run, shape, stage, decided, step, formula)
 
 
-def rows(study: str, scale: str, *, method: str | None, rank: int, show: bool = True) -> Iterator[Row]:
+def rows(study: str, scale: str, *, method: str | None, rank: int) -> Iterator[Row]:
     """One row for each method and pipeline stage of ``study``."""
-    runs = chosen(study, scale, method)
-    shapes = [
-        placement.from_settings(run.model, run.parallel, run.data.vocab_size, str(matrix.study_path(study)))
-        for run in runs
-    ]
-    work = [(run, shape, stage) for run, shape in zip(runs, shapes, strict=True) for stage in placement.build(shape)]
-    console = Console(stderr=True)
-    for run, shape, stage in track(work, f"{study}: stages", console=console, disable=not show, transient=True):
+    where, work = str(matrix.study_path(study)), []
+    for run in chosen(study, scale, method):
+        shape = placement.from_settings(run.model, run.parallel, run.data.vocab_size, where)
+        work += [(run, shape, stage) for stage in placement.build(shape)]
+    for run, shape, stage in track(work, f"{study}: stages", console=Console(stderr=True), transient=True):
         yield look_at(run, shape, stage, rank)
 
 
-def as_csv(found: list[Row], memory: int | None, *, every_rank: bool, shape: GPTShape) -> str:
+def as_csv(found: list[Row], memory: int, *, every_rank: bool) -> str:
     """All numbers, in bytes; a line for each row, or for each rank of it."""
     lines = []
     for row in found:
-        step = {key: value for key, value in asdict(row.step).items() if key != "parameters"}
-        for place in row.ranks if every_rank else row.ranks[:1]:
-            data, tensor = place // shape.tensor % shape.data, place % shape.tensor
-            lines.append(
-                {
-                    "method": row.method,
-                    "rank": "" if row.rank is None else row.rank,
-                    "global_rank": place,
-                    "data": data,
-                    "tensor": tensor,
-                    "pipeline": row.stage,
-                    "ranks_alike": len(row.ranks),
-                    "layers": row.layers,
-                    "parameters": row.parameters,
-                    "bytes_parameters": row.step.parameters,
-                    **{f"bytes_{k}" if k != "in_flight" else "micro_batches_in_flight": v for k, v in step.items()},
-                    "bytes_activations_in_flight": row.step.all_activations,
-                    "bytes_activations_by_formula": round(row.activations_by_formula),
-                    "bytes_total": row.step.total,
-                    "bytes_gpu": "" if memory is None else memory,
-                    "fits": "" if memory is None else str(row.step.total <= memory).lower(),
-                }
-            )
+        step, stage, places = row.step, row.stage, row.places
+        about = {"pipeline": stage.stage, "ranks_alike": len(places), "layers": stage.layers}
+        about |= {"parameters": stage.parameters}
+        for key, size in asdict(step).items():
+            about["micro_batches_in_flight" if key == "in_flight" else f"bytes_{key}"] = size
+        about["bytes_activations_in_flight"] = step.all_activations
+        about["bytes_activations_by_formula"] = round(row.activations_by_formula)
+        about |= {"bytes_total": step.total, "bytes_gpu": memory, "fits": str(step.total <= memory).lower()}
+        for place, data, tensor in places if every_rank else places[:1]:
+            at = {"method": row.run.variant, "rank": row.rank, "global_rank": place, "data": data, "tensor": tensor}
+            lines.append(at | about)
     return csv_text(lines)
 
 
-def as_table(found: list[Row], title: str, memory: int | None, *, every_rank: bool, shape: GPTShape) -> Table:
+def as_table(found: list[Row], title: str, memory: int, *, every_rank: bool) -> Table:
     """For people: GiB of memory, MB sent."""
     columns = ["method", "r", "PP", "TP", "DP", "ranks", "layers", "parameters", "param.", "grad.", "Adam",
                "activations", "by formula", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
     table = Table(*columns, title=title)
     for row in found:
-        step = row.step
-        places = [(r // shape.tensor % shape.data, r % shape.tensor) for r in row.ranks]
-        spans = [(str(t), str(d), "1") for d, t in places] if every_rank else [
-            (f"0-{shape.tensor - 1}", f"0-{shape.data - 1}", str(len(row.ranks)))
-        ]  # fmt: skip
+        step, shape = row.step, row.shape
+        spans = [(f"0-{shape.tensor - 1}", f"0-{shape.data - 1}", str(len(row.places)))]
+        if every_rank:
+            spans = [(str(tensor), str(data), "1") for _, data, tensor in row.places]
         work = step.total - step.kept - step.all_activations
         sizes = (
             step.parameters, step.gradients, step.optimizer, step.all_activations, row.activations_by_formula,
             step.error_feedback, step.buffers, max(0, work), step.total,
         )  # fmt: skip
         numbers = [f"{size / GIB:.2f}" for size in sizes]
-        if memory is not None and step.total > memory:
+        if step.total > memory:
             numbers[-1] += " DOES NOT FIT"
         for tensor, data, count in spans:
             table.add_row(
-                row.label, "" if row.rank is None else str(row.rank), str(row.stage), tensor, data, count,
-                row.layers, f"{row.parameters:,}", *numbers, f"{step.sent / 1e6:.1f}",
+                row.run.label, "" if row.rank is None else str(row.rank), str(row.stage.stage), tensor, data, count,
+                row.stage.layers, f"{row.stage.parameters:,}", *numbers, f"{step.sent / 1e6:.1f}",
             )  # fmt: skip
     return table
 
@@ -186,10 +166,10 @@ def verdict(found: list[Row], memory: int, name: str) -> str:
     size = f"{memory / GIB:g} GiB of a {name}"
     large = [row for row in found if row.step.total > memory]
     worst = max(found, key=lambda row: row.step.total)
-    most = f"the largest rank needs {worst.step.total / GIB:.2f} GiB ({worst.label}, stage {worst.stage})"
+    most = f"the largest rank needs {worst.step.total / GIB:.2f} GiB ({worst.run.label}, stage {worst.stage.stage})"
     if not large:
         return f"Fits into the {size}: {most}."
-    which = ", ".join(f"{row.label} on stage {row.stage}" for row in large)
+    which = ", ".join(f"{row.run.label} on stage {row.stage.stage}" for row in large)
     return f"DOES NOT FIT into the {size}: {which}; {most}."
 
 
@@ -203,12 +183,11 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write the numbers, in bytes, as CSV.")] = None,
 ) -> None:
     """Print what each rank holds and sends; with --out also as CSV."""
-    gpu = load_cluster(study).gpu
-    shape = placement.study_shape(study)
+    gpu, shape = load_cluster(study).gpu, placement.study_shape(study)
     found = list(rows(study, scale, method=method, rank=rank))
-    memory: Any = gpu.memory_bytes.value
+    memory = gpu.memory_bytes.value
     parallel = f"TP{shape.tensor} PP{shape.pipeline} DP{shape.data}"
-    table = as_table(found, f"{study}: {parallel}, GiB per GPU", memory, every_rank=every_rank, shape=shape)
+    table = as_table(found, f"{study}: {parallel}, GiB per GPU", memory, every_rank=every_rank)
     wide = Console(width=None if sys.stdout.isatty() else 240)
     wide.print(table)
     unique, allocated = shape.unique_parameters, placement.allocated_parameters(shape)
@@ -216,7 +195,7 @@ def main(
     print(verdict(found, memory, gpu.name.value))
     print("Not counted: what CUDA, NCCL and the allocator keep for themselves, and scratch memory inside of kernels.")
     if out is not None:
-        atomic_write(out, as_csv(found, memory, every_rank=every_rank, shape=shape))
+        atomic_write(out, as_csv(found, memory, every_rank=every_rank))
 
 
 if __name__ == "__main__":

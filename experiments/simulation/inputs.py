@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -94,12 +94,6 @@ class ClusterConfig(Settings):
     methods: Methods
     paper: Claim
 
-    def assuming(self, section: str, key: str, value: Any) -> ClusterConfig:
-        """The same with another value of one input."""
-        part = getattr(self, section)
-        changed = getattr(part, key).model_copy(update={"value": value})
-        return self.model_copy(update={section: part.model_copy(update={key: changed})})
-
 
 def load_cluster(study: str) -> ClusterConfig:
     """The cluster inputs of ``study``; raises ``UserError`` when there are none."""
@@ -107,8 +101,7 @@ def load_cluster(study: str) -> ClusterConfig:
     if values is None:
         fix = "use a study that has one, e.g. gpt2_2p5b_v100"
         raise UserError(f"study {study} has no cluster section", where=path, fix=fix)
-    config: ClusterConfig = validate(ClusterConfig, values, f"{path}, cluster")
-    return config
+    return validate(ClusterConfig, values, f"{path}, cluster")
 
 
 def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int, where: object = None) -> int:

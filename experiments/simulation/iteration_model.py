@@ -7,6 +7,7 @@ memory. Source of the schedules: arXiv 2104.04473, sections 2.2.1 and 2.2.2, as 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -137,45 +138,29 @@ class Model:
     def _play(self) -> list[list[Span]]:
         """Spans of every stage: each round takes whatever steps have their input."""
         count, chunks = len(self.stages), len(self.stages[0].forward)
-        waiting = [order(stage, count, self.micro_batches, chunks) for stage in range(count)]
+        waiting = [deque(order(stage, count, self.micro_batches, chunks)) for stage in range(count)]
         spans: list[list[Span]] = [[] for _ in self.stages]
-        arrived: dict[tuple[int, Step], float] = {}
-        next_step = [0] * count
-        while any(position < len(waiting[stage]) for stage, position in enumerate(next_step)):
+        # What needs nothing of another stage: data, or the loss of its own forward step.
+        arrived = {(0, Step("forward", micro_batch, 0)): 0.0 for micro_batch in range(self.micro_batches)}
+        arrived |= {(count - 1, Step("backward", of, chunks - 1)): 0.0 for of in range(self.micro_batches)}
+        while any(waiting):
             moved = False
             for index, stage in enumerate(self.stages):
-                while next_step[index] < len(waiting[index]):
-                    step = waiting[index][next_step[index]]
-                    come = 0.0 if self._starts(index, step, chunks) else arrived.get((index, step))
-                    if come is None:
-                        break
-                    start = max(come, spans[index][-1].end if spans[index] else 0.0)
-                    seconds = (stage.forward if step.kind == "forward" else stage.backward)[step.chunk]
-                    spans[index].append(Span(step, start, start + seconds))
-                    self._send(index, step, start + seconds, chunks, arrived)
-                    next_step[index] += 1
+                while waiting[index] and (index, waiting[index][0]) in arrived:
+                    step = waiting[index].popleft()
+                    start = max(arrived[index, step], spans[index][-1].end if spans[index] else 0.0)
+                    forward = step.kind == "forward"
+                    end = start + (stage.forward if forward else stage.backward)[step.chunk]
+                    spans[index].append(Span(step, start, end))
+                    chunk, to = divmod(step.chunk * count + index + (1 if forward else -1), count)
+                    if 0 <= chunk < chunks:
+                        # Within one stage (a pipeline of one) nothing travels.
+                        travel = 0.0 if to == index else stage.to_next if forward else stage.to_previous
+                        arrived[to, step._replace(chunk=chunk)] = end + travel
                     moved = True
             if not moved:
                 raise AssertionError("the schedule waits for itself")
         return spans
-
-    def _starts(self, index: int, step: Step, chunks: int) -> bool:
-        """Whether the step needs nothing of another stage: data, or the loss of its own forward step."""
-        last = index == len(self.stages) - 1 and step.chunk == chunks - 1
-        return last if step.kind == "backward" else index == 0 and step.chunk == 0
-
-    def _send(self, index: int, step: Step, end: float, chunks: int, arrived: dict[tuple[int, Step], float]) -> None:
-        count, forward = len(self.stages), step.kind == "forward"
-        to, chunk = index + (1 if forward else -1), step.chunk
-        if to == count:
-            to, chunk = 0, chunk + 1
-        elif to < 0:
-            to, chunk = count - 1, chunk - 1
-        if 0 <= chunk < chunks:
-            stage = self.stages[index]
-            # Within one stage (a pipeline of one) nothing travels.
-            travel = 0.0 if to == index else stage.to_next if forward else stage.to_previous
-            arrived[to, Step(step.kind, step.micro_batch, chunk)] = end + travel
 
 
 def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False) -> tuple[float, float]:
@@ -202,6 +187,4 @@ def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False) -> tup
             link = link + message.latency + message.seconds
         decompress += bucket.decompress
     computed = end + (spent if overlap else 0.0)
-    if not stage.buckets:
-        return end, end
     return computed, max(link, computed) + decompress

@@ -97,37 +97,12 @@ class ParameterTensor:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one GPU that do not depend on the schedule (activations are therefore not part of it)."""
-
-    parameters: int
-    gradients: int
-    adam: int
-    error_feedback: int
-    factors: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.adam + self.error_feedback + self.factors
-
-
-@dataclass(frozen=True)
-class Payload:
-    """What one replica of one shard hands to the data-parallel collectives in a step.
-
-    ``messages`` are the bytes of the reductions in the order in which they depend on each other.
-    """
-
-    messages: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.messages)
-
-
-@dataclass(frozen=True)
 class StageShard:
-    """The parameters of one pipeline stage on one tensor-parallel process; all these processes look alike."""
+    """The parameters of one pipeline stage on one tensor-parallel process; all these processes look alike.
+
+    A payload is what one replica hands to the data-parallel collectives in a step: the bytes of the reductions, in the
+    order in which they depend on each other.
+    """
 
     stage: int
     layer_ranges: tuple[tuple[int, int], ...]  # half-open, one per model chunk
@@ -136,10 +111,6 @@ class StageShard:
     @cached_property
     def parameters(self) -> int:
         return sum(t.numel for t in self.tensors)
-
-    @property
-    def gradient_bytes(self) -> int:
-        return FP32_BYTES * self.parameters
 
     @cached_property
     def active_weights(self) -> int:
@@ -150,6 +121,10 @@ class StageShard:
     def layers(self) -> str:
         """Zero-based layer numbers, e.g. ``0-12``."""
         return " ".join(f"{first}-{end - 1}" for first, end in self.layer_ranges)
+
+    @property
+    def layer_count(self) -> int:
+        return sum(end - first for first, end in self.layer_ranges)
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int], ...]:
@@ -162,9 +137,9 @@ class StageShard:
         """Entries that no method compresses: layernorms, biases and matrices below the threshold."""
         return self.parameters - sum(m * n for m, n in self.matrices)
 
-    def dense_payload(self, bytes_per_entry: int = FP32_BYTES) -> Payload:
+    def dense_payload(self, bytes_per_entry: int = FP32_BYTES) -> tuple[int, ...]:
         """One reduction of every gradient entry."""
-        return Payload((bytes_per_entry * self.parameters,))
+        return (bytes_per_entry * self.parameters,)
 
     def factored(self, rank: int, *, always: bool = False) -> tuple[tuple[int, int, int], ...]:
         """(rows, columns, rank) of the matrices that PowerSGD factors; the rank is at most the smaller side.
@@ -176,7 +151,7 @@ class StageShard:
         used = ((m, n, min(rank, m, n)) for m, n in self.matrices)
         return tuple((m, n, r) for m, n, r in used if always or r * (m + n) < m * n)
 
-    def powersgd_payload(self, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> Payload:
+    def powersgd_payload(self, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> tuple[int, ...]:
         """First P (m x r) together with everything dense in fp32, then Q (n x r); scales of int8 factors not counted.
 
         Source: PowerSGD, arXiv 1905.13727, algorithm 1.
@@ -185,34 +160,32 @@ class StageShard:
         dense = self.parameters - sum(m * n for m, n, _ in used)
         first = FP32_BYTES * dense + factor_bytes * sum(m * r for m, _, r in used)
         second = factor_bytes * sum(n * r for _, n, r in used)
-        return Payload((first, second) if second else (first,))
+        return (first, second) if second else (first,)
 
-    def memory(self, rank: int | None = None) -> Memory:
-        """fp32 training with Adam; ``rank`` adds error feedback and the factors P and Q of PowerSGD."""
-        dense, used = self.gradient_bytes, self.factored(rank) if rank is not None else ()
+    def memory(self, rank: int | None = None) -> dict[str, int]:
+        """Bytes of fp32 training with Adam, without activations, which depend on the schedule; ``rank`` adds error
+        feedback and the factors P and Q of PowerSGD."""
+        dense, used = FP32_BYTES * self.parameters, self.factored(rank) if rank is not None else ()
         feedback = FP32_BYTES * sum(m * n for m, n, _ in used)
-        return Memory(dense, dense, 2 * dense, feedback, FP32_BYTES * sum((m + n) * r for m, n, r in used))
+        factors = FP32_BYTES * sum((m + n) * r for m, n, r in used)
+        kept = {"parameters": dense, "gradients": dense, "adam": 2 * dense}
+        return kept | {"error_feedback": feedback, "factors": factors}
 
 
 def _layer(shape: GPTShape, prefix: str) -> Iterator[ParameterTensor]:
     """One transformer layer in Megatron's order; column-parallel weights split rows, row-parallel columns."""
     h, f, t = shape.hidden, shape.ffn_hidden, shape.tensor
-    yield from _norm(prefix + "input_layernorm", h)
-    attention, mlp = prefix + "self_attention.", prefix + "mlp."
-    yield ParameterTensor(attention + "linear_proj.weight", (h, h // t), (h, h))
-    yield ParameterTensor(attention + "linear_proj.bias", (h,), (h,))
-    yield ParameterTensor(attention + "linear_qkv.weight", (3 * h // t, h), (3 * h, h))
-    yield ParameterTensor(attention + "linear_qkv.bias", (3 * h // t,), (3 * h,))
-    yield from _norm(prefix + "pre_mlp_layernorm", h)
-    yield ParameterTensor(mlp + "linear_fc1.weight", (f // t, h), (f, h))
-    yield ParameterTensor(mlp + "linear_fc1.bias", (f // t,), (f,))
-    yield ParameterTensor(mlp + "linear_fc2.weight", (h, f // t), (h, f))
-    yield ParameterTensor(mlp + "linear_fc2.bias", (h,), (h,))
+    yield from _with_bias(prefix + "input_layernorm", (h,), (h,))
+    yield from _with_bias(prefix + "self_attention.linear_proj", (h, h // t), (h, h))
+    yield from _with_bias(prefix + "self_attention.linear_qkv", (3 * h // t, h), (3 * h, h))
+    yield from _with_bias(prefix + "pre_mlp_layernorm", (h,), (h,))
+    yield from _with_bias(prefix + "mlp.linear_fc1", (f // t, h), (f, h))
+    yield from _with_bias(prefix + "mlp.linear_fc2", (h, f // t), (h, f))
 
 
-def _norm(name: str, hidden: int) -> Iterator[ParameterTensor]:
-    for part in ("weight", "bias"):
-        yield ParameterTensor(f"{name}.{part}", (hidden,), (hidden,))
+def _with_bias(name: str, local: tuple[int, ...], full: tuple[int, ...]) -> Iterator[ParameterTensor]:
+    yield ParameterTensor(f"{name}.weight", local, full)
+    yield ParameterTensor(f"{name}.bias", local[:1], full[:1])
 
 
 def _stage(shape: GPTShape, stage: int) -> StageShard:
@@ -232,7 +205,7 @@ def _stage(shape: GPTShape, stage: int) -> StageShard:
             tensors.extend(_layer(shape, f"{prefix}decoder.layers.{layer}."))
         ranges.append((position * per_chunk, (position + 1) * per_chunk))
         if position == shape.pipeline * shape.virtual - 1:
-            tensors.extend(_norm(prefix + "decoder.final_layernorm", h))
+            tensors.extend(_with_bias(prefix + "decoder.final_layernorm", (h,), (h,)))
             if not shape.tied or shape.pipeline * shape.virtual > 1:
                 tensors.append(ParameterTensor(prefix + "output_layer.weight", local_vocab, (v, h)))
     return StageShard(stage, tuple(ranges), tuple(tensors))
@@ -259,8 +232,7 @@ def from_settings(
         what = f"model.architecture = {model.architecture!r} has no placement"
         raise UserError(what, where=where, fix="use a study with gpt")
     if vocab_size is None:
-        fix = "set it, e.g. 50257 for the GPT-2 tokenizer"
-        raise UserError("data.vocab_size is not set", where=where, fix=fix)
+        raise UserError("data.vocab_size is not set", where=where, fix="set it, e.g. 50257 for the GPT-2 tokenizer")
     return GPTShape(
         layers=model.layers, hidden=model.hidden, heads=model.heads, ffn_hidden=model.ffn_hidden or 0,
         sequence_length=model.sequence_length, vocab_size=vocab_size, tensor=parallel.tensor,

@@ -130,6 +130,11 @@ class Trace:
         total = sum(count for _, count in found)
         return sum(rank * count for rank, count in found) / total if total else float("nan")
 
+    @property
+    def mean_ranks(self) -> str:
+        """Of all stages, as text."""
+        return "/".join(f"{self.mean_rank(stage.stage):.4g}" for stage in self.course.stages)
+
     def mean_cost(self, stage: StageShard) -> Cost:
         """Of a stage's reduction, over the whole run."""
         found = Cost(0.0, 0.0)
@@ -225,20 +230,21 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
             slowest = at.slowest(trace.mean_cost)
             steps = {overlap: trace.mean_seconds(overlap=overlap) for overlap in base}
             about = {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}
+            saved = {
+                "communication": reduction(slowest.communication, dense.communication),
+                "with_compress": reduction(slowest.seconds, dense.seconds),
+                "time": reduction(steps[False], base[False]),
+                "time_overlap": reduction(steps[True], base[True]),
+            }
             rows.append(
                 about
-                | {"r_min": _text(trace.r_min), "r_max": _text(trace.r_max)}
-                | {"mean_ranks": "/".join(f"{trace.mean_rank(s.stage):.4g}" for s in at.stages)}
+                | {"r_min": trace.r_min, "r_max": trace.r_max, "mean_ranks": trace.mean_ranks}
                 | {"share_uncompressed": f"{trace.share(0, None):.6g}"}
                 | {"share_at_r_max": f"{trace.share(0, trace.r_max) if trace.r_max else 0.0:.6g}"}
                 | {"share_at_r_min": f"{trace.share(0, trace.r_min) if trace.r_min else 0.0:.6g}"}
-                | {"bytes": round(slowest.bytes)}
-                | {"seconds_communication": f"{slowest.communication:.9g}"}
+                | {"bytes": round(slowest.bytes), "seconds_communication": f"{slowest.communication:.9g}"}
                 | {"seconds_compress": f"{slowest.compress:.9g}"}
-                | {"reduction_communication_percent": _saved(slowest.communication, dense.communication)}
-                | {"reduction_with_compress_percent": _saved(slowest.seconds, dense.seconds)}
-                | {"reduction_time_percent": _saved(steps[False], base[False])}
-                | {"reduction_time_overlap_percent": _saved(steps[True], base[True])}
+                | {f"reduction_{what}_percent": f"{percent:.4f}" for what, percent in saved.items()}
                 | {"kind": KIND}
             )
             moves += [
@@ -248,14 +254,6 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
                 for iteration, phase, ranks in trace.moves
             ]
     return rows, moves
-
-
-def _text(rank: int | None) -> str:
-    return "" if rank is None else str(rank)
-
-
-def _saved(cost: float, reference: float) -> str:
-    return f"{reduction(cost, reference):.4f}"
 
 
 def entropies(trend: pd.DataFrame) -> pd.DataFrame:

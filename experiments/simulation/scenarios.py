@@ -15,7 +15,7 @@ Everything is simulated, from the assumptions of one of the paper's studies (:mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -24,8 +24,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from edgc.errors import UserError
 from experiments.common.yaml_settings import Settings, validate
 from experiments.simulation.cluster_model import load_model
-from experiments.simulation.cost import Composed, Cost, Model, all_gather_seconds, all_reduce_seconds
-from experiments.simulation.placement import FP32_BYTES, ParameterTensor, Payload, StageShard
+from experiments.simulation.cost import Model, all_gather_seconds, all_reduce_seconds
+from experiments.simulation.placement import FP32_BYTES, ParameterTensor, StageShard
 from experiments.spec.matrix import load_study, study_path
 
 # Megatron-Core, DistributedDataParallelConfig.bucket_size
@@ -92,12 +92,12 @@ class Scenarios(Settings):
     disturbances: Disturbances | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TwoSites(Model):
     """``gbits`` is the link between the sites."""
 
-    node_gbits: float = 0.0
-    site_latency: float = 0.0
+    node_gbits: float
+    site_latency: float
 
     @property
     def bandwidth(self) -> float:
@@ -116,53 +116,37 @@ class TwoSites(Model):
         shards = self.shape.tensor * self.shape.pipeline
         return 2 * self.site_latency + shards * size / (self.gbits * 1e9 / 8)
 
-    def _reduce(self, payload: Payload) -> float:
-        return sum(
-            all_reduce_seconds(m, self.per_site, self.latency, self.bandwidth) + self._across(m)
-            for m in payload.messages
-        )
+    def _reduce(self, size: float, stage: StageShard) -> float:
+        return all_reduce_seconds(size, self.per_site, self.latency, self.bandwidth) + self._across(size)
 
-    def _gather(self, size: float) -> float:
+    def _gather(self, size: float, stage: StageShard) -> float:
         """Within a site, what all its replicas have to the other one, and that within the site."""
         within = all_gather_seconds(size, self.per_site, self.latency, self.bandwidth)
         return 2 * within + self._across(self.per_site * size)
 
 
-@dataclass(frozen=True)
-class MixtureOfExperts(Composed):
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts(Model):
     """``stages`` hold the experts of one GPU."""
 
-    experts: Experts | None = None
+    experts: Experts
 
-    def _chosen(self) -> Experts:
-        assert self.experts is not None
-        return self.experts
-
-    def _parts(self, stage: StageShard) -> tuple[tuple[Model, StageShard], tuple[Model, StageShard]]:
+    def parts(self, stage: StageShard) -> Sequence[tuple[Model, StageShard]]:
         """What all replicas hold, and what every ``expert_parallel``-th one holds."""
-        fewer = replace(self.shape, data=self.shape.data // self._chosen().expert_parallel)
+        fewer = replace(self.shape, data=self.shape.data // self.experts.expert_parallel)
         shared = tuple(t for t in stage.tensors if ".experts." not in t.name)
         own = tuple(t for t in stage.tensors if ".experts." in t.name)
-        return (
-            (self.plain(), replace(stage, tensors=shared)),
-            (self.plain(shape=fewer), replace(stage, tensors=own)),
-        )
-
-    def composed(self, stage: StageShard, cost: Callable[[Model, StageShard], Cost]) -> Cost:
-        shared, own = (cost(model, part) for model, part in self._parts(stage))
-        return shared + own
+        return (self, replace(stage, tensors=shared)), (replace(self, shape=fewer), replace(stage, tensors=own))
 
     def active_weights(self, stage: StageShard) -> float:
-        (model, shared), (_, own) = self._parts(stage)
-        local = self._chosen().count // self._chosen().expert_parallel
-        return model.active_weights(shared) + model.active_weights(own) * self._chosen().per_token / local
+        shared, own = (part.active_weights for _, part in self.parts(stage))
+        return shared + own * self.experts.per_token / (self.experts.count // self.experts.expert_parallel)
 
     def exchange(self, stage: StageShard) -> float:
-        group = self._chosen().expert_parallel
-        layers = sum(end - first for first, end in stage.layer_ranges)
+        group = self.experts.expert_parallel
         entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden / self.shape.tensor
-        size = FP32_BYTES * entries * self._chosen().per_token * (group - 1) / group
-        return 2 * layers * ((group - 1) * self.latency + size / self.bandwidth)
+        size = FP32_BYTES * entries * self.experts.per_token * (group - 1) / group
+        return 2 * stage.layer_count * ((group - 1) * self.latency + size / self.bandwidth)
 
 
 def with_experts(stage: StageShard, local: int) -> StageShard:
@@ -190,8 +174,7 @@ def load_scenarios(study: str) -> Scenarios:
         if experts and cluster.sites:
             raise UserError("experts over two sites are not modelled", where=where, fix="use one of them")
         if cluster.sites and cluster.data % 2:
-            fix = "use an even number for two sites"
-            raise UserError(f"data = {cluster.data} is odd", where=where, fix=fix)
+            raise UserError(f"data = {cluster.data} is odd", where=where, fix="use an even number for two sites")
         if experts and (cluster.data % experts.expert_parallel or experts.count % experts.expert_parallel):
             what = f"expert_parallel = {experts.expert_parallel} does not divide data or count"
             raise UserError(what, where=where, fix="use sizes that it divides")
@@ -220,15 +203,14 @@ def check_cases(scenarios: Scenarios, where: str) -> None:
 def model_of(of: str, cluster: Scenario, gbits: float) -> Model:
     """The model of study ``of`` with the replicas, experts and sites of ``cluster``."""
     base = load_model(of)
-    shape = replace(base.shape, data=cluster.data)
     buckets = max(LEAST_BUCKET, BUCKET_PER_REPLICA * cluster.data)
-    inputs = base.cluster.assuming("compute", "bucket_elements", buckets)
-    fields = (inputs, base.sharing, base.micro_batches, base.micro_batch, gbits)
+    model = base.assuming("compute", "bucket_elements", buckets)
+    model = replace(model, shape=replace(base.shape, data=cluster.data), gbits=gbits)
     if cluster.sites:
         node, latency = cluster.sites.node_gbits_per_second, cluster.sites.latency_seconds
-        return TwoSites(shape, base.stages, *fields, node_gbits=node, site_latency=latency)
+        return TwoSites(**vars(model), node_gbits=node, site_latency=latency)
     if cluster.experts:
         local = cluster.experts.count // cluster.experts.expert_parallel
-        stages = tuple(with_experts(stage, local) for stage in base.stages)
-        return MixtureOfExperts(shape, stages, *fields, experts=cluster.experts)
-    return Model(shape, base.stages, *fields)
+        model = replace(model, stages=tuple(with_experts(stage, local) for stage in base.stages))
+        return MixtureOfExperts(**vars(model), experts=cluster.experts)
+    return model

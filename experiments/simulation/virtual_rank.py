@@ -17,15 +17,14 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from edgc.compressors.sizes import compressible
-from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from experiments.simulation import placement
@@ -108,11 +107,8 @@ class VirtualRank:
     def __post_init__(self) -> None:
         parallel, where = self.run.parallel, f"{self.run.study}, {self.run.variant}"
         if parallel.virtual_pipeline is not None:
-            raise UserError(
-                "the dry run knows the plain 1F1B schedule only",
-                where=where,
-                fix="remove parallel.virtual_pipeline",
-            )
+            fix = "remove parallel.virtual_pipeline"
+            raise UserError("the dry run knows the plain 1F1B schedule only", where=where, fix=fix)
         if self.run.model.architecture != "gpt" or self.run.model.experts is not None:
             raise UserError("the dry run knows dense GPTs only", where=where, fix="choose another study")
         if why := not_followed(self.run):
@@ -162,29 +158,24 @@ class VirtualRank:
             optimizer.get_grad_norm = float
             # The distributed optimizer gathers its parameters in place, by a collective that meta tensors lack.
             chunks[0].start_param_sync = lambda *_, **__: None
-            attachment = self._attach(chunks, self.run.edgc)
+            attachment = self._attach(chunks)
             if rank is not None:
                 engine = attachment.engine
                 engine.plan = replace(engine.plan, ranks=tuple(rank for _ in engine.plan.ranks))
             parameters = _bytes([p.data for p in chunks[0].parameters()])
-            gradients = _bytes([buffer.grad_data for buffer in _buffers(chunks[0])])
-            micro_batch = partial(self._micro_batch, chunks[0], ledger)
-            reduce = partial(self._reduce, attachment, ledger)
-            kept_by_method, _ = reduce()
+            kept_by_method, _ = self._reduce(attachment, ledger)
             before = ledger.live
             optimizer.step()
             kept_by_optimizer = ledger.live - before
-            activations, working = micro_batch()
-            more, reducing = reduce()
+            activations, working = self._micro_batch(chunks[0], ledger)
+            more, reducing = self._reduce(attachment, ledger)
             before = ledger.peak = ledger.live
             optimizer.step()
-            errors = getattr(attachment.engine.compressor, "errors", {})
-            error_feedback = _bytes(errors.values())
-            last = attachment.last
-            assert last is not None
+            error_feedback = _bytes(getattr(attachment.engine.compressor, "errors", {}).values())
+            assert attachment.last is not None
             return Step(
                 parameters=parameters,
-                gradients=gradients,
+                gradients=_bytes([b.grad_data for b in (*chunks[0].buffers, *chunks[0].expert_parallel_buffers)]),
                 optimizer=kept_by_optimizer + _masters(chunks[0], optimizer),
                 error_feedback=error_feedback,
                 buffers=kept_by_method + more - error_feedback,
@@ -193,7 +184,7 @@ class VirtualRank:
                 working=working,
                 reducing=reducing,
                 stepping=ledger.peak - before,
-                sent=last.statistics.bytes,
+                sent=attachment.last.statistics.bytes,
             )
 
     @contextlib.contextmanager
@@ -218,32 +209,21 @@ class VirtualRank:
             dist.destroy_process_group()
             gc.collect()
 
-    def _attach(self, chunks: list[Any], config: EDGCConfig) -> Attachment:
+    def _attach(self, chunks: list[Any]) -> Attachment:
         """As :func:`edgc.megatron.attach`, with the other stages' answers to its one question from the placement."""
-        shape = placement.from_settings(self.run.model, self.run.parallel, self.run.data.vocab_size)
+        run, least = self.run, self.run.edgc.min_compression_elements
+        shape = placement.from_settings(run.model, run.parallel, run.data.vocab_size)
 
         def gather_objects(mine: Any, group: Any = None) -> list[Any]:
-            stages = [
-                (
-                    stage.stage,
-                    [
-                        (t.shape, 32)  # bits: main gradients are fp32 at every precision
-                        for t in stage.tensors
-                        if compressible(t.shape, config.min_compression_elements)
-                    ],
-                )
-                for stage in placement.build(shape)
-            ]
+            stages = []
+            for stage in placement.build(shape):
+                used = (t.shape for t in stage.tensors if compressible(t.shape, least))
+                stages.append((stage.stage, [(size, 32) for size in used]))  # bits: fp32 gradients at every precision
             stages[mine[0]] = mine
             return stages
 
-        module: Any = adapter
-        original = module.gather_objects
-        module.gather_objects = gather_objects
-        try:
-            return attach(chunks, config, iterations=self.run.train.iterations)
-        finally:
-            module.gather_objects = original
+        with mock.patch.object(adapter, "gather_objects", gather_objects):
+            return attach(chunks, run.edgc, iterations=run.train.iterations)
 
     def _micro_batch(self, chunk: Any, ledger: Ledger) -> tuple[int, int]:
         """Forward and backward of one micro-batch: bytes held in between, and what the passes take on top."""
@@ -278,10 +258,6 @@ class VirtualRank:
         attachment.engine.plan = plan
         more = ledger.live - before
         return more, ledger.peak - ledger.live
-
-
-def _buffers(chunk: Any) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _bytes(tensors: Any) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from edgc.errors import UserError
 from experiments.simulation import break_even, cluster_step, scenarios
+from experiments.simulation.cluster_model import boundary
 from experiments.simulation.cost import Model
 from experiments.simulation.scenarios import (
     Experts,
@@ -49,9 +50,7 @@ def test_one_expert_that_takes_every_token_is_the_dense_model() -> None:
     dense = model_of(OF, cluster(data=8), 100.0)
     one = model_of(OF, cluster(data=8, experts={"count": 1, "per_token": 1, "expert_parallel": 1}), 100.0)
     # Two groups of gradients pay the latency twice.
-    dense, one = (
-        replace(model, cluster=model.cluster.assuming("network", "latency_seconds", 0.0)) for model in (dense, one)
-    )
+    dense, one = (model.assuming("network", "latency_seconds", 0.0) for model in (dense, one))
     assert isinstance(one, MixtureOfExperts)
     for mine, theirs in zip(one.stages, dense.stages, strict=True):
         assert one.active_weights(mine) == dense.active_weights(theirs)
@@ -102,7 +101,8 @@ def test_buckets_grow_with_the_replicas() -> None:
 
 @given(st.floats(1e-3, 1e6), st.floats(0.1, 90.0))
 def test_a_boundary_is_found_to_two_percent(at: float, percent: float) -> None:
-    found = break_even.boundary(lambda gbits: percent if gbits <= at else percent - 0.01, percent)
+    limits = (break_even.LEAST, break_even.MOST, break_even.PRECISION)
+    found = boundary(lambda gbits: percent if gbits <= at else percent - 0.01, percent, *limits)
     if at < break_even.LEAST:
         assert found is None
     elif at >= break_even.MOST:

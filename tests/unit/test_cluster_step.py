@@ -52,7 +52,7 @@ def test_limits(study: str) -> None:
             assert cluster_step.step(model, cost, overlap=False).seconds >= free[False]
         # The quicker the device, the more of a step is the reduction.
         shares = [
-            cluster_step.uncompressed_reduction_share(cluster_step.with_efficiency(model, value))
+            cluster_step.uncompressed_reduction_share(model.assuming("compute", "step_efficiency", value))
             for value in (0.2, 0.5, 0.9)
         ]
         assert shares == sorted(shares)

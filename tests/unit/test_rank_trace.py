@@ -37,7 +37,7 @@ STILL = Recorded((1.0,), (-6.0,))
 def toy(gbits: float = 1.0) -> Model:
     model = Model(SHAPE, build(SHAPE), load_cluster("gpt2_2p5b_v100"), 1, 4, 8, gbits)
     # Launches of kernels would be all that such small matrices take.
-    return replace(model, cluster=model.cluster.assuming("gpu", "seconds_per_matrix", 1e-7))
+    return model.assuming("gpu", "seconds_per_matrix", 1e-7)
 
 
 def whole(model: Model, iterations: int = ITERATIONS) -> Course:
