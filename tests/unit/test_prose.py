@@ -1,0 +1,26 @@
+"""What README and docs name is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+OURS = re.compile(r"`((?:edgc|experiments|paper_figures|tests|workflows)/[\w./*<>]+)`")
+# CONTRIBUTING.md tells how to make them, and tests/workflow/test_contributing.py does it; the last is another project's.
+EXAMPLES = {"experiments/scales/small.yaml", "experiments/studies/two_ranks.yaml", "paper_figures/validation_loss.py"}
+EXAMPLES |= {"tests/unit_tests"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    named = set(OURS.findall(page.read_text(encoding="utf-8"))) - EXAMPLES
+    missing = [name for name in sorted(named) if "<" not in name and not any(ROOT.glob(name.rstrip("/")))]
+    assert not missing, f"{page.name} names {missing}"
+
+
+def test_pages_name_files() -> None:
+    assert sum(len(OURS.findall(page.read_text(encoding="utf-8"))) for page in PAGES) > 50
