@@ -7,7 +7,7 @@ calls :meth:`Engine.end_iteration` once all buckets of the iteration are done. W
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from edgc.control.settings import PolicyConfig
 from edgc.monitor import Iteration, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
 
-WARM_UP = ("warmup", "search")  # phases of a plan
 Gradients = Sequence[Gradient]
 Observer = Callable[[int, Gradients], None]
 Group = dist.ProcessGroup | None
@@ -51,6 +50,8 @@ class Engine:
             is only what nothing hid. Measurements of times know how to deal with that.
         open_channel: what reductions are sent through, for studies of other networks.
         gradient_bits: of an entry of the first stage's compressible gradients, on average; equal on all ranks.
+        embeddings: names of this rank's parameters that are embeddings (:mod:`edgc.entropy.kinds`).
+        embedding_shapes: of ``shapes`` of the first stage those of embeddings; equal on all ranks.
 
     Attributes:
         monitor: what is measured and decided.
@@ -73,6 +74,8 @@ class Engine:
         overlapped: bool = False,
         open_channel: Callable[..., Channel] = Channel,
         gradient_bits: float = 32,
+        embeddings: Collection[str] = (),
+        embedding_shapes: Sequence[Shape] = (),
     ) -> None:
         self.config = config
         self.stage, self.stages = stage, len(shapes)
@@ -93,6 +96,8 @@ class Engine:
             exchange_group=exchange_group,
             overlapped=overlapped,
             gradient_bits=gradient_bits,
+            embeddings=embeddings,
+            embedding_shapes=embedding_shapes,
         )
         self.controller, self.entropy = self.monitor.controller, self.monitor.entropy
         self.iteration = 1
@@ -103,8 +108,9 @@ class Engine:
     def _look_ahead(self) -> None:
         """Plan this iteration, and all that follow until something is due."""
         self.plan: Plan = self.controller.plan(self.iteration)
+        self.entropy.follow(self.plan.in_warm_up)
         if self.warm_up is not None:
-            self.warm_up.follow(self.plan.phase in WARM_UP)
+            self.warm_up.follow(self.plan.in_warm_up)
         self.waits = self.compressor.waits(self.rank)
         if self.warm_up is not None and self.warm_up.on:
             self.waits = max(self.waits, self.warm_up.compressor.waits(THROUGH))
@@ -290,6 +296,6 @@ class Engine:
         self.iteration = int(state["iteration"])
         kept = state["compressor"]
         if self.warm_up is not None:
-            kept = self.warm_up.load_state_dict(kept, self.controller.plan(self.iteration).phase in WARM_UP)
+            kept = self.warm_up.load_state_dict(kept, self.controller.plan(self.iteration).in_warm_up)
         self.compressor.load_state_dict(kept)
         self._look_ahead()

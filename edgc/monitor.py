@@ -8,7 +8,7 @@ that all controllers take the same decision. In between, most iterations have no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median_low
@@ -97,12 +97,19 @@ class Monitor:
         exchange_group: dist.ProcessGroup | None,
         overlapped: bool,
         gradient_bits: float,
+        embeddings: Collection[str],
+        embedding_shapes: Sequence[Shape],
     ) -> None:
         self.config, self.stage, self.stages = config, stage, len(shapes)
         self.controller = make_controller(
-            config, shapes, iterations, overlapped=overlapped, gradient_bits=gradient_bits
+            config,
+            shapes,
+            iterations,
+            overlapped=overlapped,
+            gradient_bits=gradient_bits,
+            embeddings=embedding_shapes,
         )
-        self.entropy = EntropyMeter(config)
+        self.entropy = EntropyMeter(config, embeddings)
         gated = isinstance(config, CompressingConfig) and config.cost_gate
         self.benchmark = Benchmark(config.build, stage, gated, open_channel)
         self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
@@ -157,10 +164,9 @@ class Monitor:
         """``done``, an iteration that was begun, with what was measured; collective at the end of a window."""
         entropy, statistics = self.entropy.close(), done.statistics
         if done.skipped:
-            entropy = replace(entropy, sampled=math.nan, full=math.nan)
+            entropy = replace(entropy, **dict.fromkeys(("sampled", "full", "layers", "embeddings"), math.nan))
         window, mean, grid = self.window, self.window.mean, self.controller.rank_grid
-        window.entropy.add(entropy.sampled)
-        window.entropy_full.add(entropy.full)
+        window.add_entropy(entropy)
         done = replace(done, entropy=entropy.sampled, entropy_full=entropy.full, seconds_entropy=entropy.seconds)
         if self.samples and not done.skipped:
             spectra = {}

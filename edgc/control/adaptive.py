@@ -17,6 +17,7 @@ Windows are consecutive blocks of ``window`` iterations, and phases change betwe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import EDGCConfig
 from edgc.control.controller import Controller
 from edgc.control.plan import Phase, Plan, Ranks
-from edgc.control.policies.base import History, WindowEnd
+from edgc.control.policies.base import History, Move, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
@@ -33,10 +34,18 @@ from edgc.timing.rank_search import bytes_limit
 from edgc.timing.stage_times import StageTimes
 
 Shapes = Sequence[Sequence[tuple[int, int]]]
+OF_A_WINDOW = ("entropy", "entropy_error", "entropy_layers", "entropy_embeddings", "embedding_share", "mean_error")
+"""What a decision at a window's end takes over from the report."""
 
 
 def make_controller(
-    config: EDGCConfig, stages: Shapes, iterations: int, *, overlapped: bool = False, gradient_bits: float = 32
+    config: EDGCConfig,
+    stages: Shapes,
+    iterations: int,
+    *,
+    overlapped: bool = False,
+    gradient_bits: float = 32,
+    embeddings: Sequence[tuple[int, int]] = (),
 ) -> Controller:
     """The controller of one run, of whatever method.
 
@@ -47,13 +56,16 @@ def make_controller(
         overlapped: whether the training step's reductions overlap with backward or with each other, so that their
             times show only what nothing hid.
         gradient_bits: of an entry of the first stage's gradients, on average.
+        embeddings: those of the first stage's matrices that are embeddings; the error that CQM keeps is of the matrices
+            that the entropy is of (:attr:`edgc.sections.EntropyConfig.parameters`).
 
     Raises:
         UserError: settings that cannot work with this model or this length of run, or a length that is no whole number
             of at least 1.
     """
     if isinstance(config, PolicyConfig):
-        return AdaptiveController(config, stages, iterations, overlapped=overlapped, gradient_bits=gradient_bits)
+        options: dict[str, Any] = {"overlapped": overlapped, "gradient_bits": gradient_bits, "embeddings": embeddings}
+        return AdaptiveController(config, stages, iterations, **options)
     return Controller(config, len(stages), iterations)
 
 
@@ -63,11 +75,18 @@ class AdaptiveController(Controller):
     config: PolicyConfig
 
     def __init__(
-        self, config: PolicyConfig, stages: Shapes, iterations: int, *, overlapped: bool, gradient_bits: float
+        self,
+        config: PolicyConfig,
+        stages: Shapes,
+        iterations: int,
+        *,
+        overlapped: bool,
+        gradient_bits: float,
+        embeddings: Sequence[tuple[int, int]],
     ) -> None:
         super().__init__(config, len(stages), iterations)
         self._history = History()
-        self._target: float | None = None  # of the decision that is being taken
+        self._move: Move | None = None  # of the decision that is being taken
         self._times = StageTimes(config, self.stages, overlapped=overlapped)
         self._paused: Ranks | None = None  # ranks to go on from once compression pays again
         if not any(stages):
@@ -79,7 +98,8 @@ class AdaptiveController(Controller):
         if not shapes:
             fix = "lower min_compression_elements or use method: none"
             raise UserError("the first pipeline stage has no matrix to compress", fix=fix)
-        model = StageModel(shapes)
+        layers = list((Counter(shapes) - Counter(embeddings)).elements())
+        model = StageModel(layers if layers and config.entropy.parameters == "layers" else shapes)
         config.check_run(model, self.iterations)
         self._policy = config.start(model, self.stages, self.iterations)
         bits = {"factor_bits": FACTOR_BITS[config.factor_dtype], "gradient_bits": gradient_bits}
@@ -128,7 +148,7 @@ class AdaptiveController(Controller):
     def _decide(self, iteration: int, plan: Plan, report: Report, gate: list[str]) -> tuple[list[str], dict[str, Any]]:
         reasons: list[str] = []
         facts: dict[str, Any] = {}
-        self._target = None
+        self._move = None
         # As they were in this window, whatever is decided below.
         measured = report.reduction_seconds if self.watches(iteration) else None
         predicted, grid = self._times.predicted(plan.ranks), self.rank_grid
@@ -143,10 +163,12 @@ class AdaptiveController(Controller):
                 reasons.append(why)
             reasons.append(self._end_of_window(iteration, report, grid))
         if window_end:
-            facts |= {"entropy": report.entropy, "mean_error": report.mean_error}
+            facts |= {name: getattr(report, name) for name in OF_A_WINDOW}
         if measured is not None:
             facts |= {"reduction_seconds": tuple(measured), "predicted_seconds": predicted}
-        return reasons, facts | {"target": self._target}
+        if self._move is not None:
+            facts |= {"target": self._move.target, "target_low": self._move.low, "target_high": self._move.high}
+        return reasons, facts
 
     def _observe_probe(self, report: Report) -> list[str]:
         search = self._times.search
@@ -193,8 +215,9 @@ class AdaptiveController(Controller):
         """Move on with a window's means; the reason. ``grid``: that of the report's error curves."""
         assert self._policy is not None
         self._policy.check_loss(iteration, report.loss, self._history)
-        for means, value in ((self._history.entropy, report.entropy[0]), (self._history.loss, report.loss)):
-            means.add(value if math.isfinite(value) else None)
+        entropy, *noise = map(_known, (report.entropy[0], *report.entropy_error[:1]))
+        self._history.entropy.add(entropy, noise[0] if noise else None)
+        self._history.loss.add(_known(report.loss))
         if self.phase == "warmup":
             return self._warmup(iteration)
         if self._paused is not None:
@@ -203,7 +226,8 @@ class AdaptiveController(Controller):
         curves = report.error_curve if self.rank_grid == grid else None  # another r_max: another grid
         before = self.ranks if alone else self.ranks[:1]
         end = WindowEnd(iteration, before, *self._limits, self._history, curves, self.rank_grid)
-        ranks, reason, self._target = self._policy.move(end)
+        self._move = self._policy.move(end)
+        ranks, reason = self._move.ranks, self._move.reason
         if ranks is not None and alone and len(ranks) == self.stages:
             self.ranks = ranks
         elif ranks is not None and ranks[0] is not None:
@@ -212,6 +236,8 @@ class AdaptiveController(Controller):
 
     def _warmup(self, iteration: int) -> str:
         measuring, entropy = self._times.probe is not None, self._history.entropy
+        if entropy.now is not None:
+            self._history.warm_up.append((entropy.now, entropy.error or 0.0))
         over, why = self.config.warm_up_ends(
             self.iterations, iteration, entropy.previous, entropy.now, measuring=measuring
         )
@@ -220,8 +246,7 @@ class AdaptiveController(Controller):
         assert self._policy is not None
         self.phase = "active"
         rank = self._policy.begin(iteration, self._limits[1])
-        if entropy.now is not None:
-            self._history.reference = rank, entropy.now
+        self._history.anchor(rank, self._policy.reference_windows)
         return f"warm-up ends: {why}; rank {rank}{self._spread(rank)}"
 
     def _spread(self, rank: int) -> str:
@@ -265,6 +290,10 @@ class AdaptiveController(Controller):
             self._set_limits(state["r_max"])
         if (rank := state["ranks"][0]) is not None:
             self._spread(self._policy.go_on(rank, self._history, *self._limits))
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _words(ranks: Sequence[int | None]) -> str:

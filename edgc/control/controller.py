@@ -17,7 +17,7 @@ from edgc.errors import UserError
 from edgc.measurement.report import Report
 from edgc.timing.cost_gate import GateSchedule, summary
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 class Controller:

@@ -29,6 +29,11 @@ class Plan:
     exchange: bool
     gate: bool = False
 
+    @property
+    def in_warm_up(self) -> bool:
+        """Whether compression is still to begin."""
+        return self.phase in ("warmup", "search")
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -39,7 +44,9 @@ class Decision:
     ``timing`` the times of all stages where a measurement of them ended here. ``reduction_seconds`` is the report's
     where there is one, ``predicted_seconds`` what the last measurement says of the ranks that were in use. ``target``
     is the rank that the policy asked for on stage 0, before rounding and limits; None where it asks for none.
-    ``mean_error`` is the report's at a window's end.
+    ``mean_error`` is the report's at a window's end, and so are ``entropy_error``, ``entropy_layers``,
+    ``entropy_embeddings`` and ``embedding_share``. ``target_low`` and ``target_high`` are the ranks that the policy
+    would have asked for had the entropy been one standard error away on either side; None where it does not say.
     """
 
     iteration: int
@@ -54,4 +61,10 @@ class Decision:
     reduction_seconds: tuple[float, ...] = ()
     predicted_seconds: tuple[float, ...] = ()
     target: float | None = None
+    target_low: float | None = None
+    target_high: float | None = None
     mean_error: tuple[float, ...] = ()
+    entropy_error: tuple[float, ...] = ()
+    entropy_layers: tuple[float, ...] = ()
+    entropy_embeddings: tuple[float, ...] = ()
+    embedding_share: tuple[float, ...] = ()

@@ -15,6 +15,7 @@ from edgc.compressors.sizes import compressible, mean_bits
 from edgc.config import EDGCConfig
 from edgc.ddp.hook import Handle, Scaler, Unregistered, hook, matrix_shape
 from edgc.engine import Engine, Observer
+from edgc.entropy.kinds import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
 
@@ -57,22 +58,26 @@ def register(
     _same_on_all_ranks(model, (config, iterations, scaler is not None, whole_steps, described))
     integer("iterations", iterations, 1)
     _refuse_stages(config)
-    compressed = [
-        ((shape[0], shape[1]), 8 * parameter.element_size())
-        for shape, parameter in zip(shapes, parameters.values(), strict=True)
+    compressed = {
+        name: ((shape[0], shape[1]), 8 * parameter.element_size())
+        for shape, (name, parameter) in zip(shapes, parameters.items(), strict=True)
         if compressible(shape, config.min_compression_elements)
-    ]
+    }
+    tables = embeddings(model.module)
+    looked_up = {name for name, parameter in parameters.items() if parameter in tables}
     group = process_group or own_group(model.process_group)
     engine = Engine(
         config,
         stage=0,
-        shapes=[[shape for shape, _ in compressed]],
+        shapes=[[shape for shape, _ in compressed.values()]],
         iterations=iterations,
         exchange_group=group,
         observer=observer,
         deferred=whole_steps,
         overlapped=True,
-        gradient_bits=mean_bits(compressed),
+        gradient_bits=mean_bits(compressed.values()),
+        embeddings=looked_up,
+        embedding_shapes=[shape for name, (shape, _) in compressed.items() if name in looked_up],
     )
     # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
     names = {parameter: name for name, parameter in model.module.named_parameters()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,30 +20,52 @@ from edgc.runtime.channel import mark, seconds_between
 
 @dataclass(frozen=True)
 class Measured:
-    """One iteration on this rank: entropies in nats, nan if not measured, and what the sampled one took."""
+    """One iteration on this rank: entropies in nats, nan if not measured, and what the sampled one took.
+
+    Attributes:
+        sampled, full: of the parameters that count (:attr:`edgc.sections.EntropyConfig.parameters`), from samples and
+            from all entries.
+        layers, embeddings: the same samples by kind of parameters.
+        embedding_share: of the entries of all compressible gradients, those of embeddings.
+        seconds: of the samples.
+    """
 
     sampled: float
     full: float
+    layers: float
+    embeddings: float
+    embedding_share: float
     seconds: float
 
 
 class EntropyMeter:
     """Entropy of the compressible gradients, sampled and, for studies, of all entries.
 
+    Args:
+        embeddings: names of this rank's parameters that are embeddings.
+
     Attributes:
+        sampler: that of this phase of the run.
         scale: what the gradients come multiplied by, a loss scale; entropies are of the gradients without it.
     """
 
-    def __init__(self, config: EDGCConfig) -> None:
-        self.config = config
-        self.sampler = Sampler(config.entropy)
+    def __init__(self, config: EDGCConfig, embeddings: Collection[str] = ()) -> None:
+        self.config, self.embeddings = config, frozenset(embeddings)
+        self.sampler = self._later = Sampler(config.entropy)
+        rate = config.entropy.warmup_rate
+        self._warm_up = Sampler(replace(config.entropy, iteration_rate=rate)) if rate is not None else self._later
         self.scale = 1.0
         self._start()
 
     def _start(self) -> None:
-        self._sampled: list[tuple[float, int]] = []
-        self._full: list[tuple[float, int]] = []
+        # Entropy and size of each gradient; by whether it is of an embedding.
+        self._sampled: dict[bool, list[tuple[float, int]]] = defaultdict(list)
+        self._full: dict[bool, list[tuple[float, int]]] = defaultdict(list)
         self._seconds = 0.0
+
+    def follow(self, warm_up: bool) -> None:
+        """Sample at the rate of warm-up, or of what comes after it, from this iteration on."""
+        self.sampler = self._warm_up if warm_up else self._later
 
     def add(self, iteration: int, gradients: Sequence[Gradient]) -> None:
         """Measure what is to be measured of ``gradients`` at ``iteration``."""
@@ -51,13 +75,13 @@ class EntropyMeter:
         for gradient in gradients:
             if not compressible(gradient.tensor.shape, self.config.min_compression_elements):
                 continue
-            size = gradient.tensor.numel()
+            size, kind = gradient.tensor.numel(), gradient.name in self.embeddings
             if self.config.record_full_entropy:
-                self._full.append((self._entropy(gradient.tensor.reshape(-1)), size))
+                self._full[kind].append((self._entropy(gradient.tensor.reshape(-1)), size))
             if sampled:
                 started = mark(gradient.tensor.device)
                 entries = self.sampler.take(gradient.tensor, iteration, gradient.name)
-                self._sampled.append((self._entropy(entries), size))
+                self._sampled[kind].append((self._entropy(entries), size))
                 self._seconds += seconds_between(started, mark(gradient.tensor.device))
 
     def _entropy(self, entries: Tensor) -> float:
@@ -69,9 +93,19 @@ class EntropyMeter:
 
     def close(self) -> Measured:
         """What this iteration has measured; the next one begins."""
-        measured = Measured(_combined(self._sampled), _combined(self._full), self._seconds)
+        layers, embeddings = self._sampled[False], self._sampled[True]
+        sizes = [sum(size for _, size in kind) for kind in (layers, embeddings)]
+        share = sizes[1] / sum(sizes) if sum(sizes) else math.nan
+        counted, full = self._counted(self._sampled), self._counted(self._full)
+        measured = Measured(counted, full, _combined(layers), _combined(embeddings), share, self._seconds)
         self._start()
         return measured
+
+    def _counted(self, entropies: dict[bool, list[tuple[float, int]]]) -> float:
+        """Entropy of the parameters that count; where there are no layers, embeddings do."""
+        if self.config.entropy.parameters == "layers" and entropies[False]:
+            return _combined(entropies[False])
+        return _combined(entropies[False] + entropies[True])
 
 
 def _combined(entropies: Sequence[tuple[float, int]]) -> float:

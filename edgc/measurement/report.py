@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from edgc.measurement.spectral import Curve
 from edgc.timing.cost_gate import GateVerdict
 
-_COLUMNS = 9  # of a row, before the error curve
+_COLUMNS = 13  # of a row, before the error curve
 
 
 @dataclass
@@ -29,6 +29,29 @@ class Mean:
     def value(self) -> float:
         """nan if there was no value."""
         return self.total / self.count if self.count else math.nan
+
+
+@dataclass
+class NoisyMean(Mean):
+    """A running mean whose error is known from how far successive values differ (von Neumann): half the mean square of
+    the differences is the variance of a value, and a slow trend hardly adds to it."""
+
+    last: float = math.nan
+    differences_sq: float = 0.0
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):
+            if self.count:
+                self.differences_sq += (value - self.last) ** 2
+            self.last = value
+        super().add(value)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean; nan with fewer than two values."""
+        if self.count < 2:
+            return math.nan
+        return math.sqrt(self.differences_sq / (2 * (self.count - 1)) / self.count)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -77,6 +100,10 @@ class Report:
 
     Attributes:
         entropy: per stage, nats, mean over this window's samples so far and over replicas; nan if none.
+        entropy_error: per stage, standard error of one rank's mean entropy (:class:`NoisyMean`), mean over ranks: an
+            upper bound for that of ``entropy``; nan with fewer than two samples.
+        entropy_layers, entropy_embeddings: per stage, the same samples by kind of parameters.
+        embedding_share: per stage, share of the entries of all compressible gradients that embeddings have.
         probe_seconds: per stage, seconds of the reduction asked for by ``probe_rank``; None without a probe.
         backward_seconds: per stage, backward time of one micro-batch, nan where none was timed; None as a whole
             where nothing was.
@@ -100,6 +127,10 @@ class Report:
     reduction_seconds: tuple[float, ...] | None = None
     loss: float = math.nan
     mean_error: tuple[float, ...] = ()
+    entropy_error: tuple[float, ...] = ()
+    entropy_layers: tuple[float, ...] = ()
+    entropy_embeddings: tuple[float, ...] = ()
+    embedding_share: tuple[float, ...] = ()
 
 
 def report(
@@ -114,8 +145,8 @@ def report(
     """The report on all ranks' :meth:`edgc.measurement.window.Window.row`, in rank order; and the entropies of all
     entries, per stage."""
     by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(stages)]
-    entropy, full, probe, backward, errors, inputs = (
-        tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4, 7, 8)
+    entropy, full, probe, backward, errors, inputs, noise, layers, embeddings, share = (
+        tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4, *range(7, 13))
     )
     end = _COLUMNS + len(grid)
     curves = tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
@@ -130,6 +161,10 @@ def report(
         loss=_loss([row[6] for row in rows]),
         # Every shard of a stage has as many replicas, so that these are the sums over shards up to one factor.
         mean_error=tuple(map(relative, errors, inputs)),
+        entropy_error=noise,
+        entropy_layers=layers,
+        entropy_embeddings=embeddings,
+        embedding_share=share,
     )
     return made, full
 

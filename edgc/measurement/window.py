@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch.distributed as dist
 
 from edgc.checks import need
 from edgc.compressors import Statistics
+from edgc.entropy.meter import Measured
 from edgc.measurement.mean_error import MeanError
-from edgc.measurement.report import Mean
+from edgc.measurement.report import Mean, NoisyMean
 from edgc.measurement.spectral import Curve
 from edgc.timing.benchmark import seconds
 
@@ -60,6 +62,7 @@ class Window:
 
     Attributes:
         entropy, entropy_full: in nats, sampled and of all entries.
+        layers, embeddings: as ``entropy``, by kind of parameters; ``embedding_share`` of the entries.
         loss: of training, in nats per token.
         mean: what the replicas' mean lacks.
         errors: at the window's end, squared norms of what it lacks and of what it is of; nan if unknown.
@@ -73,11 +76,24 @@ class Window:
         self.start()
 
     def start(self) -> None:
-        self.entropy, self.entropy_full, self.loss = Mean(), Mean(), Mean()
+        self.entropy, self.entropy_full, self.loss = NoisyMean(), Mean(), Mean()
+        self.layers, self.embeddings, self.embedding_share = Mean(), Mean(), Mean()
         self._told = False  # a loss, be it finite or not
         self.errors = math.nan, math.nan
         self.curve: Curve | None = None
         self.times.clear()
+
+    def add_entropy(self, measured: Measured) -> None:
+        """Take in what GDS has measured in one iteration."""
+        self.entropy.add(measured.sampled)
+        self.entropy_full.add(measured.full)
+        self.layers.add(measured.layers)
+        self.embeddings.add(measured.embeddings)
+        self.embedding_share.add(measured.embedding_share)
+
+    @property
+    def _by_kind(self) -> tuple[Mean, Mean, Mean]:
+        return self.layers, self.embeddings, self.embedding_share
 
     def add_loss(self, loss: float) -> None:
         self.loss.add(loss)
@@ -97,19 +113,25 @@ class Window:
         curve = self.curve or (math.nan,) * len(grid)
         loss = math.inf if self._told and not self.loss.count else self.loss.value
         means = [self.entropy.value, self.entropy_full.value, probe, backward, replicas, loss]
-        return [float(stage), *means, *self.errors, *curve, *(self.times.values if watches else [])]
+        kinds = [mean.value for mean in self._by_kind]
+        means += [*self.errors, self.entropy.error, *kinds]
+        return [float(stage), *means, *curve, *(self.times.values if watches else [])]
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "means": [[item.total, item.count] for item in (self.entropy, self.entropy_full, self.loss)],
+            "entropy": asdict(self.entropy),
+            "means": [[item.total, item.count] for item in (self.entropy_full, self.loss, *self._by_kind)],
             "mean": self.mean.state_dict(),
             "times": self.times.values,
             "told": self._told,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        need(state, ("means", "mean", "times"), "engine.window")
-        self.entropy, self.entropy_full, self.loss = (Mean(float(t), int(c)) for t, c in state["means"])
+        need(state, ("entropy", "means", "mean", "times"), "engine.window")
+        self.entropy = NoisyMean(**state["entropy"])
+        self.entropy_full, self.loss, self.layers, self.embeddings, self.embedding_share = (
+            Mean(float(total), int(count)) for total, count in state["means"]
+        )
         self._told = bool(state.get("told", self.loss.count))
         self.mean.load_state_dict(state["mean"])
         self.times.values = state["times"]

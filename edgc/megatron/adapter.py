@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,12 +15,21 @@ from edgc.compressors.sizes import compressible, mean_bits
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.control.settings import PolicyConfig
 from edgc.engine import Engine, Observer
+from edgc.entropy.kinds import embeddings
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
 from edgc.megatron.bucket_group import CompressedBucketGroup
 from edgc.megatron.embedding import fuse
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.groups import gather_objects
+
+
+class Matrix(NamedTuple):
+    """A parameter that is compressed: its local shape, the bits of an entry of its gradient, and its kind."""
+
+    shape: tuple[int, int]
+    bits: int
+    embedding: bool
 
 
 def attach(
@@ -80,24 +89,27 @@ def attach(
     fused = fuse(chunks, names) if config.fused_embedding else None
     elsewhere = fused.parameter if fused is not None else None
     experts = isinstance(config, CompressingConfig) and config.compress_experts
+    tables = {parameter for chunk in chunks for parameter in embeddings(chunk.module)}
     own = [
-        (tuple(parameter.shape), 8 * parameter.main_grad.element_size())
+        Matrix(tuple(parameter.shape), 8 * parameter.main_grad.element_size(), parameter in tables)
         for group in (groups if experts else dense)
         for parameter in sorted(group.params, key=names.__getitem__)
         if parameter is not elsewhere
     ]
-    own = [(shape, bits) for shape, bits in own if compressible(shape, config.min_compression_elements)]
-    shapes, gradient_bits = _matrices_of_all_stages(stage, own)
+    own = [matrix for matrix in own if compressible(matrix.shape, config.min_compression_elements)]
+    stages = _matrices_of_all_stages(stage, own)
     overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
     engine = Engine(
         config,
         stage=stage,
-        shapes=shapes,
+        shapes=[[matrix.shape for matrix in matrices] for matrices in stages],
         iterations=iterations,
         observer=observer,
         deferred=True,
         overlapped=overlap,
-        gradient_bits=gradient_bits,
+        gradient_bits=mean_bits((matrix.shape, matrix.bits) for matrix in stages[0]),
+        embeddings={names[parameter] for parameter in tables},
+        embedding_shapes=[matrix.shape for matrix in stages[0] if matrix.embedding],
     )
     for group in groups:
         group.__class__ = CompressedBucketGroup
@@ -144,15 +156,9 @@ def _communicator(chunk: DistributedDataParallel, config: EDGCConfig, stages: in
     return CompressedP2P(pp_group=group, config=chunk.config, pipeline=settings, seed=config.seed)
 
 
-def _matrices_of_all_stages(
-    stage: int, own: list[tuple[tuple[int, ...], int]]
-) -> tuple[list[list[tuple[int, int]]], float]:
-    """Matrix shapes per stage and the mean bits of an entry of the first stage's, the same on every rank.
-
-    The first rank of a stage speaks for it.
-    """
-    by_stage: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+def _matrices_of_all_stages(stage: int, own: list[Matrix]) -> list[list[Matrix]]:
+    """The matrices of every stage, the same on every rank; the first rank of a stage speaks for it."""
+    by_stage: dict[int, list[Matrix]] = {}
     for index, matrices in gather_objects((stage, own)):
         by_stage.setdefault(index, matrices)
-    shapes = [[(shape[0], shape[1]) for shape, _ in by_stage[index]] for index in sorted(by_stage)]
-    return shapes, mean_bits(by_stage[min(by_stage)])
+    return [by_stage[index] for index in sorted(by_stage)]

@@ -11,6 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from edgc.control.adaptive import OF_A_WINDOW
 from edgc.engine import Engine
 from experiments.spec.settings import RunConfig
 from experiments.training.metrics import Step
@@ -18,6 +19,7 @@ from experiments.training.outputs import EventLog
 from experiments.training.signatures import Finding
 
 SCALARS = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "communication/bytes": "bytes"}
+OF_A_DECISION = ("r_min", "r_max", "target", "target_low", "target_high", *OF_A_WINDOW)
 STAGE_SCALARS = ("rank", "entropy", "worker_error", "mean_error")
 
 
@@ -124,11 +126,8 @@ class RunLog:
             phase=made.phase,
             reason=made.reason,
             ranks=made.ranks,
-            entropy=made.entropy,
             entropy_full=engine.monitor.entropy_full,
-            r_min=made.r_min,
-            r_max=made.r_max,
-            target=made.target,
+            **{name: getattr(made, name) for name in OF_A_DECISION},
         )
         if made.timing:
             # With this, and alignment's formula, every rank that is set from now on can be checked.

@@ -19,7 +19,7 @@ from edgc.control.rank_model import StageModel
 
 def test_cqm_asks_for_the_rank_of_equal_error() -> None:
     policy = CQM(CQMConfig(), StageModel([(256, 256), (256, 1024)]))
-    end = WindowEnd(1, (64,), 4, 64, History(reference=(64, -2.0)))
+    end = WindowEnd(1, (64,), 4, 64, History(reference=(64, -2.0, 0.0)))
     assert policy.target(-2.0, end).rank == pytest.approx(64)
     lower = policy.target(-2.05, end)
     assert lower.rank is not None

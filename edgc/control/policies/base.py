@@ -5,6 +5,7 @@ Plain arithmetic: equal numbers give equal answers, so all ranks of a job decide
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,14 +23,16 @@ class Means:
     Attributes:
         first: of the first two windows that have one.
         previous, now: of the last two windows.
+        error: standard error of ``now``; None where it is not known.
     """
 
     first: list[float] = field(default_factory=list)
     previous: float | None = None
     now: float | None = None
+    error: float | None = None
 
-    def add(self, mean: float | None) -> None:
-        self.previous, self.now = self.now, mean
+    def add(self, mean: float | None, error: float | None = None) -> None:
+        self.previous, self.now, self.error = self.now, mean, error
         if mean is not None and len(self.first) < 2:
             self.first.append(mean)
 
@@ -39,21 +42,33 @@ class History:
     """Window means of stage 0's entropy and of the training loss.
 
     Attributes:
-        reference: rank and entropy of stage 0 when warm-up ended; None before, and if no entropy was measured then.
+        warm_up: entropy and standard error (0: not known) of the windows of warm-up that have one.
+        reference: rank and entropy of stage 0 when warm-up ended, and the entropy's standard error (0: not known);
+            None before, and if no entropy was measured then.
     """
 
     entropy: Means = field(default_factory=Means)
     loss: Means = field(default_factory=Means)
-    reference: tuple[int, float] | None = None
+    warm_up: list[tuple[float, float]] = field(default_factory=list)
+    reference: tuple[int, float, float] | None = None
+
+    def anchor(self, rank: int, windows: int) -> None:
+        """Set the reference to ``rank`` and the mean entropy of the last so many windows of warm-up."""
+        last = self.warm_up[-windows:]
+        if last and self.entropy.now is not None:
+            mean = math.fsum(value for value, _ in last) / len(last)
+            self.reference = rank, mean, math.sqrt(math.fsum(error**2 for _, error in last)) / len(last)
 
     def state_dict(self) -> dict[str, Any]:
         """In JSON's types."""
-        return asdict(self) | {"reference": list(self.reference) if self.reference else None}
+        state = asdict(self) | {"reference": list(self.reference) if self.reference else None}
+        return state | {"warm_up": [list(item) for item in self.warm_up]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         reference = tuple(state["reference"]) if state["reference"] else None
-        return cls(Means(**state["entropy"]), Means(**state["loss"]), reference)
+        warm_up = [(float(entropy), float(error)) for entropy, error in state["warm_up"]]
+        return cls(Means(**state["entropy"]), Means(**state["loss"]), warm_up, reference)
 
 
 @dataclass(frozen=True)
@@ -83,18 +98,23 @@ class Move(NamedTuple):
     Attributes:
         ranks: after it, of as many stages as were given or of stage 0 alone; None: they stay.
         target: what the policy asked for on stage 0 before rounding and limits; None where it asks for no rank.
+        low, high: what it would have asked for one standard error away; None where that is not known.
     """
 
     ranks: Ranks | None
     reason: str
     target: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 class Target(NamedTuple):
-    """A real rank that is asked for, or None for "leave it", and why."""
+    """A real rank that is asked for, or None for "leave it", and why; ``low`` and ``high`` as of :class:`Move`."""
 
     rank: float | None
     reason: str
+    low: float | None = None
+    high: float | None = None
 
 
 class Policy(ABC):
@@ -102,9 +122,11 @@ class Policy(ABC):
 
     Attributes:
         uses_curves: whether reports are to have error curves.
+        reference_windows: how many of the last windows of warm-up the reference is the mean of.
     """
 
     uses_curves: ClassVar[bool] = False
+    reference_windows = 1
 
     def begin(self, iteration: int, r_max: int) -> int:
         """The rank of stage 0 after warm-up, which ``iteration`` ends."""
@@ -173,4 +195,4 @@ class MeansPolicy(SteppedPolicy):
         if target.rank is None:
             return Move(None, f"{target.reason}; ranks unchanged")
         new = self.config.step(old, target.rank, end.r_min, end.r_max)
-        return Move((new,), f"{target.reason}; rank {old} -> {new}", target.rank)
+        return Move((new,), f"{target.reason}; rank {old} -> {new}", target.rank, target.low, target.high)
