@@ -1,6 +1,7 @@
-"""Where text comes from: three sources of documents behind one small interface.
+"""Where text comes from: sources of documents behind one small interface; :mod:`experiments.data.sources` opens them.
 
 ``stdlib``       the running Python's own standard library (no download; differs between Python versions)
+``debian``       manuals and books in English from Debian's documentation packages (:mod:`experiments.data.debian`)
 ``folder``       ``.txt`` files (one document each) and ``.jsonl`` files (one document a line, key ``text``)
 ``openwebtext``  a Hugging Face dataset, streamed; its id may also name a local folder of parquet or JSON files
 
@@ -21,13 +22,8 @@ from typing import Any
 
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
-from experiments.spec.settings import DataConfig
 
 SPLITS = ("train", "validation", "test")
-OPENWEBTEXT = "Skylion007/openwebtext"
-# A commit whose files are parquet: `datasets` >= 4 no longer runs the loading script of older commits.
-OPENWEBTEXT_REVISION = "b4325f019c648b1641a1784748667e8b74e5e064"
-
 _STDLIB_SKIP_TOP = {"site-packages", "dist-packages", "lib2to3", "ensurepip"}
 _STDLIB_SKIP_ANY = {"test", "tests", "idle_test", "__pycache__"}
 _STDLIB_MIN_CHARACTERS = 200
@@ -215,36 +211,6 @@ class HuggingFaceText(Source):
         if self.folder:
             return _digest_of_files(self.folder, self.files)
         return hashlib.sha256(self.where.encode()).hexdigest()
-
-
-def normalise(config: DataConfig) -> DataConfig:
-    """``config`` with the defaults of its source filled in and settings that it ignores cleared."""
-    update: dict[str, Any] = {}
-    if config.source == "openwebtext":
-        update["dataset"] = config.dataset or OPENWEBTEXT
-        if update["dataset"] == OPENWEBTEXT:
-            update["revision"] = config.revision or OPENWEBTEXT_REVISION
-    elif config.source == "stdlib":
-        update |= {"dataset": None, "revision": None}
-    else:
-        update["revision"] = None
-    if config.tokenizer == "gpt2":
-        update["vocab_size"] = None
-    return config.model_copy(update=update)
-
-
-def open_source(config: DataConfig) -> Source:
-    """The source that ``config`` names; ``UserError`` where a folder is missing or has no readable file."""
-    config = normalise(config)
-    if config.source == "stdlib":
-        return StandardLibrary(config.max_documents)
-    if config.source == "folder":
-        if not config.dataset:
-            fix = "set data.dataset to a folder of .txt or .jsonl files"
-            raise UserError("data.dataset is missing for data.source = folder", fix=fix)
-        return TextFolder(Path(config.dataset).expanduser(), config.max_documents)
-    assert config.dataset is not None
-    return HuggingFaceText(config.dataset, config.revision, config.max_documents)
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:

@@ -14,8 +14,9 @@ from typing import Any
 from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml, validate
 from experiments.data import integrity
-from experiments.data.corpus import SPLITS, Document, normalise, open_source
+from experiments.data.corpus import SPLITS, Document
 from experiments.data.integrity import FILES
+from experiments.data.sources import normalise, open_source
 from experiments.spec.settings import DataConfig
 
 FORMAT = 1

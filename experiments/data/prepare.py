@@ -35,9 +35,10 @@ from edgc.checkpoints import manifest
 from edgc.errors import UserError
 from experiments.common.files import atomic_write, check_space, check_writable
 from experiments.data import integrity
-from experiments.data.corpus import SPLITS, Document, HuggingFaceText, Source, open_source
+from experiments.data.corpus import SPLITS, Document, HuggingFaceText, Source
 from experiments.data.folder import FORMAT, DataInfo, recorded, up_to_date
 from experiments.data.integrity import INDEX_CACHE
+from experiments.data.sources import open_source
 from experiments.spec.code import data_code
 from experiments.spec.settings import DataConfig
 

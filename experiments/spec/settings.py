@@ -30,7 +30,7 @@ def _divisible(key: str, value: int, of: str, divisor: int, fix: str = "change o
 class DataConfig(Settings):
     """Where the text comes from; ``path`` is the folder of prepared data, below ``results/<scale>/data``."""
 
-    source: Literal["stdlib", "openwebtext", "folder"] = "stdlib"
+    source: Literal["stdlib", "debian", "openwebtext", "folder"] = "stdlib"
     tokenizer: Literal["bpe", "gpt2"] = "bpe"
     vocab_size: PositiveInt | None = 4096
     path: str = "stdlib"

@@ -14,16 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from edgc.errors import UserError
-from experiments.data import corpus
-from experiments.data.corpus import (
-    SPLITS,
-    Document,
-    HuggingFaceText,
-    StandardLibrary,
-    TextFolder,
-    normalise,
-    open_source,
-)
+from experiments.data import sources
+from experiments.data.corpus import SPLITS, Document, HuggingFaceText, StandardLibrary, TextFolder
+from experiments.data.sources import normalise, open_source
 from experiments.spec.settings import DataConfig
 
 
@@ -181,9 +174,9 @@ def test_openwebtext_asks_the_hub_for_a_pinned_revision(monkeypatch: pytest.Monk
         "one",
         "two",
     ]
-    pinned = {"revision": corpus.OPENWEBTEXT_REVISION, "split": "train", "streaming": True}
-    assert asked == [(corpus.OPENWEBTEXT, pinned)]
-    assert len(corpus.OPENWEBTEXT_REVISION) == 40
+    pinned = {"revision": sources.OPENWEBTEXT_REVISION, "split": "train", "streaming": True}
+    assert asked == [(sources.OPENWEBTEXT, pinned)]
+    assert len(sources.OPENWEBTEXT_REVISION) == 40
     other = open_source(DataConfig(source="openwebtext", dataset="someone/text", revision="v1"))
     assert other.where == "someone/text@v1"
     assert other.identity() != open_source(DataConfig(source="openwebtext")).identity()
@@ -191,7 +184,7 @@ def test_openwebtext_asks_the_hub_for_a_pinned_revision(monkeypatch: pytest.Monk
 
 def test_hub_without_network_is_one_line(tmp_path: Path) -> None:
     program = (
-        "from experiments.common.cli import main_guard; from experiments.data.corpus import open_source\n"
+        "from experiments.common.cli import main_guard; from experiments.data.sources import open_source\n"
         "from experiments.spec.settings import DataConfig\n"
         "main_guard(lambda: list(open_source(DataConfig(source='openwebtext')).documents()))()"
     )
@@ -201,7 +194,7 @@ def test_hub_without_network_is_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: data.dataset cannot be read")
-    assert corpus.OPENWEBTEXT in line
+    assert sources.OPENWEBTEXT in line
     assert "local folder" in line
 
 
@@ -209,8 +202,8 @@ def test_normalise_fills_defaults_and_drops_what_is_ignored() -> None:
     assert normalise(DataConfig(source="stdlib", dataset="x", revision="y")) == DataConfig(source="stdlib")
     hub = normalise(DataConfig(source="openwebtext", tokenizer="gpt2", vocab_size=4096))
     assert (hub.dataset, hub.revision, hub.vocab_size) == (
-        corpus.OPENWEBTEXT,
-        corpus.OPENWEBTEXT_REVISION,
+        sources.OPENWEBTEXT,
+        sources.OPENWEBTEXT_REVISION,
         None,
     )
     assert normalise(DataConfig(source="openwebtext", dataset="a/b")).revision is None

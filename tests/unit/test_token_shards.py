@@ -236,7 +236,7 @@ def test_too_little_space_is_said_before_anything_is_done(tmp_path: Path, monkey
 
 
 def test_openwebtext_needs_about_forty_gigabytes() -> None:
-    from experiments.data.corpus import open_source
+    from experiments.data.sources import open_source
 
     config = DataConfig(source="openwebtext", tokenizer="gpt2", path="openwebtext")
     # Two copies of 9.04 G tokens of two bytes, and 8 M documents' names and indices.
