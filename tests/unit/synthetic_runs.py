@@ -56,6 +56,7 @@ def write_run(
     decide_every: int = 0,
     probe_every: int = 0,
     entropy_seconds: float = 0.0,
+    lr: float = 1e-3,
 ) -> Path:
     """Write one run under ``folder/<variant>-s<seed>``.
 
@@ -204,7 +205,7 @@ def write_run(
         "seed": seed,
         "scale": "ci",
         "model": {"architecture": architecture, "layers": 4, "hidden": 96},
-        "train": {"iterations": iterations},
+        "train": {"iterations": iterations, "lr": lr},
         "compression": compression,
         "probe": {"every": probe_every},
         "provenance": {"versions": {"torch": "2.13.0"}, "git_commit": "0" * 40, "hardware": "2 CPU cores"},

@@ -105,7 +105,7 @@ SUITE_LAYERS = (
     {"experiments.data", "experiments.cluster"},
     {"experiments.training"},
     {"experiments.evaluation", "experiments.analyse", "experiments.simulation"},
-    {"experiments.bench", "experiments.verdicts", "workflows"},
+    {"experiments.bench", "experiments.power", "experiments.verdicts", "workflows"},
 )
 
 

@@ -1,0 +1,88 @@
+"""How many seeds a study needs: ``python -m experiments.power --study policies --effect 0.005``.
+
+From the kept runs of a study (``results/reference``) it takes, for every two variants, how much their difference in
+validation loss varies over seeds, and says how many seeds would show with 80 % probability that they differ by
+``--effect`` nats if they do, or that they are equal within it if they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from edgc.errors import UserError
+from experiments.analyse.equivalence import MOST, power_of_difference, power_of_equality, seeds_needed
+from experiments.analyse.tables import write_table
+from experiments.common import written_tables
+from experiments.common.cli import main_guard
+from experiments.spec import matrix
+
+LEAST_SEEDS = 3  # of a pair, to know a deviation
+
+
+def pairs(table: pd.DataFrame, effect: float, base: str | None = None) -> pd.DataFrame:
+    """Per two variants the deviation of their paired difference, and the seeds needed to resolve ``effect`` nats.
+
+    Args:
+        table: a study's ``table.csv``.
+        base: only pairs with this variant.
+    """
+    losses = table[table["status"] == "ok"].pivot_table(
+        index="seed", columns="variant", values="validation_loss", sort=False
+    )
+    rows: list[dict[str, Any]] = []
+    for one, other in itertools.combinations(losses.columns, 2):
+        if base is not None and base not in (one, other):
+            continue
+        differences = (losses[other] - losses[one]).dropna()
+        if len(differences) >= LEAST_SEEDS:
+            sd = float(differences.std())
+            rows.append(
+                {"variant": other, "against": one, "seeds": len(differences), "difference_nats": differences.mean()}
+                | {"sd_nats": sd, "seeds_to_see_difference": seeds_needed(power_of_difference, sd, effect)}
+                | {"seeds_to_show_equality": seeds_needed(power_of_equality, sd, effect)}
+            )
+    return pd.DataFrame(rows)
+
+
+@main_guard
+def main(
+    study: Annotated[str, typer.Option(help="name of a file in experiments/studies")],
+    effect: Annotated[float, typer.Option(help="nats of validation loss to be resolved", min=1e-9)] = 0.005,
+    scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "workstation",
+    against: Annotated[str, typer.Option(help="only pairs with this variant")] = "",
+    results: Annotated[Path, typer.Option(help="results folder")] = Path("results/reference"),
+    out: Annotated[Path | None, typer.Option(help="also write the table to this file")] = None,
+) -> None:
+    """Say how many seeds resolve a difference between the variants of a study."""
+    matrix.load_study(study)
+    path = results / scale / study / "table.csv"
+    if not path.is_file():
+        raise UserError("there is no table of kept runs", where=path, fix=f"run the study: snakemake -c2 {study}")
+    found = pairs(written_tables.read(path), effect, against or None)
+    if found.empty:
+        fix = "train more seeds, or name another variant"
+        raise UserError(f"no two variants have {LEAST_SEEDS} seeds in common", where=path, fix=fix)
+    if out is not None:
+        write_table(out, found)
+    shown = Table(title=f"{study}, {scale}: seeds for 80 % power at {effect:g} nats")
+    for column in ("variant", "against", "seeds", "difference", "sd", "to see a difference", "to show equality"):
+        shown.add_column(column)
+    for row in found.itertuples():
+        needed = (row.seeds_to_see_difference, row.seeds_to_show_equality)
+        numbers = [f"{number:.0f}" if math.isfinite(number) else f"> {MOST}" for number in needed]
+        shown.add_row(
+            row.variant, row.against, str(row.seeds), f"{row.difference_nats:+.4f}", f"{row.sd_nats:.4f}", *numbers
+        )
+    Console().print(shown)
+
+
+if __name__ == "__main__":
+    typer.run(main)

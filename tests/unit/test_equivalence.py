@@ -1,0 +1,121 @@
+"""Two one-sided tests on paired differences, and how many seeds they need."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from edgc.errors import UserError
+from experiments import power
+from experiments.analyse import equivalence
+
+VALUES = st.lists(st.floats(-0.02, 0.02), min_size=2, max_size=8)
+
+
+@settings(deadline=None)
+@given(VALUES)
+def test_equality_is_a_90_percent_interval_inside_the_margin(values: list[float]) -> None:
+    sd, n = float(np.std(values, ddof=1)), len(values)
+    half = stats.t.ppf(0.95, n - 1) * sd / math.sqrt(n)
+    inside = np.mean(values) - half > -0.005 and np.mean(values) + half < 0.005
+    p = equivalence.two_one_sided(values, 0.005)
+    if abs(p - equivalence.ALPHA) > 1e-9:
+        assert (p < equivalence.ALPHA) == inside
+
+
+@settings(deadline=None)
+@given(VALUES)
+def test_the_sign_of_a_difference_does_not_matter_for_equality(values: list[float]) -> None:
+    there, back = (equivalence.two_one_sided([sign * value for value in values], 0.005) for sign in (1, -1))
+    assert there == pytest.approx(back)
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.0001, -0.0002, 0.0], "equal"),
+        ([0.0011, 0.0010, 0.0012], "equal"),  # certainly worse, and within the margin
+        ([0.020, 0.021, 0.022], "worse"),
+        ([-0.020, -0.021, -0.022], "better"),
+        ([-0.02, 0.02, 0.0], "not decided"),
+        ([0.001], "not decided"),
+        ([], "not decided"),
+    ],
+)
+def test_verdicts(differences: list[float], verdict: str) -> None:
+    assert equivalence.compare(differences, 0.005)["verdict"] == verdict
+
+
+@pytest.mark.parametrize(("sd", "seeds"), [(0.002, 3), (0.004, 5), (0.004, 10), (0.01, 10)])
+def test_power_is_that_of_simulated_studies(sd: float, seeds: int) -> None:
+    rng = np.random.default_rng(1)
+    drawn = rng.normal(0, sd, (4000, seeds))
+    errors = drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
+    room = 0.005 - stats.t.ppf(0.95, seeds - 1) * errors
+    equal = np.mean(np.abs(drawn.mean(axis=1)) < room)
+    assert equivalence.power_of_equality(sd, 0.005, seeds) == pytest.approx(equal, abs=0.03)
+    shifted = stats.ttest_1samp(drawn + 0.005, 0, axis=1).pvalue
+    assert equivalence.power_of_difference(sd, 0.005, seeds) == pytest.approx(np.mean(shifted < 0.05), abs=0.03)
+
+
+@pytest.mark.parametrize("kind", [equivalence.power_of_equality, equivalence.power_of_difference])
+def test_the_fewest_seeds_reach_the_power_and_one_less_does_not(kind: object) -> None:
+    assert callable(kind)
+    needed = equivalence.seeds_needed(kind, 0.004, 0.005)
+    assert kind(0.004, 0.005, int(needed)) >= equivalence.POWER > kind(0.004, 0.005, int(needed) - 1)
+    assert equivalence.seeds_needed(kind, 1.0, 0.005) == math.inf
+    assert equivalence.seeds_needed(kind, 0.0, 0.005) == 2
+
+
+def table() -> pd.DataFrame:
+    rng = np.random.default_rng(2)
+    rows = []
+    for seed in range(1, 5):
+        common = rng.normal(0, 0.1)  # seeds differ far more than variants of one seed
+        for variant, gap in (("none", 0.0), ("a", 0.01), ("b", 0.02)):
+            loss = 4 + common + gap + rng.normal(0, 0.001)
+            rows.append({"variant": variant, "seed": seed, "status": "ok", "validation_loss": loss})
+    rows.append({"variant": "c", "seed": 1, "status": "ok", "validation_loss": 4.0})
+    return pd.DataFrame(rows)
+
+
+def test_pairs_are_of_equal_seeds() -> None:
+    found = power.pairs(table(), 0.005)
+    assert [*zip(found["variant"], found["against"], strict=True)] == [("a", "none"), ("b", "none"), ("b", "a")]
+    assert found["sd_nats"].max() < 0.005, "what seeds have in common is gone"
+    assert found["difference_nats"].tolist() == pytest.approx([0.01, 0.02, 0.01], abs=0.003)
+    assert found["seeds_to_show_equality"].max() < 10
+    assert len(power.pairs(table(), 0.005, "a")) == 2
+
+
+def test_the_program_reads_kept_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "ci" / "policies"
+    folder.mkdir(parents=True)
+    table().to_csv(folder / "table.csv", index=False)
+    power.main("policies", 0.005, "ci", "", tmp_path, tmp_path / "power.csv")
+    assert "seeds for 80 % power" in capsys.readouterr().out
+    assert len(pd.read_csv(tmp_path / "power.csv")) == 3
+
+
+@pytest.mark.parametrize(
+    ("study", "against", "line"),
+    [("policy", "", "did you mean policies"), ("methods", "", "no table of kept runs"), ("policies", "c", "in common")],
+)
+def test_bad_input_is_one_line(
+    study: str, against: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "ci" / "policies"
+    folder.mkdir(parents=True)
+    table().to_csv(folder / "table.csv", index=False)
+    with pytest.raises(SystemExit) as stop:
+        power.main(study, 0.005, "ci", against, tmp_path, None)
+    assert stop.value.code == 2
+    assert line in " ".join(capsys.readouterr().err.split())
+    assert issubclass(UserError, Exception)
