@@ -44,8 +44,7 @@ class Engine:
         iterations: length of the run, which warm-up is a share of.
         exchange_group: group over which ranks exchange measurements; None is the world.
         observer: called with the local gradients before they are reduced, for studies.
-        deferred: whether an iteration's changes of error feedback and warm start wait for :meth:`end_iteration`,
-            which can then drop them.
+        deferred: whether changes of error feedback and warm start wait for :meth:`end_iteration`, which may drop them.
         overlapped: whether reductions overlap with backward or with each other, so that the time they are waited for
             is only what nothing hid. Measurements of times know how to deal with that.
         open_channel: what reductions are sent through, for studies of other networks.
