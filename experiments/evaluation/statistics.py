@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import Field
 from scipy import stats
 
+from experiments.common.equivalence import equivalence_p
 from experiments.common.yaml_settings import Settings, load_yaml, validate
 
 EQUIVALENCE = Path(__file__).parent / "equivalence.yaml"
@@ -145,13 +146,6 @@ def judge(found: Gap, rule: Equivalence, seeds: int = 1) -> Finding:
         else:
             verdict = DIFFERENT if p_value < rule.significance else NOT_DECIDED
     return Finding(centre - reach, centre + reach, test, p_value, p_equivalence, verdict)
-
-
-def equivalence_p(centre: float, error: float, margin: float, freedom: int) -> float:
-    """The larger p value of two one-sided t tests: of a gap at most -margin, and of one at least margin."""
-    if error == 0:
-        return 0.0 if abs(centre) < margin else 1.0
-    return float(stats.t.sf((margin - abs(centre)) / error, freedom))
 
 
 def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:

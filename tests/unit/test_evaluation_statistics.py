@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from edgc.errors import UserError
+from experiments.common.equivalence import equivalence_p
 from experiments.evaluation import statistics as es
 from experiments.evaluation.table import influence
 
@@ -90,8 +91,8 @@ def test_verdicts() -> None:
 def test_a_wider_margin_never_makes_equivalence_harder(
     centre: float, error: float, margin: float, factor: float, freedom: int
 ) -> None:
-    narrow = es.equivalence_p(centre, error, margin, freedom)
-    assert es.equivalence_p(centre, error, factor * margin, freedom) <= narrow
+    narrow = equivalence_p(centre, error, margin, freedom)
+    assert equivalence_p(centre, error, factor * margin, freedom) <= narrow
     inside = abs(centre) + stats.t.ppf(0.95, freedom) * error < margin
     assert inside == (narrow < 0.05)
 
