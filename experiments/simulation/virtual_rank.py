@@ -217,8 +217,10 @@ class VirtualRank:
         def gather_objects(mine: Any, group: Any = None) -> list[Any]:
             stages = []
             for stage in placement.build(shape):
-                used = (t.shape for t in stage.tensors if compressible(t.shape, least))
-                stages.append((stage.stage, [(size, 32) for size in used]))  # bits: fp32 gradients at every precision
+                used = [t for t in stage.tensors if compressible(t.shape, least)]
+                # 32 bits: fp32 gradients at every precision.
+                matrices = [adapter.Matrix((t.shape[0], t.shape[1]), 32, "embedding" in t.name) for t in used]
+                stages.append((stage.stage, matrices))
             stages[mine[0]] = mine
             return stages
 

@@ -602,6 +602,16 @@ def write_samplings(path: Path) -> None:
     pd.DataFrame(probe.rows).to_parquet(path)
 
 
+def write_tuning(root: Path) -> Path:
+    """Three learning rates of which the middle one is best, one diverged run at the highest."""
+    for rate, loss in ((0.001, 5.2), (0.002, 5.0), (0.004, 5.1)):
+        for seed in (1, 2):
+            status = "diverged" if (rate, seed) == (0.004, 2) else "ok"
+            about = {"variant": f"lr_{rate:g}".replace(".", ""), "label": "no compression", "lr": rate}
+            write_run(root / "tuning", study="tuning", seed=seed, status=status, loss=loss + seed / 100, **about)
+    return root
+
+
 def write_all(root: Path) -> Path:
     """Every trained study under ``root`` (the folder of one scale)."""
     for write in (
@@ -615,6 +625,7 @@ def write_all(root: Path) -> Path:
         write_rank_model,
         write_window_ablation,
         write_sampling_ablation,
+        write_tuning,
     ):
         write(root)
     return root

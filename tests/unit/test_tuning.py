@@ -10,7 +10,7 @@ import pytest
 
 from experiments.analyse import tuning
 from experiments.analyse.__main__ import analyse
-from tests.unit.synthetic_runs import write_run
+from tests.unit.synthetic_runs import write_tuning
 
 RATES = (0.001, 0.002, 0.004)
 
@@ -68,9 +68,8 @@ def test_nothing_is_found_where_everything_diverged() -> None:
 
 
 def test_tables_of_runs(tmp_path: Path) -> None:
-    for rate in RATES:
-        loss = 4 + abs(rate - 0.002)
-        write_run(tmp_path / "tuning", study="tuning", variant=f"lr_{rate}", label="none", loss=loss, lr=rate)
-    written = analyse("tuning", tmp_path / "tuning")
+    written = analyse("tuning", write_tuning(tmp_path) / "tuning")
     assert [path.name for path in written] == list(tuning.RESULTS)
-    assert len(pd.read_csv(tmp_path / "tuning" / "rates.csv")) == 3
+    rates, best = (pd.read_csv(tmp_path / "tuning" / name) for name in ("rates.csv", "best.csv"))
+    assert rates["n_ok"].tolist() == [2, 2, 1]
+    assert best["lr"].tolist() == [0.002] and best["validation_loss"][0] == pytest.approx(5.015)
