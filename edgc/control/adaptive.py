@@ -215,8 +215,8 @@ class AdaptiveController(Controller):
         """Move on with a window's means; the reason. ``grid``: that of the report's error curves."""
         assert self._policy is not None
         self._policy.check_loss(iteration, report.loss, self._history)
-        entropy, *noise = map(_known, (report.entropy[0], *report.entropy_error[:1]))
-        self._history.entropy.add(entropy, noise[0] if noise else None)
+        error = report.entropy_error[0] if report.entropy_error else math.nan
+        self._history.entropy.add(_known(report.entropy[0]), _known(error))
         self._history.loss.add(_known(report.loss))
         if self.phase == "warmup":
             return self._warmup(iteration)

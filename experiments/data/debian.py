@@ -23,6 +23,7 @@ from typing import IO
 
 from pydantic import Field
 
+from edgc.checkpoints.manifest import entry
 from edgc.errors import UserError
 from experiments.common.files import atomic_path
 from experiments.common.source import fingerprint
@@ -91,8 +92,8 @@ def extracted(wanted: Manifest) -> dict[str, Path]:
     Raises:
         UserError: a package cannot be fetched, or is not what the manifest says.
     """
-    folder, packages = cache(), wanted.packages
-    done = {name: folder / f"{name}-{of.sha256[:12]}-{_code()}.jsonl.gz" for name, of in packages.items()}
+    folder, packages, code = cache(), wanted.packages, _code()
+    done = {name: folder / f"{name}-{of.sha256[:12]}-{code}.jsonl.gz" for name, of in packages.items()}
     missing = [name for name, path in done.items() if not path.is_file()]
     if missing:
         files = [fetch(wanted.mirrors, packages[name], folder) for name in missing]
@@ -105,10 +106,12 @@ def fetch(mirrors: list[str], package: Package, folder: Path) -> Path:
     """The package's file in ``folder``, fetched if it is not there.
 
     Raises:
-        UserError: no mirror has it, or its checksum differs.
+        UserError: no mirror has it, or its checksum differs, that of a file that was there included.
     """
     path = folder / Path(package.file).name
     if path.is_file():
+        if problem := _problem(path, package):
+            raise UserError(problem, where=path, fix="delete it: it is fetched again")
         return path
     failures = []
     for mirror in mirrors:
@@ -117,16 +120,20 @@ def fetch(mirrors: list[str], package: Package, folder: Path) -> Path:
             with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer, atomic_path(path) as temporary:
                 with temporary.open("wb") as file:
                     shutil.copyfileobj(answer, file)
-                with temporary.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                if digest != package.sha256:
-                    raise ValueError(f"its SHA-256 is {digest[:12]}..., not {package.sha256[:12]}...")
+                if problem := _problem(temporary, package):
+                    raise ValueError(problem)
         except (OSError, ValueError, urllib.error.URLError) as error:
             failures.append(f"{mirror}: {error}")
         else:
             return path
     fix = f"check the network, or put the file into {folder}"
     raise UserError(f"cannot fetch {path.name}: {'; '.join(failures)}", where=MANIFEST, fix=fix)
+
+
+def _problem(path: Path, package: Package) -> str:
+    """What is wrong with a package's file; empty if it is what the manifest says."""
+    found = entry(path).sha256
+    return "" if found == package.sha256 else f"its SHA-256 is {found[:12]}..., not {package.sha256[:12]}..."
 
 
 def extract(package: Path, pages: str, out: Path) -> None:

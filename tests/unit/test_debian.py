@@ -111,6 +111,13 @@ def test_what_is_not_as_the_manifest_says_is_refused_and_not_kept(mirror: Path, 
     assert not list((tmp_path / "cache").rglob("b.deb")) and not list((tmp_path / "cache").rglob("*.tmp"))
 
 
+def test_a_file_that_was_put_there_is_checked_too(mirror: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache" / "debian").mkdir(parents=True)
+    (tmp_path / "cache" / "debian" / "b.deb").write_bytes((mirror / "pool" / "a.deb").read_bytes())
+    with pytest.raises(UserError, match=r"^its SHA-256 is .*, not .* \(in .*b\.deb\); delete it: it is fetched again"):
+        list(debian.DebianManuals().documents())
+
+
 def test_a_file_that_is_no_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.deb").write_bytes(b"!<arch>\n" + b" " * 30)
     with pytest.raises(UserError, match="not a Debian package"):
