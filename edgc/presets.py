@@ -69,13 +69,13 @@ def resolved(values: Mapping[str, Any], *, where: object = None, prefix: str = "
     name = given.pop("preset")
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"{prefix}preset = {name!r} is not known", where=where, fix=nearest(name, PRESETS))
-    return _laid(copy.deepcopy(PRESETS[name]), given)
+    return deep_merge(copy.deepcopy(PRESETS[name]), given)
 
 
-def _laid(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+def deep_merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """``high`` laid over ``low``; nested mappings are merged, everything else is replaced."""
     merged = dict(low)
     for key, value in high.items():
         old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _laid(old, value) if both else value  # type: ignore[arg-type]
+        merged[key] = deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged

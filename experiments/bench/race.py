@@ -24,6 +24,7 @@ import yaml
 from pydantic import Field
 
 from edgc.errors import UserError
+from edgc.presets import deep_merge
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.time_to_target import loss_at, reached
 from experiments.bench.children import ROOT, ChildError, last_line
@@ -31,7 +32,7 @@ from experiments.bench.options import check_rates, words
 from experiments.bench.testbed import INTERFACE, Testbed
 from experiments.common.files import atomic_write
 from experiments.common.processes import die_with_parent, stop
-from experiments.common.yaml_settings import Settings, deep_merge, load_yaml, validate
+from experiments.common.yaml_settings import Settings, load_yaml, validate
 from experiments.spec.matrix import load_scale
 from experiments.spec.settings import RunConfig, lay, resolve
 

@@ -99,12 +99,3 @@ def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str
         if current is None or not hasattr(current, "model_fields"):
             return []
     return list(current.model_fields)
-
-
-def deep_merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """``high`` laid over ``low``; nested mappings are merged, everything else is replaced."""
-    merged = dict(low)
-    for key, value in high.items():
-        old = merged.get(key)
-        merged[key] = deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged

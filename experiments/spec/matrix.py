@@ -25,9 +25,10 @@ import typer
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError, nearest
+from edgc.presets import deep_merge
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
-from experiments.common.yaml_settings import deep_merge, load_yaml, validate
+from experiments.common.yaml_settings import load_yaml, validate
 from experiments.spec.settings import RunConfig, lay, resolve
 from experiments.spec.study import Scale, Study, StudyLayer, check_names
 from experiments.spec.task_catalogue import Evaluation

@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from edgc import presets
 from edgc.config import EDGCConfig
-from experiments.common.yaml_settings import Settings, deep_merge, validate
+from experiments.common.yaml_settings import Settings, validate
 
 VOCAB_MULTIPLE = 128  # Megatron-LM: --make-vocab-size-divisible-by 128, times the tensor-parallel size
 Rate = Field(ge=0.0, le=1.0)
@@ -228,11 +228,11 @@ def lay(base: Mapping[str, Any], overrides: Mapping[str, Any], where: object = N
     """
     common, own = base.get("compression"), overrides.get("compression", {})
     if not (isinstance(common, Mapping) and isinstance(own, Mapping)):
-        return deep_merge(base, overrides)
+        return presets.deep_merge(base, overrides)
     common, own = (presets.resolved(v, where=where, prefix="compression.") for v in (common, own))
-    fit = EDGCConfig.usable(deep_merge(common, own))
+    fit = EDGCConfig.usable(presets.deep_merge(common, own))
     common = {key: value for key, value in common.items() if key in fit}
-    return deep_merge({**base, "compression": common}, {**overrides, "compression": own})
+    return presets.deep_merge({**base, "compression": common}, {**overrides, "compression": own})
 
 
 def resolve(values: Mapping[str, Any], where: object) -> RunConfig:
