@@ -1,8 +1,8 @@
 """Whether a policy did anything: of one that did not, a run says nothing.
 
-A policy whose rank stays where it was trains exactly as a fixed rank does, and comparing the two compares nothing. So a
-verdict on a policy counts only where it acted: in at least two thirds of the seeds at least three ranks were in use, and
-in at least 30 % of the windows after warm-up the rank lay strictly inside its limits. Else it is ``not tested``.
+A policy whose rank stays where it was trains exactly as a fixed rank does, and comparing the two compares nothing. So
+a verdict on a policy counts only where it acted: in at least two thirds of the seeds at least three ranks were in use,
+and in at least 30 % of the windows after warm-up the rank lay strictly inside its limits. Else it is ``not tested``.
 """
 
 from __future__ import annotations
