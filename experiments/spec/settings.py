@@ -161,12 +161,13 @@ class ProbeConfig(Settings):
 class FollowsConfig(Settings):
     """The ranks of the run of ``variant`` with the same seed, window by window after warm-up, in another order.
 
-    Its placebos: ``reversed`` in time, or ``shuffled`` (``shuffle`` tells several shuffles apart). They send its bytes,
-    at other times. ``even``: at its bytes, too, two neighbouring ranks in turn, as near to one fixed rank as that goes.
+    Its placebos send its bytes at other times: ``reversed``; ``shuffled`` (``shuffle`` tells several shuffles apart);
+    ``falling``, from the highest to the lowest. ``even``: at its bytes, too, two neighbouring ranks in turn, as near to
+    one fixed rank as that goes.
     """
 
     variant: str
-    order: Literal["reversed", "shuffled", "even"]
+    order: Literal["reversed", "shuffled", "falling", "even"]
     shuffle: int = Field(0, ge=0)
 
 

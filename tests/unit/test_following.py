@@ -61,7 +61,11 @@ RANKS = [32, 24, 16, 20, 16, 20, 24, 24, 20]  # the last one is decided when the
 
 @pytest.mark.parametrize(
     ("order", "wanted"),
-    [("reversed", [24, 24, 20, 16, 20, 16, 24, 32]), ("even", [22, 22, 22, 22, 22, 22, 22, 22])],
+    [
+        ("reversed", [24, 24, 20, 16, 20, 16, 24, 32]),
+        ("falling", [32, 24, 24, 24, 20, 20, 16, 16]),
+        ("even", [22, 22, 22, 22, 22, 22, 22, 22]),
+    ],
 )
 def test_the_schedule_of_a_run_that_follows(tmp_path: Path, order: str, wanted: list[int]) -> None:
     write(tmp_path, RANKS)
