@@ -60,7 +60,7 @@ def state_for(saved: State | Sequence[State], *, world: int, rank: int) -> State
 
 
 def merge(states: Sequence[State]) -> State:
-    """One state for all replicas of a new number: the first one's, with the mean of all error feedback.
+    """One state for all replicas of a new number: the first one's, with the mean of all error feedback and velocities.
 
     Raises:
         UserError: the states are not of the same parameters.
