@@ -229,7 +229,8 @@ class Monitor:
 
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool) -> None:
         """Go on from :meth:`state_dict`; with ``changed_settings`` the window under way begins anew."""
-        self.controller.load_state_dict(state["controller"], changed_settings=changed_settings)
+        iteration = int(state["iteration"])
+        self.controller.load_state_dict(state["controller"], iteration=iteration, changed_settings=changed_settings)
         self.entropy.scale = float(state["scale"])
         if changed_settings:
             self.window.start()

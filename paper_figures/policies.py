@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from edgc.compressors.sizes import FACTOR_BITS
 from paper_figures import style
 from paper_figures.families import FAMILIES, Family
 
@@ -19,10 +20,8 @@ open markers have quantised factors. (b) What each policy costs beyond a fixed r
 bytes, read off the line of the same seed and type of factors; left of zero a policy is better than standing
 still. The rule of the verdict is in ``experiments/analyse/policies.py``, the verdicts are in
 ``policies/verdicts.csv``: an interval that contains zero says nothing. (c) The ranks behind it."""
-FIXED = {
-    "fp32": (FAMILIES["powersgd"], "fixed ranks"),
-    "int8": (FAMILIES["factors_int8"], "fixed ranks, int8 factors"),
-    "int4": (FAMILIES["factors_int4"], "fixed ranks, int4 factors"),
+FIXED = {of: (FAMILIES[f"factors_{of}"], f"fixed ranks, {of} factors") for of in FACTOR_BITS if of != "fp32"} | {
+    "fp32": (FAMILIES["powersgd"], "fixed ranks")
 }
 LOOKS = {
     "cqm": "edgc",

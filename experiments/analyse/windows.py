@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from edgc.control.settings import PolicyConfig
+from experiments.analyse.acting import acting
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import pearson
 from experiments.analyse.tables import ranks_text
@@ -105,7 +106,7 @@ def _of_policy(run: Run) -> list[dict[str, Any]]:
 
 
 def decision_columns(run: Run) -> dict[str, Any]:
-    """How often the controller decided and moved, where it went, and whether it kept its limits."""
+    """How often the controller decided and moved, where it went, whether it kept its limits, and whether it acted."""
     active, ranks = _of_policy(run), active_decisions(run)
     first = [row[0] for row in ranks if row]
     outside = 0
@@ -118,6 +119,7 @@ def decision_columns(run: Run) -> dict[str, Any]:
         "decisions_outside_limits": outside,
         "r_min": as_float(active[-1].get("r_min")) if active else math.nan,
         "r_max": as_float(active[-1].get("r_max")) if active else math.nan,
+        **acting(run),
         **pursuit(run, active, first),
         "ranks_stage0": ">".join(ranks_text([rank]) for rank in first),
     }

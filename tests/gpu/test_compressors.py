@@ -35,7 +35,7 @@ EXACT = 2e-6  # fp32 sums in another order
 IN_BF16 = 1e-2  # what is added up or kept in bfloat16: 2**-9 an operation
 # How far a result may be from the CPU's, of its norm. Quantised factors are rounded along another basis of the same
 # subspace, which moves what they reach by about their step.
-CLOSE = {"fp32": 1e-3, "bf16": 0.05, "int8": 0.1, "int4": 0.4}
+CLOSE = {"fp32": 1e-3, "bf16": 0.05, "int8": 0.1, "int7": 0.15, "int6": 0.2, "int5": 0.3, "int4": 0.4}
 
 
 def lossless(name: str) -> float:

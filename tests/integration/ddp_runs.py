@@ -44,6 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: {**settings, **SMALL} for name, settings in EACH.items()},
     "powersgd": {"method": "powersgd", "rank": 2, **SMALL},
     "int8 factors": {"method": "powersgd", "rank": 8, "factor_dtype": "int8", **SMALL},
+    "int6 factors": {"method": "powersgd", "rank": 8, "factor_dtype": "int6", **SMALL},
     "topk_dgc": {**settings_of("topk_dgc"), **SMALL},
     "edgc": EDGC,
     "search": {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "search_repeats": 1},

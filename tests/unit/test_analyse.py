@@ -353,7 +353,7 @@ def test_the_gaussian_link_is_judged_against_the_end_of_warm_up() -> None:
 
 
 def test_lag_is_between_the_rank_in_use_and_what_its_window_asks_for() -> None:
-    run = runs.Run(Path("w-s1"), "ok", {"compression": synthetic.edgc(10, step_limit=8)})
+    run = runs.Run(Path("w-s1"), "ok", {"compression": synthetic.edgc(10, step_limit=8), "train": {"iterations": 60}})
     asked = [(None, 64), (60.0, 60), (40.0, 52), (10.0, 44), (math.nan, 44)]  # (target, rank afterwards)
     run.__dict__["events"] = {
         "decision": [

@@ -551,6 +551,7 @@ def test_lengths_on_the_wire() -> None:
     # Gaussian entries: what 1, 2, 4 and 8 bits cannot but lose, and 95 % or 5 % of the largest entries left out.
     ranges = {
         "int8": (0.004, 0.012),
+        "int6": (0.02, 0.05),
         "int4": (0.09, 0.2),
         "int2": (0.4, 0.9),
         "sign": (0.59, 1.2),

@@ -1,4 +1,4 @@
-"""Every entry of every matrix in 8, 4 or 2 bits: to the nearest with error feedback, or stochastic without (QSGD)."""
+"""Every entry of every matrix in 8 to 2 bits: to the nearest with error feedback, or stochastic without (QSGD)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class QuantizeConfig(EntrywiseConfig):
     """Every entry in a few bits (ours; with ``stochastic`` rounding QSGD: Alistarh et al., NeurIPS 2017).
 
     Attributes:
-        bits: 8, 4 or 2.
+        bits: 8, 7, 6, 5, 4 or 2.
         rounding: ``nearest`` with error feedback, or ``stochastic``: unbiased, without.
     """
 
@@ -36,7 +36,7 @@ class QuantizeConfig(EntrywiseConfig):
 
     look = Look("Quantised", "#999933", "X", "--")
     examples = {
-        **{f"int{bits}": _example(bits) for bits in (8, 4, 2)},
+        **{f"int{bits}": _example(bits) for bits in (8, 6, 4, 2)},
         # Two roundings, each by less than a step of the largest entry, which is rounded up.
         **{f"stochastic{bits}": _example(bits, 2 * 1.02 / LEVELS[bits]) for bits in (8, 4, 2)},
     }
@@ -45,7 +45,7 @@ class QuantizeConfig(EntrywiseConfig):
         super()._check()
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
         self._whole("bits", 1)
-        require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
+        require(self.bits > 1 and self.bits in LEVELS, "bits", self.bits, "use 8, 7, 6, 5, 4 or 2")
 
     def build(self) -> Quantize:
         return Quantize(self)

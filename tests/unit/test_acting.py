@@ -1,0 +1,82 @@
+"""Whether a policy acted: three ranks in use, 30 % of the windows inside the limits, two thirds of the seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from experiments.analyse.acting import acted, acting
+from experiments.analyse.runs import Run
+
+LIMITS = {"r_min": 8, "r_max": 32}
+
+
+def run(ranks: list[Any], policy: str | None = "cqm", iterations: int | None = None, **more: Any) -> Run:
+    """One that decides every ten iterations, and uses ``ranks`` after the tenth, a list of stages each."""
+    given = {"fixed": {"rank": 16}, "schedule": {"schedule": [[0, 16]]}}.get(policy or "", {})
+    compression = {"method": "edgc", "policy": policy, "window": 10, **given} if policy else {"method": "none"}
+    length = iterations or 10 * (len(ranks) + 1)
+    found = Run(Path("x"), "ok", {"variant": "x", "compression": compression, "train": {"iterations": length}})
+    found.events = {
+        "decision": [
+            {"iteration": 10 * k, "phase": "active", "ranks": row if isinstance(row, list) else [row], **LIMITS, **more}
+            for k, row in enumerate(ranks, start=1)
+        ]
+    }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "used", "inside", "said"),
+    [
+        ([32, 24, 16, 20, 16], 4, 4 / 5, True),
+        ([32, 32, 32, 32, 32], 1, 0, False),
+        ([32, 24, 16, 8, 8, 8, 8, 8, 8, 8], 4, 2 / 10, False),  # through to the lower limit, and there it stays
+        ([32, 24, 16, 8, 8, 8], 4, 2 / 6, True),
+        ([16, 16, 16, 20, 20], 2, 1, False),
+        ([[32, 32], [24, 32], [16, 32], [20, 32]], 4, 3 / 8, True),  # the stage with the most ranks
+        ([[32, None], [24, None], [16, None]], 3, 2 / 6, True),
+        ([], 0, 0, False),
+    ],
+)
+def test_ranks_in_use_and_windows_inside_the_limits(ranks: list[Any], used: int, inside: float, said: bool) -> None:
+    found = acting(run(ranks))
+    assert found == {"ranks_used": used, "windows_inside": pytest.approx(inside), "acted": said}
+
+
+def test_a_rank_that_is_decided_when_the_run_is_over_was_never_in_use() -> None:
+    assert acting(run([32, 24, 16], iterations=30))["ranks_used"] == 2
+
+
+def test_decisions_inside_a_window_are_not_windows() -> None:
+    short = run([32, 24])
+    short.events["decision"].insert(1, {"iteration": 13, "phase": "active", "ranks": [4], **LIMITS})
+    assert acting(short)["ranks_used"] == 2
+
+
+@pytest.mark.parametrize("policy", [None, "fixed", "schedule"])
+def test_what_follows_nothing_neither_acts_nor_fails_to(policy: str | None) -> None:
+    assert acting(run([32, 24, 16, 20], policy)) == {"ranks_used": None, "windows_inside": None, "acted": None}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [
+        ([True, True, False], True),
+        ([True, False, False], False),
+        ([True], True),
+        ([True, False], False),
+        ([True, True, True, False, False], False),
+        ([None, None], None),
+        ([None, True], True),
+        ([], None),
+    ],
+)
+def test_two_thirds_of_the_seeds(tmp_path: Path, seeds: list[bool | None], said: bool | None) -> None:
+    rows = pd.DataFrame({"seed": range(len(seeds)), "acted": seeds})
+    assert acted(rows) is said
+    rows.to_csv(tmp_path / "x.csv", index=False)
+    assert acted(pd.read_csv(tmp_path / "x.csv")) is said
