@@ -6,7 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from edgc.checks import one_of, require
-from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Result
+from edgc.compressors.entrywise.flat import Flat
 from edgc.compressors.quantization.blocks import LEVELS, Blocks
 from edgc.compressors.quantization.mean import QuantisedMean, Quantiser
 from edgc.description import Example, Look
@@ -58,7 +59,8 @@ class Quantised(Feedback):
 
     def __init__(self, config: EntrywiseConfig, quantiser: Quantiser) -> None:
         super().__init__(config)
-        self.quantiser, self.align, self.draws_at_random = quantiser, quantiser.align, quantiser.stochastic
+        self.quantiser, self.align = quantiser, quantiser.align
+        self.draws_at_random = self.counts_reductions = quantiser.stochastic
 
     def waits(self, rank: int | None) -> int:
         return 1 if rank is None else 2
