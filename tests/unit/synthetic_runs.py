@@ -314,11 +314,14 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, tuple[float, fl
 }
 
 
-def write_policies(root: Path) -> Path:
+SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")]
+
+
+def write_policies(root: Path, study: str = "policies") -> Path:
     """Three seeds: a policy that acts beside four runs that follow it, and one that never moves beside one."""
-    folder = root / "policies"
+    folder = root / study
     for place, seed in enumerate((1, 2, 3)):
-        common: dict[str, Any] = {"study": "policies", "seed": seed}
+        common: dict[str, Any] = {"study": study, "seed": seed}
         write_run(folder, variant="none", loss=5.0, **common)
         for name, (settings, follows, gaps) in POLICIES.items():
             write_run(
@@ -614,6 +617,8 @@ def write_tuning(root: Path) -> Path:
             status = "diverged" if (rate, seed) == (0.004, 2) else "ok"
             about = {"variant": f"lr_{rate:g}".replace(".", ""), "label": "no compression", "lr": rate}
             write_run(root / "tuning", study="tuning", seed=seed, status=status, loss=loss + seed / 100, **about)
+    for study in SETTINGS_OF_POLICIES:
+        write_policies(root, study)
     return root
 
 
@@ -633,4 +638,6 @@ def write_all(root: Path) -> Path:
         write_tuning,
     ):
         write(root)
+    for study in SETTINGS_OF_POLICIES:
+        write_policies(root, study)
     return root
