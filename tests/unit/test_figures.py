@@ -20,7 +20,7 @@ from edgc.config import methods
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
 from experiments.spec import matrix
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption, policies, style
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption, style
 from paper_figures.__main__ import main, render
 from paper_figures.families import by_name
 from tests.unit import synthetic_runs as synthetic
@@ -30,6 +30,7 @@ TRAINED = (
     "methods",
     "equal_bytes",
     "policies",
+    *synthetic.SETTINGS_OF_POLICIES,
     "moe",
     "rank_sweep",
     "rank_model",
@@ -231,7 +232,6 @@ def test_every_type_of_factors_has_a_look() -> None:
         for method, kind in (("powersgd", "factors"), ("edgc", "edgc")):
             row = pd.Series({"method": method, "policy": "cqm", "one_sided": False, "factor_dtype": dtype})
             assert style.look(row).key == f"{kind}_{dtype}"
-            assert policies.look("fixed", dtype).key == f"factors_{dtype}"
 
 
 def test_spread_states_n_and_bars() -> None:
