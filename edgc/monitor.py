@@ -111,7 +111,7 @@ class Monitor:
         )
         self.entropy = EntropyMeter(config, embeddings)
         gated = isinstance(config, CompressingConfig) and config.cost_gate
-        self.benchmark = Benchmark(config.build, stage, gated, open_channel)
+        self.benchmark = Benchmark(config.build_to_time, stage, gated, open_channel)
         self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
         self.window = Window(config.window, config.seed)
         self._entrywise = isinstance(config, EntrywiseConfig)

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
+from edgc.compressors.sizes import QUANTISED_BITS
 from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
@@ -66,7 +67,7 @@ def level_of(percent: float) -> float:
 def compare(table: pd.DataFrame, points: pd.DataFrame, level: float) -> list[dict[str, Any]]:
     """Rows of ``levels.csv`` for one level; empty when no variant with quantised factors is at the level."""
     here = points[points["level"] == level]
-    quantised = table[table["factor_dtype"].isin(["int8", "int4"]) & (table["method"] == "powersgd")]["variant"]
+    quantised = table[table["factor_dtype"].isin(QUANTISED_BITS) & (table["method"] == "powersgd")]["variant"]
     candidates = here[here["variant"].isin(set(quantised))]
     if candidates.empty:
         return []

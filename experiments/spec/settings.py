@@ -161,12 +161,13 @@ class ProbeConfig(Settings):
 class FollowsConfig(Settings):
     """The ranks of the run of ``variant`` with the same seed, window by window after warm-up, in another order.
 
-    Its placebos: ``reversed`` in time, or ``shuffled`` (``shuffle`` tells several shuffles apart). They send its bytes,
-    at other times. ``even``: at its bytes, too, two neighbouring ranks in turn, as near to one fixed rank as that goes.
+    Its placebos send its bytes at other times: ``reversed``; ``shuffled`` (``shuffle`` tells several shuffles apart);
+    ``falling``, from the highest to the lowest. ``even``: at its bytes, too, two neighbouring ranks in turn, as near to
+    one fixed rank as that goes.
     """
 
     variant: str
-    order: Literal["reversed", "shuffled", "even"]
+    order: Literal["reversed", "shuffled", "falling", "even"]
     shuffle: int = Field(0, ge=0)
 
 
@@ -235,6 +236,12 @@ class RunConfig(Settings):
             if parallel.tensor == 1:
                 raise ValueError("parallel.sequence needs parallel.tensor above 1; set it to false")
             _divisible("model.sequence_length", model.sequence_length, "parallel.tensor", parallel.tensor)
+        momentum = self.compression.get("momentum", 0)
+        if isinstance(momentum, (int, float)) and momentum > 0 and train.adam_beta1 > 0:
+            raise ValueError(
+                f"train.adam_beta1 = {train.adam_beta1} with compression.momentum = {momentum} applies momentum twice; "
+                "set train.adam_beta1: 0"
+            )
         if (self.follows or self.branch) and self.compression.get("method") != "edgc":
             raise ValueError("follows and branch need compression.method = edgc; leave them out")
         if model.architecture == "bert" and (parallel.pipeline > 1 or parallel.tensor > 1):

@@ -49,6 +49,8 @@ def in_order(ranks: Sequence[int], follows: FollowsConfig, seed: int) -> list[in
         shuffled = list(ranks)
         random.Random(f"{seed} {follows.shuffle}").shuffle(shuffled)
         return shuffled
+    if follows.order == "falling":
+        return sorted(ranks, reverse=True)
     # Two neighbouring ranks, the higher one wherever the running sum has fallen behind the mean.
     total, count = sum(ranks), len(ranks)
     return [total * (place + 1) // count - total * place // count for place in range(count)]

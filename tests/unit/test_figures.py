@@ -15,12 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import methods
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
 from experiments.spec import matrix
 from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption, style
 from paper_figures.__main__ import main, render
+from paper_figures.families import by_name
 from tests.unit import synthetic_runs as synthetic
 
 TRAINED = (
@@ -28,6 +30,7 @@ TRAINED = (
     "methods",
     "equal_bytes",
     "policies",
+    *synthetic.SETTINGS_OF_POLICIES,
     "moe",
     "rank_sweep",
     "rank_model",
@@ -267,6 +270,14 @@ def test_families_are_fixed_and_distinct() -> None:
     }
     assert {name: style.family(name).key for name in expected} == expected
     assert style.family("edgc", "released").key == "released"
+
+
+def test_every_type_of_factors_has_a_look() -> None:
+    for dtype in FACTOR_BITS.keys() - {"fp32"}:
+        assert by_name(f"powersgd_r32_{dtype}").key == by_name(f"factors_{dtype}_r64").key == f"factors_{dtype}"
+        for method, kind in (("powersgd", "factors"), ("edgc", "edgc")):
+            row = pd.Series({"method": method, "policy": "cqm", "one_sided": False, "factor_dtype": dtype})
+            assert style.look(row).key == f"{kind}_{dtype}"
 
 
 def test_spread_states_n_and_bars() -> None:
