@@ -135,7 +135,7 @@ def _window(root: Path, span: str) -> Measured:
         said[-1] += f" from {int(group['windows'].min())} windows of {int(length)} iterations"
         if kind == "extrapolated":
             base = means[(means["window"] == length) & (means["kind"] == "measured")].iloc[0]
-            said[-1] += f", where {int(base['samples'])} samples measured {base['cc_mean']:.2f}"
+            said[-1] += f" ({int(base['samples'])} of them sampled, CC {base['cc_mean']:.2f})"
     return Measured(values, relative, _join("alpha = 0.1", *said, lost))
 
 

@@ -121,7 +121,7 @@ def test_window_claim_is_of_the_papers_samples_and_says_what_is_extrapolated(
     assert (found["our_value"], found["verdict"], found["n"]) == (0.93, "partly", 3)
     over = correlation.combined([0.99, 0.93, 0.97])
     said = f"extrapolated at 100 samples: mean {over['mean']:.4f} ({over['low']:.4f} to {over['high']:.4f})"
-    assert f"{said} from 16 windows of 20 iterations, where 2 samples measured 0.80" in found["note"]
+    assert f"{said} from 16 windows of 20 iterations (2 of them sampled, CC 0.80)" in found["note"]
     assert "no evidence" in claims.judge(known["window_correlation_whole_run"], "ci", tmp_path)["note"]
 
 
