@@ -558,19 +558,22 @@ def write_rank_sweep(root: Path) -> Path:
 
 
 def write_window_ablation(root: Path) -> Path:
+    """Three seeds, and a run of each that sampled at every iteration."""
     folder = root / "window_ablation"
-    for window in (10, 20, 50):
-        write_run(
-            folder,
-            study="window_ablation",
-            variant=f"w{window}",
-            label=f"w={window}",
-            loss=5.03,
-            compression=edgc(window),
-            ranks=[24, 28],
-            decide_every=window,
-            bytes_ratio=0.2,
-        )
+    for seed in (1, 2, 3):
+        for window, alpha in ((10, 0.1), (20, 0.1), (50, 0.1), (20, 1.0)):
+            write_run(
+                folder,
+                study="window_ablation",
+                variant=f"w{window}" + "_every" * (alpha == 1),
+                seed=seed,
+                label=f"w={window}" + ", alpha 1" * (alpha == 1),
+                loss=5.03,
+                compression=edgc(window, alpha),
+                ranks=[24, 28],
+                decide_every=window,
+                bytes_ratio=0.2,
+            )
     return folder
 
 

@@ -226,6 +226,19 @@ def test_what_the_cost_gate_decides_inside_a_window_is_not_counted(tmp_path: Pat
     assert before.loc[0, "decisions"] > 3
 
 
+def test_curves_have_the_mean_entropy_of_the_last_window(root: Path) -> None:
+    curves = pd.read_csv(root / "methods" / "curves.csv")
+    mine = curves[(curves["variant"] == "edgc_cqm") & (curves["seed"] == 1)].set_index("iteration")
+    steps = runs.load_run(root / "methods" / "edgc_cqm-s1").stages
+    part = steps[
+        (steps["stage"] == 1) & steps["iteration"].between(61, 100)
+    ]  # the window is 40, every tenth is sampled
+    assert part["entropy"].count() == 4
+    assert mine.loc[100, "entropy_1"] == pytest.approx(part["entropy"].mean())
+    assert curves.loc[curves["variant"] == "none", "entropy_0"].isna().all(), "nothing follows it"
+    assert len(pd.read_csv(root / "tuning" / "curves.csv")["variant"].unique()) == 3
+
+
 def test_window_correlation_is_the_planted_one(tmp_path: Path) -> None:
     exact = synthetic.edgc(window=20, alpha=1.0, beta=1.0)
     common_settings = {"study": "window_ablation", "ranks": [16, 16], "iterations": 200}

@@ -35,7 +35,16 @@ STUDIES = [
     "tuning",
     "zero_shot",
 ]
-TARGETS = [*STUDIES, "policies_settings", "gpt2_2p5b_v100", "gpt2_12p1b_h100", "break_even", "figures", "report", "ci_regression"]
+TARGETS = [
+    *STUDIES,
+    "policies_settings",
+    "gpt2_2p5b_v100",
+    "gpt2_12p1b_h100",
+    "break_even",
+    "figures",
+    "report",
+    "ci_regression",
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,9 @@ def plans(checkout: Checkout) -> dict[str, dict[str, int]]:
 def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> None:
     plan = plans["all"]
     by_name = {study for study in matrix.studies() if "ci" in matrix.load_study(study).only_by_name}
-    assert by_name == {"equal_bytes", "moe", "optimus_cc", "tuning", *SETTINGS_OF_POLICIES}, "not part of `all` at ci scale"
+    assert by_name == {"equal_bytes", "moe", "optimus_cc", "tuning", *SETTINGS_OF_POLICIES}, (
+        "not part of `all` at ci scale"
+    )
     made = [study for study in matrix.studies() if study not in by_name]
     assert plan["train"] == sum(len(matrix.runs(study, "ci")) for study in made)
     assert plan["figure"] == sum(not by_name.intersection(studies) for studies in FIGURES.values())
