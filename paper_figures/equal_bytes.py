@@ -20,7 +20,8 @@ the bytes that a replica sends, scales and indices included, as a share of an fp
 data-parallel workers, each with its own error feedback. Left and down is better; the axis of the gap is
 linear below 0.01 nats. The grey line is the Pareto front of the means over seeds: neighbours on it whose
 bars overlap could change places. Numbers at the points are ranks, shares of entries sent or bits. Paired
-differences at 3, 6 and 12 % are in ``equal_bytes/levels.csv``."""
+differences at 3, 6 and 12 % are in ``equal_bytes/levels.csv``. Policies that did not act, so that nothing was
+tested of them, are named below the figure."""
 TICKS = (1, 2, 3, 6, 12, 25, 50, 100)
 LINEAR = 0.01  # nats; the gap's axis is linear below and logarithmic above
 
@@ -61,7 +62,7 @@ def draw(results: Path) -> Figure:
         list(points["n"]),
         bars="bars: min to max",
         scale=results.name,
-        extra="grey line: Pareto front of the means",
+        extra="\n".join(part for part in ("grey line: Pareto front of the means", style.untested(runs)) if part),
     )
     fig.draw_without_rendering()  # the layout decides where points are
     write(ax, texts)

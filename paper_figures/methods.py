@@ -18,7 +18,8 @@ training of the same seed (nats; 0.01 nats are about 1 % of perplexity) against 
 replica hands to data-parallel collectives, as a share of fp32. Left and down is better. Markers are means
 over seeds, bars their range, small dots the runs; fixed-rank PowerSGD carries its rank. EDGC's bytes
 contain its uncompressed warm-up. Where a method is more than 0.3 nats off, panel (b) shows those below 0.1.
-Runs without a result are named below the figure and stay in ``methods/table.csv``. Differences smaller than
+Runs without a result are named below the figure and stay in ``methods/table.csv``. So are policies that did
+not act: their runs are those of a fixed rank, and of the policy nothing was tested. Differences smaller than
 the bars say nothing."""
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 
@@ -57,7 +58,7 @@ def draw(results: Path) -> Figure:
         list(shown["n_ok"]),
         bars="bars: min to max, dots: runs",
         scale=results.name,
-        extra=lost(runs),
+        extra="\n".join(part for part in (lost(runs), style.untested(runs, 120 if zoomed else 62)) if part),
     )
     return fig
 

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.common.acting import NOT_TESTED
 from paper_figures import style
 from paper_figures.families import FAMILIES, Family
 
@@ -18,7 +19,8 @@ loss above uncompressed training of the same seed (nats) against the bytes sent;
 open markers have quantised factors. (b) What each policy costs beyond a fixed rank that sends as many
 bytes, read off the line of the same seed and type of factors; left of zero a policy is better than standing
 still. The rule of the verdict is in ``experiments/analyse/policies.py``, the verdicts are in
-``policies/verdicts.csv``: an interval that contains zero says nothing. (c) The ranks behind it."""
+``policies/verdicts.csv``: an interval that contains zero says nothing. *Not tested*: the policy did not act, so its
+runs are those of a fixed rank. (c) The ranks behind it."""
 FIXED = {
     "fp32": (FAMILIES["powersgd"], "fixed ranks"),
     "int8": (FAMILIES["factors_int8"], "fixed ranks, int8 factors"),
@@ -90,9 +92,9 @@ def excesses(ax: Axes, found: pd.DataFrame, runs: pd.DataFrame) -> None:
         family = look(row.policy, row.factor_dtype)
         values = runs.loc[runs["variant"] == row.variant, "excess_nats"].dropna()
         ax.plot(values, [place] * len(values), ".", color=family.colour, markersize=3, alpha=0.6)
-        if values.empty:
-            ax.text(0, place, " outside", va="center", fontsize=style.MIN_FONT, color="#444444")
-        else:
+        said = [word for word, so in (("outside", values.empty), (NOT_TESTED, row.verdict == NOT_TESTED)) if so]
+        ax.text(0, place, "  " + ", ".join(said), va="center", fontsize=style.MIN_FONT, color="#444444")
+        if not values.empty:
             half = 0.0 if pd.isna(row.excess_high) else row.excess_high - row.excess_nats
             ax.errorbar(row.excess_nats, place, xerr=half, color=family.colour, marker=family.marker)
     ax.axvline(0, color="#444444", linewidth=0.6)

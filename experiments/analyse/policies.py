@@ -6,7 +6,8 @@ line at its own bytes, in nats; a run outside the range of the fixed ranks has n
 
 The rule of the verdict, written before the runs: over the seeds with an excess, a policy is ``better`` (``worse``) than
 a fixed rank where the 95 % t interval of the mean excess lies below (above) zero and the mean is at least ``LEAST``
-nats away from it; else ``not distinguishable``; with fewer than ``SEEDS`` seeds ``not decided``.
+nats away from it; else ``not distinguishable``; with fewer than ``SEEDS`` seeds ``not decided``. A policy that follows
+something and did not act (:mod:`experiments.analyse.acting`) is ``not tested``, whatever its excess.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.analyse import methods
+from experiments.analyse.acting import COLUMNS, NOT_TESTED, acted, seeds_acted
 from experiments.analyse.equal_bytes import verdict as of_interval
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
@@ -63,7 +65,7 @@ def excess(row: pd.Series, table: pd.DataFrame) -> dict[str, Any]:
         & (table["variant"] != row["variant"])
     ]
     at = gap_of_fixed(fixed["bytes_ratio"].tolist(), fixed["gap_nats"].tolist(), row["bytes_ratio"])
-    kept = ("variant", "label", "seed", "status", "policy", "factor_dtype", "bytes_ratio", "gap_nats")
+    kept = ("variant", "label", "seed", "status", "policy", "factor_dtype", "bytes_ratio", "gap_nats", *COLUMNS)
     return {name: row[name] for name in kept} | {"fixed_gap_nats": at, "excess_nats": row["gap_nats"] - at}
 
 
@@ -77,15 +79,17 @@ def gap_of_fixed(ratios: Sequence[float], gaps: Sequence[float], ratio: float) -
 
 
 def verdicts(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Per variant the mean excess over its seeds, its interval and the verdict."""
+    """Per variant the mean excess over its seeds, its interval and the verdict; ``acted`` counts seeds, and is empty
+    where the ranks are given."""
     found, by = [], ["variant", "label", "policy", "factor_dtype"]
     for key, mine in rows.groupby(by, sort=False):
         over = interval(mine.loc[mine["status"] == "ok", "excess_nats"])
-        row = dict(zip(by, key, strict=True)) | {"n": len(mine), "n_compared": over["n"]}
+        row = dict(zip(by, key, strict=True)) | {"n": len(mine), "n_compared": over["n"], "acted": seeds_acted(mine)}
         row["percent"] = 100 * mine["bytes_ratio"].mean()
         row["percent_compressed"] = 100 * mine["bytes_ratio_compressed"].mean()
         row |= {"gap_nats": mine["gap_nats"].mean(), "excess_nats": over["mean"]}
-        found.append(row | {"excess_low": over["low"], "excess_high": over["high"], "verdict": verdict(over)})
+        said = NOT_TESTED if acted(mine) is False else verdict(over)
+        found.append(row | {"excess_low": over["low"], "excess_high": over["high"], "verdict": said})
     return found
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.common import written_tables
+from experiments.common import acting, written_tables
 
 
 class Missing(Exception):
@@ -31,6 +31,7 @@ class Measured:
     evidence: str  # path below the scale's folder
     note: str = ""
     kind: str = "measured"
+    acted: bool | None = None  # whether the policy did that the claim is about; None: it is about none
 
 
 def _read(root: Path, relative: str) -> pd.DataFrame:
@@ -66,6 +67,14 @@ def _join(*parts: str) -> str:
 
 def _numbers(column: pd.Series) -> tuple[float, ...]:
     return tuple(float(v) for v in column if math.isfinite(v))
+
+
+def _acted(rows: pd.DataFrame, relative: str) -> tuple[bool, str]:
+    """Whether the policy of finished runs acted, and why that is said; what is not known counts as not."""
+    if not acting.recorded(rows):
+        return False, f"{relative} does not say whether the policy acted"
+    did = acting.acted(rows) is True
+    return did, ("" if did else "the policy did not act: ") + acting.account(rows)
 
 
 def cluster_communication(root: Path) -> Measured:
@@ -155,14 +164,16 @@ def edgc_gap(root: Path) -> Measured:
     if not values:
         raise Missing(f"no uncompressed run of the same seeds in {relative}")
     share = 100 * fine["bytes_ratio"].mean()
+    acted, account = _acted(fine, relative)
     note = f"range {min(values):.4f} to {max(values):.4f} over seeds at {share:.1f} % of the fp32 bytes"
-    return Measured(values, relative, _join(note, lost))
+    return Measured(values, relative, _join(account, note, lost), acted=acted)
 
 
 def zero_shot_on_par(root: Path) -> Measured:
     """Verdict of the equivalence test on every task's first metric, EDGC (cqm); tasks at chance do not count.
 
-    A model at chance is on par with any other at chance, which says nothing of compression.
+    A model at chance is on par with any other at chance, which says nothing of compression. Whether the policy acted is
+    told by the table of the study that trained the models.
     """
     relative = "zero_shot/summary.csv"
     frame = _read(root, relative)
@@ -182,9 +193,21 @@ def zero_shot_on_par(root: Path) -> Measured:
         for word in ("on par", "different", "not decided")
         if not (group := seen[seen["verdict"] == word]).empty
     ]
-    if set(seen["verdict"]) == {"not decided"}:
+    acted, account = _trained(root, edgc)
+    if acted and set(seen["verdict"]) == {"not decided"}:
         raise Missing(_join("too few documents", *note, at_chance))
-    return Measured(tuple(str(v) for v in seen["verdict"]), relative, _join(*note, at_chance))
+    found = tuple(str(v) for v in seen["verdict"])
+    return Measured(found, relative, _join(account, *note, at_chance), acted=acted)
+
+
+def _trained(root: Path, models: pd.DataFrame) -> tuple[bool, str]:
+    """Whether the policy of the runs that made these models acted."""
+    relative = f"{models['study'].iloc[0] if 'study' in models else 'methods'}/table.csv"
+    try:
+        runs, _ = _runs(root, relative)
+    except Missing as reason:
+        return False, f"whether the policy acted is not known: {reason}"
+    return _acted(runs[runs["variant"] == EDGC_CQM], relative)
 
 
 def _trend(root: Path, architecture: str) -> Measured:

@@ -4,7 +4,10 @@
 ``--results results/reference`` judges by what is committed.
 
 The claims and the rules behind the verdicts stand in ``results/paper_claims.yaml`` and were written before the runs.
-Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence states.
+Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence states. The verdicts:
+``supported``, ``partly``, ``not supported``; ``not tested`` where EDGC's policy did not act
+(:mod:`experiments.analyse.acting`), so that the runs are those of a fixed rank and say nothing of it; ``not testable
+here`` where this scale has no evidence, or too little.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pydantic import Field, model_validator
 
 from edgc.errors import UserError
 from experiments.analyse.tables import write_table
+from experiments.common.acting import NOT_TESTED
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, validate
@@ -144,6 +148,8 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
     row["our_value"] = value if isinstance(value, str) else float(f"{value:.6g}")
     if len(found.values) < claim.least:
         return row | {"note": f"{len(found.values)} values, {claim.least} needed; {found.note}".rstrip("; ")}
+    if found.acted is False:
+        return row | {"verdict": NOT_TESTED}
     verdict = claim.rule.verdict(value)
     if verdict == SUPPORTED and claim.at_best == PARTLY:
         verdict = PARTLY
@@ -177,7 +183,7 @@ def print_table(rows: Sequence[dict[str, Any]], scale: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    colours = {SUPPORTED: "green", PARTLY: "yellow", NOT_SUPPORTED: "red", NOT_TESTABLE: "dim"}
+    colours = {SUPPORTED: "green", PARTLY: "yellow", NOT_SUPPORTED: "red", NOT_TESTED: "magenta", NOT_TESTABLE: "dim"}
     table = Table("claim", "paper", "ours", "unit", "kind", "n", "verdict", title=f"Claims at scale {scale}")
     for row in rows:
         ours = "" if row["our_value"] is None else str(row["our_value"])

@@ -305,6 +305,8 @@ POLICIES: dict[str, tuple[dict[str, Any], float, tuple[float, float, float]]] = 
     "spectral": ({"policy": "spectral"}, 0.2 * 2**0.5, (0.025, 0.034, 0.045)),
     "loss": ({"policy": "loss"}, 0.2 * 2**0.5, (0.025, 0.055, 0.055)),
     "released": ({"policy": "released"}, 0.2 * 2**0.5, (0.0355, 0.0455, 0.0555)),
+    # As bad as cqm, but its rank never moves.
+    "idle": ({"policy": "cqm"}, 0.1 * 2**0.5, (0.085, 0.095, 0.106)),
     "abrupt": ({"policy": "schedule", "schedule": [[0, 4], [0.5, 2]]}, 0.05, (0.2, 0.2, 0.2)),
     "cqm_int8": ({"policy": "cqm", "factor_dtype": "int8"}, 0.05, (0.02, 0.02, 0.02)),
 }
@@ -322,8 +324,9 @@ def write_policies(root: Path) -> Path:
                 variant=name,
                 loss=5.0 + gaps[place],
                 bytes_ratio=share,
-                ranks=[settings.get("rank", 8)] * STAGES,
+                ranks=[settings.get("rank", 24)] * STAGES,
                 warmup=0,
+                decide_every=0 if name == "idle" or settings["policy"] in ("fixed", "schedule") else 40,
                 compression=edgc() | settings,
                 **common,
             )

@@ -73,6 +73,10 @@ def test_policies_are_compared_with_fixed_ranks_of_as_many_bytes(root: Path) -> 
     assert found.loc["loss", "verdict"] == "not distinguishable", "its interval contains zero"
     assert found.loc["released", "verdict"] == "not distinguishable", "sure, but too small to matter"
     assert found.loc["abrupt", "verdict"] == found.loc["cqm_int8", "verdict"] == "not decided"
+    assert found.loc["idle", "verdict"] == "not tested", "as bad as cqm, but its rank stayed where it was"
+    assert found.loc["idle", "excess_nats"] == found.loc["cqm", "excess_nats"]
+    assert (found.loc["cqm", "acted"], found.loc["idle", "acted"]) == (3, 0)
+    assert math.isnan(found.loc["fixed_8", "acted"]), "it follows nothing"
     assert found.loc["abrupt", "n_compared"] == 0
     assert math.isnan(found.loc["abrupt", "excess_nats"])
     assert "none" not in found.index

@@ -27,7 +27,7 @@ def put(root: Path, relative: str, rows: list[dict[str, Any]]) -> None:
 
 def run(variant: str, seed: int = 1, status: str = "ok", **more: Any) -> dict[str, Any]:
     fixed = {"variant": variant, "label": variant, "seed": seed, "status": status, "factor_dtype": "fp32"}
-    return fixed | more
+    return fixed | {"ranks_used": 5, "windows_inside": 0.6, "acted": True} | more
 
 
 def test_every_claim_of_the_paper_has_a_rule_and_a_measure(known: dict[str, claims.Claim]) -> None:
@@ -69,6 +69,44 @@ def test_evidence_that_is_kept_is_named_with_its_place(tmp_path: Path, known: di
     put(kept, "methods/table.csv", rows)
     row = claims.judge(known["accuracy_preserved"], "workstation", kept)
     assert row["evidence"] == "results/reference/workstation/methods/table.csv"
+
+
+def cqm(seed: int, **more: Any) -> dict[str, Any]:
+    return run("edgc_cqm", seed, method="edgc", policy="cqm", gap_nats=0.0, bytes_ratio=0.3) | more
+
+
+@pytest.mark.parametrize(
+    ("seeds_acted", "verdict"), [((True, True, True), "supported"), ((True, True, False), "supported"),
+                                 ((True, False, False), "not tested"), ((False, False, False), "not tested")],
+)  # fmt: skip
+def test_a_policy_that_did_not_act_was_not_tested(
+    tmp_path: Path, known: dict[str, claims.Claim], seeds_acted: tuple[bool, ...], verdict: str
+) -> None:
+    moved = {True: {"ranks_used": 4, "windows_inside": 0.5}, False: {"ranks_used": 1, "windows_inside": 0.0}}
+    rows = [cqm(seed, acted=one, **moved[one]) for seed, one in enumerate(seeds_acted, 1)]
+    put(tmp_path, "methods/table.csv", rows)
+    put(tmp_path, "zero_shot/summary.csv", [zero_shot_row("task", "on par")])
+    for claim in ("accuracy_preserved", "zero_shot"):
+        found = claims.judge(known[claim], "ci", tmp_path)
+        assert found["verdict"] == verdict
+        ranks = ", ".join(str(moved[one]["ranks_used"]) for one in seeds_acted)
+        assert f"ranks used {ranks}, windows inside" in found["note"]
+        assert ("the policy did not act" in found["note"]) is (verdict == "not tested")
+
+
+def test_a_table_that_does_not_say_whether_the_policy_acted_tests_nothing(
+    tmp_path: Path, known: dict[str, claims.Claim]
+) -> None:
+    put(tmp_path, "zero_shot/summary.csv", [zero_shot_row("task", "on par")])
+    found = claims.judge(known["zero_shot"], "ci", tmp_path)
+    assert found["verdict"] == "not tested"
+    assert "is not known: methods/table.csv does not exist" in found["note"]
+    rows = [{key: value for key, value in cqm(seed).items() if key != "acted"} for seed in (1, 2)]
+    put(tmp_path, "methods/table.csv", rows)
+    for claim in ("accuracy_preserved", "zero_shot"):
+        found = claims.judge(known[claim], "ci", tmp_path)
+        assert found["verdict"] == "not tested"
+        assert "methods/table.csv does not say whether the policy acted" in found["note"]
 
 
 def test_too_few_values_give_no_verdict(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
@@ -200,6 +238,7 @@ def test_zero_shot_follows_the_equivalence_test(
         zero_shot_row("task0", "different", variant="edgc_released"),
         zero_shot_row("task0", "different", variant="edgc_spectral_int8"),
     ]
+    put(tmp_path, "methods/table.csv", [cqm(1), cqm(2), run("edgc_released", acted=False)])
     put(tmp_path, "zero_shot/summary.csv", rows)
     found = claims.judge(known["zero_shot"], "ci", tmp_path)
     assert found["verdict"] == verdict
