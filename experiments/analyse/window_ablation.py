@@ -8,8 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import summarise
-from experiments.analyse.tables import identity, result, together, with_identity, write_tables
+from experiments.analyse.tables import identity, result, summarise, together, with_identity, write_tables
 from experiments.analyse.windows import decision_columns, fidelity, trajectory, warm_up_ends
 
 RESULTS = ("table.csv", "summary.csv", "warm_up.csv")

@@ -10,12 +10,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.common.equivalence import Equivalence, Scale
 from experiments.evaluation.inputs import Model, Row, TaskFile
 from experiments.evaluation.statistics import (
     ACCURACIES,
-    Equivalence,
     Gap,
-    Scale,
     beats,
     gap,
     judge,

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.analyse.equivalence import compare
 from experiments.common import acting, written_tables
+from experiments.common.equivalence import NOT_DECIDED, loss_margin
 
 
 class Missing(Exception):
@@ -153,7 +155,7 @@ def window_correlation_whole_run(root: Path) -> Measured:
 
 
 def edgc_gap(root: Path) -> Measured:
-    """Gap in nats of EDGC (cqm) to the uncompressed run of the same seed; the paper's factors are fp32."""
+    """Whether EDGC (cqm) is on par with the uncompressed runs of the same seeds; the paper's factors are fp32."""
     relative = "methods/table.csv"
     frame = _read(root, relative)
     rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm") & (frame["factor_dtype"] == "fp32")]
@@ -165,8 +167,15 @@ def edgc_gap(root: Path) -> Measured:
         raise Missing(f"no uncompressed run of the same seeds in {relative}")
     share = 100 * fine["bytes_ratio"].mean()
     acted, account = _acted(fine, relative)
-    note = f"range {min(values):.4f} to {max(values):.4f} over seeds at {share:.1f} % of the fp32 bytes"
-    return Measured(values, relative, _join(account, note, lost), acted=acted)
+    margin = loss_margin()
+    found = compare(values, margin)
+    note = (
+        f"mean gap {found['difference_nats']:+.4f} nats ({min(values):.4f} to {max(values):.4f} over seeds), "
+        f"p of being within {margin:g} {found['p_equal']:.2g}, at {share:.1f} % of the fp32 bytes"
+    )
+    if acted and found["verdict"] == NOT_DECIDED:
+        raise Missing(_join("too few seeds to decide", account, note, lost))
+    return Measured((found["verdict"],), relative, _join(account, note, lost), acted=acted)
 
 
 def zero_shot_on_par(root: Path) -> Measured:

@@ -91,7 +91,6 @@ class Claim(Settings):
     statistic: Literal["mean", "median", "min", "max", "worst"]
     rule: Rule
     at_best: Literal["supported", "partly"] = "supported"
-    least: int = Field(1, ge=1)
     scales: tuple[str, ...] = ()
     why_not: str = ""
 
@@ -146,8 +145,6 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
         return row | {"note": f"the claim asks for {claim.kind} evidence, this is {found.kind}"}
     value = claim.combine(found.values)
     row["our_value"] = value if isinstance(value, str) else float(f"{value:.6g}")
-    if len(found.values) < claim.least:
-        return row | {"note": f"{len(found.values)} values, {claim.least} needed; {found.note}".rstrip("; ")}
     if found.acted is False:
         return row | {"verdict": NOT_TESTED}
     verdict = claim.rule.verdict(value)

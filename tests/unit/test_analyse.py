@@ -114,6 +114,24 @@ def test_summary_has_mean_sd_and_interval_over_finished_seeds(root: Path) -> Non
     assert row["gap_nats_sd"] == pytest.approx(0.004 / math.sqrt(2))
     # Two values: half-width t(0.975, 1) * sd / sqrt 2 = 12.7062 * 0.002.
     assert row["gap_nats_high"] - row["gap_nats_mean"] == pytest.approx(12.7062 * 0.002, rel=1e-5)
+    assert row["verdict"] == "worse", "certainly, and beyond the margin"
+
+
+def test_only_differences_paired_by_seed_have_an_interval(root: Path) -> None:
+    for study in ("methods", "equal_bytes", "window_ablation", "sampling_ablation", "moe"):
+        columns = pd.read_csv(root / study / "summary.csv").columns
+        ends = {name.rpartition("_")[0] for name in columns if name.endswith(("_low", "_high"))}
+        assert ends <= {"gap_nats"}, study
+        assert ("verdict" in columns) is ("gap_nats_mean" in columns), study
+
+
+def test_a_method_is_on_par_if_two_one_sided_tests_say_so(root: Path) -> None:
+    summary = pd.read_csv(root / "equal_bytes" / "summary.csv", keep_default_na=False).set_index("variant")
+    # Planted: int8 costs 0.001 nats and a little of the seed's number, sign 0.06.
+    assert summary.loc["int8", "verdict"] == "on par" and float(summary.loc["int8", "gap_nats_low"]) > 0
+    assert summary.loc["sign", "verdict"] == "worse"
+    assert summary.loc["none", "verdict"] == ""
+    assert summary.loc["edgc", "verdict"] == "not tested", "no rank was ever decided"
 
 
 def test_diverged_and_failed_runs_stay_in_every_table(root: Path) -> None:
