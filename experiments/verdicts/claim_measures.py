@@ -1,54 +1,30 @@
 """Our value for each claim of the paper, read from the tables of one scale.
 
-A measure returns every value that it finds, one per run where the evidence is a run, and never judges.
+A measure returns every value that it finds, one per run where the evidence is a run, and never judges. How many seeds
+they are of is ``n``; how many of anything else has a name of its own.
 Without evidence it raises :class:`Missing` with the reason.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from experiments.analyse.equivalence import compare
-from experiments.common import acting, written_tables
+from experiments.common import acting
 from experiments.common.equivalence import NOT_DECIDED, loss_margin
-
-
-class Missing(Exception):
-    """There is no evidence for a claim; the text says why."""
-
+from experiments.verdicts.cluster_measures import cluster_communication, cluster_training_time
+from experiments.verdicts.evidence import Measured, Missing, join, numbers, read
 
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Values of one claim. ``kind`` is ``measured`` or ``simulated`` as the evidence itself says."""
-
-    values: tuple[float | str, ...]
-    evidence: str  # path below the scale's folder
-    note: str = ""
-    kind: str = "measured"
-    acted: bool | None = None  # whether the policy did that the claim is about; None: it is about none
-
-
-def _read(root: Path, relative: str) -> pd.DataFrame:
-    path = root / relative
-    if not path.is_file():
-        raise Missing(f"{relative} does not exist")
-    frame = written_tables.read(path)
-    if frame.empty:
-        raise Missing(f"{relative} has no rows")
-    return frame
-
-
 def _runs(root: Path, relative: str) -> tuple[pd.DataFrame, str]:
     """The finished runs of a table, and a remark about the others."""
-    return _finished(_read(root, relative), relative)
+    return _finished(read(root, relative), relative)
 
 
 def _finished(frame: pd.DataFrame, relative: str) -> tuple[pd.DataFrame, str]:
@@ -63,12 +39,9 @@ def _finished(frame: pd.DataFrame, relative: str) -> tuple[pd.DataFrame, str]:
     return fine, f"not counted: {lost}" if lost else ""
 
 
-def _join(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)
-
-
-def _numbers(column: pd.Series) -> tuple[float, ...]:
-    return tuple(float(v) for v in column if math.isfinite(v))
+def _runs_of(rows: pd.DataFrame) -> dict[str, Any]:
+    """Of a row per run: how many seeds and how many runs."""
+    return {"n": rows["seed"].nunique(), "counts": {"runs": len(rows)}}
 
 
 def _acted(rows: pd.DataFrame, relative: str) -> tuple[bool, str]:
@@ -79,51 +52,17 @@ def _acted(rows: pd.DataFrame, relative: str) -> tuple[bool, str]:
     return did, ("" if did else "the policy did not act: ") + acting.account(rows)
 
 
-def cluster_communication(root: Path) -> Measured:
-    """Change of the slowest stage's time for gradient reduction, compression included, per bandwidth of the sweep."""
-    relative = "gpt2_12p1b_h100/table.csv"
-    frame = _read(root, relative)
-    rows = frame[(frame["method"] == "edgc") & (frame["stage"].astype(str) == "slowest")]
-    if rows.empty:
-        raise Missing(f"no row of method edgc, stage slowest in {relative}")
-    values = _numbers(-rows["reduction_with_compress_percent"])
-    speeds = rows["gbits_per_second"]
-    note = (
-        f"{min(values):.4g} to {max(values):.4g} % between {speeds.min():g} and {speeds.max():g} Gbit/s per node; "
-        "network and mean rank are assumed, no overlap; n counts bandwidths"
-    )
-    return Measured(values, relative, note, "simulated")
-
-
-def cluster_training_time(root: Path) -> Measured:
-    """Percent change of the simulated step of EDGC at its assumed mean rank, a value per bandwidth, no overlap."""
-    relative = "gpt2_12p1b_h100/steps.csv"
-    frame = _read(root, relative)
-    rows = frame[frame["method"] == "edgc"]
-    after, beside = (-rows.loc[rows["overlap"] == overlap, "reduction_time_percent"] for overlap in (False, True))
-    values = _numbers(after)
-    if not values:
-        raise Missing(f"no row of method edgc in {relative}")
-    speeds = rows["gbits_per_second"]
-    note = (
-        f"{min(values):.4g} to {max(values):.4g} % between {speeds.min():g} and {speeds.max():g} Gbit/s per node, "
-        f"{beside.min():.4g} to {beside.max():.4g} % if reductions run beside backward; network, mean rank and share "
-        "of the peak are assumed; n counts bandwidths"
-    )
-    return Measured(values, relative, note, "simulated")
-
-
 def entropy_cost(root: Path) -> Measured:
     """Percent change of the seconds per step spent on entropy at alpha 0.1, beta 0.25 against reading everything."""
     relative = "sampling_ablation/timings.csv"
     fine, lost = _runs(root, relative)
     rows = fine[(fine["alpha"].round(6) == 0.1) & (fine["beta"].round(6) == 0.25)]
-    values = _numbers(rows["change_percent"])
+    values = numbers(rows["change_percent"])
     if not values:
         raise Missing(f"no finished run at alpha 0.1 and beta 0.25 with a twin at alpha = beta = 1 in {relative}")
     share = fine.loc[(fine["alpha"] == 1) & (fine["beta"] == 1), "share_of_step"].mean()
     note = f"reading everything takes {100 * share:.2g} % of a step here"
-    return Measured(values, relative, _join(note, lost))
+    return Measured(values, relative, join(note, lost), **_runs_of(rows))
 
 
 def _window(root: Path, column: str) -> Measured:
@@ -134,14 +73,15 @@ def _window(root: Path, column: str) -> Measured:
     length = 1000 if 1000 in lengths else lengths[len(lengths) // 2]
     # Its first variant: the others differ in what comes after the entropy, such as the step limit.
     rows = fine[fine["window"] == length].drop_duplicates("seed")
-    values = _numbers(rows[column])
+    values = numbers(rows[column])
     if not values:
         reason = next((str(text) for text in rows["cc_note"].dropna() if text), "correlation undefined")
         raise Missing(f"w = {length}: {reason}")
     others = ", ".join(f"w = {w}: {fine.loc[fine['window'] == w, column].mean():.3f}" for w in lengths if w != length)
     counts = rows["windows_after_warmup" if column == "cc_after_warmup" else "windows"]
-    note = f"w = {length} of {int(rows['iterations'].max())} iterations, {int(counts.min())} windows; others: {others}"
-    return Measured(values, relative, _join(note, lost))
+    note = f"w = {length} of {int(rows['iterations'].max())} iterations; others: {others}"
+    found = _runs_of(rows) | {"counts": {"runs": len(rows), "windows": int(counts.min())}}
+    return Measured(values, relative, join(note, lost), **found)
 
 
 def window_correlation(root: Path) -> Measured:
@@ -157,12 +97,12 @@ def window_correlation_whole_run(root: Path) -> Measured:
 def edgc_gap(root: Path) -> Measured:
     """Whether EDGC (cqm) is on par with the uncompressed runs of the same seeds; the paper's factors are fp32."""
     relative = "methods/table.csv"
-    frame = _read(root, relative)
+    frame = read(root, relative)
     rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm") & (frame["factor_dtype"] == "fp32")]
     if rows.empty:
         raise Missing(f"no EDGC (cqm) run in {relative}")
     fine, lost = _finished(rows, relative)
-    values = _numbers(fine["gap_nats"])
+    values = numbers(fine["gap_nats"])
     if not values:
         raise Missing(f"no uncompressed run of the same seeds in {relative}")
     share = 100 * fine["bytes_ratio"].mean()
@@ -174,8 +114,8 @@ def edgc_gap(root: Path) -> Measured:
         f"p of being within {margin:g} {found['p_equal']:.2g}, at {share:.1f} % of the fp32 bytes"
     )
     if acted and found["verdict"] == NOT_DECIDED:
-        raise Missing(_join("too few seeds to decide", account, note, lost))
-    return Measured((found["verdict"],), relative, _join(account, note, lost), acted=acted)
+        raise Missing(join("too few seeds to decide", account, note, lost))
+    return Measured((found["verdict"],), relative, join(account, note, lost), acted=acted, **_runs_of(fine))
 
 
 def zero_shot_on_par(root: Path) -> Measured:
@@ -185,7 +125,7 @@ def zero_shot_on_par(root: Path) -> Measured:
     told by the table of the study that trained the models.
     """
     relative = "zero_shot/summary.csv"
-    frame = _read(root, relative)
+    frame = read(root, relative)
     edgc = frame[frame["variant"] == EDGC_CQM]
     if edgc.empty:
         raise Missing(f"no EDGC run in {relative}")
@@ -204,9 +144,12 @@ def zero_shot_on_par(root: Path) -> Measured:
     ]
     acted, account = _trained(root, edgc)
     if acted and set(seen["verdict"]) == {"not decided"}:
-        raise Missing(_join("too few documents", *note, at_chance))
+        raise Missing(join("too few documents", *note, at_chance))
     found = tuple(str(v) for v in seen["verdict"])
-    return Measured(found, relative, _join(account, *note, at_chance), acted=acted)
+    counts = {"tasks": len(seen)}
+    return Measured(
+        found, relative, join(account, *note, at_chance), acted=acted, n=int(seen["n_seeds"].min()), counts=counts
+    )
 
 
 def _trained(root: Path, models: pd.DataFrame) -> tuple[bool, str]:
@@ -221,7 +164,7 @@ def _trained(root: Path, models: pd.DataFrame) -> tuple[bool, str]:
 
 def _trend(root: Path, architecture: str) -> Measured:
     relative = "entropy_trend/table.csv"
-    frame = _read(root, relative)
+    frame = read(root, relative)
     fine, lost = _finished(frame[frame["architecture"] == architecture], relative)
     described = (fine["estimator"] == "histogram") & (fine["group"] == "<all>")
     rows = fine[described & (fine["verdict"] != "too few probes")]
@@ -233,7 +176,7 @@ def _trend(root: Path, architecture: str) -> Measured:
         f"{r['iteration_minimum']:.0f}, {r['end']:.2f} nats at the end; log sigma fell after the steep phase in "
         f"{100 * r['share_log_sigma_fell_after']:.0f} % of the parameters"
     )
-    return Measured(tuple(str(v) for v in rows["verdict"]), relative, _join(note, lost))
+    return Measured(tuple(str(v) for v in rows["verdict"]), relative, join(note, lost), **_runs_of(rows))
 
 
 def entropy_trend_gpt(root: Path) -> Measured:
@@ -262,21 +205,31 @@ def zero_centring(root: Path) -> Measured:
         f"{r['variant']}-s{r['seed']}: {100 * r['near_zero_start']:.3g} to {100 * r['near_zero_end']:.3g} %"
         for _, r in rows.iterrows()
     )
-    return Measured(tuple(str(v) for v in rows["centring"]), relative, _join(note, lost))
+    return Measured(tuple(str(v) for v in rows["centring"]), relative, join(note, lost), **_runs_of(rows))
 
 
-def correlation_early_over_late(root: Path) -> Measured:
-    """Mean |Pearson| between same-shaped matrices of different layers: first third of training over last third."""
+def _early_over_late(root: Path, architecture: str) -> Measured:
     rows, relative, lost = _moments(root)
-    rows = rows[rows["correlation_layers_early"].notna() & (rows["correlation_layers_late"] > 0)]
+    rows = rows[(rows["architecture"] == architecture) & rows["correlation_layers_early"].notna()]
+    rows = rows[rows["correlation_layers_late"] > 0]
     if rows.empty:
-        raise Missing(f"no correlation between layers in {relative}")
+        raise Missing(f"no correlation between layers of a {architecture} run in {relative}")
     note = ", ".join(
         f"{r['variant']}-s{r['seed']}: {r['correlation_layers_early']:.3f} to {r['correlation_layers_late']:.3f}"
         for _, r in rows.iterrows()
     )
     ratio = rows["correlation_layers_early"] / rows["correlation_layers_late"]
-    return Measured(_numbers(ratio), relative, _join(note, lost))
+    return Measured(numbers(ratio), relative, join(note, lost), **_runs_of(rows))
+
+
+def correlation_early_over_late_gpt(root: Path) -> Measured:
+    """Mean |Pearson| between same-shaped matrices of different layers of GPT: first third of training over last."""
+    return _early_over_late(root, "gpt")
+
+
+def correlation_early_over_late_bert(root: Path) -> Measured:
+    """The same for BERT."""
+    return _early_over_late(root, "bert")
 
 
 MEASURES: dict[str, Callable[[Path], Measured]] = {
@@ -284,6 +237,7 @@ MEASURES: dict[str, Callable[[Path], Measured]] = {
     for function in (
         cluster_communication, cluster_training_time, entropy_cost, window_correlation,
         window_correlation_whole_run, edgc_gap, zero_shot_on_par,
-        entropy_trend_gpt, entropy_trend_bert, zero_centring, correlation_early_over_late,
+        entropy_trend_gpt, entropy_trend_bert, zero_centring, correlation_early_over_late_gpt,
+        correlation_early_over_late_bert,
     )
 }  # fmt: skip
