@@ -58,7 +58,7 @@ def draw(results: Path) -> Figure:
     ]
     idle = style.untested(style.read(results, "methods").query("variant in @runs.variant"))
     documents = ", ".join(
-        f"{title(str(task))} {rows['n'].iloc[0]:.0f}" for task, rows in ok.groupby("task", sort=False)
+        f"{title(str(task))} {rows['documents'].iloc[0]:.0f}" for task, rows in ok.groupby("task", sort=False)
     )
     style.annotate(
         fig,
