@@ -14,13 +14,13 @@ from paper_figures.families import FAMILIES, Family
 
 TABLES = ("policies/excess.csv", "policies/verdicts.csv", "policies/curves.csv")
 CAPTION = """\
-**Policies against fixed ranks at equal bytes.** All runs share one uncompressed warm-up. (a) Validation
-loss above uncompressed training of the same seed (nats) against the bytes sent; lines join fixed ranks,
-open markers have quantised factors. (b) What each policy costs beyond a fixed rank that sends as many
-bytes, read off the line of the same seed and type of factors; left of zero a policy is better than standing
-still. The rule of the verdict is in ``experiments/analyse/policies.py``, the verdicts are in
-``policies/verdicts.csv``: an interval that contains zero says nothing. *Not tested*: the policy did not act, so its
-runs are those of a fixed rank. (c) The ranks behind it."""
+**Policies against fixed ranks at equal bytes.** All runs share one uncompressed warm-up. (a) Validation loss
+above uncompressed training of the same seed (nats) against the bytes sent, as a share of an fp32 all-reduce (of
+a bf16 one: twice that); lines join fixed ranks, open markers have quantised factors. (b) What each policy costs
+beyond a fixed rank that sends as many bytes, read off the line of the same seed and type of factors; left of
+zero a policy is better than standing still. The rule of the verdict is in ``experiments/analyse/policies.py``,
+the verdicts are in ``policies/verdicts.csv``: an interval that contains zero says nothing. *Not tested*: the
+policy did not act, so its runs are those of a fixed rank. (c) The ranks behind it."""
 FIXED = {
     "fp32": (FAMILIES["powersgd"], "fixed ranks"),
     "int8": (FAMILIES["factors_int8"], "fixed ranks, int8 factors"),
@@ -82,7 +82,7 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
         name, small = str(variant).removesuffix(f"_{dtype}"), style.MIN_FONT
         style.outline(ax.annotate(name, (x, y), (4, 3), textcoords="offset points", fontsize=small))
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set(title="gap against bytes", xlabel="bytes sent, warm-up included\n(% of uncompressed fp32)")
+    ax.set(title="gap against bytes", xlabel=style.share_of_bytes(", warm-up included"))
     ax.set_ylabel("validation loss above uncompressed (nats)")
 
 

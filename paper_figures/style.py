@@ -141,12 +141,17 @@ def annotate(
     )
 
 
+def share_of_bytes(more: str = "") -> str:
+    """The label of an axis with bytes sent, in percent of an fp32 all-reduce; it says what they are of a bf16 one."""
+    return f"gradient bytes sent{more}\n(% of an fp32 all-reduce; of bf16: twice that)"
+
+
 def untested(runs: pd.DataFrame, width: int = 120) -> str:
     """The EDGC policies of a table of runs that did not act, in words for a note; empty where all did."""
     from experiments.common.acting import idle
 
     names = idle(runs)
-    text = f"Not tested, for the policy did not act (the rank stayed where it was): {', '.join(names)}."
+    text = f"Not tested, for the policy did not act: {', '.join(names)}."
     return textwrap.fill(text, width) if names else ""
 
 

@@ -13,7 +13,7 @@ from scipy import stats
 from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
-from experiments.analyse.tables import write_tables
+from experiments.analyse.tables import bf16_ratio, write_tables
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pareto.csv", "levels.csv")
 DETAILS = ("curves.csv",)
@@ -36,7 +36,8 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
 
 
 def pareto(table: pd.DataFrame) -> pd.DataFrame:
-    """Per variant the mean bytes (percent) and gap (nats), and whether no other variant has less of both.
+    """Per variant the mean bytes (percent of an fp32 and of a bf16 all-reduce) and gap (nats), and whether no other
+    variant has less of both.
 
     The front is that of the means: neighbours whose gaps differ by less than their spread could change places.
     """
@@ -45,6 +46,7 @@ def pareto(table: pd.DataFrame) -> pd.DataFrame:
         n=("seed", "size"), percent=("bytes_ratio", "mean"), gap_nats=("gap_nats", "mean"), sd=("gap_nats", "std")
     )
     points["percent"] *= 100
+    points["percent_bf16"] = bf16_ratio(points["percent"])
     points["on_front"] = [
         not any(
             (other.percent <= one.percent and other.gap_nats < one.gap_nats)
@@ -74,7 +76,8 @@ def compare(table: pd.DataFrame, points: pd.DataFrame, level: float) -> list[dic
     gaps = table[table["status"] == "ok"].pivot(index="seed", columns="variant", values="gap_nats")
     return [
         {"level_percent": level, "reference": best, "candidates": len(candidates)}
-        | {"variant": row.variant, "label": row.label, "percent": row.percent, "gap_nats": row.gap_nats}
+        | {"variant": row.variant, "label": row.label, "percent": row.percent, "percent_bf16": row.percent_bf16}
+        | {"gap_nats": row.gap_nats}
         | paired((gaps[row.variant] - gaps[best]).dropna().tolist())
         for row in here.itertuples()
     ]

@@ -15,7 +15,7 @@ from experiments.analyse.windows import decision_columns
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv")
 DETAILS = ("curves.csv",)
-SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "mean_rank")
+SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "bytes_ratio_bf16", "mean_rank")
 SETTINGS = ("factor_dtype", "one_sided", "bits", "rounding", "density")  # empty where a method has none
 
 

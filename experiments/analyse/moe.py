@@ -33,7 +33,7 @@ WINDOW = 20  # iterations, that of EDGC at ci scale
 RANK = 16  # at the reference
 PLACE = re.compile(r"layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?")
 VALUES = ("entropy", "log_sigma", "gradient_norm", "tokens")
-SUMMARISED = ("validation_perplexity", "gap_nats", "bytes_ratio", "expert_share", "mean_rank")
+SUMMARISED = ("validation_perplexity", "gap_nats", "bytes_ratio", "bytes_ratio_bf16", "expert_share", "mean_rank")
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:

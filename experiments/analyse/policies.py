@@ -65,8 +65,18 @@ def excess(row: pd.Series, table: pd.DataFrame) -> dict[str, Any]:
         & (table["variant"] != row["variant"])
     ]
     at = gap_of_fixed(fixed["bytes_ratio"].tolist(), fixed["gap_nats"].tolist(), row["bytes_ratio"])
-    kept = ("variant", "label", "seed", "status", "policy", "factor_dtype", "bytes_ratio", "gap_nats", *COLUMNS)
-    return {name: row[name] for name in kept} | {"fixed_gap_nats": at, "excess_nats": row["gap_nats"] - at}
+    kept = (
+        "variant",
+        "label",
+        "seed",
+        "status",
+        "policy",
+        "factor_dtype",
+        "bytes_ratio",
+        "bytes_ratio_bf16",
+        "gap_nats",
+    )
+    return {name: row[name] for name in (*kept, *COLUMNS)} | {"fixed_gap_nats": at, "excess_nats": row["gap_nats"] - at}
 
 
 def gap_of_fixed(ratios: Sequence[float], gaps: Sequence[float], ratio: float) -> float:
@@ -86,6 +96,7 @@ def verdicts(rows: pd.DataFrame) -> list[dict[str, Any]]:
         over = interval(mine.loc[mine["status"] == "ok", "excess_nats"])
         row = dict(zip(by, key, strict=True)) | {"n": len(mine), "n_compared": over["n"], "acted": seeds_acted(mine)}
         row["percent"] = 100 * mine["bytes_ratio"].mean()
+        row["percent_bf16"] = 100 * mine["bytes_ratio_bf16"].mean()
         row["percent_compressed"] = 100 * mine["bytes_ratio_compressed"].mean()
         row |= {"gap_nats": mine["gap_nats"].mean(), "excess_nats": over["mean"]}
         said = NOT_TESTED if acted(mine) is False else verdict(over)

@@ -52,7 +52,9 @@ def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, A
     }
     if baseline is not None:
         row["gap_nats"] = loss - baseline.get(run.seed, math.nan)
-    row |= {key: run.number(key) for key in ("bytes_total", "bytes_dense_total", "bytes_ratio", "mean_rank")}
+    row |= {key: run.number(key) for key in ("bytes_total", "bytes_dense_total", "bytes_ratio")}
+    row["bytes_ratio_bf16"] = bf16_ratio(row["bytes_ratio"])
+    row["mean_rank"] = run.number("mean_rank")
     row["final_ranks"] = ranks_text(run.summary.get("final_ranks"))
     return row
 
@@ -60,6 +62,11 @@ def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, A
 def uncompressed_losses(runs: Iterable[Run]) -> dict[int, float]:
     """Validation loss of the finished uncompressed run of each seed."""
     return {run.seed: run.number("validation_loss") for run in runs if run.plain and run.ok}
+
+
+def bf16_ratio(ratio: float) -> float:
+    """Bytes as a share of a bf16 all-reduce of the same gradients, given the share of the fp32 one that runs send."""
+    return 2 * ratio
 
 
 GAP = "gap_nats"  # the one summarised column that is of differences paired by seed

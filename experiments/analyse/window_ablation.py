@@ -16,7 +16,7 @@ DETAILS = ("trajectories.csv",)
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.5)  # nats, of the rule that ends warm-up
 SUMMARISED = ("cc", "cc_all_stages", "cc_after_warmup", "bias_nats", "rmse_nats", "decisions", "rank_changes",
               "share_limited", "lag_ranks",
-              "validation_perplexity", "validation_loss", "bytes_ratio")  # fmt: skip
+              "validation_perplexity", "validation_loss", "bytes_ratio", "bytes_ratio_bf16")  # fmt: skip
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.analyse.equivalence import compare
+from experiments.analyse.tables import bf16_ratio
 from experiments.common import acting
 from experiments.common.equivalence import NOT_DECIDED, loss_margin
 from experiments.verdicts.cluster_measures import cluster_communication, cluster_training_time
@@ -111,7 +112,8 @@ def edgc_gap(root: Path) -> Measured:
     found = compare(values, margin)
     note = (
         f"mean gap {found['difference_nats']:+.4f} nats ({min(values):.4f} to {max(values):.4f} over seeds), "
-        f"p of being within {margin:g} {found['p_equal']:.2g}, at {share:.1f} % of the fp32 bytes"
+        f"p of {margin:g} or more {found['p_equal']:.2g}, at {share:.1f} % of the bytes of fp32, "
+        f"{bf16_ratio(share):.1f} % of bf16's"
     )
     if acted and found["verdict"] == NOT_DECIDED:
         raise Missing(join("too few seeds to decide", account, note, lost))

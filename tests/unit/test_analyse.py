@@ -37,6 +37,17 @@ def test_gap_is_taken_against_the_uncompressed_run_of_the_same_seed(root: Path) 
     assert table.loc[("none", 2), "gap_nats"] == 0
 
 
+def test_bytes_are_told_of_fp32_and_of_bf16(root: Path) -> None:
+    for study in ("methods", "equal_bytes", "policies", "moe", "optimus_cc", "rank_sweep", "window_ablation"):
+        table = pd.read_csv(root / study / "table.csv")
+        sent = table["bytes_total"] / (table["bytes_dense_total"] / 2)
+        assert table["bytes_ratio_bf16"].tolist() == pytest.approx(sent.tolist(), nan_ok=True), study
+    points = pd.read_csv(root / "equal_bytes" / "pareto.csv").set_index("variant")
+    assert points.loc["int8", ["percent", "percent_bf16"]].tolist() == pytest.approx([26, 52])
+    found = pd.read_csv(root / "policies" / "verdicts.csv").set_index("variant")
+    assert found.loc["fixed_8", ["percent", "percent_bf16"]].tolist() == pytest.approx([20, 40])
+
+
 def test_equal_bytes_finds_the_planted_order_and_front(root: Path) -> None:
     folder = root / "equal_bytes"
     points = pd.read_csv(folder / "pareto.csv").set_index("variant")

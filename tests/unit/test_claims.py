@@ -61,7 +61,7 @@ def test_accuracy_follows_two_one_sided_tests(
     row = claims.judge(known["accuracy_preserved"], "ci", tmp_path / "ci")
     assert (row["verdict"], row["our_value"]) == (verdict, word)
     assert "edgc_cqm-s9 diverged" in row["note"]
-    assert f"mean gap {sum(gaps) / len(gaps):+.4f} nats" in row["note"] and "within 0.005" in row["note"]
+    assert f"mean gap {sum(gaps) / len(gaps):+.4f} nats" in row["note"] and "p of 0.005 or more" in row["note"]
     if word:
         assert row["evidence"] == f"{tmp_path.name}/ci/methods/table.csv"
     else:
