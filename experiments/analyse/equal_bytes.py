@@ -11,6 +11,7 @@ import pandas as pd
 from scipy import stats
 
 from experiments.analyse import methods
+from experiments.analyse.acting import NOT_TESTED, acted
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
 from experiments.analyse.tables import bf16_ratio, write_tables
@@ -66,19 +67,24 @@ def level_of(percent: float) -> float:
 
 
 def compare(table: pd.DataFrame, points: pd.DataFrame, level: float) -> list[dict[str, Any]]:
-    """Rows of ``levels.csv`` for one level; empty when no variant with quantised factors is at the level."""
+    """Rows of ``levels.csv`` for one level; empty when no variant with quantised factors is at the level.
+
+    A policy that did not act (:mod:`experiments.analyse.acting`) is ``not tested``.
+    """
     here = points[points["level"] == level]
     quantised = table[table["factor_dtype"].isin(["int8", "int4"]) & (table["method"] == "powersgd")]["variant"]
     candidates = here[here["variant"].isin(set(quantised))]
     if candidates.empty:
         return []
     best = candidates.loc[candidates["gap_nats"].idxmin(), "variant"]
+    idle = {name for name, runs in table.groupby("variant") if acted(runs) is False}
     gaps = table[table["status"] == "ok"].pivot(index="seed", columns="variant", values="gap_nats")
     return [
         {"level_percent": level, "reference": best, "candidates": len(candidates)}
         | {"variant": row.variant, "label": row.label, "percent": row.percent, "percent_bf16": row.percent_bf16}
         | {"gap_nats": row.gap_nats}
         | paired((gaps[row.variant] - gaps[best]).dropna().tolist())
+        | ({"verdict": NOT_TESTED} if row.variant in idle else {})
         for row in here.itertuples()
     ]
 

@@ -70,6 +70,18 @@ def test_equal_bytes_finds_the_planted_order_and_front(root: Path) -> None:
     assert pd.isna(table.loc[("int8", 1), "factor_dtype"])
 
 
+def test_a_policy_that_did_not_act_is_not_tested_at_equal_bytes(root: Path) -> None:
+    table = pd.read_csv(root / "equal_bytes" / "table.csv")
+    # As many bytes as the variants at 6 %: it is compared with the best of these, and its rank never moved.
+    table.loc[table["variant"] == "edgc", "bytes_ratio"] = 0.06
+    rows = pd.DataFrame(equal_bytes.compare(table, equal_bytes.pareto(table), 6.0)).set_index("variant")
+    assert rows.loc["edgc", "verdict"] == "not tested" and rows.loc["edgc", "n"] == 3
+    assert rows.loc["topk_6", "verdict"] == "worse"
+    table.loc[table["variant"] == "edgc", "acted"] = True
+    rows = pd.DataFrame(equal_bytes.compare(table, equal_bytes.pareto(table), 6.0)).set_index("variant")
+    assert rows.loc["edgc", "verdict"] == "better"
+
+
 def test_policies_are_compared_with_fixed_ranks_of_as_many_bytes(root: Path) -> None:
     folder = root / "policies"
     rows = pd.read_csv(folder / "excess.csv").set_index(["variant", "seed"])
