@@ -57,6 +57,18 @@ for study in STUDIES:
         localrule: True
 
 
+# A figure of several studies is a target, too: policies_settings.
+for figure in (name for name, needed in DRAWN.items() if len(set(needed)) > 1):
+
+    rule:
+        name:
+            figure
+        input:
+            [study_results(study) for study in DRAWN[figure]],
+            figure_files([figure]),
+        localrule: True
+
+
 rule figures:
     input:
         figure_files(MAIN_FIGURES),

@@ -111,7 +111,7 @@ class Monitor:
         )
         self.entropy = EntropyMeter(config, embeddings)
         gated = isinstance(config, CompressingConfig) and config.cost_gate
-        self.benchmark = Benchmark(config.build, stage, gated, open_channel)
+        self.benchmark = Benchmark(config.build_to_time, stage, gated, open_channel)
         self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
         self.window = Window(config.window, config.seed)
         self._entrywise = isinstance(config, EntrywiseConfig)
@@ -229,7 +229,8 @@ class Monitor:
 
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool) -> None:
         """Go on from :meth:`state_dict`; with ``changed_settings`` the window under way begins anew."""
-        self.controller.load_state_dict(state["controller"], changed_settings=changed_settings)
+        iteration = int(state["iteration"])
+        self.controller.load_state_dict(state["controller"], iteration=iteration, changed_settings=changed_settings)
         self.entropy.scale = float(state["scale"])
         if changed_settings:
             self.window.start()

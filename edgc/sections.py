@@ -24,11 +24,11 @@ class EntropyConfig(Settings):
             ``strided`` (cheapest, but in many matrices the same columns of every row) or ``random`` (seeded).
         source: ``local`` gradient before compression and error feedback (ours, default: the estimate does not
             depend on the rank in use) or the ``reduced`` gradient after averaging.
-        parameters: what a stage's entropy is of: ``all`` its matrices (default), or its ``layers``, without embeddings
-            and the output layer. The paper's models hardly tell them apart (the embedding is 6 % of the first stage at
-            12.1 billion parameters), but a small model does (56 % at 1.3 million), and there its gradients follow
-            another course: those of single tokens, whose entropy rises while that of the layers falls. Without
-            embeddings a small model is what the paper's is (ours). Both are recorded.
+        parameters: what a stage's entropy is of: its ``layers`` (ours, default), without embeddings and the output
+            layer, or ``all`` its matrices. The paper's models hardly tell them apart (the embedding is 6 % of the first
+            stage at 12.1 billion parameters), but a small model does (56 % at 1.3 million), and there its gradients
+            follow another course: those of single tokens, whose entropy may rise while that of the layers falls.
+            Without embeddings a small model is what the paper's is. Both are recorded.
         warmup_rate: alpha as long as nothing is compressed; None: the same. The ranks of the whole run hang on what
             the last windows of warm-up have measured, and more measurements cost little there (ours).
         seed: of the random sampling and of the phase; the same on every rank.
@@ -39,7 +39,7 @@ class EntropyConfig(Settings):
     entry_rate: float = 0.25
     sampling: str = "diagonal"
     source: str = "local"
-    parameters: str = "all"
+    parameters: str = "layers"
     warmup_rate: float | None = None
     seed: int = 0
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import seaborn as sns
 
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import methods
 from edgc.control.settings import PolicyConfig
 
@@ -48,10 +49,16 @@ FAMILIES: dict[str, Family] = _registered() | {
         Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", "--"),
         Family("factors_bf16", "PowerSGD, bf16 factors", "#7FB2D9", "8"),
         Family("factors_int8", "PowerSGD, int8 factors", "#004D80", "H"),
+        Family("factors_int7", "PowerSGD, int7 factors", "#006070", "$7$"),
+        Family("factors_int6", "PowerSGD, int6 factors", "#007A80", "$6$"),
+        Family("factors_int5", "PowerSGD, int5 factors", "#009590", "$5$"),
         Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*"),
         Family("one_sided", "PowerSGD, int4, one-sided", "#5C6B00", "1"),
         Family("edgc_bf16", "EDGC, bf16 factors", "#F0A070", "4"),
         Family("edgc_int8", "EDGC, int8 factors", "#AA3377", "d"),
+        Family("edgc_int7", "EDGC, int7 factors", "#BB4077", r"$\bar{7}$"),
+        Family("edgc_int6", "EDGC, int6 factors", "#CC4D77", r"$\bar{6}$"),
+        Family("edgc_int5", "EDGC, int5 factors", "#DD5A77", r"$\bar{5}$"),
         Family("edgc_int4", "EDGC, int4 factors", "#EE6677", "+"),
         Family("given", "ranks given, after a warm-up", "#4B0F6B", r"$\clubsuit$"),
         Family("other", "other", "#888888", ".", ":"),
@@ -104,7 +111,7 @@ def family(name: str, policy: str | None = None) -> Family:
 
 def by_name(name: str) -> Family:
     """As :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``, ``powersgd_r32_int4``."""
-    for dtype in ("bf16", "int8", "int4"):
+    for dtype in FACTOR_BITS.keys() - {"fp32"}:
         if name.startswith(f"factors_{dtype}") or (name.startswith("powersgd") and name.endswith(f"_{dtype}")):
             return FAMILIES[f"factors_{dtype}"]
     return family(name)

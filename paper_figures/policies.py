@@ -1,4 +1,4 @@
-"""Policies beside fixed ranks: gap against bytes, the excess at equal bytes, and the ranks over training."""
+"""EDGC beside its own ranks in another order: the ranks over training, and what following them is worth."""
 
 from __future__ import annotations
 
@@ -8,109 +8,68 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.acting import NOT_TESTED
 from paper_figures import style
-from paper_figures.families import FAMILIES, Family
+from paper_figures.families import FAMILIES
 
-TABLES = ("policies/excess.csv", "policies/verdicts.csv", "policies/curves.csv")
+TABLES = ("policies/comparisons.csv", "policies/pairs.csv", "policies/curves.csv")
 CAPTION = """\
-**Policies against fixed ranks at equal bytes.** All runs share one uncompressed warm-up. (a) Validation loss
-above uncompressed training of the same seed (nats) against the bytes sent, as a share of an fp32 all-reduce (of
-a bf16 one: twice that); lines join fixed ranks, open markers have quantised factors. (b) What each policy costs
-beyond a fixed rank that sends as many bytes, read off the line of the same seed and type of factors; left of
-zero a policy is better than standing still. The rule of the verdict is in ``experiments/analyse/policies.py``,
-the verdicts are in ``policies/verdicts.csv``: an interval that contains zero says nothing. *Not tested*: the
-policy did not act, so its runs are those of a fixed rank. (c) The ranks behind it."""
-FIXED = {
-    "fp32": (FAMILIES["powersgd"], "fixed ranks"),
-    "int8": (FAMILIES["factors_int8"], "fixed ranks, int8 factors"),
-    "int4": (FAMILIES["factors_int4"], "fixed ranks, int4 factors"),
-}
-LOOKS = {
-    "cqm": "edgc",
-    "released": "released",
-    "loss": "loss",
-    "spectral": "spectral",
-    "schedule": "schedule",
+**Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed share one uncompressed
+warm-up. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
+shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
+paired by seed (nats; left of zero EDGC is better); in the shaded band two one-sided tests call both on par. A row that
+says "not tested" is of a policy that hardly moved: the rule is in ``experiments/analyse/acting.py``."""
+ORDERS = {
+    "fixed rank": ("even", "#0072B2", "-"),
+    "reversed": ("reversed", "#CC79A7", "--"),
+    "shuffled": ("shuffled_1", "#999933", ":"),
+    "falling": ("falling", "#117733", "-."),
 }
 
 
 def draw(results: Path) -> Figure:
-    """(a) gap against bytes, (b) excess over fixed ranks at equal bytes, (c) ranks of stage 0."""
-    runs = style.read(results, "policies", "excess.csv")
-    found = style.read(results, "policies", "verdicts.csv")
-    curves = style.read(results, "policies", "curves.csv")
-    fig, axes = style.figure(1, 3, width=style.TEXT, height=3.4, width_ratios=[5, 4, 4])
-    gaps(axes[0], runs)
-    excesses(axes[1], found[found["policy"] != "fixed"], runs)
-    ranks(axes[2], curves, runs)
+    """(a) ranks of stage 0, (b) differences from every rival, EDGC with each type of factors."""
+    found = style.read(results, "policies", "comparisons.csv")
+    pairs = style.read(results, "policies", "pairs.csv")
+    fig, axes = style.figure(1, 2, width=style.TEXT, height=3.4, width_ratios=[4, 5])
+    ranks(axes[0], style.read(results, "policies", "curves.csv"))
+    mine = found[(found["policy"] == "cqm") & found["variant"].isin(["cqm", "cqm_int8"])]
+    differences(axes[1], mine[mine["rival"] != "no compression"], pairs)
     style.letter(axes)
-    drawn, labels = style.handles(axes[0], axes[2])
-    fig.legend(drawn, labels, loc="outside upper center", ncols=4, columnspacing=1.0)
-    style.annotate(
-        fig,
-        list(found["n"]),
-        bars="(a) small dots: runs; (b) bars: 95 % t interval of the mean, dots: runs",
-        scale=results.name,
-        extra="(b) only runs between the fewest and the most bytes of the fixed ranks; right of 0 is worse",
-    )
+    drawn, labels = style.handles(axes[0])
+    fig.legend(drawn, labels, loc="outside upper center", ncols=5, columnspacing=1.0)
+    bars = "(b) bars: 95 % t interval of the mean, dots: seeds"
+    style.annotate(fig, list(mine["n"]), bars=bars, scale=results.name)
     return fig
 
 
-def look(policy: str, dtype: str) -> Family:
-    """Colour and marker by policy; open markers stand for quantised factors."""
-    return FIXED[dtype][0] if policy == "fixed" else FAMILIES[LOOKS[policy]]
+def ranks(ax: Axes, curves: pd.DataFrame) -> None:
+    """EDGC's of every seed; of the first seed those of the runs that follow it."""
+    edgc, first = FAMILIES["edgc"], curves["seed"].min()
+    for place, (_, mine) in enumerate(curves[curves["variant"] == "cqm"].groupby("seed")):
+        label = edgc.label if place == 0 else None
+        ax.step(mine["iteration"], mine["rank_0"], color=edgc.colour, alpha=1 if place == 0 else 0.4, label=label)
+    for rival, (variant, colour, line) in ORDERS.items():
+        mine = curves[(curves["variant"] == variant) & (curves["seed"] == first)]
+        if len(mine):
+            ax.step(mine["iteration"], mine["rank_0"], color=colour, linestyle=line, linewidth=0.9, label=rival)
+    ax.set(title="rank of stage 0", xlabel="iteration", ylabel="rank r", ylim=(0, None))
 
 
-def gaps(ax: Axes, runs: pd.DataFrame) -> None:
-    """Means over seeds; fixed ranks are joined by a line, which the others are compared with."""
-    fine = runs[runs["status"] == "ok"].assign(percent=100 * runs["bytes_ratio"])
-    for dtype, mine in fine[fine["policy"] == "fixed"].groupby("factor_dtype"):
-        family, label = FIXED[str(dtype)]
-        means = mine.groupby("variant")[["percent", "gap_nats"]].mean().sort_values("percent")
-        ax.plot(means["percent"], means["gap_nats"], label=label, zorder=2, **family.marks("-"))
-    for (variant, policy, dtype), mine in fine.groupby(["variant", "policy", "factor_dtype"], sort=False):
-        family = look(str(policy), str(dtype))
-        ax.plot(mine["percent"], mine["gap_nats"], ".", color=family.colour, markersize=2, alpha=0.6)
-        if policy == "fixed":
-            continue
-        x, y = mine["percent"].mean(), mine["gap_nats"].mean()
-        shown = family.label if dtype == "fp32" else None
-        ax.plot(x, y, label=shown, zorder=3, **family.marks(filled=dtype == "fp32"))
-        if policy != "schedule":
-            continue
-        name, small = str(variant).removesuffix(f"_{dtype}"), style.MIN_FONT
-        style.outline(ax.annotate(name, (x, y), (4, 3), textcoords="offset points", fontsize=small))
-    ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set(title="gap against bytes", xlabel=style.share_of_bytes(", warm-up included"))
-    ax.set_ylabel("validation loss above uncompressed (nats)")
-
-
-def excesses(ax: Axes, found: pd.DataFrame, runs: pd.DataFrame) -> None:
-    """One row a policy; empty rows had no fixed rank of as many bytes."""
+def differences(ax: Axes, found: pd.DataFrame, pairs: pd.DataFrame) -> None:
+    """A row a rival; the shaded band is the margin of equality."""
     for place, row in enumerate(found.itertuples(index=False)):
-        family = look(row.policy, row.factor_dtype)
-        values = runs.loc[runs["variant"] == row.variant, "excess_nats"].dropna()
-        ax.plot(values, [place] * len(values), ".", color=family.colour, markersize=3, alpha=0.6)
-        said = [word for word, so in (("outside", values.empty), (NOT_TESTED, row.verdict == NOT_TESTED)) if so]
-        ax.text(0, place, "  " + ", ".join(said), va="center", fontsize=style.MIN_FONT, color="#444444")
-        if not values.empty:
-            half = 0.0 if pd.isna(row.excess_high) else row.excess_high - row.excess_nats
-            ax.errorbar(row.excess_nats, place, xerr=half, color=family.colour, marker=family.marker)
+        colour = ORDERS.get(row.rival, ("", "#444444", ""))[1]
+        values = pairs.loc[
+            (pairs["variant"] == row.variant) & (pairs["rival"] == row.rival), "difference_nats"
+        ].dropna()
+        ax.plot(values, [place] * len(values), ".", color=colour, markersize=3, alpha=0.6)
+        half = 0.0 if pd.isna(row.difference_high) else row.difference_high - row.difference_nats
+        face = colour if row.factor_dtype == "fp32" else "white"
+        ax.errorbar(row.difference_nats, place, xerr=half, color=colour, marker="o", markersize=4, markerfacecolor=face)
+    margin = found["margin_nats"].max()
+    ax.axvspan(-margin, margin, color="#DDDDDD", zorder=0)
     ax.axvline(0, color="#444444", linewidth=0.6)
-    ax.set_yticks(range(len(found)), found["label"].tolist())
-    ax.set(ylim=(len(found) - 0.5, -0.5), title="excess at equal bytes")
-    ax.set(xlabel="gap minus that of fixed ranks\nat the same bytes (nats)", ylabel="policy")
-
-
-def ranks(ax: Axes, curves: pd.DataFrame, runs: pd.DataFrame) -> None:
-    """The first seed's ranks of stage 0, fp32 factors; nothing is drawn where nothing is compressed."""
-    seed = curves["seed"].min()
-    chosen = runs[(runs["policy"] != "fixed") & (runs["factor_dtype"] == "fp32") & (runs["seed"] == seed)]
-    for row in chosen.itertuples(index=False):
-        family = look(row.policy, row.factor_dtype)
-        mine = curves[(curves["variant"] == row.variant) & (curves["seed"] == seed)]
-        drawn = {"color": family.colour, "linestyle": family.line, "linewidth": 1.2}
-        ax.step(mine["iteration"], mine["rank_0"], where="post", **drawn)
-    ax.set_ylim(bottom=0)
-    ax.set(title="rank of stage 0", xlabel="iteration", ylabel="rank r")
+    kinds = found["rival"] + found["factor_dtype"].map(lambda of: "" if of == "fp32" else f", {of}")
+    ax.set_yticks(range(len(found)), [f"{kind}: {said}" for kind, said in zip(kinds, found["verdict"], strict=True)])
+    ax.set(ylim=(len(found) - 0.5, -0.5), title="EDGC less its rival")
+    ax.set(xlabel="validation loss of EDGC\nless that of the rival (nats)", ylabel="rival: EDGC is")

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
+from paper_figures.families import Line
 
 TABLES = ("window_ablation/table.csv", "window_ablation/trajectories.csv")
 CAPTION = """\
@@ -23,6 +24,7 @@ trajectories that are correlated; lines: all entries, markers: sampled. (c): the
 that follows. Window lengths are scaled with the length of the run; the paper's 500, 1000 and 2500 are of
 230 000 iterations."""
 PAPER = 0.94
+LINES: tuple[Line, ...] = ("--", ":", "-.", (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1)))
 KINDS = (("cc", "whole run", "#0072B2", "o", "-"), ("cc_after_warmup", "after warm-up", "#D55E00", "s", "--"))
 
 
@@ -47,7 +49,7 @@ def draw(results: Path) -> Figure:
         axes[1].plot(at, rows["entropy"], linestyle="", label="sampled", **marks)
         axes[2].plot(at, rows["rank"], drawstyle="steps-pre", label=label, **marks)
     others = first[~first["variant"].isin(own)].groupby("variant", sort=False)
-    for (_, rows), line in zip(others, itertools.cycle(("--", ":", "-.")), strict=False):
+    for (_, rows), line in zip(others, itertools.cycle(LINES), strict=False):
         look = {"color": colours[rows["length"].iloc[0]], "linestyle": line, "drawstyle": "steps-pre"}
         axes[2].plot(rows["iteration"], rows["rank"], label=rows["label"].iloc[0], **look)
     axes[1].set(title="entropy, stage 0", ylabel="window mean entropy (nats)")

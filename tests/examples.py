@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from edgc.compressors import Compressor, Gradient
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.config import ConstantConfig, EDGCConfig, methods
@@ -39,6 +43,18 @@ CONSTANT = below(ConstantConfig)
 ENTRYWISE = below(EntrywiseConfig)
 LOW_RANK = below(LowRankConfig)
 DENSE = [name for name in FOUND if name not in ENTRYWISE + LOW_RANK]
-AT_RANDOM = [name for name in FOUND if getattr(config_of(name).build(), "draws_at_random", False)]
+COUNTING = [name for name in FOUND if getattr(config_of(name).build(), "counts_reductions", False)]
+MOMENTUM = [name for name in FOUND if settings_of(name).get("momentum")]
 UNBIASED = [name for name, (_, example) in FOUND.items() if example.bound is not None]
 """Exact on average only, without error feedback."""
+
+
+def came_in(compressor: Compressor, gradient: Gradient) -> Tensor:
+    """What a gradient brings, in fp64 on the CPU: itself or, under momentum correction, its next velocity."""
+    own: Any = compressor
+    found = gradient.tensor.detach().to("cpu", torch.float64, copy=True)
+    momentum = own.velocities.momentum if hasattr(own, "velocities") else 0.0
+    if momentum:
+        last = own.velocities.tensors.get(gradient.name)
+        found = (1 - momentum) * found + (0 if last is None else momentum * last.to("cpu", torch.float64))
+    return found

@@ -5,7 +5,8 @@ feedback differs between replicas in a way that matters: it is what a replica ha
 controller's state are equal on all. With W replicas the average still owes ``sum_w E_w / W``; after a change of W every
 new replica takes exactly that mean as its error, so that the same is owed, with the smallest norm that does it: the
 differences between the old replicas, which cancel in the average, are not carried on. This works for every compressor
-whose state has ``errors``, a dictionary from parameter name to tensor.
+whose state has ``errors``, a dictionary from parameter name to tensor. ``velocities``, what momentum correction keeps
+of a replica's own gradients, are replaced by their mean for the same reason.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from edgc.config import EDGCConfig
 from edgc.errors import UserError
 
 State = Mapping[str, Any]
+OWN = {"errors": "error feedback", "velocities": "velocity"}
+"""What each replica has of its own in a compressor's state, by parameter name, and what to call it."""
 
 
 def state_for(saved: State | Sequence[State], *, world: int, rank: int) -> State:
@@ -57,7 +60,7 @@ def state_for(saved: State | Sequence[State], *, world: int, rank: int) -> State
 
 
 def merge(states: Sequence[State]) -> State:
-    """One state for all replicas of a new number: the first one's, with the mean of all error feedback.
+    """One state for all replicas of a new number: the first one's, with the mean of all error feedback and velocities.
 
     Raises:
         UserError: the states are not of the same parameters.
@@ -68,9 +71,10 @@ def merge(states: Sequence[State]) -> State:
         errors = _mean([traffic["errors"] for traffic in pipelines if traffic is not None])
         first = {**first, "pipeline": {**first["pipeline"], "errors": errors}}
     compressors = [state["engine"]["compressor"] for state in states]
-    if not any("errors" in compressor for compressor in compressors):
+    own = [key for key in OWN if any(key in compressor for compressor in compressors)]
+    if not own:
         return first
-    compressor = {**compressors[0], "errors": _mean([c.get("errors", {}) for c in compressors])}
+    compressor = {**compressors[0], **{key: _mean([c.get(key, {}) for c in compressors], OWN[key]) for key in own}}
     engine = {**first["engine"], "compressor": compressor}
     if "window" in engine:
         # One replica's sketches of what it kept say nothing of the mean; they begin anew.
@@ -78,14 +82,14 @@ def merge(states: Sequence[State]) -> State:
     return {**first, "engine": engine}
 
 
-def _mean(errors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of every tensor over the replicas, in its own type; a replica without one has an error of zero."""
+def _mean(errors: Sequence[Mapping[str, Tensor]], called: str = OWN["errors"]) -> dict[str, Tensor]:
+    """The mean of every tensor over the replicas, in its own type; for a replica without one it is zero."""
     means: dict[str, Tensor] = {}
     for name in {name: None for replica in errors for name in replica}:  # in order, each name once
         tensors = [replica[name] for replica in errors if name in replica]
         if any(tensor.shape != tensors[0].shape for tensor in tensors):
             shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-            what = f"the saved error feedback of {name} has shapes {shapes}"
+            what = f"the saved {called} of {name} has shapes {shapes}"
             raise UserError(what, fix="load states that were saved together")
         total = torch.zeros(tensors[0].shape, dtype=torch.float64, device="cpu")
         for tensor in tensors:
@@ -117,7 +121,7 @@ def _check(state: State) -> None:
 
 
 def refuse_other_parameters(state: State, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse error feedback of parameters that this rank does not reduce.
+    """Refuse error feedback and velocities of parameters that this rank does not reduce.
 
     Args:
         state: of one rank, checked by :func:`state_for`.
@@ -128,10 +132,11 @@ def refuse_other_parameters(state: State, shapes: Mapping[str, tuple[int, ...]])
     """
     need(state["engine"], ("compressor",), "engine")
     need(state["engine"]["compressor"], (), "engine.compressor")
-    for name, error in state["engine"]["compressor"].get("errors", {}).items():
-        if tuple(error.shape) != shapes.get(name):
+    compressor = state["engine"]["compressor"]
+    for called, name, tensor in ((OWN[key], *item) for key in OWN for item in compressor.get(key, {}).items()):
+        if tuple(tensor.shape) != shapes.get(name):
             now = f"has {shapes[name]} here" if name in shapes else "is no parameter of this rank's"
-            what = f"the saved state has error feedback of {name}, {tuple(error.shape)}, which {now}"
+            what = f"the saved state has {called} of {name}, {tuple(tensor.shape)}, which {now}"
             raise UserError(what, fix="load the state of this very rank of this very model")
 
 

@@ -4,7 +4,7 @@ What comes in: the local gradients of one data-parallel replica, as views into t
 layout and floating-point type, the same names, shapes, types and order on every rank of the group.
 What is in the buffer afterwards: the same approximation of their mean over the replicas, on every replica bit for bit.
 What is kept: whatever was not sent, as error feedback, keyed by parameter name, so that
-mean(buffer + kept) = mean(gradient + kept before).
+mean(buffer + kept) = mean(gradient + kept before); under momentum correction a velocity stands for the gradient.
 Bytes are counted where a collective is called (:class:`~edgc.runtime.channel.Channel`), never from shapes.
 How it fails: from finite input nothing non-finite comes out. If any replica's gradient is not finite, the buffer is
 not finite on any replica, and a compressor that keeps state leaves its state as it was. With ``deferred`` on, no
@@ -232,6 +232,16 @@ class Compressor(ABC):
             raise UserError(what, fix=f"{type(self).__name__} keeps nothing: load a state of the same method")
 
 
+def kept_of(kept: dict[str, Tensor], gradient: Gradient, what: str) -> Tensor:
+    """What ``kept`` has of a gradient, moved to its device; ``what`` it is, for the error if the shapes differ."""
+    found, tensor = kept[gradient.name], gradient.tensor
+    if found.shape != tensor.shape:
+        problem = f"{what} of {gradient.name} is {tuple(found.shape)}, its gradient {tuple(tensor.shape)}"
+        raise UserError(problem, fix="load the compressor's state of this very model")
+    kept[gradient.name] = found.to(tensor.device)
+    return kept[gradient.name]
+
+
 class KeepsErrors(Compressor):
     """A method with error feedback.
 
@@ -264,12 +274,7 @@ class KeepsErrors(Compressor):
 
     def _error(self, gradient: Gradient) -> Tensor:
         """What is kept of a gradient, on its device: a state may have been loaded on another one."""
-        error, tensor = self.errors[gradient.name], gradient.tensor
-        if error.shape != tensor.shape:
-            what = f"error feedback of {gradient.name} is {tuple(error.shape)}, its gradient {tuple(tensor.shape)}"
-            raise UserError(what, fix="load the compressor's state of this very model")
-        self.errors[gradient.name] = error.to(tensor.device)
-        return self.errors[gradient.name]
+        return kept_of(self.errors, gradient, "error feedback")
 
     def _forget(self, gradients: Sequence[Gradient], ok: Tensor) -> None:
         """What was kept of ``gradients`` has been sent, if ``ok``."""

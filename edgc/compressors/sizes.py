@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-FACTOR_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}
-"""Of an entry of a factor as it is sent, scales included."""
+QUANTISED_BITS = {f"int{bits}": bits for bits in (8, 7, 6, 5, 4)}
+"""Of an entry of a factor of these types, without the scales."""
+FACTOR_BITS = {"fp32": 32.0, "bf16": 16.0} | {name: bits + 0.25 for name, bits in QUANTISED_BITS.items()}
+"""Of an entry of a factor as it is sent, with its share, 16 / 64, of the scale of its block."""
 
 
 def compressible(shape: Sequence[int], min_elements: int) -> bool:

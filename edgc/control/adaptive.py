@@ -275,7 +275,7 @@ class AdaptiveController(Controller):
         if self._policy is not None:
             self._policy.load_state_dict(state["policy"][1])
 
-    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+    def _go_on_from(self, state: Mapping[str, Any], last_window: int) -> None:
         if self.phase == "disabled":
             return
         assert self._policy is not None
@@ -289,7 +289,7 @@ class AdaptiveController(Controller):
         if self.r_max is None:
             self._set_limits(state["r_max"])
         if (rank := state["ranks"][0]) is not None:
-            self._spread(self._policy.go_on(rank, self._history, *self._limits))
+            self._spread(self._policy.go_on(last_window, rank, self._history, *self._limits))
 
 
 def _known(value: float) -> float | None:

@@ -110,10 +110,11 @@ class Controller:
             "gate": self._gate.state_dict() if self._gate else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, changed_settings: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, iteration: int = 0, changed_settings: bool = False) -> None:
         """Continue where the controller that gave ``state`` stood, one of the same stages.
 
         Args:
+            iteration: how many lie behind the state; looked at under ``changed_settings``.
             changed_settings: whether the state may be of other settings. This controller's then hold: its limits, its
                 given ranks, its policy; phase, ranks (within the limits), history and times are the state's.
 
@@ -127,7 +128,7 @@ class Controller:
             fix = "resume with the settings and the pipeline the run was started with"
             raise UserError("the saved controller state does not fit this run", fix=fix)
         if changed_settings:
-            self._go_on_from(state)
+            self._go_on_from(state, last_window=iteration - iteration % self.config.window)
         else:
             self._load(state)
 
@@ -141,5 +142,5 @@ class Controller:
         if self._gate is not None:
             self._gate.load_state_dict(state["gate"])
 
-    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+    def _go_on_from(self, state: Mapping[str, Any], last_window: int) -> None:
         """Take over what a state of other settings says beside this controller's own."""

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from edgc.checkpoints import manifest, rank_files
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
-from edgc.checkpoints.saved_state import State, merge
+from edgc.checkpoints.saved_state import OWN, State, merge
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
 
@@ -130,13 +130,13 @@ def redistributed(states: Mapping[Place, Mapping[str, Any]], place: Place) -> St
         return everyone
     merged = merge([state["attachment"] for state in alike])
     experts = set(alike[0]["experts"])
-    engine, dense = merged["engine"], everyone["engine"]["compressor"].get("errors")
-    if dense is None:
-        return merged
-    own = engine["compressor"]["errors"]
-    errors = {name: error for name, error in dense.items() if name not in experts}
-    errors |= {name: error for name, error in own.items() if name in experts}
-    return {**merged, "engine": {**engine, "compressor": {**engine["compressor"], "errors": errors}}}
+    engine, dense = merged["engine"], everyone["engine"]["compressor"]
+    compressor = dict(engine["compressor"])
+    for key in OWN.keys() & dense.keys():
+        compressor[key] = {name: tensor for name, tensor in dense[key].items() if name not in experts} | {
+            name: tensor for name, tensor in compressor[key].items() if name in experts
+        }
+    return {**merged, "engine": {**engine, "compressor": compressor}}
 
 
 def iteration_of(content: Manifest) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
+from edgc.compressors.sizes import QUANTISED_BITS
 from experiments.analyse import methods
 from experiments.analyse.acting import NOT_TESTED, acted
 from experiments.analyse.runs import Run
@@ -72,7 +73,7 @@ def compare(table: pd.DataFrame, points: pd.DataFrame, level: float) -> list[dic
     A policy that did not act (:mod:`experiments.analyse.acting`) is ``not tested``.
     """
     here = points[points["level"] == level]
-    quantised = table[table["factor_dtype"].isin(["int8", "int4"]) & (table["method"] == "powersgd")]["variant"]
+    quantised = table[table["factor_dtype"].isin(QUANTISED_BITS) & (table["method"] == "powersgd")]["variant"]
     candidates = here[here["variant"].isin(set(quantised))]
     if candidates.empty:
         return []

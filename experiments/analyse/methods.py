@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
 
 
 def curve(run: Run) -> pd.DataFrame:
-    """Training loss (trailing mean), validation perplexity, bytes so far and rank per stage, thinned."""
+    """Training loss (trailing mean), validation perplexity, bytes so far, and per stage the rank and the mean of the
+    entropies sampled in the last window's length (nats; empty without a policy), thinned."""
     steps, stages = run.steps, run.stages
     if steps.empty:
         return pd.DataFrame(columns=[*identity(run), "iteration", "train_loss", "validation_perplexity", "bytes"])
@@ -56,6 +58,10 @@ def curve(run: Run) -> pd.DataFrame:
     ranks = stages.pivot_table(index="iteration", columns="stage", values="rank", aggfunc="last", dropna=False)
     for stage in ranks.columns:
         frame[f"rank_{int(stage)}"] = frame["iteration"].map(ranks[stage])
+    for stage in ranks.columns:
+        mine = stages[stages["stage"] == stage].set_index("iteration")["entropy"]
+        means = mine.rolling(run.edgc.window, min_periods=1).mean() if run.policy else mine * math.nan
+        frame[f"entropy_{int(stage)}"] = frame["iteration"].map(means)
     frame = with_identity(run, frame)
     # Rank changes and evaluations are kept exactly, or a thinned curve would move them.
     changed = frame.filter(like="rank_").fillna(-1).diff().abs().sum(axis=1) > 0

@@ -1,111 +1,110 @@
-"""Policies against fixed ranks at equal bytes.
+"""Policies that follow something, beside the same ranks in another order and beside a fixed rank of as many bytes.
 
-What a policy costs beside a fixed rank is read off the line through the fixed ranks of the same seed and type of
-factors: gap to uncompressed training over the logarithm of the bytes. The ``excess`` of a run is its gap minus that
-line at its own bytes, in nats; a run outside the range of the fixed ranks has none, for nothing was measured there.
+A *placebo* of a policy is its own ranks in an order that follows nothing: reversed in time or shuffled. It sends the
+same bytes, so a policy that is worth following beats it. ``falling`` puts the same ranks in descending order, which
+follows nothing either but is known to be a good order. ``fixed rank`` stands still at the policy's bytes.
 
-The rule of the verdict, written before the runs: over the seeds with an excess, a policy is ``better`` (``worse``) than
-a fixed rank where the 95 % t interval of the mean excess lies below (above) zero and the mean is at least ``LEAST``
-nats away from it; else ``not distinguishable``; with fewer than ``SEEDS`` seeds ``not decided``. A policy that follows
-something and did not act (:mod:`experiments.analyse.acting`) is ``not tested``, whatever its excess.
+A difference is the policy's validation loss less its rival's, of the same seed, in nats: below 0 the policy is better.
+Shuffles of a seed are averaged first. The verdict is that of two one-sided tests within the margin of the loss
+(:func:`experiments.analyse.equivalence.compare`), and ``not tested`` where the policy did not act
+(:mod:`experiments.analyse.acting`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from edgc.control.settings import GivenConfig
 from experiments.analyse import methods
-from experiments.analyse.acting import COLUMNS, NOT_TESTED, acted, seeds_acted
-from experiments.analyse.equal_bytes import verdict as of_interval
+from experiments.analyse.acting import NOT_TESTED, acted, acting
+from experiments.analyse.equivalence import compare, power_of_equality, seeds_needed
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import interval
-from experiments.analyse.tables import write_tables
+from experiments.analyse.tables import identity, write_tables
+from experiments.analyse.windows import first_compressed
+from experiments.common.equivalence import loss_margin
 
-RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "excess.csv", "verdicts.csv")
+RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pairs.csv", "comparisons.csv")
 DETAILS = ("curves.csv",)
-LEAST = 0.002  # nats: a fifth of a percent of perplexity
-SEEDS = 3
+RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", "falling": "falling"}
+PLACEBOS = ("reversed", "shuffled")
+PAIR = ["variant", "label", "policy", "factor_dtype", "rival", "seed", "status", "difference_nats", "bytes_over_rival"]
+PAIR += ["same_start", "acted", "ranks_used", "windows_inside"]
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write the tables of :mod:`experiments.analyse.methods`, ``excess.csv`` (a row per run) and ``verdicts.csv``."""
+    """Write the tables of :mod:`experiments.analyse.methods`, ``pairs.csv`` (a policy, a rival and a seed a row) and
+    ``comparisons.csv`` (over seeds)."""
     written = methods.analyse(runs, out)
-    table = pd.read_csv(out / "table.csv")
-    table["factor_dtype"] = table["factor_dtype"].fillna("fp32")
-    table["policy"] = table["policy"].fillna("")
-    compressed = {(run.variant, run.seed): compressed_ratio(run) for run in runs}
-    rows = [
-        excess(row, table) | {"bytes_ratio_compressed": compressed[row["variant"], row["seed"]]}
-        for _, row in table[table["method"] == "edgc"].iterrows()
-    ]
-    return written + write_tables(out, {"excess": rows, "verdicts": verdicts(pd.DataFrame(rows))})
+    rows = pd.DataFrame([row for run in runs if follows_something(run) for row in pairs(run, runs)], columns=PAIR)
+    return written + write_tables(out, {"pairs": rows, "comparisons": comparisons(rows)})
 
 
-def compressed_ratio(run: Run) -> float:
-    """Bytes of the compressed steps over what these steps send uncompressed; nan if none was compressed."""
-    started = run.stages.loc[run.stages["rank"].notna(), "iteration"]
-    dense = run.number("bytes_dense_total") / run.number("iterations")
-    steps = run.steps[run.steps["iteration"] >= started.min()] if len(started) else run.steps[:0]
-    return float(steps["bytes"].mean() / dense) if len(steps) and dense > 0 else math.nan
+def follows_something(run: Run) -> bool:
+    return run.policy is not None and not isinstance(run.edgc, GivenConfig)
 
 
-def excess(row: pd.Series, table: pd.DataFrame) -> dict[str, Any]:
-    """One run beside the fixed ranks of its seed and type of factors."""
-    fixed = table[
-        (table["policy"] == "fixed")
-        & (table["seed"] == row["seed"])
-        & (table["factor_dtype"] == row["factor_dtype"])
-        & (table["status"] == "ok")
-        & (table["variant"] != row["variant"])
-    ]
-    at = gap_of_fixed(fixed["bytes_ratio"].tolist(), fixed["gap_nats"].tolist(), row["bytes_ratio"])
-    kept = (
-        "variant",
-        "label",
-        "seed",
-        "status",
-        "policy",
-        "factor_dtype",
-        "bytes_ratio",
-        "bytes_ratio_bf16",
-        "gap_nats",
-    )
-    return {name: row[name] for name in (*kept, *COLUMNS)} | {"fixed_gap_nats": at, "excess_nats": row["gap_nats"] - at}
+def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """``run`` beside uncompressed training and beside every run of its seed that follows it, shuffles averaged."""
+    of_seed = [other for other in runs if other.seed == run.seed]
+    rivals = {"no compression": [other for other in of_seed if other.plain]}
+    for other in of_seed:
+        follows = other.config.get("follows") or {}
+        if follows.get("variant") == run.variant:
+            rivals.setdefault(RIVALS[follows["order"]], []).append(other)
+    placebos = [rivals[name] for name in PLACEBOS if name in rivals]
+    if len(placebos) > 1:
+        rivals["placebos"] = [other for group in placebos for other in group]
+    for name, group in rivals.items():
+        fine = [other for other in group if other.ok] if run.ok else []
+        losses = [other.number("validation_loss") for other in fine]
+        sent = [other.number("bytes_total") for other in fine]
+        yield identity(run) | {
+            "policy": run.policy,
+            "factor_dtype": getattr(run.edgc, "factor_dtype", None),
+            "rival": name,
+            "difference_nats": run.number("validation_loss") - _mean(losses),
+            "bytes_over_rival": run.number("bytes_total") / _mean(sent),
+            "same_start": all(same_start(run, other) for other in fine) if fine else None,
+            **acting(run),
+        }
 
 
-def gap_of_fixed(ratios: Sequence[float], gaps: Sequence[float], ratio: float) -> float:
-    """The gap of fixed ranks at ``ratio`` of the bytes, linear in its logarithm between neighbours; nan outside."""
-    points = sorted((r, g) for r, g in zip(ratios, gaps, strict=True) if math.isfinite(r) and math.isfinite(g))
-    if len(points) < 2 or not points[0][0] <= ratio <= points[-1][0]:
-        return math.nan
-    x, y = zip(*points, strict=True)
-    return float(np.interp(math.log(ratio), np.log(x), y))
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
 
 
-def verdicts(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Per variant the mean excess over its seeds, its interval and the verdict; ``acted`` counts seeds, and is empty
-    where the ranks are given."""
-    found, by = [], ["variant", "label", "policy", "factor_dtype"]
+def same_start(run: Run, other: Run) -> bool:
+    """Whether both had the same losses, to the last bit, until ``run`` began to compress."""
+    begin = first_compressed(run)
+    one, two = (of.steps.loc[~(of.steps["iteration"] >= begin), ["iteration", "loss"]] for of in (run, other))
+    return one.equals(two)
+
+
+def comparisons(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Per policy and rival: over seeds, the difference, what it says, and how many seeds would show equality."""
+    found, by, margin = [], ["variant", "label", "policy", "factor_dtype", "rival"], loss_margin()
     for key, mine in rows.groupby(by, sort=False):
-        over = interval(mine.loc[mine["status"] == "ok", "excess_nats"])
-        row = dict(zip(by, key, strict=True)) | {"n": len(mine), "n_compared": over["n"], "acted": seeds_acted(mine)}
-        row["percent"] = 100 * mine["bytes_ratio"].mean()
-        row["percent_bf16"] = 100 * mine["bytes_ratio_bf16"].mean()
-        row["percent_compressed"] = 100 * mine["bytes_ratio_compressed"].mean()
-        row |= {"gap_nats": mine["gap_nats"].mean(), "excess_nats": over["mean"]}
-        said = NOT_TESTED if acted(mine) is False else verdict(over)
-        found.append(row | {"excess_low": over["low"], "excess_high": over["high"], "verdict": said})
+        differences = mine["difference_nats"].dropna()
+        compared = compare(differences.tolist(), margin)
+        moved = acted(mine)
+        row: dict[str, Any] = {**dict(zip(by, key, strict=True)), **compared, **_spread(differences)}
+        row |= {
+            "margin_nats": margin,
+            "seeds_acted": int(mine["acted"].eq(True).sum()),
+            "bytes_over_rival": mine["bytes_over_rival"].mean(),
+            "same_start": bool(mine["same_start"].dropna().all()),
+            "verdict": compared["verdict"] if moved else NOT_TESTED,
+        }
+        found.append(row)
     return found
 
 
-def verdict(over: dict[str, float]) -> str:
-    """The rule of this module's head."""
-    if over["n"] < SEEDS:
-        return "not decided"
-    return of_interval(over) if abs(over["mean"]) >= LEAST else "not distinguishable"
+def _spread(differences: pd.Series) -> Mapping[str, float]:
+    sd = float(differences.std()) if len(differences) > 1 else math.nan
+    needed = math.nan if math.isnan(sd) else seeds_needed(power_of_equality, sd, loss_margin())
+    return {"sd_nats": sd, "seeds_to_show_equality": needed}

@@ -9,12 +9,12 @@ from typing import Any
 import pandas as pd
 
 from edgc.config import EDGCConfig
-from experiments.analyse import sampling_grid
+from experiments.analyse import correlation, sampling_grid
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, result, summarise, write_tables
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
 
-RESULTS = ("table.csv", "summary.csv", "timings.csv", "grid.csv", "sampling_error.csv")
+RESULTS = ("table.csv", "summary.csv", "timings.csv", "grid.csv", "sampling_error.csv", "correlation_summary.csv")
 DETAILS = ("grid_timings.csv",)
 SUMMARISED = ("cc", "cc_after_warmup", "bias_nats", "rmse_nats", "sample_bias_nats", "sample_rmse_nats",
               "decisions_differing", "validation_loss")  # fmt: skip
@@ -24,8 +24,8 @@ SKIPPED_STEPS = 5  # first calls allocate
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
     """Write ``table.csv`` (per run), ``summary.csv`` (per setting) and ``timings.csv`` (cost of the estimate); of runs
-    that recorded every rule ``grid.csv``, ``sampling_error.csv`` and ``grid_timings.csv``
-    (:mod:`experiments.analyse.sampling_grid`)."""
+    that recorded every rule ``grid.csv``, ``sampling_error.csv``, ``grid_timings.csv``
+    (:mod:`experiments.analyse.sampling_grid`) and ``correlation_summary.csv`` (per rule, over seeds)."""
     runs, gridded = [run for run in runs if run.method == "edgc"], [run for run in runs if len(run.samplings)]
     full = {(run.seed, settings(run)["estimator"]): run for run in runs if is_full(run) and run.ok}
     rows = [
@@ -44,12 +44,14 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         base = whole.get((row["seed"], row["estimator"]), math.nan)
         row["change_percent"] = 100 * (row["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan
     rules = controller_of(runs)
+    found = [row for run in gridded for row in sampling_grid.correlations(run, rules)] if rules else []
     tables = {
         "table": table,
         "summary": summarise(table, SUMMARISED, KEYS),
         "timings": timings,
         "grid": [row for run in gridded for row in sampling_grid.fidelity(run, rules)] if rules else [],
         "sampling_error": [row for run in gridded for row in sampling_grid.errors(run)],
+        "correlation_summary": correlation.summary(pd.DataFrame(found), sampling_grid.RULE) if found else [],
         "grid_timings": [row for run in gridded for row in sampling_grid.cost(run)],
     }
     return write_tables(out, tables)

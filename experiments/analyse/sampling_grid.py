@@ -21,6 +21,7 @@ from edgc.entropy.estimators import combine
 from edgc.entropy.sampler import Sampler
 from edgc.measurement.report import Report
 from edgc.sections import EntropyConfig
+from experiments.analyse import correlation
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, quartiles
 from experiments.analyse.tables import identity
@@ -60,6 +61,36 @@ def fidelity(run: Run, settings: EDGCConfig) -> list[dict[str, Any]]:
                     | {"largest_difference": max(far, default=math.nan)}
                 )
     return rows
+
+
+def correlations(run: Run, settings: EDGCConfig) -> list[dict[str, Any]]:
+    """Per rule, with the run's estimator: CC of stage 0 by the number of samples in a window, at the paper's alpha.
+
+    Rows as in :mod:`experiments.analyse.correlation`; the run is not compressed, so warm-up ends where a controller of
+    these settings ends it.
+    """
+    found = run.samplings[run.samplings["stage"] == 0]
+    estimator = settings.entropy.estimator
+    entropies = by_iteration(found).dropna()
+    whole = entropies.get((*FULL, estimator))
+    if whole is None:
+        return []
+    shapes = found.drop_duplicates("parameter")[["rows", "columns"]].astype(int)
+    stage = [(int(m), int(n)) for m, n in shapes.itertuples(index=False)]
+    decided = ranks(settings, stage, run.iterations, windows(whole, settings.window, run.iterations))
+    warm_up = settings.window * (1 + sum(rank is None for rank in decided))  # the first rank is of the window after
+    active = entropies.index > warm_up
+    return [
+        identity(run)
+        | {"rule": rule, "rate": rate, "estimator": estimator, "stage": 0, "span": correlation.SPANS[0]}
+        | row
+        for rule, rate, _ in (column for column in entropies.columns if column[2] == estimator)
+        for row in correlation.cells(
+            whole[active].to_numpy(),
+            entropies[rule, rate, estimator][active].to_numpy(),
+            alphas=[correlation.PAPER_ALPHA],
+        )
+    ]
 
 
 def by_iteration(found: pd.DataFrame) -> pd.DataFrame:

@@ -13,20 +13,23 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import SPREAD, interval
 from experiments.analyse.tables import identity, result, write_tables
 
 RESULTS = ("table.csv", "rates.csv", "best.csv")
-DETAILS = ()
+DETAILS = ("curves.csv",)
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (a row per run), ``rates.csv`` (per method and rate) and ``best.csv`` (per method)."""
+    """Write ``table.csv`` (a row per run), ``rates.csv`` (per method and rate), ``best.csv`` (per method) and
+    ``curves.csv`` (:func:`experiments.analyse.methods.curve`)."""
     rows = [identity(run) | {"method": run.method, "lr": run.config["train"]["lr"]} | result(run) for run in runs]
     table = pd.DataFrame(rows)
     found = rates(table)
-    return write_tables(out, {"table": table, "rates": found, "best": best(found)})
+    curves = pd.concat([methods.curve(run) for run in runs], ignore_index=True)
+    return write_tables(out, {"table": table, "rates": found, "best": best(found), "curves": curves})
 
 
 def rates(table: pd.DataFrame) -> pd.DataFrame:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.analyse import correlation
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, result, summarise, together, with_identity, write_tables
 from experiments.analyse.windows import decision_columns, fidelity, trajectory, warm_up_ends
 
-RESULTS = ("table.csv", "summary.csv", "warm_up.csv")
+RESULTS = ("table.csv", "summary.csv", "warm_up.csv", "correlation.csv", "correlation_summary.csv")
 DETAILS = ("trajectories.csv",)
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.5)  # nats, of the rule that ends warm-up
 SUMMARISED = ("cc", "cc_all_stages", "cc_after_warmup", "bias_nats", "rmse_nats", "decisions", "rank_changes",
@@ -20,8 +21,9 @@ SUMMARISED = ("cc", "cc_all_stages", "cc_after_warmup", "bias_nats", "rmse_nats"
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (per run), ``summary.csv`` (per variant), ``trajectories.csv`` (per window) and
-    ``warm_up.csv`` (when warm-up would end under other tolerances)."""
+    """Write ``table.csv`` (per run), ``summary.csv`` (per variant), ``trajectories.csv`` (per window),
+    ``warm_up.csv`` (when warm-up would end under other tolerances), and of one run per seed ``correlation.csv`` (CC by
+    the number of samples, :mod:`experiments.analyse.correlation`) with ``correlation_summary.csv`` (over seeds)."""
     rows, frames, ends = [], [], []
     for run in runs:
         window = run.edgc.window
@@ -36,5 +38,13 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         frames.append(with_identity(run, trajectory(run, window), length=window))
     table = pd.DataFrame(rows)
     summary = summarise(table, SUMMARISED, ["variant", "label", "window", "step_limit"])
-    tables = {"table": table, "summary": summary, "warm_up": ends, "trajectories": together(frames)}
+    found = correlation.table(runs)
+    tables = {
+        "table": table,
+        "summary": summary,
+        "warm_up": ends,
+        "trajectories": together(frames),
+        "correlation": found,
+        "correlation_summary": correlation.summary(found),
+    }
     return write_tables(out, tables)

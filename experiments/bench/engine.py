@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgc.compressors.sizes import FACTOR_BITS
 from edgc.errors import UserError
 from experiments.bench import machine
 from experiments.bench.children import Child, Group, ranks
 from experiments.bench.gradients import Shape, entries, layer_shapes
 from experiments.bench.kernels import Kernel
-from experiments.bench.options import at_least
+from experiments.bench.options import FACTORS, at_least
 
 MODULE = "experiments.bench.engine_worker"
 FLOOR = ("products", "orthogonalisation")
@@ -160,7 +159,7 @@ def _section(plan: Plan, found: Measured, groups: dict[str, Group], base: Key, a
     keys: list[tuple[Group, Key]] = []
     alone, first = base.network == ALONE, groups[plan.allocators[0]]
     for allocator, group in groups.items():
-        variants = ["copy", "torch", *FACTOR_BITS] if group is first else ["torch", "fp32"]
+        variants = ["copy", "torch", *FACTORS] if group is first else ["torch", "fp32"]
         setting = replace(base, allocator=allocator)
         if group is first and alone and plan.device == "cpu":
             missing = machine.bf16_matmul()

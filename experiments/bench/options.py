@@ -8,6 +8,9 @@ import torch
 
 from edgc.errors import UserError
 
+FACTORS = ("fp32", "bf16", "int8", "int4")
+"""Types of factors whose engines are measured, a selection of what there is."""
+
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
     """``8,32`` as numbers, each once; UserError if it is anything else."""

@@ -18,14 +18,13 @@ from typing import Any
 
 import pandas as pd
 
-from edgc.compressors.sizes import FACTOR_BITS
 from edgc.errors import UserError
 from experiments.bench.children import ChildError, ranks
 from experiments.bench.engine_table import kernel_rows, kernel_sums, spread
 from experiments.bench.gpt import Size
 from experiments.bench.kernels import Kernel
 from experiments.bench.machine import slug
-from experiments.bench.options import at_least
+from experiments.bench.options import FACTORS, at_least
 
 MODULE = "experiments.bench.step_profile_worker"
 DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
@@ -33,7 +32,7 @@ DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
 OURS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
     "bf16": {"method": "bf16"},
-    **{f"powersgd {of}": {"method": "powersgd", "factor_dtype": of} for of in FACTOR_BITS},
+    **{f"powersgd {of}": {"method": "powersgd", "factor_dtype": of} for of in FACTORS},
     "powersgd int8 one-sided": {"method": "powersgd", "factor_dtype": "int8", "one_sided": True},
     "powersgd errors in bf16": {"method": "powersgd", "error_dtype": "bf16"},
     "topk": {"method": "topk", "density": 0.01},

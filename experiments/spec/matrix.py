@@ -12,6 +12,7 @@ A study file (all keys: :class:`experiments.spec.study.Study`)::
     seeds: [1]
     scales: {ci: {base: {...}, variants: {...}, seeds: [...]}}   # laid over the keys above at that scale
 
+``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`).
 ``extends: NAME`` lays the file over ``experiments/studies/bases/NAME.yaml``; there ``key: null`` takes a key away.
 """
 
@@ -108,9 +109,30 @@ def runs(study: str, scale: str) -> list[RunConfig]:
                 values = fitted(values)
             values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
             values.setdefault("label", variant)
+            if variant == values.get("branch") or (values.get("compression") or {}).get("method") != "edgc":
+                values.pop("branch", None)
             found.append(resolve(values, where))
             check_run(found[-1], where)
-    return found
+    return _connected(found, where)
+
+
+def _connected(found: list[RunConfig], where: object) -> list[RunConfig]:
+    """Let runs that others branch from keep that state; ``UserError`` for a run that needs one which is not there."""
+    variants, branched = {run.variant: run for run in found}, {run.branch for run in found}
+    for run in found:
+        for key, name in (("branch", run.branch), ("follows.variant", run.follows and run.follows.variant)):
+            if name is not None and name not in variants:
+                what = f"{run.variant}: {key}: unknown variant {name!r}"
+                raise UserError(what, where=where, fix=nearest(name, variants))
+            if name is not None and variants[name].follows:
+                what = f"{run.variant}: {key}: {name} follows another run itself"
+                raise UserError(what, where=where, fix="name that run")
+    return [
+        run.model_copy(update={"train": run.train.model_copy(update={"keep_warm_up": True})})
+        if run.variant in branched
+        else run
+        for run in found
+    ]
 
 
 def fitted(values: Mapping[str, Any]) -> dict[str, Any]:

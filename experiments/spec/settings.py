@@ -129,6 +129,7 @@ class TrainConfig(Settings):
     distributed_optimizer: bool = False
     checkpoint: bool = False  # the weights at the end, for export
     checkpoint_interval: int = Field(0, ge=0)  # whole states that a killed run goes on from; 0 = none
+    keep_warm_up: bool = False  # the whole state at the end of warm-up, for runs that branch from it
 
 
 class ProbeConfig(Settings):
@@ -157,9 +158,27 @@ class ProbeConfig(Settings):
         return self.every > 0 and (iteration == 1 or iteration % self.every == 0)
 
 
+class FollowsConfig(Settings):
+    """The ranks of the run of ``variant`` with the same seed, window by window after warm-up, in another order.
+
+    Its placebos send its bytes at other times: ``reversed``; ``shuffled`` (``shuffle`` tells several shuffles apart);
+    ``falling``, from the highest to the lowest. ``even``: at its bytes, too, two neighbouring ranks in turn, as near to
+    one fixed rank as that goes.
+    """
+
+    variant: str
+    order: Literal["reversed", "shuffled", "falling", "even"]
+    shuffle: int = Field(0, ge=0)
+
+
 class RunConfig(Settings):
-    """One training run. ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself; what a ``preset`` in it
-    stands for is written out, so that ``run.yaml`` does not depend on what the preset will be later."""
+    """One training run.
+
+    ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself; what a ``preset`` in it stands for is
+    written out, so that ``run.yaml`` does not depend on what the preset will be later. With ``follows`` its policy
+    becomes ``schedule`` when the run starts (:mod:`experiments.training.following`). With ``branch`` the run goes on
+    from the state that the run of that variant, with the same seed, had at the end of its uncompressed warm-up.
+    """
 
     scale: str
     study: str
@@ -172,6 +191,14 @@ class RunConfig(Settings):
     train: TrainConfig
     compression: dict[str, Any] = {}
     probe: ProbeConfig = ProbeConfig()
+    follows: FollowsConfig | None = None
+    branch: str | None = None
+
+    @property
+    def needs(self) -> list[str]:
+        """Names of the runs of the study that have to end before this one starts."""
+        variants = {self.branch, self.follows.variant if self.follows else None}
+        return sorted(f"{variant}-s{self.seed}" for variant in variants if variant is not None)
 
     @property
     def name(self) -> str:
@@ -209,6 +236,14 @@ class RunConfig(Settings):
             if parallel.tensor == 1:
                 raise ValueError("parallel.sequence needs parallel.tensor above 1; set it to false")
             _divisible("model.sequence_length", model.sequence_length, "parallel.tensor", parallel.tensor)
+        momentum = self.compression.get("momentum", 0)
+        if isinstance(momentum, (int, float)) and momentum > 0 and train.adam_beta1 > 0:
+            raise ValueError(
+                f"train.adam_beta1 = {train.adam_beta1} with compression.momentum = {momentum} applies momentum twice; "
+                "set train.adam_beta1: 0"
+            )
+        if (self.follows or self.branch) and self.compression.get("method") != "edgc":
+            raise ValueError("follows and branch need compression.method = edgc; leave them out")
         if model.architecture == "bert" and (parallel.pipeline > 1 or parallel.tensor > 1):
             raise ValueError("bert runs with parallel.pipeline = 1 and parallel.tensor = 1; set both to 1")
         return self

@@ -27,12 +27,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from edgc.checkpoints import manifest, rank_files
+from edgc.errors import UserError
 from edgc.megatron import checkpoint
 from experiments.common.files import atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session
-from experiments.training.resume import refuse_other, settings_of
+from experiments.training.resume import FREE_IN_WARM_UP, refuse_other, settings_of
+from experiments.training.run_folder import CHECKPOINTS, WARM_UP
 
 KEEP = 2
 TRAINER = "trainer"
@@ -64,18 +66,19 @@ class Progress:
     resumed_at: list[int]  # iterations after which the run was resumed so far, at loading this time included
     metrics: Path  # the log up to there, on rank 0
     watch: dict[str, Any]  # state of the watch for failure signatures
+    branched_from: str | None = None  # the run whose warm-up this was
 
 
 class Checkpoints:
     """What a killed run goes on from. Every method is called by every rank, between two iterations.
 
     Args:
-        session, root: this rank's part of the job, and the folder of its checkpoints.
+        session, folder: this rank's part of the job, and the folder of the run.
         fingerprint: of the prepared data, which have to stay the same.
     """
 
-    def __init__(self, session: Session, root: Path, fingerprint: str) -> None:
-        self.session, self.root = session, root
+    def __init__(self, session: Session, folder: Path, fingerprint: str) -> None:
+        self.session, self.folder = session, folder
         self.interval = session.run.train.checkpoint_interval
         self.settings = settings_of(session.run, fingerprint)
 
@@ -84,8 +87,8 @@ class Checkpoints:
         last = self.session.run.train.iterations
         return self.interval > 0 and iteration % self.interval == 0 and iteration < last
 
-    def save(self, progress: Progress) -> None:
-        """Publish the state after an iteration; the newest ones are kept."""
+    def save(self, progress: Progress, name: str = CHECKPOINTS) -> None:
+        """Publish the state after an iteration in the folder of that name; the newest ones are kept."""
         session, iteration = self.session, progress.iteration
         state = {
             "iteration": iteration,
@@ -96,7 +99,7 @@ class Checkpoints:
             "random": _random_state(),
             "watch": progress.watch,
         }
-        with checkpoint.publish(self.root, iteration, keep=KEEP) as folder:
+        with checkpoint.publish(self.folder / name, iteration, keep=KEEP) as folder:
             _save(self._sharded(is_loading=False), folder)
             checkpoint.save(folder, session.attachment, iteration=iteration)
             rank_files.write(folder / TRAINER, state, dict)
@@ -106,10 +109,32 @@ class Checkpoints:
 
     def resume(self) -> Progress | None:
         """Load the newest whole checkpoint, saying which are damaged; ``UserError``: of other settings or data."""
-        folder = checkpoint.latest(self.root, report=_say)
+        folder = checkpoint.latest(self.folder / CHECKPOINTS, report=_say)
         if folder is None:
             return None
         refuse_other(load_yaml(folder / "run.yaml"), self.settings, folder)
+        return self._load(folder)
+
+    def branch(self) -> Progress | None:
+        """Load the state of the run that this one branches from, at the end of its warm-up.
+
+        Raises:
+            UserError: there is none, or it is of other settings or data.
+        """
+        run = self.session.run
+        if run.branch is None:
+            return None
+        trunk = f"{run.branch}-s{run.seed}"
+        root = self.folder.with_name(trunk) / WARM_UP
+        folder = checkpoint.latest(root, report=_say)
+        if folder is None:
+            fix = f"train it again: delete {root.parent}, then snakemake -c2 {run.study}"
+            raise UserError(f"{run.name} branches from {trunk}, which has kept no state", where=root, fix=fix)
+        refuse_other(load_yaml(folder / "run.yaml"), self.settings, folder, FREE_IN_WARM_UP)
+        return self._load(folder, trunk)
+
+    def _load(self, folder: Path, trunk: str | None = None) -> Progress:
+        """Go on from ``folder``, a checkpoint of this run or of its ``trunk``."""
         session = self.session
         _allocate(session.optimizer)
         state = dist_checkpointing.load(self._sharded(is_loading=True), str(folder))
@@ -118,7 +143,7 @@ class Checkpoints:
         with torch.no_grad():  # a distributed optimizer copies into views of fp32 parameters
             session.optimizer.load_state_dict(state["optimizer"])
         _restore_steps(session.optimizer)
-        checkpoint.load(folder, session.attachment)
+        checkpoint.load(folder, session.attachment, changed_settings=trunk is not None)
         inner, name = folder / TRAINER, rank_files.file_of(dist.get_rank())
         own = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
         session.scheduler.load_state_dict(own["scheduler"])
@@ -126,10 +151,11 @@ class Checkpoints:
             recorder.load_state_dict(own["recorders"][recorder.file])
         _set_random_state(own["random"])
         run, iteration = session.run, int(own["iteration"])
+        how = f"branches from {trunk}" if trunk else "goes on"
         if dist.get_rank() == 0:
-            _say(f"{run.study}/{run.name} goes on after iteration {iteration} of {run.train.iterations}")
-        resumed_at = [*own["resumed_at"], iteration]
-        return Progress(iteration, float(own["seconds"]), resumed_at, folder / METRICS, own["watch"])
+            _say(f"{run.study}/{run.name} {how} after iteration {iteration} of {run.train.iterations}")
+        resumed_at = [] if trunk else [*own["resumed_at"], iteration]
+        return Progress(iteration, float(own["seconds"]), resumed_at, folder / METRICS, own["watch"], trunk)
 
     def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
         state = _model_state(self.session.chunks)

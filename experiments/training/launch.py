@@ -52,6 +52,7 @@ from experiments.data.integrity import check_indices
 from experiments.spec.matrix import check_run, find
 from experiments.spec.settings import RunConfig, recorded, resolve
 from experiments.training import provenance
+from experiments.training.following import reason_not_to, with_ranks
 from experiments.training.outputs import write_manifest
 from experiments.training.ranks import check_devices, start_ranks, warm_up
 from experiments.training.resume import refuse_other, settings_of
@@ -148,6 +149,9 @@ def launch(
         fresh: start from the beginning where a killed run has left checkpoints.
     """
     check_writable(results)
+    hopeless = reason_not_to(run, results)
+    if not hopeless:
+        run = with_ranks(run, results)
     folder = RunFolder(results / run.scale / run.study / run.name)
     start = partial(start_ranks, run, folder.attempt, nodes=nodes, node=node, rendezvous=rendezvous, address=address)
     try:
@@ -169,10 +173,12 @@ def launch(
         forget_errors(folder.attempt)
         if fresh:
             folder.forget()
+        if folder.newest_checkpoint() is None:
+            folder.forget_warm_up()
         code = provenance.code_so_far(folder.checkpoints) if run.train.checkpoint_interval else None
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
         (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
-        outcome = _outcome(run, folder, nodes, start)
+        outcome = _failed(run, hopeless, folder) if hopeless else _outcome(run, folder, nodes, start)
         interrupts.ignore()  # the run has ended, and is published in a moment
         resumed_at = outcome.pop("resumed_at", [])
         if resumed_at:

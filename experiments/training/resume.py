@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from edgc.errors import UserError
 from experiments.spec.settings import RunConfig
 
 # Free to differ: they change nothing that the run computes.
-FREE = ("label", "train.checkpoint_interval")
+FREE = ("label", "train.checkpoint_interval", "train.keep_warm_up")
+# Nor before compression begins.
+FREE_IN_WARM_UP = (*FREE, "variant", "branch", "follows", "compression")
 
 
 def settings_of(run: RunConfig, fingerprint: str | None) -> dict[str, Any]:
@@ -22,11 +24,17 @@ def settings_of(run: RunConfig, fingerprint: str | None) -> dict[str, Any]:
     return settings
 
 
-def refuse_other(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
-    """``UserError`` for the first setting, with both values, in which ``checkpoint`` and the run to go on differ."""
+def refuse_other(
+    saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, free: Collection[str] = FREE
+) -> None:
+    """``UserError`` for the first setting, with both values, in which ``checkpoint`` and the run to go on differ.
+
+    Args:
+        free: settings, or whole sections, that may differ.
+    """
     before, after = dotted(_effective(saved)), dotted(_effective(now))
     missing = object()
-    keys = [key for key in {**before, **after} if key not in FREE]
+    keys = [key for key in {**before, **after} if not {key, key.partition(".")[0]}.intersection(free)]
     other = [key for key in keys if before.get(key, missing) != after.get(key, missing)]
     if other:
         key = other[0]

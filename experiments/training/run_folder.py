@@ -3,7 +3,8 @@
 A run folder holds ``run.yaml``, ``metrics.jsonl``, ``summary.json`` and ``status``. While a run goes on, its files lie
 in ``.attempt/`` inside the folder; they are renamed into place when the run has ended, ``status`` last, so that a
 folder with a ``status`` file is complete whatever happened. What a killed run goes on from lies in ``.checkpoints/``
-inside the folder, which neither a new attempt nor Snakemake touches; it is removed once the run has ended.
+inside the folder, which neither a new attempt nor Snakemake touches; it is removed once the run has ended. The state at
+the end of warm-up, where other runs branch from it, lies in ``warm_up/`` and stays.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from experiments.common.files import check_writable
 
 STATUSES = ("ok", "diverged", "failed", "interrupted")
 CHECKPOINTS = ".checkpoints"
+WARM_UP = "warm_up"
 
 
 class RunFolder:
@@ -90,6 +92,10 @@ class RunFolder:
         with contextlib.suppress(FileNotFoundError):
             self.checkpoints.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+    def forget_warm_up(self) -> None:
+        """Remove what other runs branch from, as a run that begins anew will save another."""
+        shutil.rmtree(self.path / WARM_UP, ignore_errors=True)
 
     def newest_checkpoint(self) -> Path | None:
         """The folder of the newest checkpoint; whether it is whole is not looked at."""

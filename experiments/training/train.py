@@ -30,9 +30,10 @@ from experiments.spec.settings import RunConfig
 from experiments.training.build import Session, build
 from experiments.training.checkpoint import METRICS, Checkpoints, Progress, save_model
 from experiments.training.experts import is_expert
+from experiments.training.following import of_branch
 from experiments.training.metrics import History, Step, gather_numbers, gather_step, rank_step
 from experiments.training.outputs import read_events
-from experiments.training.run_folder import CHECKPOINTS
+from experiments.training.run_folder import CHECKPOINTS, WARM_UP
 from experiments.training.run_log import RunLog, perplexity
 from experiments.training.signatures import SignatureWatch
 
@@ -58,7 +59,7 @@ class Trainer:
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.forward_backward = get_forward_backward_func()
         self.history = History()
-        self.checkpoints = Checkpoints(session, attempt.with_name(CHECKPOINTS), load_info(data_dir).fingerprint)
+        self.checkpoints = Checkpoints(session, attempt.parent, load_info(data_dir).fingerprint)
         self.signatures: set[str] = set()
         self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
 
@@ -144,15 +145,15 @@ class Trainer:
         tokens = run.train.global_batch * run.model.sequence_length
         status, engine = "ok", self.session.attachment.engine
         with self.log:
-            resumed = self.checkpoints.resume()
-            dense = self._start(anew=resumed is None)
+            resumed = self.checkpoints.resume() or self.checkpoints.branch()
+            dense = self._start(anew=resumed is None or resumed.branched_from is not None)
             iteration = behind = 0
             validation, resumed_at = math.nan, list[int]()
             if resumed is not None:
                 iteration = behind = resumed.iteration
                 resumed_at = resumed.resumed_at
                 started -= resumed.seconds
-                validation = self._replay(resumed.metrics)
+                validation = self._replay(resumed)
                 self.watch.load_state_dict(resumed.watch)
             batches = train_batches(run, self.data_dir, self.replica, self.replicas, behind)
             for iteration in range(behind + 1, run.train.iterations + 1):
@@ -172,9 +173,12 @@ class Trainer:
                 if iteration % run.train.eval_interval == 0 or iteration == run.train.iterations:
                     validation = self.evaluate()
                     self.log.evaluation(iteration, step.loss, validation)
-                if self.checkpoints.due(iteration):
+                warm_up_ended = plan.in_warm_up and not engine.plan.in_warm_up
+                if due := self._checkpoints_due(iteration, warm_up_ended=warm_up_ended):
                     taken, watch = time.perf_counter() - started, self.watch.state_dict()
-                    self.checkpoints.save(Progress(iteration, taken, resumed_at, self.attempt / METRICS, watch))
+                    progress = Progress(iteration, taken, resumed_at, self.attempt / METRICS, watch)
+                    for name in due:
+                        self.checkpoints.save(progress, name)
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
@@ -202,9 +206,16 @@ class Trainer:
             self.signatures.add(finding.signature)
             self.log.signature(finding)
 
-    def _replay(self, metrics: Path) -> float:
+    def _checkpoints_due(self, iteration: int, *, warm_up_ended: bool) -> list[str]:
+        """The folders in which to save the state after ``iteration``."""
+        due = [CHECKPOINTS] if self.checkpoints.due(iteration) else []
+        return due + ([WARM_UP] if warm_up_ended and self.run.train.keep_warm_up else [])
+
+    def _replay(self, resumed: Progress) -> float:
         """Take over the log of the iterations before a checkpoint; returns the last validation loss."""
-        events = read_events(metrics)
+        events = read_events(resumed.metrics)
+        if resumed.branched_from is not None:
+            events = of_branch(events, resumed.branched_from, self.session.attachment.engine.controller)
         self.log.replay(events)
         self.history.replay(events)
         self.signatures = {event["signature"] for event in events if event["event"] == "signature"}

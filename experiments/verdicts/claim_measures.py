@@ -66,33 +66,39 @@ def entropy_cost(root: Path) -> Measured:
     return Measured(values, relative, join(note, lost), **_runs_of(rows))
 
 
-def _window(root: Path, column: str) -> Measured:
-    relative = "window_ablation/table.csv"
+def _window(root: Path, span: str) -> Measured:
+    relative = "window_ablation/correlation.csv"
     fine, lost = _runs(root, relative)
-    lengths = sorted(int(w) for w in fine["window"].unique())
-    # At small scales the three lengths stand for the paper's 500, 1000 and 2500: its w = 1000 is the middle one.
-    length = 1000 if 1000 in lengths else lengths[len(lengths) // 2]
-    # Its first variant: the others differ in what comes after the entropy, such as the step limit.
-    rows = fine[fine["window"] == length].drop_duplicates("seed")
-    values = numbers(rows[column])
+    summary = read(root, "window_ablation/correlation_summary.csv")
+    mine, means = (t[(t["stage"] == 0) & (t["span"] == span) & (t["alpha"] == 0.1)] for t in (fine, summary))
+    # The paper's window has 100 samples. Where one was measured it counts, else what shorter ones are extrapolated to.
+    rows = mine[mine["samples"] == 100].sort_values("kind", ascending=False).drop_duplicates("seed")
+    values = numbers(rows.sort_values("seed")["cc"])
     if not values:
-        reason = next((str(text) for text in rows["cc_note"].dropna() if text), "correlation undefined")
-        raise Missing(f"w = {length}: {reason}")
-    others = ", ".join(f"w = {w}: {fine.loc[fine['window'] == w, column].mean():.3f}" for w in lengths if w != length)
-    counts = rows["windows_after_warmup" if column == "cc_after_warmup" else "windows"]
-    note = f"w = {length} of {int(rows['iterations'].max())} iterations; others: {others}"
-    found = _runs_of(rows) | {"counts": {"runs": len(rows), "windows": int(counts.min())}}
-    return Measured(values, relative, join(note, lost), **found)
+        raise Missing(
+            f"no run is long enough to measure a window of 100 samples, or to extrapolate to it, in {relative}"
+        )
+    said = []
+    for (kind, length), group in rows.groupby(["kind", "from_window"], sort=False):
+        over = means[(means["kind"] == kind) & (means["samples"] == 100)].iloc[0]
+        limits = f"{over['cc_low']:.4f} to {over['cc_high']:.4f}" if over["n"] > 1 else "one seed"
+        said.append(f"{kind} at 100 samples: mean {over['cc_mean']:.4f} ({limits})")
+        said[-1] += f" from {int(group['windows'].min())} windows of {int(length)} iterations"
+        if kind == "extrapolated":
+            base = means[(means["window"] == length) & (means["kind"] == "measured")].iloc[0]
+            said[-1] += f" ({int(base['samples'])} of them sampled, CC {base['cc_mean']:.2f})"
+    counts = {"runs": len(rows), "windows": int(rows["windows"].min())}
+    return Measured(values, relative, join("alpha = 0.1", *said, lost), n=rows["seed"].nunique(), counts=counts)
 
 
 def window_correlation(root: Path) -> Measured:
-    """CC of stage 0 over the windows after warm-up."""
-    return _window(root, "cc_after_warmup")
+    """CC of stage 0 over the windows after warm-up, at the paper's alpha and samples in a window, a value per seed."""
+    return _window(root, "after warm-up")
 
 
 def window_correlation_whole_run(root: Path) -> Measured:
-    """CC of stage 0 over all windows."""
-    return _window(root, "cc")
+    """The same over all windows of the run."""
+    return _window(root, "whole run")
 
 
 def edgc_gap(root: Path) -> Measured:

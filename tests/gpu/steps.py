@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     **ENTRYWISE,
 }
 STATELESS = (*examples.DENSE, *examples.UNBIASED)
-AT_RANDOM = examples.AT_RANDOM
+COUNTING = examples.COUNTING
 
 
 def compressors(name: str, world: int, deferred: bool = False) -> list[Compressor]:
@@ -134,7 +134,8 @@ def step_of(
     workers: Sequence[Compressor], given: Sequence[Sequence[Gradient]], rank: int | None, course: Course
 ) -> None:
     """One reduction; ``given`` is overwritten."""
-    before = [sum(parts) / len(workers) for parts in zip(*map(tensors, given), strict=True)]
+    came_in = [[examples.came_in(worker, g) for g in own] for worker, own in zip(workers, given, strict=True)]
+    before = [sum(parts) / len(workers) for parts in zip(*came_in, strict=True)]
     # What a bf16 buffer rounds is measured against what came in.
     size = max(norm(tensors(own)) for own in given)
     owed = [mean + error for mean, error in zip(before, kept_mean(workers), strict=True)]

@@ -24,7 +24,7 @@ from tests.integration import gpt_reference
 from tests.integration.ddp_runs import EDGC, METHODS, TYPES, Case, Run, batch, copied, recorded, same
 from tests.workers import said
 
-RESUMED = ("powersgd", "int8 factors", "edgc", "quantize")
+RESUMED = ("powersgd", "int8 factors", "int6 factors", "edgc", "quantize", "topk_dgc")
 TIMED = ("search", "gate")  # what these do depends on times that they measure: no two runs are the same
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
-from tests.examples import EACH
+from tests.examples import EACH, settings_of
 
 WIDTH = 24
 TYPES = {
@@ -44,6 +44,8 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: {**settings, **SMALL} for name, settings in EACH.items()},
     "powersgd": {"method": "powersgd", "rank": 2, **SMALL},
     "int8 factors": {"method": "powersgd", "rank": 8, "factor_dtype": "int8", **SMALL},
+    "int6 factors": {"method": "powersgd", "rank": 8, "factor_dtype": "int6", **SMALL},
+    "topk_dgc": {**settings_of("topk_dgc"), **SMALL},
     "edgc": EDGC,
     "search": {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "search_repeats": 1},
     "gate": {"method": "powersgd", "rank": 2, "cost_gate": True, "gate_interval": 5, **SMALL},

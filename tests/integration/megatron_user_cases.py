@@ -163,6 +163,7 @@ def masked() -> dict[str, dict[str, Any]]:
         "powersgd": POWERSGD,
         "edgc": EDGC,
         "int8": {**POWERSGD, "factor_dtype": "int8"},
+        "int6": {**POWERSGD, "factor_dtype": "int6"},
     }.items():
         for how in ("", ", overlap", ", overlap, distributed optimizer"):
             for on in (False, True):

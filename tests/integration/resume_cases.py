@@ -22,6 +22,7 @@ with cpu_shims.without_compiler():
     from edgc.megatron import checkpoint
     from experiments.training.build import Session
     from experiments.training.checkpoint import Checkpoints, Progress
+    from experiments.training.run_folder import CHECKPOINTS
 
 STEPS, SAVED_AFTER = 8, 4
 # Active from the fourth iteration, so that the checkpoint holds error feedback; it lies inside a window.
@@ -147,23 +148,24 @@ def refusal(action: Callable[[], object]) -> tuple[str, str]:
 
 def refusals(root: Path) -> dict[str, tuple[str, str]]:
     """What every rank is told of checkpoints that do not fit: other layouts, other settings, damage."""
-    folder = root / "tp2_dp2" / f"iter_{SAVED_AFTER:07d}"
+    damaged = root / "damaged" / CHECKPOINTS / f"iter_{SAVED_AFTER:07d}"
+    folder = root / "tp2_dp2" / CHECKPOINTS / f"iter_{SAVED_AFTER:07d}"
     run = run_of("tp2_dp2", TP2_DP2)
     found = {}
     for name, parallel in (("tp2_to_dp4", DP4), ("tp2_to_pp2", DP2_PP2)):
         session = session_of(run_of(name, parallel))
         found[name] = refusal(lambda s=session: checkpoint.load(folder, s.attachment))  # type: ignore[misc]
     session = session_of(run)
-    other = Checkpoints(session, folder.parent, "fingerprint")
+    other = Checkpoints(session, root / "tp2_dp2", "fingerprint")
     other.settings["seed"] = 2
     found["settings"] = refusal(other.resume)
-    found["data"] = refusal(Checkpoints(session, folder.parent, "other").resume)
+    found["data"] = refusal(Checkpoints(session, root / "tp2_dp2", "other").resume)
     if dist.get_rank() == 0:
-        shutil.copytree(folder, root / "damaged" / folder.name)
-        file = root / "damaged" / folder.name / "edgc" / "rank_00002.pt"
+        shutil.copytree(folder, damaged)
+        file = damaged / "edgc" / "rank_00002.pt"
         file.write_bytes(file.read_bytes()[:-1])
     dist.barrier()
-    found["damage"] = refusal(lambda: checkpoint.load(root / "damaged" / folder.name, session.attachment))
+    found["damage"] = refusal(lambda: checkpoint.load(damaged, session.attachment))
     found["none_left"] = (repr(Checkpoints(session, root / "damaged", "fingerprint").resume()), "")
     return found
 
@@ -188,7 +190,7 @@ def two_replicas(root: str) -> dict[str, Any]:
     session = session_of(run_of("dp2", DP2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        iteration = checkpoint.load(Path(root) / "dp4" / f"iter_{SAVED_AFTER:07d}", session.attachment)
+        iteration = checkpoint.load(Path(root) / "dp4" / CHECKPOINTS / f"iter_{SAVED_AFTER:07d}", session.attachment)
     loaded = snapshot(session, [])
     texts = [str(warning.message) for warning in caught if "edgc" in str(warning.message)]
     more = snapshot(session, steps(session, iteration + 1, STEPS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgc.megatron import cpu_shims
-from tests.examples import EACH
+from tests.examples import EACH, settings_of
 from tests.integration.layout_cases import FP16, OVERLAP, SHARDED
 from tests.integration.megatron_cases import EDGC, configuration, train
 
@@ -13,6 +13,7 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: settings for name, settings in EACH.items() if name != "edgc"},
     "powersgd": {"method": "powersgd", "rank": 4},
     "powersgd int8": {"method": "powersgd", "rank": 8, "factor_dtype": "int8", "error_dtype": "bf16"},
+    "topk_dgc": settings_of("topk_dgc"),
     "powersgd one-sided": {"method": "powersgd", "rank": 4, "one_sided": True},
 }
 HOW: dict[str, dict[str, Any]] = {
@@ -29,7 +30,8 @@ def all_cases() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for method, compression in METHODS.items():
         for how, settings in HOW.items() if method == "powersgd" else [("", {}), (", overlap", OVERLAP)]:
-            run = configuration("skip", compression, train=settings)
+            own = {"adam_beta1": 0.0} if "momentum" in compression else {}
+            run = configuration("skip", compression, train={**settings, **own})
             results[method + how] = {
                 "poisoned": train(run, iterations=STEPS, poison=POISONED),
                 "without": train(run, iterations=STEPS, omit=POISONED),

@@ -65,7 +65,7 @@ def test_bytes_are_reckoned_in_the_gradients_own_type(ranks: list[dict[str, Any]
         assert all(reckoned == own for reckoned, own in rank["bits"])
 
 
-@pytest.mark.parametrize("method", ["powersgd", "edgc", "int8"])
+@pytest.mark.parametrize("method", ["powersgd", "edgc", "int8", "int6"])
 @pytest.mark.parametrize("how", ["", ", overlap", ", overlap, distributed optimizer"])
 def test_the_path_of_a_gpu_trains_alike(ranks: list[dict[str, Any]], method: str, how: str) -> None:
     for on in (False, True):

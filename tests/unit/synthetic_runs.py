@@ -57,6 +57,7 @@ def write_run(
     probe_every: int = 0,
     entropy_seconds: float = 0.0,
     lr: float = 1e-3,
+    follows: dict[str, Any] | None = None,
 ) -> Path:
     """Write one run under ``folder/<variant>-s<seed>``.
 
@@ -208,6 +209,7 @@ def write_run(
         "train": {"iterations": iterations, "lr": lr},
         "compression": compression,
         "probe": {"every": probe_every},
+        "follows": follows,
         "provenance": {"versions": {"torch": "2.13.0"}, "git_commit": "0" * 40, "hardware": "2 CPU cores"},
     }
     (path / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -295,39 +297,42 @@ def write_equal_bytes(root: Path) -> Path:
     return folder
 
 
-POLICIES: dict[str, tuple[dict[str, Any], float, tuple[float, float, float]]] = {
-    # variant: settings, share of the bytes, gap in nats of each seed
-    "fixed_4": ({"policy": "fixed", "rank": 4}, 0.1, (0.10, 0.11, 0.12)),
-    "fixed_8": ({"policy": "fixed", "rank": 8}, 0.2, (0.05, 0.06, 0.07)),
-    "fixed_16": ({"policy": "fixed", "rank": 16}, 0.4, (0.02, 0.03, 0.04)),
-    # Half-way in logarithm: a fixed rank would cost 0.075, 0.085, 0.095 at 0.1414 and 0.035, 0.045, 0.055 at 0.2828.
-    "cqm": ({"policy": "cqm"}, 0.1 * 2**0.5, (0.085, 0.095, 0.106)),
-    "spectral": ({"policy": "spectral"}, 0.2 * 2**0.5, (0.025, 0.034, 0.045)),
-    "loss": ({"policy": "loss"}, 0.2 * 2**0.5, (0.025, 0.055, 0.055)),
-    "released": ({"policy": "released"}, 0.2 * 2**0.5, (0.0355, 0.0455, 0.0555)),
-    # As bad as cqm, but its rank never moves.
-    "idle": ({"policy": "cqm"}, 0.1 * 2**0.5, (0.085, 0.095, 0.106)),
-    "abrupt": ({"policy": "schedule", "schedule": [[0, 4], [0.5, 2]]}, 0.05, (0.2, 0.2, 0.2)),
-    "cqm_int8": ({"policy": "cqm", "factor_dtype": "int8"}, 0.05, (0.02, 0.02, 0.02)),
+def follow(variant: str, order: str, shuffle: int = 0) -> dict[str, Any]:
+    return {"variant": variant, "order": order, "shuffle": shuffle}
+
+
+POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, tuple[float, float, float]]] = {
+    # variant: settings, what it follows, gap in nats of each seed
+    "cqm": ({"policy": "cqm"}, None, (0.010, 0.020, 0.030)),
+    "even": ({"policy": "schedule", "schedule": [[0, 8]]}, follow("cqm", "even"), (0.011, 0.021, 0.0308)),
+    "reversed": ({"policy": "schedule", "schedule": [[0, 8]]}, follow("cqm", "reversed"), (0.05, 0.061, 0.072)),
+    "shuffled_1": ({"policy": "schedule", "schedule": [[0, 8]]}, follow("cqm", "shuffled", 1), (0.0, 0.0, 0.09)),
+    "shuffled_2": ({"policy": "schedule", "schedule": [[0, 8]]}, follow("cqm", "shuffled", 2), (0.0, 0.04, 0.09)),
+    "loss": ({"policy": "loss"}, None, (0.03, 0.03, 0.03)),  # never moves
+    "loss_even": ({"policy": "schedule", "schedule": [[0, 8]]}, follow("loss", "even"), (0.01, 0.01, 0.01)),
+    "fixed_8": ({"policy": "fixed", "rank": 8}, None, (0.02, 0.02, 0.02)),
 }
 
 
-def write_policies(root: Path) -> Path:
-    """Three seeds: one policy worse than fixed ranks, one better, two undecided, two that nothing compares with."""
-    folder = root / "policies"
+SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")]
+
+
+def write_policies(root: Path, study: str = "policies") -> Path:
+    """Three seeds: a policy that acts beside four runs that follow it, and one that never moves beside one."""
+    folder = root / study
     for place, seed in enumerate((1, 2, 3)):
-        common: dict[str, Any] = {"study": "policies", "seed": seed}
+        common: dict[str, Any] = {"study": study, "seed": seed}
         write_run(folder, variant="none", loss=5.0, **common)
-        for name, (settings, share, gaps) in POLICIES.items():
+        for name, (settings, follows, gaps) in POLICIES.items():
             write_run(
                 folder,
                 variant=name,
                 loss=5.0 + gaps[place],
-                bytes_ratio=share,
-                ranks=[settings.get("rank", 24)] * STAGES,
-                warmup=0,
-                decide_every=0 if name == "idle" or settings["policy"] in ("fixed", "schedule") else 40,
+                bytes_ratio=0.2,
+                ranks=[20 if name == "cqm" else 8] * STAGES,
+                decide_every=40 if name == "cqm" else 0,
                 compression=edgc() | settings,
+                follows=follows,
                 **common,
             )
     return folder
@@ -553,19 +558,22 @@ def write_rank_sweep(root: Path) -> Path:
 
 
 def write_window_ablation(root: Path) -> Path:
+    """Three seeds, and a run of each that sampled at every iteration."""
     folder = root / "window_ablation"
-    for window in (10, 20, 50):
-        write_run(
-            folder,
-            study="window_ablation",
-            variant=f"w{window}",
-            label=f"w={window}",
-            loss=5.03,
-            compression=edgc(window),
-            ranks=[24, 28],
-            decide_every=window,
-            bytes_ratio=0.2,
-        )
+    for seed in (1, 2, 3):
+        for window, alpha in ((10, 0.1), (20, 0.1), (50, 0.1), (20, 1.0)):
+            write_run(
+                folder,
+                study="window_ablation",
+                variant=f"w{window}" + "_every" * (alpha == 1),
+                seed=seed,
+                label=f"w={window}" + ", alpha 1" * (alpha == 1),
+                loss=5.03,
+                compression=edgc(window, alpha),
+                ranks=[24, 28],
+                decide_every=window,
+                bytes_ratio=0.2,
+            )
     return folder
 
 
@@ -612,6 +620,8 @@ def write_tuning(root: Path) -> Path:
             status = "diverged" if (rate, seed) == (0.004, 2) else "ok"
             about = {"variant": f"lr_{rate:g}".replace(".", ""), "label": "no compression", "lr": rate}
             write_run(root / "tuning", study="tuning", seed=seed, status=status, loss=loss + seed / 100, **about)
+    for study in SETTINGS_OF_POLICIES:
+        write_policies(root, study)
     return root
 
 
@@ -631,4 +641,6 @@ def write_all(root: Path) -> Path:
         write_tuning,
     ):
         write(root)
+    for study in SETTINGS_OF_POLICIES:
+        write_policies(root, study)
     return root

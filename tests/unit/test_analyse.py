@@ -44,8 +44,6 @@ def test_bytes_are_told_of_fp32_and_of_bf16(root: Path) -> None:
         assert table["bytes_ratio_bf16"].tolist() == pytest.approx(sent.tolist(), nan_ok=True), study
     points = pd.read_csv(root / "equal_bytes" / "pareto.csv").set_index("variant")
     assert points.loc["int8", ["percent", "percent_bf16"]].tolist() == pytest.approx([26, 52])
-    found = pd.read_csv(root / "policies" / "verdicts.csv").set_index("variant")
-    assert found.loc["fixed_8", ["percent", "percent_bf16"]].tolist() == pytest.approx([20, 40])
 
 
 def test_equal_bytes_finds_the_planted_order_and_front(root: Path) -> None:
@@ -82,27 +80,43 @@ def test_a_policy_that_did_not_act_is_not_tested_at_equal_bytes(root: Path) -> N
     assert rows.loc["edgc", "verdict"] == "better"
 
 
-def test_policies_are_compared_with_fixed_ranks_of_as_many_bytes(root: Path) -> None:
-    folder = root / "policies"
-    rows = pd.read_csv(folder / "excess.csv").set_index(["variant", "seed"])
-    assert rows.loc[("cqm", 1), "fixed_gap_nats"] == pytest.approx(0.075, abs=1e-6)
-    assert rows.loc[("spectral", 2), "excess_nats"] == pytest.approx(0.034 - 0.045, abs=1e-6)
-    assert rows.loc[("fixed_8", 1), "fixed_gap_nats"] == pytest.approx(0.06, abs=1e-6), "between the other two"
-    assert rows.loc[("cqm", 1), "bytes_ratio_compressed"] == pytest.approx(0.1 * 2**0.5, rel=1e-3)
-    found = pd.read_csv(folder / "verdicts.csv").set_index("variant")
-    assert found.loc["cqm", "verdict"] == "worse"
-    assert found.loc["cqm", "excess_nats"] == pytest.approx(0.031 / 3, abs=1e-6)
-    assert found.loc["spectral", "verdict"] == "better"
-    assert found.loc["loss", "verdict"] == "not distinguishable", "its interval contains zero"
-    assert found.loc["released", "verdict"] == "not distinguishable", "sure, but too small to matter"
-    assert found.loc["abrupt", "verdict"] == found.loc["cqm_int8", "verdict"] == "not decided"
-    assert found.loc["idle", "verdict"] == "not tested", "as bad as cqm, but its rank stayed where it was"
-    assert found.loc["idle", "excess_nats"] == found.loc["cqm", "excess_nats"]
-    assert (found.loc["cqm", "acted"], found.loc["idle", "acted"]) == (3, 0)
-    assert math.isnan(found.loc["fixed_8", "acted"]), "it follows nothing"
-    assert found.loc["abrupt", "n_compared"] == 0
-    assert math.isnan(found.loc["abrupt", "excess_nats"])
-    assert "none" not in found.index
+def test_a_policy_is_compared_with_its_own_ranks_in_another_order(root: Path) -> None:
+    rows = pd.read_csv(root / "policies" / "pairs.csv").set_index(["variant", "rival", "seed"])
+    assert rows.loc[("cqm", "fixed rank", 3), "difference_nats"] == pytest.approx(-0.0008)
+    assert rows.loc[("cqm", "shuffled", 2), "difference_nats"] == pytest.approx(0.02 - (0 + 0.04) / 2)
+    of_placebos = 0.01 - (0.05 + 0 + 0) / 3
+    assert rows.loc[("cqm", "placebos", 1), "difference_nats"] == pytest.approx(of_placebos)
+    assert rows.loc[("cqm", "no compression", 2), "difference_nats"] == pytest.approx(0.02)
+    assert set(rows.index.get_level_values("variant")) == {"cqm", "loss"}, "what is given its ranks follows nothing"
+    assert (rows.loc["cqm", "bytes_over_rival"].drop("no compression") == 1).all()
+    assert not rows["same_start"].astype(bool).any(), "their losses are drawn apart"
+
+    found = pd.read_csv(root / "policies" / "comparisons.csv").set_index(["variant", "rival"])
+    assert found.loc[("cqm", "fixed rank"), "verdict"] == "on par"
+    assert found.loc[("cqm", "reversed"), "verdict"] == "better"
+    assert found.loc[("cqm", "no compression"), "verdict"] == "not decided"
+    assert found.loc[("cqm", "shuffled"), "verdict"] == "not decided"
+    assert (found.loc["cqm", "seeds_acted"] == 3).all()
+    assert (found.loc["loss", "verdict"] == "not tested").all(), "certain and far, but the policy never moved"
+    assert found.loc[("loss", "fixed rank"), "difference_low"] == pytest.approx(0.02)
+    assert (found["n"] == 3).all()
+
+
+def test_the_same_start_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
+    folder = synthetic.write_policies(tmp_path)
+    for name in ("even", "reversed"):  # as bred from one warm-up; one of them differs in the last bit of one loss
+        for seed in (1, 2, 3):
+            log = [json.loads(line) for line in (folder / f"cqm-s{seed}" / "metrics.jsonl").read_text().splitlines()]
+            if name == "reversed" and seed == 2:
+                step = next(event for event in log if event["event"] == "step" and event["iteration"] == 17)
+                step["loss"] = math.nextafter(step["loss"], math.inf)
+            text = "".join(json.dumps(event) + "\n" for event in log if event["event"] != "decision")
+            (folder / f"{name}-s{seed}" / "metrics.jsonl").write_text(text)
+    analyse("policies", folder)
+    found = pd.read_csv(folder / "pairs.csv").query("variant == 'cqm'").set_index(["rival", "seed"])["same_start"]
+    assert found["fixed rank", 2] and found["reversed", 1] and not found["reversed", 2]
+    together = pd.read_csv(folder / "comparisons.csv").set_index(["variant", "rival"])["same_start"]
+    assert together["cqm", "fixed rank"] and not together["cqm", "reversed"]
 
 
 def test_a_run_that_compresses_between_stages_is_no_baseline(root: Path) -> None:
@@ -249,6 +263,19 @@ def test_what_the_cost_gate_decides_inside_a_window_is_not_counted(tmp_path: Pat
     analyse("methods", tmp_path)
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "table.csv"), before)
     assert before.loc[0, "decisions"] > 3
+
+
+def test_curves_have_the_mean_entropy_of_the_last_window(root: Path) -> None:
+    curves = pd.read_csv(root / "methods" / "curves.csv")
+    mine = curves[(curves["variant"] == "edgc_cqm") & (curves["seed"] == 1)].set_index("iteration")
+    steps = runs.load_run(root / "methods" / "edgc_cqm-s1").stages
+    part = steps[
+        (steps["stage"] == 1) & steps["iteration"].between(61, 100)
+    ]  # the window is 40, every tenth is sampled
+    assert part["entropy"].count() == 4
+    assert mine.loc[100, "entropy_1"] == pytest.approx(part["entropy"].mean())
+    assert curves.loc[curves["variant"] == "none", "entropy_0"].isna().all(), "nothing follows it"
+    assert len(pd.read_csv(root / "tuning" / "curves.csv")["variant"].unique()) == 3
 
 
 def test_window_correlation_is_the_planted_one(tmp_path: Path) -> None:

@@ -323,15 +323,17 @@ def test_another_number_of_replicas_owes_the_same(
 def test_experts_are_redistributed_among_their_own_replicas(tmp_path: Path) -> None:
     layout = replace(ALONE, world=4, data=4, expert=2)
     engines = [engine_state(rank) for rank in range(4)]
+    for rank, engine in enumerate(engines):
+        engine["compressor"]["velocities"] = {"dense": torch.full((3,), float(rank)), "expert": -rank * torch.ones(2)}
     states = [{"engine": engine} for engine in engines]
     saved_by(tmp_path, layout, dict(zip(replicas(4, expert=2), states, strict=True)))
-    errors = [engine["compressor"]["errors"] for engine in engines]
     for place in replicas(2, expert=2):
         found = state_of(tmp_path, read(tmp_path), replace(layout, world=2, data=2), place)["engine"]
-        got = found["compressor"]["errors"]
-        torch.testing.assert_close(got["dense"], sum(e["dense"] for e in errors) / 4)
-        own = [errors[rank]["expert"] for rank in range(4) if rank % 2 == place.expert]
-        torch.testing.assert_close(got["expert"], sum(own) / 2)
+        for kind in ("errors", "velocities"):
+            saved, got = [engine["compressor"][kind] for engine in engines], found["compressor"][kind]
+            torch.testing.assert_close(got["dense"], sum(each["dense"] for each in saved) / 4)
+            own = [saved[rank]["expert"] for rank in range(4) if rank % 2 == place.expert]
+            torch.testing.assert_close(got["expert"], sum(own) / 2)
         assert same(found["compressor"]["factors"], engines[place.expert]["compressor"]["factors"])
 
 

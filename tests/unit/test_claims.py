@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
+from experiments.analyse import correlation
 from experiments.verdicts import claims
 from experiments.verdicts.claim_measures import MEASURES
 
@@ -132,28 +133,49 @@ def test_entropy_cost(tmp_path: Path, known: dict[str, claims.Claim], change: fl
     assert (row["verdict"], row["our_value"]) == (verdict, change)
 
 
-def test_window_claim_takes_the_middle_length_and_the_worst_seed(
+def correlations(seed: int, cc: float, kind: str, window: int = 20, samples: int = 2, **more: Any) -> dict[str, Any]:
+    about = {"stage": 0, "span": "after warm-up", "alpha": 0.1, "windows": 16, "from_window": window}
+    row = {"window": samples * 10, "samples": samples, "kind": kind, "cc": cc}
+    return run("w20_every", seed, **about | row | more)
+
+
+def put_correlations(folder: Path, rows: list[dict[str, Any]]) -> None:
+    put(folder, "window_ablation/correlation.csv", rows)
+    table = pd.DataFrame(rows).assign(cc_model=0.9)
+    put(folder, "window_ablation/correlation_summary.csv", correlation.summary(table).to_dict("records"))
+
+
+def test_window_claim_is_of_the_papers_samples_and_says_what_is_extrapolated(
     tmp_path: Path, known: dict[str, claims.Claim]
 ) -> None:
-    def row(window: int, seed: int, cc: float) -> dict[str, Any]:
-        more = {"windows": 9, "windows_after_warmup": 5, "iterations": 160, "cc": 0.99, "cc_note": ""}
-        return run(f"w{window}", seed, window=window, cc_after_warmup=cc, **more)
-
-    rows = [row(8, 1, 0.1), row(16, 1, 0.97), row(16, 2, 0.9), row(32, 1, 0.1)]
-    put(tmp_path, "window_ablation/table.csv", rows)
+    rows = [correlations(seed, 0.8, "measured") for seed in (1, 2, 3)]
+    rows += [correlations(1, 0.5, "measured", alpha=0.25), correlations(1, 0.5, "extrapolated", samples=100, stage=1)]
+    rows += [correlations(seed, cc, "extrapolated", samples=100) for seed, cc in ((1, 0.99), (2, 0.93), (3, 0.97))]
+    put_correlations(tmp_path, rows)
     found = claims.judge(known["window_correlation"], "ci", tmp_path)
-    assert (found["our_value"], found["verdict"], found["n"]) == (0.9, "partly", 2)
-    assert (found["runs"], found["windows"]) == (2, 5)
-    assert "w = 16 of 160 iterations" in found["note"]
-    assert claims.judge(known["window_correlation_whole_run"], "ci", tmp_path)["verdict"] == "supported"
+    assert (found["our_value"], found["verdict"], found["n"]) == (0.93, "partly", 3)
+    assert (found["runs"], found["windows"]) == (3, 16)
+    over = correlation.combined([0.99, 0.93, 0.97])
+    said = f"extrapolated at 100 samples: mean {over['mean']:.4f} ({over['low']:.4f} to {over['high']:.4f})"
+    assert f"{said} from 16 windows of 20 iterations (2 of them sampled, CC 0.80)" in found["note"]
+    assert "no evidence" in claims.judge(known["window_correlation_whole_run"], "ci", tmp_path)["note"]
 
 
-def test_undefined_correlation_says_why(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
-    row = run("w16", window=16, cc_after_warmup=None, cc=None, cc_note="cc: 2 usable windows, 3 needed")
-    put(tmp_path, "window_ablation/table.csv", [row])
+def test_window_claim_prefers_what_is_measured(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
+    rows = [correlations(1, 0.99, "extrapolated", samples=100, span="whole run", from_window=500)]
+    rows += [correlations(1, 0.96, "measured", window=1000, samples=100, windows=207, span="whole run")]
+    put_correlations(tmp_path, rows)
+    found = claims.judge(known["window_correlation_whole_run"], "ci", tmp_path)
+    assert (found["our_value"], found["verdict"], found["n"]) == (0.96, "supported", 1)
+    assert "measured at 100 samples: mean 0.9600 (one seed) from 207 windows of 1000 iterations" in found["note"]
+    assert "extrapolated" not in found["note"]
+
+
+def test_too_short_runs_are_no_evidence_of_a_correlation(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
+    put_correlations(tmp_path, [correlations(1, 0.8, "measured")])
     found = claims.judge(known["window_correlation"], "ci", tmp_path)
     assert found["verdict"] == "not testable here"
-    assert "2 usable windows" in found["note"]
+    assert "no run is long enough to measure a window of 100 samples" in found["note"]
 
 
 @pytest.mark.parametrize(

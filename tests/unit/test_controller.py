@@ -751,3 +751,20 @@ def test_the_controller_needs_no_torch() -> None:
 
     code = "import sys, edgc.control.adaptive; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(entropies=st.lists(st.floats(-8, -6), min_size=12, max_size=12), cut=st.integers(0, 119))
+def test_a_schedule_that_takes_over_a_run_has_its_own_ranks_at_once(entropies: list[float], cut: int) -> None:
+    """As from the start: a window end that lies behind is looked at, not waited for."""
+    limits: dict[str, Any] = {"window": 10, "r_max": 32, "stability_tolerance": 100.0}
+    schedule = [[0, 12], [0.3, 28], [0.55, 8], [0.9, 20]]
+    trunk = make_controller(config(**limits), [SHAPES], 120)
+    drive(trunk, entropies, stop=cut)
+    taken = make_controller(config(policy="schedule", schedule=schedule, **limits), [SHAPES], 120)
+    if cut:
+        taken.load_state_dict(json.loads(json.dumps(trunk.state_dict())), iteration=cut, changed_settings=True)
+    own = make_controller(config(policy="schedule", schedule=schedule, **limits), [SHAPES], 120)
+    plans, _ = drive(own, entropies)
+    after, _ = drive(taken, entropies, start=cut + 1)
+    assert repr(after) == repr(plans[cut:])

@@ -133,10 +133,12 @@ def _scattered(method: str) -> tuple[bool, bool, float]:
     errors = compressor.state_dict().get("errors", {})
     mine = laid_out(100 + rank)
     owed = buffer.clone()
-    for gradient, view in zip(mine, laid_out(100 + rank), strict=True):
+    for gradient in mine:
+        place = gradient.tensor.storage_offset()
+        part = owed[place : place + gradient.tensor.numel()]
+        part.copy_(examples.came_in(compressor, gradient).reshape(-1))
         if gradient.name in errors:
-            place = view.tensor.storage_offset()
-            owed[place : place + view.tensor.numel()] += errors[gradient.name].float().reshape(-1)
+            part += errors[gradient.name].float().reshape(-1)
     torch.distributed.all_reduce(owed)
     channel = Channel(None, [buffer])
     statistics = compressor.reduce(mine, channel, None)

@@ -15,12 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import methods
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
 from experiments.spec import matrix
 from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption, style
 from paper_figures.__main__ import main, render
+from paper_figures.families import by_name
 from tests.unit import synthetic_runs as synthetic
 
 TRAINED = (
@@ -28,11 +30,13 @@ TRAINED = (
     "methods",
     "equal_bytes",
     "policies",
+    *synthetic.SETTINGS_OF_POLICIES,
     "moe",
     "rank_sweep",
     "rank_model",
     "window_ablation",
     "sampling_ablation",
+    "tuning",
 )
 OURS = tuple(name for name, studies in FIGURES.items() if set(studies) <= set(TRAINED))
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +183,51 @@ def test_methods_that_are_far_off_do_not_press_the_others_onto_one_line(tables: 
         plt.close(fig)
 
 
+def test_learning_curves_show_every_run_and_what_it_lies_above_uncompressed(tables: Path) -> None:
+    curves = pd.read_csv(tables / "policies" / "curves.csv")
+    fig = importlib.import_module("paper_figures.learning_curves_policies").draw(tables)
+    try:
+        by_bytes, above = fig.axes[1::3], fig.axes[2::3]
+        drawn = [line for ax in by_bytes for line in ax.lines if len(line.get_xdata()) > 20]
+        runs = curves.groupby(["variant", "seed"]).ngroups
+        assert len(drawn) == runs + 3 * (len(by_bytes) - 1), "uncompressed is drawn again in every row"
+        assert max(line.get_xdata()[-1] for line in drawn) == pytest.approx(curves["bytes"].max() / 1e6)
+        black = [line for ax in above for line in ax.lines if line.get_color() == "#000000"]
+        assert black and all((line.get_ydata() == 0).all() for line in black)
+    finally:
+        plt.close(fig)
+    module = importlib.import_module("paper_figures.learning_curves")
+    rows = curves[["variant", "seed", "iteration", "train_loss"]]
+    found = rows.assign(above=module.above(curves, ["none"])).pivot(
+        index=["seed", "iteration"], columns="variant", values=["train_loss", "above"]
+    )
+    expected = found["train_loss"]["fixed_4"] - found["train_loss"]["none"]
+    assert found["above"]["fixed_4"].to_numpy() == pytest.approx(expected.to_numpy(), nan_ok=True)
+
+
+def test_rows_of_learning_curves_hold_every_variant_once() -> None:
+    module = importlib.import_module("paper_figures.learning_curves")
+    methods_of = {f"p{k}": "powersgd" for k in range(11)} | {"q": "quantize", "s": "sign", "e1": "edgc", "e2": "edgc"}
+    table = pd.DataFrame({"method": methods_of})
+    rows = module.groups(table)
+    assert sorted(name for row in rows for name in row) == sorted(methods_of)
+    assert all(0 < len(row) <= module.MOST for row in rows)
+    assert ["q", "s", "e1", "e2"] in rows, "few of a method share a row"
+
+
+def test_extrapolated_correlation_is_drawn_dashed_from_what_was_measured(tables: Path) -> None:
+    fig = importlib.import_module("paper_figures.window_correlation").draw(tables)
+    try:
+        for ax in fig.axes:
+            (dashed,) = [line for line in ax.lines if line.get_label().startswith("extrapolated")]
+            assert dashed.get_linestyle() == "--"
+            assert dashed.get_xdata()[0] < 5 and 100 in dashed.get_xdata()
+            marks = {(tuple(line.get_xdata()), tuple(line.get_ydata())) for line in ax.lines}
+            assert ((0, 1), (0.94, 0.94)) in marks and ((100, 100), (0, 1)) in marks
+    finally:
+        plt.close(fig)
+
+
 def test_an_undefined_correlation_is_explained_not_hidden(tables: Path, tmp_path: Path) -> None:
     folder = tmp_path / "ci" / "window_ablation"
     folder.mkdir(parents=True)
@@ -221,6 +270,14 @@ def test_families_are_fixed_and_distinct() -> None:
     }
     assert {name: style.family(name).key for name in expected} == expected
     assert style.family("edgc", "released").key == "released"
+
+
+def test_every_type_of_factors_has_a_look() -> None:
+    for dtype in FACTOR_BITS.keys() - {"fp32"}:
+        assert by_name(f"powersgd_r32_{dtype}").key == by_name(f"factors_{dtype}_r64").key == f"factors_{dtype}"
+        for method, kind in (("powersgd", "factors"), ("edgc", "edgc")):
+            row = pd.Series({"method": method, "policy": "cqm", "one_sided": False, "factor_dtype": dtype})
+            assert style.look(row).key == f"{kind}_{dtype}"
 
 
 def test_spread_states_n_and_bars() -> None:

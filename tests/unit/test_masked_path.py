@@ -36,8 +36,8 @@ LOW_RANK: dict[str, dict[str, Any]] = {
     for one_sided in (False, True)
 }
 DENSE = {name: examples.settings_of(name) for name in examples.DENSE}
-AT_RANDOM = examples.AT_RANDOM
-RANDOM_STATE = "counts"
+COUNTING = examples.COUNTING
+COUNTS = "counts"
 SHAPES = [(40, 24), (24,), (33, 70), (), (3, 4), (0, 5), (40, 24)]
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -126,8 +126,8 @@ def test_the_same_bits_as_where_the_host_looks(name: str, dtype: torch.dtype, de
             for key in ("gradient_sq", "input_sq", "error_sq"):
                 assert float(getattr(one, key)) == pytest.approx(float(getattr(other, key)), rel=1e-5)
     states = [compressor.state_dict() for compressor in (*masked, *looking)]
-    assert all(state[RANDOM_STATE] == states[0][RANDOM_STATE] for state in states)
-    assert bool(states[0][RANDOM_STATE]) == (name in AT_RANDOM)
+    assert all(state[COUNTS] == states[0][COUNTS] for state in states)
+    assert bool(states[0][COUNTS]) == (name in COUNTING)
 
 
 # ------------------------------------------------------------------ what is not finite
@@ -158,8 +158,8 @@ def test_a_bad_number_of_one_worker(name: str, where: int, bad: float, deferred:
     # From here on as if it had not been, but for what is drawn: each of the steps that were given up had its draw.
     for compressor in (*looking, *masked):
         state = compressor.state_dict()
-        assert all(count == 1 + (compressor in masked) for count in state[RANDOM_STATE].values())
-        compressor.load_state_dict({**state, RANDOM_STATE: dict.fromkeys(state[RANDOM_STATE], 5)})
+        assert all(count == 1 + (compressor in masked) for count in state[COUNTS].values())
+        compressor.load_state_dict({**state, COUNTS: dict.fromkeys(state[COUNTS], 5)})
     for step in (2, 3):
         mine, reference = gradients(step), gradients(step)
         advance(masked, mine, masked=True)
@@ -175,7 +175,7 @@ def test_the_very_first_gradient_is_not_finite(name: str, deferred: bool) -> Non
     advance(masked, spoilt(0, 0, math.inf), masked=True)
     advance(looking, spoilt(0, 0, math.inf), masked=False)
     assert not any(e.any() for kept in errors(masked) for e in kept)
-    if name in AT_RANDOM:
+    if name in COUNTING:
         for compressor in looking:
             compressor.load_state_dict(masked[0].state_dict())
     mine, reference = gradients(1), gradients(1)
@@ -193,7 +193,9 @@ def test_nothing_is_lost_over_a_step_that_is_given_up(name: str, dtype: torch.dt
     for step in range(6):
         given_up = step in (0, 3)
         mine = spoilt(step, 2, math.nan, dtype) if given_up else gradients(step, dtype)
-        came_in = [sum(w[i].tensor.double() for w in mine) / WORKERS for i in range(len(SHAPES))]
+        everyone = zip(compressors, mine, strict=True)
+        brought = [[examples.came_in(compressor, g) for g in own] for compressor, own in everyone]
+        came_in = [sum(column) / WORKERS for column in zip(*brought, strict=True)]
         advance(compressors, mine, masked=True)
         if not given_up:
             owed = [o + c - g.tensor.double() for o, c, g in zip(owed, came_in, mine[0], strict=True)]
@@ -215,7 +217,7 @@ def test_steps_that_are_dropped_never_were(name: str) -> None:
             advance(plain, reference, masked=True)
             assert all_equal(tensors(mine), tensors(reference))
     assert all_equal(errors(dropping), errors(plain))
-    assert dropping[0].state_dict()[RANDOM_STATE] == plain[0].state_dict()[RANDOM_STATE]
+    assert dropping[0].state_dict()[COUNTS] == plain[0].state_dict()[COUNTS]
 
 
 @entrywise

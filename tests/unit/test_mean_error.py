@@ -38,6 +38,7 @@ METHODS: dict[str, Callable[[], Compressor]] = {
     "fp32": power_sgd,
     "bf16": lambda: power_sgd(factor_dtype="bf16"),
     "int8": lambda: power_sgd(factor_dtype="int8"),
+    "int6": lambda: power_sgd(factor_dtype="int6"),
     "int4": lambda: power_sgd(factor_dtype="int4"),
     "bf16 errors": lambda: power_sgd(error_dtype="bf16"),
     "one-sided": lambda: power_sgd(one_sided=True),
@@ -158,7 +159,7 @@ def test_estimate_is_within_a_tenth_of_the_truth(method: str, world: int, regime
     truth, measured = window(METHODS[method], world, REGIMES[regime], seeds=seeds)
     true = relative(truth.error_sq, truth.input_sq)
     worker = relative(truth.worker_error_sq, truth.worker_input_sq)
-    apart = regime == "late" and method in ("fp32", "bf16", "int8", "int4", "bf16 errors")
+    apart = regime == "late" and method in ("fp32", "bf16", "int8", "int6", "int4", "bf16 errors")
     for seed in seeds:
         replicas = measured[seed * world : (seed + 1) * world]
         assert len({(item.error_sq, item.input_sq) for item in replicas}) == 1, "replicas say the same"

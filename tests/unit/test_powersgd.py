@@ -28,6 +28,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"factor_dtype": "bf16"},
     "int8": {"factor_dtype": "int8"},
+    "int7": {"factor_dtype": "int7"},
+    "int6": {"factor_dtype": "int6"},
+    "int5": {"factor_dtype": "int5"},
     "int4": {"factor_dtype": "int4"},
     "one-sided": {"one_sided": True},
     "one-sided int4": {"one_sided": True, "factor_dtype": "int4"},
@@ -436,7 +439,7 @@ def test_a_step_that_is_not_finite_does_not_change_sides(compressor: type[PowerS
 
 
 @pytest.mark.parametrize("rank", [20, 24, 28, 32])
-@pytest.mark.parametrize("factors", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("factors", ["fp32", "bf16", "int8", "int6"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_never_more_bytes_than_the_gradients_own(dtype: torch.dtype, factors: str, rank: int) -> None:
     """bf16 gradients have half the bytes of fp32 factors' matrices."""
@@ -445,10 +448,10 @@ def test_never_more_bytes_than_the_gradients_own(dtype: torch.dtype, factors: st
     gradients = [[Gradient("p", torch.randn(64, 64).to(dtype))] for _ in range(2)]
     sent, statistics = counted(workers, gradients, rank)
     factored = statistics.compressed
-    bits = {"fp32": 32, "bf16": 16, "int8": 8.25}[factors] * rank * 128
+    bits = {"fp32": 32, "bf16": 16, "int8": 8.25, "int6": 6.25}[factors] * rank * 128
     assert factored == (bits < 8 * dense)
-    # The mean of int8 factors goes round a second time, in blocks that are filled up.
-    assert sent <= dense * (1.05 if factors == "int8" else 1)
+    # The mean of quantised factors goes round a second time, in blocks that are filled up.
+    assert sent <= dense * (1.05 if factors.startswith("int") else 1)
 
 
 def counted(workers: list[PowerSGD], gradients: list[list[Gradient]], rank: int) -> tuple[int, Statistics]:
@@ -550,7 +553,9 @@ def test_several_reductions_in_flight() -> None:
     assert equal_states(alone.state_dict(), together.state_dict())
 
 
-@pytest.mark.parametrize(("option", "value"), [("factor_dtype", "int3"), ("error_dtype", "fp16")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("factor_dtype", "int3"), ("factor_dtype", "int9"), ("error_dtype", "fp16")]
+)
 def test_options_are_checked(option: str, value: str) -> None:
     arguments: dict[str, Any] = {option: value}
     with pytest.raises(UserError, match=f"{option} = '{value}'"):
@@ -620,7 +625,7 @@ def test_rank_below_one_is_refused() -> None:
 # --------------------------------------------------------------------- statistics
 
 
-@pytest.mark.parametrize("key", ["fp32", "bf16", "int8", "one-sided", "one-sided int4", "bf16 errors"])
+@pytest.mark.parametrize("key", ["fp32", "bf16", "int8", "int6", "one-sided", "one-sided int4", "bf16 errors"])
 @pytest.mark.parametrize("way", [PowerSGD, OnGPU])
 def test_statistics_and_spectra(key: str, way: type[PowerSGD]) -> None:
     shapes = [(40, 60), (60, 40), (60, 40), (8,)]
@@ -664,7 +669,7 @@ def test_statistics_and_spectra(key: str, way: type[PowerSGD]) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     transposed=st.booleans(),
     filled=st.sampled_from(["random", "zero", "one column", "ones"]),
-    key=st.sampled_from(["fp32", "bf16", "int4", "one-sided", "bf16 errors"]),
+    key=st.sampled_from(["fp32", "bf16", "int7", "int6", "int5", "int4", "one-sided", "bf16 errors"]),
     world=st.integers(1, 2),
 )
 def test_any_matrix(

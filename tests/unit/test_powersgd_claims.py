@@ -152,6 +152,8 @@ ALLOWED = 8 * SMALL * SMALL + 4096
         {"error_dtype": "bf16"},
         {"factor_dtype": "bf16"},
         {"factor_dtype": "int8"},
+        {"factor_dtype": "int6"},
+        {"factor_dtype": "int5"},
         {"factor_dtype": "int4"},
         {"one_sided": True},
     ],

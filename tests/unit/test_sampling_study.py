@@ -97,6 +97,20 @@ def test_fidelity_counts_ranks_unlike_those_of_all_entries(run: Run) -> None:
     assert "square_sum" not in set(found["estimator"])
 
 
+def test_correlation_by_rule_starts_where_a_controller_ends_warm_up(run: Run) -> None:
+    found = pd.DataFrame(sampling_grid.correlations(run, SETTINGS))
+    assert set(found["estimator"]) == {"histogram"}
+    assert set(zip(found["rule"], found["rate"], strict=True)) == {
+        ("all", 1.0), *((rule, rate) for rule in ("diagonal", "strided", "random") for rate in RATES)
+    }  # fmt: skip
+    measured = found[found["kind"] == "measured"]
+    # A tenth of the run ends inside the second window of 10, so warm-up ends with it: 100 iterations are left.
+    assert measured[measured["window"] == 10]["windows"].unique().tolist() == [10]
+    assert set(found["alpha"]) == {0.1}
+    cc = measured[measured["window"] == 10].set_index(["rule", "rate"])["cc"]
+    assert cc["diagonal", 0.05] <= cc["all", 1.0]
+
+
 def test_a_window_without_a_measurement_leaves_the_rank() -> None:
     entropy = pd.Series({i: log_sigma(i) for i in range(1, 61)})
     means = sampling_grid.windows(entropy[entropy.index <= 40], WINDOW, 60)

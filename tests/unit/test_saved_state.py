@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgc.checkpoints.saved_state import merge, state_for
+from edgc.checkpoints.saved_state import merge, refuse_other_parameters, state_for
 from edgc.errors import UserError
 
 
@@ -83,6 +83,25 @@ def test_the_differences_between_ranks_are_not_carried_on() -> None:
     up, down = torch.ones(2, 2), -torch.ones(2, 2)
     merged = merge([state(0, 2, {"a": 1e6 * up + up}), state(1, 2, {"a": 1e6 * down + up})])
     torch.testing.assert_close(merged["engine"]["compressor"]["errors"]["a"], up)
+
+
+def test_velocities_are_averaged_like_error_feedback() -> None:
+    saved = states(2)
+    for rank, item in enumerate(saved):
+        item["engine"]["compressor"]["velocities"] = {"bias": torch.full((3,), 2.0 * rank), "a": -rank * torch.ones(2)}
+    del saved[0]["engine"]["compressor"]["velocities"]["a"]
+    merged = merge(saved)["engine"]["compressor"]
+    assert torch.equal(merged["velocities"]["bias"], torch.ones(3))
+    assert torch.equal(merged["velocities"]["a"], torch.full((2,), -0.5))
+    assert torch.equal(merged["errors"]["a"], merge(states(2))["engine"]["compressor"]["errors"]["a"])
+
+
+def test_velocities_of_other_parameters_are_refused() -> None:
+    saved = state(0, 1, {"a": torch.ones(3, 4)})
+    saved["engine"]["compressor"]["velocities"] = {"a": torch.ones(3, 4), "bias": torch.ones(3)}
+    refuse_other_parameters(saved, {"a": (3, 4), "bias": (3,)})
+    with pytest.raises(UserError, match=r"the saved state has velocity of bias, \(3,\), which has \(4,\) here"):
+        refuse_other_parameters(saved, {"a": (3, 4), "bias": (4,)})
 
 
 def test_nothing_is_changed_that_was_given() -> None:

@@ -68,6 +68,18 @@ def test_what_a_variant_says_and_its_method_cannot_use_is_refused(own: dict[str,
     assert str(caught.value).startswith(message) and "(in study.yaml)" in str(caught.value)
 
 
+def test_momentum_is_not_applied_twice() -> None:
+    values = matrix.runs("methods", "ci")[0].model_dump(mode="json")
+    values["compression"] = {"method": "topk", "momentum": 0.9}
+    with pytest.raises(UserError, match=r"0\.9 with compression\.momentum = 0\.9 .*; set train\.adam_beta1: 0"):
+        resolve(values, "study.yaml")
+    values["train"]["adam_beta1"] = 0.0
+    assert resolve(values, "study.yaml").train.adam_beta1 == 0
+    values["compression"]["momentum"] = 0.0
+    values["train"]["adam_beta1"] = 0.9
+    assert resolve(values, "study.yaml").train.adam_beta1 == 0.9
+
+
 def test_every_run_of_every_study_is_as_its_study_says() -> None:
     """No setting that a method can use is lost, and none that it cannot use is left."""
     for study in matrix.studies():

@@ -79,7 +79,7 @@ def test_nothing_is_found_where_everything_diverged() -> None:
 
 def test_tables_of_runs(tmp_path: Path) -> None:
     written = analyse("tuning", write_tuning(tmp_path) / "tuning")
-    assert [path.name for path in written] == list(tuning.RESULTS)
+    assert [path.name for path in written] == [*tuning.RESULTS, *tuning.DETAILS]
     rates, best = (pd.read_csv(tmp_path / "tuning" / name) for name in ("rates.csv", "best.csv"))
     assert rates["n_ok"].tolist() == [2, 2, 1]
     assert best["lr"].tolist() == [0.002] and best["validation_loss"][0] == pytest.approx(5.015)

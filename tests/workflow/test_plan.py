@@ -19,6 +19,7 @@ from paper_figures import FIGURES
 from tests.workflow.checkout_copy import ROOT, Checkout
 from workflows.targets import check_targets, targets
 
+SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")]
 STUDIES = [
     "entropy_trend",
     "rank_sweep",
@@ -27,13 +28,23 @@ STUDIES = [
     "sampling_ablation",
     "methods",
     "policies",
+    *SETTINGS_OF_POLICIES,
     "equal_bytes",
     "optimus_cc",
     "moe",
     "tuning",
     "zero_shot",
 ]
-TARGETS = [*STUDIES, "gpt2_2p5b_v100", "gpt2_12p1b_h100", "break_even", "figures", "report", "ci_regression"]
+TARGETS = [
+    *STUDIES,
+    "policies_settings",
+    "gpt2_2p5b_v100",
+    "gpt2_12p1b_h100",
+    "break_even",
+    "figures",
+    "report",
+    "ci_regression",
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +57,9 @@ def plans(checkout: Checkout) -> dict[str, dict[str, int]]:
 def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> None:
     plan = plans["all"]
     by_name = {study for study in matrix.studies() if "ci" in matrix.load_study(study).only_by_name}
-    assert by_name == {"equal_bytes", "moe", "optimus_cc", "tuning"}, "not part of `all` at ci scale"
+    assert by_name == {"equal_bytes", "moe", "optimus_cc", "tuning", *SETTINGS_OF_POLICIES}, (
+        "not part of `all` at ci scale"
+    )
     made = [study for study in matrix.studies() if study not in by_name]
     assert plan["train"] == sum(len(matrix.runs(study, "ci")) for study in made)
     assert plan["figure"] == sum(not by_name.intersection(studies) for studies in FIGURES.values())
@@ -65,7 +78,7 @@ def test_each_target_plans_alone(plans: dict[str, dict[str, int]], target: str) 
             needed[name] == "all" or run.variant in needed[name] for name in needed for run in matrix.runs(name, "ci")
         )
         assert plan.get("train", 0) == len(matrix.runs(target, "ci")) + others
-        assert plan.get("figure", 0) == sum(target in studies for studies in FIGURES.values())
+        assert plan.get("figure", 0) == sum({target} == set(studies) for studies in FIGURES.values())
     else:
         assert plan["train"] > 0
 

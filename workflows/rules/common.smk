@@ -118,6 +118,12 @@ def settings(values, but=None):
     return json.dumps(values.model_dump(mode="json", exclude=but), sort_keys=True)
 
 
+def run_settings(study, run):
+    """What a run computes follows from: its settings, and those of the runs that it branches from or follows."""
+    needed = [RUNS[study][name] for name in (run, *RUNS[study][run].needs)]
+    return " ".join(settings(one, but={"train": {"checkpoint_interval", "keep_warm_up"}}) for one in needed)
+
+
 def kept_code(record, today):
     """With keep_runs=true the fingerprint of the code that made what is there, so that it stays; else today's."""
     path = Path(config["results"], config["scale"], record)
@@ -203,8 +209,8 @@ def table_outputs(program, shown, study="{study}"):
 
 
 def study_results(study):
-    """All that a study leaves: its runs, its tables, and the figures that show them."""
-    figures = [name for name, needed in DRAWN.items() if study in needed]
+    """All that a study leaves: its runs, its tables, and the figures that show it alone."""
+    figures = [name for name, needed in DRAWN.items() if set(needed) == {study}]
     return [*run_files(study), *tables([study]), *figure_files(figures)]
 
 

@@ -6,6 +6,7 @@
 rule train:
     input:
         lambda w: data_files(RUNS[w.study][w.run]),
+        lambda w: [f"<results>/{w.study}/{name}/status" for name in RUNS[w.study][w.run].needs],
     output:
         [f"<results>/{{study}}/{{run}}/{name}" for name in RUN_FILES],
     log:
@@ -25,7 +26,7 @@ rule train:
         results=subpath(output[0], ancestor=4),
         code=run_code,
         # How often a run saves its state changes nothing that it computes.
-        settings=lambda w: settings(RUNS[w.study][w.run], but={"train": {"checkpoint_interval"}}),
+        settings=lambda w: run_settings(w.study, w.run),
     # Snakemake sets OMP_NUM_THREADS to `threads`, but here the threads are processes. On a terminal the progress bar
     # is shown; the log gets the lines without it.
     shell:

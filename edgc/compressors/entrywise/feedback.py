@@ -12,11 +12,14 @@ it keeps the rounding of the result from being lost. What goes dense takes its E
 empty then. If anything in the result is not finite, every worker sees so: the gradients of the call become NaN and the
 state stays as it was.
 
+Under momentum correction (:class:`~edgc.compressors.entrywise.velocity.Velocities`) the worker's velocity stands for
+G_w on the right, in whatever way a gradient goes.
+
 On a GPU nobody looks whether the result is finite (:mod:`edgc.runtime.device`): everything is written under a mask.
 What stays as it was is E, and an E that has been sent stays, too, as zeros. Not so the count of a parameter's
-reductions, a number of the host's that random draws depend on: there it counts those that were given up, which then
-have had a draw of their own. It is the same on every rank, and saved, so that a resumed run draws what the first one
-would have drawn.
+reductions, a number of the host's that random draws and a density that falls depend on: there it counts those that
+were given up, too, which then have had a draw of their own. It is the same on every rank, and saved, so that a resumed
+run draws what the first one would have drawn.
 """
 
 from __future__ import annotations
@@ -24,64 +27,22 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from edgc.checks import need
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
 from edgc.compressors.dense import dense_steps
+from edgc.compressors.entrywise.flat import Flat
+from edgc.compressors.entrywise.velocity import Velocities
 from edgc.compressors.passes import finite, square_sums, within
 from edgc.compressors.sizes import compressible
 from edgc.config import ConstantConfig
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides
-
-
-@dataclass
-class Flat:
-    """The gradients of a call end to end in flat fp32 vectors, each at a multiple of ``align``.
-
-    Attributes:
-        work: M; what is kept, afterwards.
-        spare: the errors of last time, free once M is known to get across; then the result.
-        buffers: whatever else a method wants to keep from call to call.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
-    offsets: tuple[int, ...]
-    work: Tensor
-    spare: Tensor
-    buffers: dict[str, Any]
-
-    @classmethod
-    def of(cls, gradients: Sequence[Gradient], align: int) -> Flat:
-        sizes = [-(-g.tensor.numel() // align) * align for g in gradients]
-        *offsets, total = accumulate(sizes, initial=0)
-        shapes = tuple(g.tensor.shape for g in gradients)
-        device = gradients[0].tensor.device
-        work, spare = (torch.empty(total, dtype=torch.float32, device=device) for _ in range(2))
-        return cls(tuple(g.name for g in gradients), shapes, tuple(offsets), work, spare, {})
-
-    def parts(self, vector: Tensor) -> list[Tensor]:
-        """Flat views of the gradients' own parts of ``work``, ``spare`` or a vector like them."""
-        return [
-            vector[offset : offset + shape.numel()] for offset, shape in zip(self.offsets, self.shapes, strict=True)
-        ]
-
-    def swap(self) -> None:
-        """What is left in ``work`` is kept until the next call has brought what follows from it."""
-        self.work, self.spare = self.spare, self.work
-
-    def clear_gaps(self) -> None:
-        """Zeros between the gradients of ``work``."""
-        ends = [*self.offsets[1:], len(self.work)]
-        for offset, shape, end in zip(self.offsets, self.shapes, ends, strict=True):
-            self.work[offset + shape.numel() : end].zero_()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +66,10 @@ class Feedback(KeepsErrors):
     align = 1
     draws_at_random = False
 
-    def __init__(self, config: EntrywiseConfig) -> None:
+    def __init__(self, config: EntrywiseConfig, momentum: float = 0.0) -> None:
         self.config = config
+        self.velocities = Velocities(momentum)
+        self.counts_reductions = self.draws_at_random
         self.min_elements = config.min_compression_elements
         self.error_feedback = config.error_feedback
         self.seed = config.seed
@@ -128,22 +91,24 @@ class Feedback(KeepsErrors):
             through = rank is not None and compressible(gradient.tensor.shape, self.min_elements)
             (lossy if through else dense).append(gradient)
         drained = [gradient for gradient in dense if gradient.name in self.errors]
+        advanced = self.velocities.replace(dense)
         self._add_errors(drained)
         messages = dense_steps([gradient.tensor for gradient in dense], channel)
         next(messages)
         if not lossy:
             yield
             next(messages, None)
-            if drained or self.deferred:
+            if drained or advanced or self.deferred:
                 # Without a state to protect, what is not finite may go where it goes.
-                self._settle_dense(gradients, dense, drained, finite(_tensors(dense)), statistics)
+                self._settle_dense(gradients, dense, drained, advanced, finite(_tensors(dense)), statistics)
             return
         flat = self._load(lossy, channel.world, statistics)
+        advanced |= flat.velocities
         arrived, write = yield from self._average(flat, channel)
         next(messages, None)
         # The same bits on every worker, and so the same decision.
         ok = arrived & finite(_tensors(dense))
-        if self._settle_dense(gradients, dense, drained, ok, statistics):
+        if self._settle_dense(gradients, dense, drained, advanced, ok, statistics):
             self._finish(lossy, flat, write, ok, statistics)
 
     def _settle_dense(
@@ -151,10 +116,12 @@ class Feedback(KeepsErrors):
         gradients: Sequence[Gradient],
         dense: Sequence[Gradient],
         drained: Sequence[Gradient],
+        advanced: dict[str, Tensor],
         ok: Tensor,
         statistics: Statistics,
     ) -> bool:
-        """Forget what was sent along with ``dense``, or give up ``gradients``; whether to go on with the others."""
+        """Forget what was sent along with ``dense`` and adopt the velocities ``advanced``, or give up ``gradients``;
+        whether to go on with the others."""
         if host_decides(ok.device):
             if not ok:
                 for gradient in gradients:
@@ -163,7 +130,10 @@ class Feedback(KeepsErrors):
                 statistics.skipped += 1
                 return False
             self._forget(drained, ok)
+            self._then(partial(self.velocities.adopt, advanced))
             return True
+        self.velocities.keep_old(advanced, ok)
+        self._then(partial(self.velocities.adopt, advanced))
         for gradient in dense:
             gradient.tensor.masked_fill_(~ok, math.nan)
         for gradient in drained:
@@ -183,12 +153,15 @@ class Feedback(KeepsErrors):
             # Names that are now called in other company do not come back in the old one.
             names = {gradient.name for gradient in gradients}
             self._flats = {old: kept for old, kept in self._flats.items() if names.isdisjoint(kept.names)}
-            flat = self._flats[key] = Flat.of(gradients, self.align)
+            flat = self._flats[key] = Flat.of(gradients, self.align, self.velocities.momentum > 0)
         flat.clear_gaps()
+        advanced = flat.velocities
         for gradient, part in zip(gradients, flat.parts(flat.work), strict=True):
             m = part.view(gradient.tensor.shape)
             m.copy_(gradient.tensor)
             statistics.gradient_sq += _square_sum(part)
+            if gradient.name in advanced:
+                m.copy_(self.velocities.advance(gradient, advanced[gradient.name]))
             if gradient.name in self.errors:
                 m.add_(self._error(gradient))
             statistics.input_sq += _square_sum(part)
@@ -241,7 +214,7 @@ class Feedback(KeepsErrors):
     def _adopt(self, name: str, kept: Tensor) -> None:
         if self.error_feedback:
             self.errors[name] = kept
-        if self.draws_at_random:
+        if self.counts_reductions:
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def _sent(self, name: str, ok: Tensor) -> None:
@@ -254,21 +227,35 @@ class Feedback(KeepsErrors):
         digest = hashlib.sha256(text.encode()).digest()
         return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
+    def _drain(self, gradients: Sequence[Gradient]) -> None:
+        self._then(partial(self.velocities.adopt, self.velocities.replace(gradients)))
+        super()._drain(gradients)
+
+    def rescale(self, factor: float) -> None:
+        super().rescale(factor)
+        for velocity in self.velocities.tensors.values():
+            velocity.mul_(factor)
+
     def state_dict(self) -> dict[str, Any]:
-        errors = {name: tensor.clone() for name, tensor in self.errors.items()}
-        return {"errors": errors, "counts": dict(self.counts)}
+        velocities = {"velocities": _clones(self.velocities.tensors)} if self.velocities.momentum else {}
+        return {"errors": _clones(self.errors), "counts": dict(self.counts), **velocities}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        need(state, ("errors", "counts"), "compressor")
-        errors = state["errors"].items() if self.error_feedback else ()
-        self.errors = {name: tensor.clone() for name, tensor in errors}
+        momentum = self.velocities.momentum > 0
+        need(state, ("errors", "counts", *(["velocities"] if momentum else [])), "compressor")
+        self.errors = _clones(state["errors"]) if self.error_feedback else {}
         self.counts = dict(state["counts"])
+        self.velocities.tensors = _clones(state["velocities"]) if momentum else {}
 
 
 def _square_sum(vector: Tensor) -> float | Tensor:
     """The squared norm of a flat fp32 vector; on a GPU a tensor, so that nobody waits for it."""
     total = square_sums(vector.view(1, 1, -1))[0]
     return float(total) if host_decides(vector.device) else total
+
+
+def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _tensors(gradients: Iterable[Gradient]) -> Iterable[Tensor]:

@@ -1,4 +1,4 @@
-"""Every entry of every matrix in 8, 4 or 2 bits: to the nearest with error feedback, or stochastic without (QSGD)."""
+"""Every entry of every matrix in 8 to 2 bits: to the nearest with error feedback, or stochastic without (QSGD)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from edgc.checks import one_of, require
-from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Result
+from edgc.compressors.entrywise.flat import Flat
 from edgc.compressors.quantization.blocks import LEVELS, Blocks
 from edgc.compressors.quantization.mean import QuantisedMean, Quantiser
 from edgc.description import Example, Look
@@ -25,7 +26,7 @@ class QuantizeConfig(EntrywiseConfig):
     """Every entry in a few bits (ours; with ``stochastic`` rounding QSGD: Alistarh et al., NeurIPS 2017).
 
     Attributes:
-        bits: 8, 4 or 2.
+        bits: 8, 7, 6, 5, 4 or 2.
         rounding: ``nearest`` with error feedback, or ``stochastic``: unbiased, without.
     """
 
@@ -35,7 +36,7 @@ class QuantizeConfig(EntrywiseConfig):
 
     look = Look("Quantised", "#999933", "X", "--")
     examples = {
-        **{f"int{bits}": _example(bits) for bits in (8, 4, 2)},
+        **{f"int{bits}": _example(bits) for bits in (8, 6, 4, 2)},
         # Two roundings, each by less than a step of the largest entry, which is rounded up.
         **{f"stochastic{bits}": _example(bits, 2 * 1.02 / LEVELS[bits]) for bits in (8, 4, 2)},
     }
@@ -44,7 +45,7 @@ class QuantizeConfig(EntrywiseConfig):
         super()._check()
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
         self._whole("bits", 1)
-        require(self.bits in (2, 4, 8), "bits", self.bits, "use 8, 4 or 2")
+        require(self.bits > 1 and self.bits in LEVELS, "bits", self.bits, "use 8, 7, 6, 5, 4 or 2")
 
     def build(self) -> Quantize:
         return Quantize(self)
@@ -58,7 +59,8 @@ class Quantised(Feedback):
 
     def __init__(self, config: EntrywiseConfig, quantiser: Quantiser) -> None:
         super().__init__(config)
-        self.quantiser, self.align, self.draws_at_random = quantiser, quantiser.align, quantiser.stochastic
+        self.quantiser, self.align = quantiser, quantiser.align
+        self.draws_at_random = self.counts_reductions = quantiser.stochastic
 
     def waits(self, rank: int | None) -> int:
         return 1 if rank is None else 2

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from edgc.compressors.entrywise.feedback import Feedback, Flat, Result
-from edgc.compressors.entrywise.topk import SparseConfig, chosen
+from edgc.compressors.entrywise.feedback import Result
+from edgc.compressors.entrywise.flat import Flat
+from edgc.compressors.entrywise.sparse import WARMUP_DENSITY, Sparse, SparseConfig, chosen
 from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
@@ -19,17 +20,23 @@ class RandomKConfig(SparseConfig):
     method: str = "randomk"
 
     look = Look("Random-k", "#882255", ">", ":")
-    examples = {"randomk": Example(lambda m, n: 4 * chosen(m * n, 0.05), {"density": 0.05})}
+    examples = {
+        "randomk": Example(lambda m, n: 4 * chosen(m * n, 0.05), {"density": 0.05}),
+        "randomk_dgc": Example(
+            lambda m, n: 4 * chosen(m * n, WARMUP_DENSITY),
+            {"density": 0.05, "momentum": 0.5, "density_warmup_steps": 3},
+        ),
+    }
 
     def build(self) -> RandomK:
         return RandomK(self)
 
 
-class RandomK(Feedback):
+class RandomK(Sparse):
     """k entries of every matrix, drawn anew at every step; only their values are sent, and can be all-reduced.
 
     The draw depends on the seed, the parameter's name and how often it was reduced, so that every worker draws the
-    same entries (with the same version of torch). k as in :class:`~edgc.compressors.entrywise.topk.TopK`.
+    same entries (with the same version of torch).
     """
 
     config: RandomKConfig
@@ -37,8 +44,8 @@ class RandomK(Feedback):
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
         drawn = [
-            draw(shape.numel(), chosen(shape.numel(), self.config.density), self._generator(name)).add_(offset)
-            for name, shape, offset in zip(flat.names, flat.shapes, flat.offsets, strict=True)
+            draw(shape.numel(), k, self._generator(name)).add_(offset)
+            for name, shape, offset, k in zip(flat.names, flat.shapes, flat.offsets, self._sizes(flat), strict=True)
         ]
         places = torch.cat(drawn)
         if flat.work.device.type == "cuda":
@@ -49,7 +56,7 @@ class RandomK(Feedback):
         # An entry that is not finite and was not drawn must be heard of too: 0, or NaN if there is one.
         low, high = torch.aminmax(flat.work)
         values.add_((low - low) + (high - high))
-        flat.work.index_fill_(0, places, 0)
+        self._clear(flat, places)
         channel.mean_(values)
         yield
 

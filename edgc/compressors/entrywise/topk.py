@@ -6,8 +6,9 @@ import math
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from edgc.checks import number
-from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.compressors.entrywise.feedback import Result
+from edgc.compressors.entrywise.flat import Flat
+from edgc.compressors.entrywise.sparse import WARMUP_DENSITY, Sparse, SparseConfig, chosen
 from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
@@ -18,59 +19,47 @@ _SAMPLING = 61
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseConfig(EntrywiseConfig):
-    """What methods that send some of the entries have in common.
-
-    Attributes:
-        density: share of the entries that a worker sends (ours).
-    """
-
-    density: float = 0.01
-
-    def _check(self) -> None:
-        super()._check()
-        number("density", self.density, 0, 1, open_low=True)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TopKConfig(SparseConfig):
-    """The largest entries of every matrix, with error feedback (Stich et al., NeurIPS 2018)."""
+    """The largest entries of every matrix, with error feedback (Stich et al., NeurIPS 2018).
+
+    With ``momentum`` and ``density_warmup_steps`` it is Deep Gradient Compression (Lin et al., ICLR 2018).
+    """
 
     method: str = "topk"
 
     look = Look("Top-k", "#56B4E9", "<", "-.")
-    examples = {"topk": Example(lambda m, n: 8 * chosen(m * n, 0.05), {"density": 0.05})}
+    examples = {
+        "topk": Example(lambda m, n: 8 * chosen(m * n, 0.05), {"density": 0.05}),
+        "topk_dgc": Example(
+            lambda m, n: 8 * chosen(m * n, WARMUP_DENSITY),
+            {"density": 0.05, "momentum": 0.5, "density_warmup_steps": 3},
+        ),
+    }
 
     def build(self) -> TopK:
         return TopK(self)
 
 
-class TopK(Feedback):
+class TopK(Sparse):
     """Each worker sends its k entries of largest magnitude of every matrix; the result is the mean of what was sent.
 
-    Exact: k = density times the number of entries, rounded, at least 1; of equal magnitudes the first in memory order
-    goes first. An entry costs 8 bytes, fp32 and its index in the matrix, and goes to all other workers (all-gather).
+    Exact: of equal magnitudes the first in memory order goes first. An entry costs 8 bytes, fp32 and its index in the
+    matrix, and goes to all other workers (all-gather).
     """
 
     config: TopKConfig
 
     def _average(self, flat: Flat, channel: Channel) -> Generator[None, None, Result]:
-        counts = [chosen(shape.numel(), self.config.density) for shape in flat.shapes]
-        total, device = sum(counts), flat.work.device
-        if "sent" not in flat.buffers:
-            offsets, repeats = (
-                torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (flat.offsets, counts)
-            )
-            flat.buffers["offsets"] = offsets.repeat_interleave(repeats, output_size=total)
-            flat.buffers["sent"] = torch.empty((1, 2, total), dtype=torch.int32, device=device)
-            flat.buffers["received"] = torch.empty((channel.world, 2, total), dtype=torch.int32, device=device)
+        sizes = self._sizes(flat)
+        if flat.buffers.get("sizes") != sizes:
+            self._make_room(flat, sizes, channel.world)
         sent, received, offsets = (flat.buffers[key] for key in ("sent", "received", "offsets"))
         values, indices = sent[0, 0].view(torch.float32), sent[0, 1]
-        for part, index in zip(flat.parts(flat.work), indices.split(counts), strict=True):
+        for part, index in zip(flat.parts(flat.work), indices.split(sizes), strict=True):
             index.copy_(largest(part, len(index)))
         places = indices + offsets
         torch.index_select(flat.work, 0, places, out=values)
-        flat.work.index_fill_(0, places, 0)
+        self._clear(flat, places)
         channel.all_gather(received, sent)
         yield
 
@@ -82,10 +71,21 @@ class TopK(Feedback):
 
         return received[:, 0].view(torch.float32).isfinite().all(), write
 
-
-def chosen(entries: int, density: float) -> int:
-    """Number of entries sent of so many: the rounded share, at least 1."""
-    return min(entries, max(1, round(density * entries)))
+    @staticmethod
+    def _make_room(flat: Flat, sizes: list[int], world: int) -> None:
+        """Messages of ``sizes`` entries of the gradients, and where each gradient begins in ``flat.work``."""
+        total, device = sum(sizes), flat.work.device
+        for key in ("offsets", "sent", "received"):  # given back before more is asked for
+            flat.buffers.pop(key, None)
+        offsets = torch.empty(total, dtype=torch.int64, device=device)
+        for part, offset in zip(offsets.split(sizes), flat.offsets, strict=True):
+            part.fill_(offset)
+        flat.buffers.update(
+            sizes=sizes,
+            offsets=offsets,
+            sent=torch.empty((1, 2, total), dtype=torch.int32, device=device),
+            received=torch.empty((world, 2, total), dtype=torch.int32, device=device),
+        )
 
 
 def largest(vector: Tensor, k: int) -> Tensor:

@@ -20,7 +20,9 @@ class LowRankConfig(CompressingConfig):
 
     Attributes:
         error_feedback, warm_start: off only for ablations; the warm start is PowerSGD's.
-        factor_dtype: what P and Q are sent in: ``fp32``, ``bf16``, ``int8`` or ``int4`` (ours).
+        factor_dtype: what P and Q are sent in: ``fp32``, ``bf16`` or (ours) ``int8``, ``int7``, ``int6``, ``int5``,
+            ``int4``: so many bits an entry, and 16 for the scale of every 64 entries
+            (:mod:`edgc.compressors.quantization.blocks`).
         one_sided: send only P or only Q, in turn: one reduction a step instead of two (ours: an option for
             latency-bound links; it measured worse at equal bytes).
         error_dtype: what error feedback is kept in: ``fp32`` or ``bf16`` (half the memory, ours).
@@ -66,6 +68,9 @@ class PowerSGDConfig(LowRankConfig, ConstantConfig):
         "powersgd": _factors(32),
         "powersgd bf16": _factors(16),
         "powersgd int8": _factors(8.25),
+        "powersgd int7": _factors(7.25),
+        "powersgd int6": _factors(6.25),
+        "powersgd int5": _factors(5.25),
         "powersgd int4": _factors(4.25),
         "powersgd one-sided": _factors(32, sides=1),
         "powersgd errors in bf16": Example(

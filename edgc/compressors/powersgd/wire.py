@@ -11,14 +11,13 @@ from torch import Tensor
 from edgc.compressors.base import Steps
 from edgc.compressors.quantization.blocks import Blocks
 from edgc.compressors.quantization.mean import QuantisedMean
+from edgc.compressors.sizes import QUANTISED_BITS
 from edgc.runtime.channel import Channel
-
-_BITS = {"int8": 8, "int4": 4}
 
 
 def blocks_of(factor_dtype: str) -> Blocks | None:
     """The quantiser of a factor type, None for floating-point ones."""
-    return Blocks(_BITS[factor_dtype]) if factor_dtype in _BITS else None
+    return Blocks(QUANTISED_BITS[factor_dtype]) if factor_dtype in QUANTISED_BITS else None
 
 
 class Wire:
@@ -27,8 +26,8 @@ class Wire:
     What a worker contributes is then its vector rounded to that type; the rounding goes to ``kept``. bf16 is
     all-reduced, and the reduction itself rounds too, its partial sums and the mean: by at most 2^-8 of each sum,
     unbiased and the same on all workers, known to nobody and therefore kept by nobody. It is lost once and does not
-    pile up. ``int8`` and ``int4`` sum in fp32 and lose nothing: whoever owns a shard of the sum keeps what rounding the
-    mean once more costs (:mod:`edgc.compressors.quantization.mean`).
+    pile up. Quantised factors are summed in fp32 and lose nothing: whoever owns a shard of the sum keeps what rounding
+    the mean once more costs (:mod:`edgc.compressors.quantization.mean`).
 
     Attributes:
         kept: what this worker's vector had and did not get across, after :meth:`mean`.

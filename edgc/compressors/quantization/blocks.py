@@ -1,4 +1,4 @@
-"""Block quantisation to 8, 4, 2 or 1 bits.
+"""Block quantisation to 8, 7, 6, 5, 4, 2 or 1 bits.
 
 A block of ``size`` consecutive entries shares one step s; an entry x becomes the nearest level to x/s:
 
@@ -6,6 +6,9 @@ A block of ``size`` consecutive entries shares one step s; an entry x becomes th
 bits    levels         step
 ======  =============  ====================================================================================
 8       -127 ... 127   amax / 127
+7       -63 ... 63     amax / 63
+6       -31 ... 31     amax / 31
+5       -15 ... 15     amax / 15
 4       -7 ... 7       f amax / 7, with the f of 1, .9, ..., .5 that has the least squared error
 2       -1, 0, 1       f amax, likewise
 1       -1, 1          mean of |x|
@@ -14,12 +17,22 @@ bits    levels         step
 The step is sent as bfloat16: the exponents of fp32 in half its bytes. Levels are multiples of the rounded step, so
 its rounding is part of the quantisation and not an error on top, and level times step is exact in fp32. Steps below
 2**-117 are sent as zero, steps whose highest level would not be finite are clamped; error feedback gets the rest.
-Where an entry is not finite, all 8/bits blocks of its group come out as NaN.
+Where an entry is not finite, all blocks of its group come out as NaN.
 Stochastic rounding is that of QSGD (Alistarh et al., NeurIPS 2017), per block and with f = 1: the result is x on
 average, down to a step of 2**-117.
 
-A message is the steps of all blocks, then the levels: byte (g, i) holds the levels of entry i of the 8/bits blocks of
-group g, as balanced digits of a signed byte (for 1 bit: as bits).
+A message is the steps of all blocks, then the levels. Word (g, i) holds the levels of entry i of all blocks of group g,
+as balanced digits to the base 2**bits of a signed number (for 1 bit: as bits). Groups and words are the smallest that
+leave no bit unused:
+
+======  =====  =====  =====  =====  =====  =====  =====
+bits    8      7      6      5      4      2      1
+======  =====  =====  =====  =====  =====  =====  =====
+blocks  1      8      4      8      2      4      8
+bytes   1      7      3      5      1      1      1
+======  =====  =====  =====  =====  =====  =====  =====
+
+The words of a group are sent lowest bytes first: all their first bytes, then all their second ones, and so on.
 """
 
 from __future__ import annotations
@@ -31,7 +44,7 @@ from edgc.lazy import Tensor, torch
 from edgc.runtime.device import host_decides
 
 FACTORS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
-LEVELS = {8: 127, 4: 7, 2: 1, 1: 1}
+LEVELS = {8: 127, 7: 63, 6: 31, 5: 15, 4: 7, 2: 1, 1: 1}
 _SMALLEST_STEP = 2.0**-117
 # Entries in work at a time: on a CPU few enough for its last cache, enough that starting an operation costs little.
 _CHUNK_PER_THREAD, _CHUNK_ON_GPU = 1 << 18, 1 << 22
@@ -41,7 +54,7 @@ class Blocks:
     """Quantiser of flat fp32 vectors. Its scratch, of fixed size, is one for all quantisers that a thread uses.
 
     Args:
-        bits: 8, 4, 2 or 1.
+        bits: 8, 7, 6, 5, 4, 2 or 1.
         size: entries that share a step.
         stochastic: round at random so that the result is x on average, instead of to the nearest.
 
@@ -55,16 +68,18 @@ class Blocks:
         self.bits, self.stochastic = bits, stochastic
         self.size = self.align = size
         self.levels = LEVELS[bits]
-        self.per_byte = 8 // bits
-        self.group = size * self.per_byte
+        self.width = bits // math.gcd(bits, 8)  # bytes of a word
+        self.per_word = 8 // math.gcd(bits, 8)  # levels in it, blocks of a group
+        self.group = size * self.per_word
+        self._word = torch.int8 if self.width == 1 else torch.int32 if self.width <= 4 else torch.int64
         # The largest bfloat16 (8 significant bits) whose product with the highest level is finite.
         mantissa, exponent = math.frexp(torch.finfo(torch.float32).max / self.levels)
         self._largest_step = math.ldexp(math.floor(mantissa * 256), exponent - 8)
         self._used: dict[torch.device, Scratch] = {}  # so that it lives as long as somebody may want it again
 
     def bytes(self, elements: int) -> int:
-        """Length of the message of so many entries; they are padded to whole groups of 8/bits blocks."""
-        return -(-elements // self.group) * (2 * self.per_byte + self.size)
+        """Length of the message of so many entries; they are padded to whole groups of blocks."""
+        return -(-elements // self.group) * (2 * self.per_word + self.size * self.width)
 
     def pack(
         self, x: Tensor, out: Tensor, *, residual: Tensor | None = None, generator: torch.Generator | None = None
@@ -86,7 +101,7 @@ class Blocks:
         for first in range(0, len(steps), whole.blocks):
             begin, scratch = first * self.size, whole.cut(len(steps) - first)
             end = min(begin + scratch.blocks * self.size, total)
-            group = first // self.per_byte
+            group = first // self.per_word
             if end <= begin:
                 steps[first:].zero_()
                 codes[group:].zero_()
@@ -139,10 +154,10 @@ class Blocks:
         return self._views(message)[0].amax().isfinite()
 
     def _views(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """The steps of a message (bfloat16, one a block) and its levels (int8, groups x size)."""
-        groups = message.numel() // (2 * self.per_byte + self.size)
-        cut = 2 * self.per_byte * groups
-        return message[:cut].view(torch.bfloat16), message[cut:].view(torch.int8).view(groups, self.size)
+        """The steps of a message (bfloat16, one a block) and the bytes of its words (int8, groups x width x size)."""
+        groups = message.numel() // (2 * self.per_word + self.size * self.width)
+        cut = 2 * self.per_word * groups
+        return message[:cut].view(torch.bfloat16), message[cut:].view(torch.int8).view(groups, self.width, self.size)
 
     def _choose_steps(self, blocks: Tensor, scratch: Scratch) -> None:
         """The step of every block, not yet rounded to what is sent."""
@@ -152,8 +167,8 @@ class Blocks:
             torch.mv(magnitude.mul_(1 / self.size), scratch.ones, out=step)
         else:
             torch.amax(magnitude, dim=1, out=step)
-        # Zero, or NaN for blocks that are not finite and those that share their bytes.
-        broken = torch.sub(step, step, out=scratch.broken).view(-1, self.per_byte)
+        # Zero, or NaN for blocks that are not finite and those that share their words.
+        broken = torch.sub(step, step, out=scratch.broken).view(-1, self.per_word)
         torch.sum(broken, dim=1, out=scratch.spoiled)
         if self.stochastic:
             # Rounded up, or the largest entry might lie beyond the highest level.
@@ -164,7 +179,7 @@ class Blocks:
                 step.mul_(scratch.factor)
             step.mul_(1 / self.levels)
         torch.threshold_(step, _SMALLEST_STEP, 0)
-        step.clamp_(max=self._largest_step).view(-1, self.per_byte).add_(scratch.spoiled[:, None])
+        step.clamp_(max=self._largest_step).view(-1, self.per_word).add_(scratch.spoiled[:, None])
 
     def _best_factors(self, scratch: Scratch) -> None:
         """``scratch.factor`` becomes the f of every block with the least squared error.
@@ -213,45 +228,57 @@ class Blocks:
         levels.clamp_(-self.levels, self.levels)
 
     def _fold(self, codes: Tensor, scratch: Scratch) -> None:
-        """Levels to bytes: sums of the levels of 8/bits blocks, each times a power of two, are whole and fit."""
+        """Levels to words: sums of the levels of a group's blocks, each times a power of two, are whole and fit."""
         if self.bits == 8:
-            codes.copy_(scratch.levels)
+            codes[:, 0].copy_(scratch.levels)
             return
-        digits, folded = scratch.levels.view(-1, self.per_byte, self.size), scratch.folded
+        digits, folded = scratch.levels.view(-1, self.per_word, self.size), scratch.folded
+        if self.width > 1:
+            word, digit = scratch.rest, scratch.digit
+            word.copy_(digits[:, 0])
+            for place in range(1, self.per_word):
+                # Not in fp32, which has 24 bits.
+                word.add_(digit.copy_(digits[:, place]), alpha=1 << place * self.bits)
+            for place in range(self.width):
+                codes[:, place].copy_(torch.bitwise_right_shift(word, 8 * place, out=digit))
+            return
         if self.bits == 1:
             # -1 and 1 as bits 0 and 1: half the sum of 2**k times them, less a half, is that byte less 128.
             torch.mul(digits[:, 0], 0.5, out=folded).sub_(0.5)
         else:
             folded.copy_(digits[:, 0])
-        for place in range(1, self.per_byte):
+        for place in range(1, self.per_word):
             folded.add_(digits[:, place], alpha=2.0 ** (place * self.bits - (self.bits == 1)))
-        codes.copy_(folded)
+        codes[:, 0].copy_(folded)
 
     def _unfold(self, codes: Tensor, scratch: Scratch) -> None:
-        """Bytes to levels, the inverse of :meth:`_fold`."""
+        """Words to levels, the inverse of :meth:`_fold`."""
         levels = scratch.levels
         if self.bits == 8:
-            levels.copy_(codes)
+            levels.copy_(codes[:, 0])
             return
-        digits, rest, digit = levels.view(-1, self.per_byte, self.size), scratch.rest, scratch.digit
+        digits, rest, digit = levels.view(-1, self.per_word, self.size), scratch.rest, scratch.digit
         if self.bits == 1:
-            torch.bitwise_xor(codes, -128, out=rest)
+            torch.bitwise_xor(codes[:, 0], -128, out=rest)
             for place in range(8):
                 torch.bitwise_right_shift(rest, place, out=digit).bitwise_and_(1)
                 digits[:, place].copy_(digit)
             levels.mul_(2).sub_(1)
             return
-        rest.copy_(codes)
+        # The highest byte has the sign.
+        rest.copy_(codes[:, -1])
+        for place in reversed(range(self.width - 1)):
+            rest.bitwise_left_shift_(8).add_(digit.copy_(codes.view(torch.uint8)[:, place]))
         half = 1 << (self.bits - 1)
-        for place in range(self.per_byte - 1):
+        for place in range(self.per_word - 1):
             # The lowest digit is what is left over the nearest multiple of 2**bits.
             torch.add(rest, half, out=digit).bitwise_right_shift_(self.bits)
             digits[:, place].copy_(rest.sub_(digit, alpha=1 << self.bits))
-            rest.copy_(digit)
+            rest, digit = digit, rest
         digits[:, -1].copy_(rest)
 
     def _scratch(self, device: torch.device) -> Scratch:
         chunk = _CHUNK_PER_THREAD * torch.get_num_threads() if device.type == "cpu" else _CHUNK_ON_GPU
-        scratch = Scratch.shared(max(1, chunk // self.group), self.per_byte, self.size, device)
+        scratch = Scratch.shared(max(1, chunk // self.group), self.per_word, self.size, self._word, device)
         self._used[device] = scratch
         return scratch

@@ -46,29 +46,29 @@ class Scratch:
         self.blocks = len(self.step)
 
     @classmethod
-    def shared(cls, groups: int, per_byte: int, size: int, device: torch.device) -> Scratch:
+    def shared(cls, groups: int, per_word: int, size: int, word: torch.dtype, device: torch.device) -> Scratch:
         """The one scratch of this size, device and thread, on a GPU of its current stream too.
 
         Two threads, or two streams, may be at work at the same time. Within one, reductions take turns, but only
         where they wait for a collective: whoever uses the scratch is done with it, and with what is in it, before.
         """
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-        key = (groups, per_byte, size, device, stream)
+        key = (groups, per_word, size, word, device, stream)
         scratch = _own.scratch.get(key)
         if scratch is None:
-            scratch = _own.scratch[key] = cls.new(groups, per_byte, size, device)
+            scratch = _own.scratch[key] = cls.new(groups, per_word, size, word, device)
         return scratch
 
     @classmethod
-    def new(cls, groups: int, per_byte: int, size: int, device: torch.device) -> Scratch:
+    def new(cls, groups: int, per_word: int, size: int, word: torch.dtype, device: torch.device) -> Scratch:
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        blocks = groups * per_byte
+        blocks = groups * per_word
         return cls(
             **{name: buffer(blocks, size) for name in ("padded", "magnitude", "levels")},
             folded=buffer(groups, size),
-            **{name: buffer(groups, size, dtype=torch.int8) for name in ("rest", "digit")},
+            **{name: buffer(groups, size, dtype=word) for name in ("rest", "digit")},
             **{name: buffer(blocks) for name in ("step", "inverse", "error", "least", "factor", "broken")},
             better=buffer(blocks, dtype=torch.bool),
             spoiled=buffer(groups),

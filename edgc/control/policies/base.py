@@ -143,8 +143,11 @@ class Policy(ABC):
             UserError: nobody has told it.
         """
 
-    def go_on(self, rank: int, history: History, r_min: int, r_max: int) -> int:
+    def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
         """The rank of stage 0 to go on with from a state of other settings, in which it had ``rank``.
+
+        Args:
+            iteration: the last one of the last window.
 
         Raises:
             UserError: ``history`` lacks what the policy compares with.
@@ -165,7 +168,7 @@ class SteppedPolicy(Policy):
     def __init__(self, config: SteppedConfig) -> None:
         self.config = config
 
-    def go_on(self, rank: int, history: History, r_min: int, r_max: int) -> int:
+    def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
         multiple = self.config.rank_multiple
         return self.config.clamped(rank // multiple * multiple, r_min, r_max)
 

@@ -76,8 +76,8 @@ class CQM(MeansPolicy):
         entropy_and_error = state["moved_at"]
         self._moved_at = tuple(entropy_and_error) if entropy_and_error else None
 
-    def go_on(self, rank: int, history: History, r_min: int, r_max: int) -> int:
+    def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
         if history.reference is None:
             fix = "choose the policy that the run was started with"
             raise UserError("policy cqm needs an entropy at the end of warm-up, which the state lacks", fix=fix)
-        return super().go_on(rank, history, r_min, r_max)
+        return super().go_on(iteration, rank, history, r_min, r_max)

@@ -47,5 +47,5 @@ class Fixed(Policy):
     def move(self, end: WindowEnd) -> Move:
         return Move(None, "fixed rank")
 
-    def go_on(self, rank: int, history: History, r_min: int, r_max: int) -> int:
+    def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
         return self.rank

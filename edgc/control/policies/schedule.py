@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from edgc.checks import integer, number, require
-from edgc.control.policies.base import Move, Policy, WindowEnd
+from edgc.control.policies.base import History, Move, Policy, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import GivenConfig
 from edgc.description import Look
@@ -54,6 +54,9 @@ class Scheduled(Policy):
     def move(self, end: WindowEnd) -> Move:
         new = scheduled(self.schedule, end.iteration, self.iterations)
         return Move((new,), f"schedule; rank {end.ranks[0]} -> {new}")
+
+    def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
+        return scheduled(self.schedule, iteration, self.iterations)
 
 
 def scheduled(schedule: Sequence[tuple[float, int]], iteration: int, iterations: int) -> int:

@@ -1,0 +1,79 @@
+"""CC of sampled and full entropy against the number of samples in a window, to the paper's 100."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from paper_figures import style
+
+TABLES = ("window_ablation/correlation.csv", "window_ablation/correlation_summary.csv")
+CAPTION = """\
+**Sampled against full entropy, by the number of samples in a window.** Pearson correlation (CC) over windows
+between the mean of the sampled entropies and the mean of the full entropy at every iteration, stage 0. The
+paper's window has 100 samples (a tenth of 1000 iterations; dotted lines: 100, and its CC of 0.94), ours have
+few. Filled: a tenth of the iterations sampled; open: other shares. Solid: measured, mean over seeds; bars: 95 % t
+interval by Fisher's z. Dashed: extrapolated from the longest window of which a run has ten, by CC = √(V / (V +
+s² / k)) with k samples, their variance s² and the variance V of the window means, which longer windows are
+taken to keep (``experiments/analyse/correlation.py``). It says what more samples do to this run's course of
+entropy, nothing about another model's. Over the whole run the largest errors are those of the steep start, which
+is no noise: there the model falls short of what is measured."""
+PAPER_CC, PAPER_SAMPLES, ALPHA = 0.94, 100, 0.1
+COLOUR, OTHER = "#0072B2", "#888888"
+TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+def draw(results: Path) -> Figure:
+    """A panel for the windows after warm-up and one for the whole run: CC against samples in a window."""
+    runs = style.read(results, "window_ablation", "correlation.csv")
+    means = style.read(results, "window_ablation", "correlation_summary.csv")
+    runs, means = (frame[frame["stage"] == 0] for frame in (runs, means))
+    spans = list(dict.fromkeys(runs["span"])) or ["after warm-up"]
+    fig, axes = style.figure(1, len(spans), width=style.TEXT, height=3.0, sharex=True, sharey=True)
+    for ax, span in zip(axes, spans, strict=True):
+        panel(ax, runs[runs["span"] == span], means[means["span"] == span])
+        ax.set(title=span, xlabel="samples in a window")
+    axes[0].set_ylabel("CC (Pearson, no unit)")
+    style.letter(axes)
+    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=4, columnspacing=1.0)
+    mine = runs[runs["alpha"] == ALPHA]
+    style.annotate(
+        fig,
+        list(mine[mine["kind"] == "measured"].groupby(["span", "samples"])["seed"].nunique()) or 0,
+        bars="dots: runs, bars: 95 % t interval",
+        scale=results.name,
+        extra="" if len(runs) else "No run has enough windows.",
+    )
+    return fig
+
+
+def panel(ax: Axes, runs: pd.DataFrame, means: pd.DataFrame) -> None:
+    """One span: what was measured at the paper's share of the iterations and at others, and the extrapolation."""
+    if runs.empty:
+        style.message(ax, "no run has enough windows")
+    measured = runs[runs["kind"] == "measured"]
+    others = measured[measured["alpha"] != ALPHA]
+    ax.plot(others["samples"], others["cc"], "s", color=OTHER, markerfacecolor="white", markersize=3,
+            label="measured, other α")  # fmt: skip
+    mine, said = measured[measured["alpha"] == ALPHA], means[means["alpha"] == ALPHA].sort_values("samples")
+    ax.plot(mine["samples"], mine["cc"], ".", color=COLOUR, markersize=4, alpha=0.6)
+    solid, dashed = (said[said["kind"] == kind] for kind in ("measured", "extrapolated"))
+    error = [solid["cc_mean"] - solid["cc_low"], solid["cc_high"] - solid["cc_mean"]]
+    ax.errorbar(solid["samples"], solid["cc_mean"], yerr=error, color=COLOUR, marker="o", label="measured, α = 0.1")
+    base = runs.loc[runs["kind"] == "extrapolated", "from_window"].min()
+    start = solid.loc[solid["window"] == base, ["samples", "cc_model_mean"]].set_axis(["samples", "cc_mean"], axis=1)
+    line = pd.concat([start, dashed[["samples", "cc_mean"]]])
+    ax.plot(line["samples"], line["cc_mean"], "--", color=COLOUR, label="extrapolated, α = 0.1")
+    far = runs[runs["kind"] == "extrapolated"]
+    ax.plot(far["samples"], far["cc"], ".", color=COLOUR, markersize=2.5, alpha=0.6)
+    if dashed["cc_low"].notna().any():
+        ax.fill_between(dashed["samples"], dashed["cc_low"], dashed["cc_high"], color=COLOUR, alpha=0.15, linewidth=0)
+    for mark in (ax.axhline(PAPER_CC), ax.axvline(PAPER_SAMPLES)):
+        mark.set(color="#444444", linewidth=0.9, linestyle=":")
+    ax.plot([], [], color="#444444", linewidth=0.9, linestyle=":", label="paper: 0.94 at 100 samples")
+    ax.set_xscale("log")
+    style.plain(ax.xaxis, TICKS)
+    ax.set_ylim(top=1.02)

@@ -1,0 +1,129 @@
+"""Runs that branch from another one's warm-up, and runs that follow another one's ranks, through the launcher."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.training.outputs import read_events
+from tests.integration.launching import Launcher, changed, prepared, repeatable
+
+__all__ = ["prepared"]  # a fixture
+
+pytestmark = pytest.mark.slow
+
+# A lax target, so that the rank falls at the end of every window.
+EDGC = {
+    "method": "edgc",
+    "policy": "spectral",
+    "target_error": 0.99,
+    "window": 2,
+    "r_max": 12,
+    "r_min": 2,
+    "rank_multiple": 1,
+    "step_limit": 3,
+    "warmup_fraction": 0.3,
+    "warmup_limit_fraction": 0.3,
+    "stability_tolerance": 100.0,
+    "entropy": {"iteration_rate": 1.0},
+}
+TRUNK = changed(
+    variant="trunk", parallel={"pipeline": 1, "data": 2}, train={"keep_warm_up": True}, compression={**EDGC}
+)
+
+
+def branched(variant: str, **more: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {**TRUNK, "variant": variant, "branch": "trunk", **more}
+    values["train"] = {**TRUNK["train"], "keep_warm_up": False}
+    return values
+
+
+AGAIN, BACK = branched("again"), branched("back", follows={"variant": "trunk", "order": "reversed"})
+ONLY_SPECTRAL = ("r_min", "step_limit", "target_error")
+FIXED = {key: value for key, value in EDGC.items() if key not in ONLY_SPECTRAL}
+RANK_3 = branched("rank_3", compression={**FIXED, "policy": "fixed", "rank": 3, "factor_dtype": "int8"})
+
+
+@pytest.fixture(scope="module")
+def launcher(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    found = Launcher(prepared, tmp_path_factory.mktemp("configs"))
+    for values in (TRUNK, AGAIN, BACK, RANK_3):
+        code, stderr = found.run(values)
+        assert code == 0, stderr
+        assert (found.path(values) / "status").read_text() == "ok\n", stderr
+    return found
+
+
+def ranks(folder: Path) -> list[int | None]:
+    """Step by step."""
+    return [step["stages"][0]["rank"] for step in read_events(folder / "metrics.jsonl", "step")]
+
+
+def decided(folder: Path) -> list[tuple[int, list[int | None]]]:
+    return [(event["iteration"], event["ranks"]) for event in read_events(folder / "metrics.jsonl", "decision")]
+
+
+def test_the_same_run_from_the_kept_warm_up_is_the_same_run(launcher: Launcher) -> None:
+    trunk, again = launcher.path(TRUNK), launcher.path(AGAIN)
+    assert repeatable(trunk) == repeatable(again)
+    assert decided(trunk) == decided(again)
+    assert len(set(ranks(trunk))) > 4, "a policy that never moves would show nothing here"
+    [start] = read_events(again / "metrics.jsonl", "start")
+    assert start["run"] == "again-s1"
+    provenance = yaml.safe_load((again / "run.yaml").read_text())["provenance"]
+    assert "resumed_at" not in provenance, "it was not interrupted"
+
+
+def test_ranks_in_reverse_order_are_the_same_ranks_and_bytes(launcher: Launcher) -> None:
+    trunk, back = launcher.path(TRUNK), launcher.path(BACK)
+    forward = ranks(trunk)
+    begin = forward.index(next(rank for rank in forward if rank is not None))
+    assert ranks(back) == forward[:begin] + forward[begin:][::-1] != forward
+    sent = [sum(step["bytes"] for step in read_events(f / "metrics.jsonl", "step")) for f in (trunk, back)]
+    assert sent[0] == sent[1]
+    warm_up = [repeatable(folder)[:begin] for folder in (trunk, back)]
+    assert warm_up[0] == warm_up[1]
+    assert [rank for _, [rank] in decided(back)][-5:-1] == ranks(back)[begin::2]
+    recorded = yaml.safe_load((back / "run.yaml").read_text())
+    assert recorded["follows"] == {"variant": "trunk", "order": "reversed", "shuffle": 0}
+    assert [rank for _, rank in recorded["compression"]["schedule"]] == ranks(back)[begin::2]
+
+
+def test_a_branch_of_other_settings_says_what_it_does_from_its_first_step(launcher: Launcher) -> None:
+    found = ranks(launcher.path(RANK_3))
+    begin = ranks(launcher.path(TRUNK)).index(12)
+    assert set(found[begin:]) == {3} and set(found[:begin]) == {None}
+    [first] = [row for iteration, row in decided(launcher.path(RANK_3)) if iteration == begin]
+    assert first == [3]
+
+
+def test_what_needs_a_run_that_is_not_there_or_came_to_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    values = branched("late", follows={"variant": "missing", "order": "even"})
+    code, stderr = launcher.run(values)
+    assert code == 2 and stderr.count("\n") == 1
+    assert "late-s1 needs run missing-s1, which has not ended" in stderr
+
+    failed = launcher.path({**TRUNK, "variant": "failed"})
+    shutil.copytree(launcher.path(TRUNK), failed)
+    (failed / "status").write_text("diverged\n")
+    values = branched("lost", branch=None, follows={"variant": "failed", "order": "even"})
+    code, stderr = launcher.run(values)
+    assert code == 0 and "run failed-s1, which it needs, is diverged" in stderr
+    assert (launcher.path(values) / "status").read_text() == "failed\n"
+
+
+def test_a_warm_up_of_other_settings_or_none_is_refused(launcher: Launcher) -> None:
+    values = branched("other", seed=1, train={**TRUNK["train"], "lr": 2e-3})
+    code, stderr = launcher.run(values)
+    assert code == 2 and "train.lr = 0.002, but the run's checkpoint has 0.001" in stderr
+
+    bare = launcher.path({**TRUNK, "variant": "bare"})
+    shutil.copytree(launcher.path(TRUNK), bare)
+    shutil.rmtree(bare / "warm_up")
+    code, stderr = launcher.run(branched("orphan", branch="bare"))
+    assert code == 2 and "orphan-s1 branches from bare-s1, which has kept no state" in stderr
+    assert not (launcher.path(branched("orphan")) / "status").exists()

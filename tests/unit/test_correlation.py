@@ -1,0 +1,148 @@
+"""CC by the number of samples in a window: simulated courses of known noise give what theory says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments.analyse import correlation
+from experiments.analyse.runs import load_runs
+from experiments.analyse.statistics import interval
+from tests.unit import synthetic_runs as synthetic
+
+COURSE, NOISE, ENTRIES = 0.06, 0.06, 0.03  # nats: of the levels between windows, of an iteration, of a sample's entries
+BLOCK = 20  # iterations that share a level
+
+
+def theory(window: int, alpha: float, course: float = COURSE, entries: float = 0.0) -> float:
+    """CC of a window inside one level: F = level + noise, the samples have that of their own iterations."""
+    samples = window * alpha
+    full = course**2 + NOISE**2 / window
+    error = NOISE**2 * (1 / samples - 1 / window) + entries**2 / samples
+    return math.sqrt(full / (full + error))
+
+
+def simulated(
+    rng: np.random.Generator, count: int, block: int = BLOCK, course: float = COURSE, entries: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Full and sampled entropy of ``count`` blocks of independent levels with independent noise."""
+    full = np.repeat(rng.normal(0, course, count), block) + rng.normal(0, NOISE, count * block)
+    return full, full + rng.normal(0, entries, full.size)
+
+
+def by(rows: list[dict[str, object]], **wanted: object) -> float:
+    (found,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return float(found["cc"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.25, 0.1, 0.05])
+@pytest.mark.parametrize("entries", [0.0, ENTRIES])
+def test_measured_is_what_theory_says(alpha: float, entries: float) -> None:
+    full, sampled = simulated(np.random.default_rng(1), 4000, entries=entries)
+    found = by(correlation.cells(full, sampled), window=BLOCK, alpha=alpha, kind="measured")
+    assert found == pytest.approx(theory(BLOCK, alpha, entries=entries), abs=0.008)
+
+
+def test_extrapolated_is_what_long_windows_measure() -> None:
+    rng = np.random.default_rng(2)
+    full, sampled = simulated(rng, 4000, entries=ENTRIES)
+    cc, spread, error = correlation.measure(full, sampled, BLOCK, 10)
+    base = correlation.cell(BLOCK, 0.1, 2, 4000, "measured", cc, BLOCK, spread, error)
+    row = correlation.extrapolate(base, 100)
+    assert (row["window"], row["kind"], row["from_window"]) == (1000, "extrapolated", BLOCK)
+    long = simulated(rng, 1500, block=1000, entries=ENTRIES)
+    measured, *_ = correlation.measure(*long, 1000, 10)
+    assert row["cc"] == pytest.approx(measured, abs=0.001)
+    assert 1 - row["cc"] == pytest.approx(1 - theory(1000, 0.1, entries=ENTRIES), rel=0.1)
+    # Without the correction for the noise in the full means the extrapolation is too good.
+    assert 1 - row["cc"] > 1 - math.sqrt(spread / (spread + error * 2 / 100))
+
+
+def test_without_a_course_only_the_shared_iterations_correlate() -> None:
+    """Independent noise: a tenth of what is averaged is common, CC = sqrt(alpha), however long the window."""
+    full, sampled = simulated(np.random.default_rng(3), 4000, course=0.0)
+    rows = correlation.cells(full, sampled)
+    assert by(rows, window=BLOCK, alpha=0.1, kind="measured") == pytest.approx(math.sqrt(0.1), abs=0.03)
+    cc, spread, error = correlation.measure(full, sampled, BLOCK, 10)
+    for spread_seen in (spread, 0.0):  # the second: chance left less than the noise alone
+        base = correlation.cell(BLOCK, 0.1, 2, 4000, "measured", cc, BLOCK, spread_seen, error)
+        assert correlation.extrapolate(base, 100)["cc"] == pytest.approx(math.sqrt(0.1), abs=0.08)
+
+
+@pytest.mark.parametrize("kind", ["measured", "extrapolated"])
+def test_interval_over_three_seeds_covers(kind: str) -> None:
+    rng, trials, hits, blocks = np.random.default_rng(4), 400, 0, 40
+    wanted = {"window": 1000 if kind == "extrapolated" else BLOCK, "alpha": 0.1, "kind": kind}
+    truth = theory(int(wanted["window"]), 0.1)  # type: ignore[call-overload]
+    for _ in range(trials):
+        seeds = []
+        for _ in range(3):
+            found = correlation.measure(*simulated(rng, blocks), BLOCK, 10)
+            base = correlation.cell(BLOCK, 0.1, 2, blocks, "measured", found[0], BLOCK, *found[1:])
+            seeds.append(base if kind == "measured" else correlation.extrapolate(base, 100))
+        over = correlation.combined(row["cc"] for row in seeds)
+        assert over["n"] == 3
+        assert over["low"] < over["mean"] < over["high"]
+        hits += over["low"] <= truth <= over["high"]
+    assert 0.92 <= hits / trials <= 0.98
+
+
+def test_interval_is_students_over_fishers_z() -> None:
+    values = [0.9, 0.95, 0.97]
+    z = interval(np.arctanh(values))
+    over = correlation.combined(values)
+    assert [over[key] for key in ("mean", "low", "high")] == pytest.approx(
+        [math.tanh(z[key]) for key in ("mean", "low", "high")]
+    )
+    assert math.isnan(correlation.combined([0.9])["low"])
+    assert correlation.combined([1.0, 1.0])["mean"] == pytest.approx(1)
+    assert correlation.combined([0.9, math.nan])["n"] == 1
+
+
+def test_windows_are_whole_and_enough() -> None:
+    rows = correlation.cells(*simulated(np.random.default_rng(5), 10))  # 200 iterations
+    measured = [row for row in rows if row["kind"] == "measured"]
+    assert {row["window"] for row in measured} == {10, 20}, "50 gives four windows"
+    assert not any(row["window"] == 10 and row["alpha"] in (0.25, 0.05) for row in measured), "2.5 samples, and a half"
+    assert all(row["windows"] == 200 // row["window"] for row in measured)
+    far = [row for row in rows if row["kind"] == "extrapolated"]
+    assert [row["samples"] for row in far] == [5, 10, 20, 50, 100, 200, 500]
+    assert {(row["from_window"], row["windows"]) for row in far} == {(20, 10)}
+    assert not correlation.cells(*simulated(np.random.default_rng(5), 2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.write_window_ablation(tmp_path_factory.mktemp("runs") / "ci")
+
+
+def test_one_run_per_seed_that_sampled_the_most(folder: Path) -> None:
+    runs = load_runs(folder)
+    chosen = correlation.one_per_seed(runs)
+    assert [run.path.name for run in chosen] == [f"w20_every-s{seed}" for seed in (1, 2, 3)]
+    rare = correlation.one_per_seed(run for run in runs if run.variant != "w20_every")
+    assert [run.path.name for run in rare] == [f"w10-s{seed}" for seed in (1, 2, 3)]
+    table = correlation.table(chosen)
+    assert set(table["beta"]) == {0.25}
+    assert set(correlation.table(rare)["beta"]) == {1.0}, "full entropies stood for what was not sampled"
+    assert set(table["span"]) == set(correlation.SPANS)
+    assert set(table["stage"]) == {0, 1}
+    after = table[(table["span"] == "after warm-up") & (table["window"] == 10)]
+    assert set(after["windows"]) == {18}, "20 of 200 iterations were warm-up"
+    assert correlation.table([]).columns.tolist() == table.columns.tolist()
+
+
+def test_summary_has_the_interval_over_seeds(folder: Path) -> None:
+    table = correlation.table(load_runs(folder))
+    found = correlation.summary(table)
+    assert set(found["n"]) == {3}
+    key = {"stage": 0, "span": "after warm-up", "window": 20, "alpha": 0.1, "kind": "measured"}
+    rows, (_, row) = table, next(found[(found[list(key)] == pd.Series(key)).all(axis=1)].iterrows())
+    for name, value in key.items():
+        rows = rows[rows[name] == value]
+    expected = correlation.combined(rows["cc"])
+    assert (row["cc_mean"], row["cc_low"]) == (pytest.approx(expected["mean"]), pytest.approx(expected["low"]))

@@ -1,0 +1,178 @@
+"""What a run takes over from another one: which ranks, in which order; and how studies name such runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgc.control.policies.schedule import scheduled
+from edgc.errors import UserError
+from experiments.spec import matrix
+from experiments.spec.settings import FollowsConfig, RunConfig, resolve
+from experiments.training import following
+
+BASE: dict[str, Any] = {
+    "scale": "ci",
+    "study": "x",
+    "variant": "cqm",
+    "label": "EDGC",
+    "seed": 1,
+    "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence_length": 32},
+    "parallel": {"data": 2},
+    "train": {
+        "iterations": 100, "micro_batch": 1, "global_batch": 2, "eval_interval": 50, "eval_batches": 1,
+        "lr": 1e-3, "lr_warmup_fraction": 0.1,
+    },
+    "compression": {"method": "edgc", "window": 10, "r_max": 32, "r_min": 8, "step_limit": 8},
+}  # fmt: skip
+
+
+def write(root: Path, ranks: list[Any], status: str = "ok", name: str = "cqm-s1") -> RunConfig:
+    """A run that decides every ten iterations, from the twentieth on; returns its settings."""
+    folder = root / "ci" / "x" / name
+    folder.mkdir(parents=True)
+    run = resolve(BASE, "test")
+    (folder / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    events = [{"event": "decision", "iteration": 10, "phase": "warmup", "ranks": [None]}]
+    events += [
+        {"event": "decision", "iteration": 20 + 10 * k, "phase": "active", "ranks": r if isinstance(r, list) else [r]}
+        for k, r in enumerate(ranks)
+    ]
+    events.append({"event": "end", "status": status})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "summary.json").write_text(json.dumps({"status": status}))
+    (folder / "status").write_text(status + "\n")
+    return run
+
+
+def follower(order: str, **more: Any) -> RunConfig:
+    return resolve({**BASE, "variant": order, "follows": {"variant": "cqm", "order": order, **more}}, "test")
+
+
+RANKS = [32, 24, 16, 20, 16, 20, 24, 24, 20]  # the last one is decided when the run is over
+
+
+@pytest.mark.parametrize(
+    ("order", "wanted"),
+    [
+        ("reversed", [24, 24, 20, 16, 20, 16, 24, 32]),
+        ("falling", [32, 24, 24, 24, 20, 20, 16, 16]),
+        ("even", [22, 22, 22, 22, 22, 22, 22, 22]),
+    ],
+)
+def test_the_schedule_of_a_run_that_follows(tmp_path: Path, order: str, wanted: list[int]) -> None:
+    write(tmp_path, RANKS)
+    run = following.with_ranks(follower(order), tmp_path)
+    settings = run.edgc.to_dict()
+    assert settings["policy"] == "schedule"
+    assert [scheduled(settings["schedule"], iteration, 100) for iteration in range(20, 100, 10)] == wanted
+    assert sum(wanted) == sum(RANKS[:-1])
+    assert following.with_ranks(run, tmp_path / "nowhere") == run, "a run from its own record follows nothing again"
+
+
+def test_shuffles_are_of_the_same_ranks_and_differ_by_seed_and_number() -> None:
+    ranks = list(range(40))
+    numbers = [FollowsConfig(variant="a", order="shuffled", shuffle=number) for number in (1, 2, 3)]
+    orders = {(seed, n.shuffle): tuple(following.in_order(ranks, n, seed)) for seed in (1, 2) for n in numbers}
+    assert len(set(orders.values())) == 6
+    assert all(Counter(order) == Counter(ranks) for order in orders.values())
+    assert tuple(following.in_order(ranks, numbers[2], 2)) == orders[2, 3]
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
+def test_two_neighbouring_ranks_send_exactly_the_same(ranks: list[int]) -> None:
+    even = following.in_order(ranks, FollowsConfig(variant="a", order="even"), 1)
+    assert len(even) == len(ranks) and sum(even) == sum(ranks)
+    assert max(even) - min(even) <= 1
+    ahead = [sum(even[: k + 1]) - sum(ranks) * (k + 1) / len(ranks) for k in range(len(ranks))]
+    assert all(-1 < value <= 0 for value in ahead), "never a whole rank behind the mean"
+
+
+def test_what_cannot_be_followed(tmp_path: Path) -> None:
+    write(tmp_path, [[32, 24]])
+    with pytest.raises(UserError, match=r"stages had the ranks \[32, 24\] after iteration 20.*alignment: off"):
+        following.with_ranks(follower("even"), tmp_path)
+    write(tmp_path / "b", [])
+    with pytest.raises(UserError, match="compressed nothing"):
+        following.with_ranks(follower("even"), tmp_path / "b")
+
+
+def test_a_run_that_came_to_nothing_is_no_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="even-s1 needs run cqm-s1, which has not ended"):
+        following.reason_not_to(follower("even"), tmp_path)
+    write(tmp_path, RANKS, status="diverged")
+    assert following.reason_not_to(follower("even"), tmp_path) == "run cqm-s1, which it needs, is diverged"
+    write(tmp_path / "b", RANKS)
+    assert following.reason_not_to(follower("even"), tmp_path / "b") is None
+
+
+def test_only_edgc_follows_or_branches() -> None:
+    for more in ({"follows": {"variant": "cqm", "order": "even"}}, {"branch": "cqm"}):
+        with pytest.raises(UserError, match=r"need compression\.method = edgc"):
+            resolve({**BASE, "compression": {"method": "powersgd", "rank": 4}, **more}, "test")
+
+
+STUDY: dict[str, Any] = {
+    "study": "tried",
+    "title": "t",
+    "question": "q",
+    "analysis": "policies",
+    "base": {"branch": "cqm", "compression": {"method": "edgc", "window": 10}},
+    "variants": {
+        "none": {"compression": {"method": "none"}},
+        "cqm": {},
+        "back": {"follows": {"variant": "cqm", "order": "reversed"}},
+        "rank_8": {"compression": {"policy": "fixed", "rank": 8}},
+    },
+}
+
+
+@pytest.fixture
+def studies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "scales").symlink_to(matrix.FOLDER / "scales")
+    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
+    return tmp_path / "studies"
+
+
+def test_all_variants_branch_from_one_that_keeps_its_warm_up(studies: Path) -> None:
+    (studies / "tried.yaml").write_text(yaml.safe_dump(STUDY))
+    found = {run.variant: run for run in matrix.runs("tried", "ci")}
+    assert {name: run.branch for name, run in found.items()} == {
+        "none": None, "cqm": None, "back": "cqm", "rank_8": "cqm"
+    }  # fmt: skip
+    assert [name for name, run in found.items() if run.train.keep_warm_up] == ["cqm"]
+    assert {name: run.needs for name, run in found.items()} == {
+        "none": [], "cqm": [], "back": ["cqm-s1"], "rank_8": ["cqm-s1"]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"base": {**STUDY["base"], "branch": "cmq"}}, "branch: unknown variant 'cmq'.*did you mean cqm"),
+        (
+            {"variants": {**STUDY["variants"], "back": {"follows": {"variant": "cqn", "order": "even"}}}},
+            "back: follows.variant: unknown variant 'cqn'",
+        ),
+        (
+            {"variants": {**STUDY["variants"], "twice": {"follows": {"variant": "back", "order": "even"}}}},
+            "twice: follows.variant: back follows another run itself",
+        ),
+        (
+            {"variants": {**STUDY["variants"], "back": {"follows": {"variant": "cqm", "order": "backwards"}}}},
+            "follows.order",
+        ),
+    ],
+)
+def test_mistakes_are_named(studies: Path, change: dict[str, Any], text: str) -> None:
+    (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, **change}))
+    with pytest.raises(UserError, match=text):
+        matrix.runs("tried", "ci")
