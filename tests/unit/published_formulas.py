@@ -105,15 +105,17 @@ def projection_step(
     return left @ right.T, [m - m @ start @ start.T for m in scaled]
 
 
-def with_cached_basis(cache: dict[int, Tensor], matrix: Tensor, rank: int, generator: torch.Generator) -> Tensor:
-    """HYGON, older version: P of a matrix, with the Q that is kept under its id, or a new one.
+def with_cached_basis(
+    cache: dict[int, Tensor], identity: int, matrix: Tensor, rank: int, generator: torch.Generator
+) -> Tensor:
+    """HYGON, older version: P of a matrix, with the Q that is kept under its ``id(...)``, or a new one.
 
     Raises:
         RuntimeError: that Q is of a matrix with another number of columns.
     """
-    if id(matrix) not in cache:
-        cache[id(matrix)] = random_basis(matrix.shape[1], rank, generator)
-    return matrix @ cache[id(matrix)]
+    if identity not in cache:
+        cache[identity] = random_basis(matrix.shape[1], rank, generator)
+    return matrix @ cache[identity]
 
 
 def kept_entries(sizes: Sequence[int], workers: int) -> list[int]:
