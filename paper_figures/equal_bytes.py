@@ -15,12 +15,13 @@ from paper_figures import style
 
 TABLES = ("equal_bytes/table.csv", "equal_bytes/pareto.csv")
 CAPTION = """\
-**Compressors at equal bytes.** Validation loss above uncompressed training of the same seed (nats) against
-the bytes that a replica sends, scales and indices included, as a share of an fp32 all-reduce; four
-data-parallel workers, each with its own error feedback. Left and down is better; the axis of the gap is
-linear below 0.01 nats. The grey line is the Pareto front of the means over seeds: neighbours on it whose
+**Compressors at equal bytes.** Validation loss above uncompressed training of the same seed (nats) against the
+bytes that a replica sends, scales and indices included, as a share of an fp32 all-reduce (of a bf16 one: twice
+that); four data-parallel workers, each with its own error feedback. Left and down is better; the axis of the
+gap is linear below 0.01 nats. The grey line is the Pareto front of the means over seeds: neighbours on it whose
 bars overlap could change places. Numbers at the points are ranks, shares of entries sent or bits. Paired
-differences at 3, 6 and 12 % are in ``equal_bytes/levels.csv``."""
+differences at 3, 6 and 12 % are in ``equal_bytes/levels.csv``. Policies that did not act, so that nothing was
+tested of them, are named below the figure."""
 TICKS = (1, 2, 3, 6, 12, 25, 50, 100)
 LINEAR = 0.01  # nats; the gap's axis is linear below and logarithmic above
 
@@ -53,7 +54,7 @@ def draw(results: Path) -> Figure:
     percent = points.loc[points["method"] != "none", "percent"]
     ax.set_xlim(percent.min() / 1.2, percent.max() * 1.3)
     ax.margins(y=0.06)
-    ax.set_xlabel("bytes sent (% of uncompressed fp32, log scale)")
+    ax.set_xlabel(style.share_of_bytes())
     ax.set_ylabel("validation loss above uncompressed\n(nats; linear below 0.01)")
     fig.legend(*style.handles(ax), loc="outside upper center", ncols=4, columnspacing=1.0)
     style.annotate(
@@ -61,7 +62,7 @@ def draw(results: Path) -> Figure:
         list(points["n"]),
         bars="bars: min to max",
         scale=results.name,
-        extra="grey line: Pareto front of the means",
+        extra="\n".join(part for part in ("grey line: Pareto front of the means", style.untested(runs)) if part),
     )
     fig.draw_without_rendering()  # the layout decides where points are
     write(ax, texts)

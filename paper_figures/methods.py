@@ -15,11 +15,12 @@ TABLES = ("methods/table.csv", "methods/summary.csv")
 CAPTION = """\
 **Methods compared at equal training length.** The price of compression: validation loss above uncompressed
 training of the same seed (nats; 0.01 nats are about 1 % of perplexity) against the gradient bytes that one
-replica hands to data-parallel collectives, as a share of fp32. Left and down is better. Markers are means
-over seeds, bars their range, small dots the runs; fixed-rank PowerSGD carries its rank. EDGC's bytes
-contain its uncompressed warm-up. Where a method is more than 0.3 nats off, panel (b) shows those below 0.1.
-Runs without a result are named below the figure and stay in ``methods/table.csv``. Differences smaller than
-the bars say nothing."""
+replica hands to data-parallel collectives, as a share of an fp32 all-reduce; of a bf16 one, which is what most
+training sends, they are twice as much. Left and down is better. Markers are means over seeds, bars their range,
+small dots the runs; fixed-rank PowerSGD carries its rank. EDGC's bytes contain its uncompressed warm-up. Where
+a method is more than 0.3 nats off, panel (b) shows those below 0.1. Runs without a result are named below the
+figure and stay in ``methods/table.csv``. So are policies that did not act: their runs are those of a fixed
+rank, and of the policy nothing was tested. Differences smaller than the bars say nothing."""
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
@@ -44,7 +45,7 @@ def draw(results: Path) -> Figure:
         style.plain(ax.xaxis, [t for t in TICKS if low / 2 <= t <= 2 * high])
         ax.set_xlim(low / 1.35, high * 1.35)
         ax.margins(y=0.14)
-        ax.set_xlabel("gradient bytes sent (% of fp32, log scale)")
+        ax.set_xlabel(style.share_of_bytes())
     axes[0].set_ylabel("validation loss\nabove uncompressed (nats)")
     if zoomed:
         least = min(0.0, near["gap_nats_min"].min())
@@ -57,7 +58,7 @@ def draw(results: Path) -> Figure:
         list(shown["n_ok"]),
         bars="bars: min to max, dots: runs",
         scale=results.name,
-        extra=lost(runs),
+        extra="\n".join(part for part in (lost(runs), style.untested(runs, 120 if zoomed else 62)) if part),
     )
     return fig
 

@@ -13,12 +13,13 @@ from paper_figures import style
 
 TABLES = ("moe/experts.csv", "moe/table.csv")
 CAPTION = """\
-**Mixture of experts.** A GPT with four experts per layer, two of them per token, on four data-parallel
-ranks of which two share the experts. Left: entropy of the gradient of each expert's first matrix (fc1,
-nats, histogram), one colour per layer and one line per expert, beside the mean over the attention's
-matrices; one uncompressed run. Right: validation loss above the uncompressed run of the same seed against
-the bytes that a rank sends, with the experts' gradients compressed (filled) or left dense (open); a dotted
-line joins the two. Which rank CQM would give each expert alone is in ``moe/fit.csv``."""
+**Mixture of experts.** A GPT with four experts per layer, two of them per token, on four data-parallel ranks of
+which two share the experts. Left: entropy of the gradient of each expert's first matrix (fc1, nats, histogram),
+one colour per layer and one line per expert, beside the mean over the attention's matrices; one uncompressed
+run. Right: validation loss above the uncompressed run of the same seed against the bytes that a rank sends, as
+a share of an fp32 all-reduce (of a bf16 one: twice that), with the experts' gradients compressed (filled) or
+left dense (open); a dotted line joins the two. Which rank CQM would give each expert alone is in
+``moe/fit.csv``."""
 KIND = "fc1"
 
 
@@ -82,6 +83,6 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
         if len(ends) == 2:
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set(title="cost of compressing experts", xlabel="bytes sent (% of uncompressed)")
+    ax.set(title="cost of compressing experts", xlabel=style.share_of_bytes())
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)

@@ -16,7 +16,7 @@ CAPTION = """\
 **Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed share one uncompressed
 warm-up. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
 shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
-paired by seed (nats; left of zero EDGC is better); in the shaded band two one-sided tests call both equal. A row that
+paired by seed (nats; left of zero EDGC is better); in the shaded band two one-sided tests call both on par. A row that
 says "not tested" is of a policy that hardly moved: the rule is in ``experiments/analyse/acting.py``."""
 ORDERS = {
     "fixed rank": ("even", "#0072B2", "-"),

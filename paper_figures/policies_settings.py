@@ -37,7 +37,7 @@ CAPTION = """\
 **The same question in every setting.** Left: ranks of stage 0, EDGC's of every seed and, for the first one, those of
 the runs that send its bytes in another order. Right: validation loss of EDGC less that of each rival, paired by seed
 (nats; left of zero EDGC is better); filled markers are fp32 factors, open ones int8, and the shaded band is the margin
-within which two one-sided tests call both equal."""
+within which two one-sided tests call both on par."""
 
 
 def draw(results: Path) -> Figure:

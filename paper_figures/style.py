@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +139,20 @@ def annotate(
         fig,
         "\n".join(part for part in ("SIMULATED (model), not measured." if simulated else "", line, extra) if part),
     )
+
+
+def share_of_bytes(more: str = "") -> str:
+    """The label of an axis with bytes sent, in percent of an fp32 all-reduce; it says what they are of a bf16 one."""
+    return f"gradient bytes sent{more}\n(% of an fp32 all-reduce; of bf16: twice that)"
+
+
+def untested(runs: pd.DataFrame, width: int = 120) -> str:
+    """The EDGC policies of a table of runs that did not act, in words for a note; empty where all did."""
+    from experiments.common.acting import idle
+
+    names = idle(runs)
+    text = f"Not tested, for the policy did not act: {', '.join(names)}."
+    return textwrap.fill(text, width) if names else ""
 
 
 def handles(*axes: Axes) -> tuple[list[Any], list[str]]:

@@ -11,12 +11,13 @@ from matplotlib.figure import Figure
 
 from paper_figures import style
 
-TABLES = ("zero_shot/table.csv",)
+TABLES = ("zero_shot/table.csv", "methods/table.csv")
 CAPTION = """\
 **Zero-shot evaluation.** Every final model of the methods study on tasks made from held-out text, by
 lm-eval. Top: score against chance and against always giving the most frequent answer. Bottom: gap to the
 uncompressed run of the same seed with its 90 % interval; on par means that the whole interval lies in the
-shaded margin, which was stated beforehand."""
+shaded margin, which was stated beforehand. Of EDGC that says nothing where its policy did not act, which is
+named below the figure."""
 TITLES = {
     "edgc_cloze": "cloze",
     "edgc_continuation": "continuation",
@@ -55,8 +56,9 @@ def draw(results: Path) -> Figure:
     missing = [
         f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in runs.iterrows() if row["status"] != "ok"
     ]
+    idle = style.untested(style.read(results, "methods").query("variant in @runs.variant"))
     documents = ", ".join(
-        f"{title(str(task))} {rows['n'].iloc[0]:.0f}" for task, rows in ok.groupby("task", sort=False)
+        f"{title(str(task))} {rows['documents'].iloc[0]:.0f}" for task, rows in ok.groupby("task", sort=False)
     )
     style.annotate(
         fig,
@@ -66,7 +68,8 @@ def draw(results: Path) -> Figure:
         extra=f"Documents: {documents}.\nTop: bars: ± 1 standard error over documents; dotted: chance; dashed: "
         "always the most frequent answer.\nBottom: gap to uncompressed of the same seed; bars: 90 % interval, paired "
         "over documents;\nshaded: margin within which a whole interval means on par."
-        + (f"\nNo model: {', '.join(missing)}." if missing else ""),
+        + (f"\nNo model: {', '.join(missing)}." if missing else "")
+        + (f"\n{idle}" if idle else ""),
     )
     return fig
 

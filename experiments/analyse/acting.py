@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pandas as pd
-
 from edgc.control.settings import GivenConfig
 from experiments.analyse.runs import Run, as_float
+from experiments.common.acting import COLUMNS, NOT_TESTED, acted, seeds_acted
 
-RANKS, INSIDE, SEEDS = 3, 0.3, 2 / 3
-NOT_TESTED = "not tested"
-COLUMNS = ("ranks_used", "windows_inside", "acted")
+__all__ = ["COLUMNS", "NOT_TESTED", "acted", "acting", "seeds_acted"]
+
+RANKS, INSIDE = 3, 0.3
 
 
 def acting(run: Run) -> dict[str, Any]:
@@ -45,9 +44,3 @@ def acting(run: Run) -> dict[str, Any]:
     ]
     ranks, share = max(map(len, used), default=0), sum(inside) / len(inside) if inside else 0.0
     return {"ranks_used": ranks, "windows_inside": share, "acted": ranks >= RANKS and share >= INSIDE}
-
-
-def acted(rows: pd.DataFrame) -> bool | None:
-    """Whether the policy acted in two thirds of these runs, a seed each; None where none of them has a policy."""
-    said = [str(value) == "True" for value in rows["acted"] if pd.notna(value) and str(value)]
-    return sum(said) >= SEEDS * len(said) if said else None

@@ -12,9 +12,10 @@ from scipy import stats
 
 from edgc.compressors.sizes import QUANTISED_BITS
 from experiments.analyse import methods
+from experiments.analyse.acting import NOT_TESTED, acted
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
-from experiments.analyse.tables import write_tables
+from experiments.analyse.tables import bf16_ratio, write_tables
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pareto.csv", "levels.csv")
 DETAILS = ("curves.csv",)
@@ -37,7 +38,8 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
 
 
 def pareto(table: pd.DataFrame) -> pd.DataFrame:
-    """Per variant the mean bytes (percent) and gap (nats), and whether no other variant has less of both.
+    """Per variant the mean bytes (percent of an fp32 and of a bf16 all-reduce) and gap (nats), and whether no other
+    variant has less of both.
 
     The front is that of the means: neighbours whose gaps differ by less than their spread could change places.
     """
@@ -46,6 +48,7 @@ def pareto(table: pd.DataFrame) -> pd.DataFrame:
         n=("seed", "size"), percent=("bytes_ratio", "mean"), gap_nats=("gap_nats", "mean"), sd=("gap_nats", "std")
     )
     points["percent"] *= 100
+    points["percent_bf16"] = bf16_ratio(points["percent"])
     points["on_front"] = [
         not any(
             (other.percent <= one.percent and other.gap_nats < one.gap_nats)
@@ -65,18 +68,24 @@ def level_of(percent: float) -> float:
 
 
 def compare(table: pd.DataFrame, points: pd.DataFrame, level: float) -> list[dict[str, Any]]:
-    """Rows of ``levels.csv`` for one level; empty when no variant with quantised factors is at the level."""
+    """Rows of ``levels.csv`` for one level; empty when no variant with quantised factors is at the level.
+
+    A policy that did not act (:mod:`experiments.analyse.acting`) is ``not tested``.
+    """
     here = points[points["level"] == level]
     quantised = table[table["factor_dtype"].isin(QUANTISED_BITS) & (table["method"] == "powersgd")]["variant"]
     candidates = here[here["variant"].isin(set(quantised))]
     if candidates.empty:
         return []
     best = candidates.loc[candidates["gap_nats"].idxmin(), "variant"]
+    idle = {name for name, runs in table.groupby("variant") if acted(runs) is False}
     gaps = table[table["status"] == "ok"].pivot(index="seed", columns="variant", values="gap_nats")
     return [
         {"level_percent": level, "reference": best, "candidates": len(candidates)}
-        | {"variant": row.variant, "label": row.label, "percent": row.percent, "gap_nats": row.gap_nats}
+        | {"variant": row.variant, "label": row.label, "percent": row.percent, "percent_bf16": row.percent_bf16}
+        | {"gap_nats": row.gap_nats}
         | paired((gaps[row.variant] - gaps[best]).dropna().tolist())
+        | ({"verdict": NOT_TESTED} if row.variant in idle else {})
         for row in here.itertuples()
     ]
 

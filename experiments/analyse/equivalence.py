@@ -13,12 +13,12 @@ import numpy as np
 from scipy import stats
 
 from experiments.analyse.statistics import interval
-from experiments.common.equivalence import equivalence_p
+from experiments.common.equivalence import NOT_DECIDED, ON_PAR, equivalence_p
 
 ALPHA = 0.05
 POWER = 0.8
 MOST = 100  # seeds; more are not looked for
-EQUAL, BETTER, WORSE, NOT_DECIDED = "equal", "better", "worse", "not decided"
+BETTER, WORSE = "better", "worse"
 
 
 def two_one_sided(differences: Sequence[float], margin: float) -> float:
@@ -32,13 +32,13 @@ def two_one_sided(differences: Sequence[float], margin: float) -> float:
 def compare(differences: Sequence[float], margin: float) -> dict[str, Any]:
     """Mean paired difference, its 95 % t interval, p of equality within ``margin``, and what they say (more is worse).
 
-    ``equal``: both one-sided tests succeed; else ``better`` or ``worse`` where the interval excludes 0; else ``not
-    decided``. A difference can be certain and yet within the margin: then it is ``equal``, and the interval tells.
+    ``on par``: both one-sided tests succeed; else ``better`` or ``worse`` where the interval excludes 0; else ``not
+    decided``. A difference can be certain and yet within the margin: then it is ``on par``, and the interval tells.
     """
     found, p = interval(differences), two_one_sided(differences, margin)
     said = NOT_DECIDED
     if p < ALPHA:
-        said = EQUAL
+        said = ON_PAR
     elif found["low"] > 0 or found["high"] < 0:
         said = WORSE if found["low"] > 0 else BETTER
     means = {"difference_nats": found["mean"], "difference_low": found["low"], "difference_high": found["high"]}

@@ -10,13 +10,13 @@ import pandas as pd
 
 from experiments.analyse import time_to_target
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import SMOOTHING, quartiles, summarise, thin
-from experiments.analyse.tables import identity, result, uncompressed_losses, with_identity, write_tables
+from experiments.analyse.statistics import SMOOTHING, quartiles, thin
+from experiments.analyse.tables import identity, result, summarise, uncompressed_losses, with_identity, write_tables
 from experiments.analyse.windows import decision_columns
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv")
 DETAILS = ("curves.csv",)
-SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "mean_rank")
+SUMMARISED = ("validation_perplexity", "validation_loss", "gap_nats", "bytes_ratio", "bytes_ratio_bf16", "mean_rank")
 SETTINGS = ("factor_dtype", "one_sided", "bits", "rounding", "density")  # empty where a method has none
 
 

@@ -17,15 +17,23 @@ import pandas as pd
 from edgc.control.rank_model import StageModel, next_rank
 from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, WARM_UP, group_of
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import pearson, summarise
-from experiments.analyse.tables import identity, result, together, uncompressed_losses, with_identity, write_tables
+from experiments.analyse.statistics import pearson
+from experiments.analyse.tables import (
+    identity,
+    result,
+    summarise,
+    together,
+    uncompressed_losses,
+    with_identity,
+    write_tables,
+)
 
 RESULTS = ("table.csv", "summary.csv", "experts.csv", "spread.csv", "fit.csv")
 WINDOW = 20  # iterations, that of EDGC at ci scale
 RANK = 16  # at the reference
 PLACE = re.compile(r"layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?")
 VALUES = ("entropy", "log_sigma", "gradient_norm", "tokens")
-SUMMARISED = ("validation_perplexity", "gap_nats", "bytes_ratio", "expert_share", "mean_rank")
+SUMMARISED = ("validation_perplexity", "gap_nats", "bytes_ratio", "bytes_ratio_bf16", "expert_share", "mean_rank")
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:

@@ -5,7 +5,7 @@ same bytes, so a policy that is worth following beats it. ``falling`` puts the s
 follows nothing either but is known to be a good order. ``fixed rank`` stands still at the policy's bytes.
 
 A difference is the policy's validation loss less its rival's, of the same seed, in nats: below 0 the policy is better.
-Shuffles of a seed are averaged first. The verdict is that of two one-sided tests against ``MARGIN``
+Shuffles of a seed are averaged first. The verdict is that of two one-sided tests within the margin of the loss
 (:func:`experiments.analyse.equivalence.compare`), and ``not tested`` where the policy did not act
 (:mod:`experiments.analyse.acting`).
 """
@@ -26,10 +26,10 @@ from experiments.analyse.equivalence import compare, power_of_equality, seeds_ne
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, write_tables
 from experiments.analyse.windows import first_compressed
+from experiments.common.equivalence import loss_margin
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pairs.csv", "comparisons.csv")
 DETAILS = ("curves.csv",)
-MARGIN = 0.005  # nats: half a percent of perplexity
 RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", "falling": "falling"}
 PLACEBOS = ("reversed", "shuffled")
 PAIR = ["variant", "label", "policy", "factor_dtype", "rival", "seed", "status", "difference_nats", "bytes_over_rival"]
@@ -87,14 +87,14 @@ def same_start(run: Run, other: Run) -> bool:
 
 def comparisons(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Per policy and rival: over seeds, the difference, what it says, and how many seeds would show equality."""
-    found, by = [], ["variant", "label", "policy", "factor_dtype", "rival"]
+    found, by, margin = [], ["variant", "label", "policy", "factor_dtype", "rival"], loss_margin()
     for key, mine in rows.groupby(by, sort=False):
         differences = mine["difference_nats"].dropna()
-        compared = compare(differences.tolist(), MARGIN)
+        compared = compare(differences.tolist(), margin)
         moved = acted(mine)
         row: dict[str, Any] = {**dict(zip(by, key, strict=True)), **compared, **_spread(differences)}
         row |= {
-            "margin_nats": MARGIN,
+            "margin_nats": margin,
             "seeds_acted": int(mine["acted"].eq(True).sum()),
             "bytes_over_rival": mine["bytes_over_rival"].mean(),
             "same_start": bool(mine["same_start"].dropna().all()),
@@ -106,5 +106,5 @@ def comparisons(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _spread(differences: pd.Series) -> Mapping[str, float]:
     sd = float(differences.std()) if len(differences) > 1 else math.nan
-    needed = math.nan if math.isnan(sd) else seeds_needed(power_of_equality, sd, MARGIN)
+    needed = math.nan if math.isnan(sd) else seeds_needed(power_of_equality, sd, loss_margin())
     return {"sd_nats": sd, "seeds_to_show_equality": needed}

@@ -168,7 +168,7 @@ def accuracy(run: Run, found: pd.DataFrame) -> list[dict[str, Any]]:
             rows.append(
                 about
                 | dict(zip(keys, key, strict=True))
-                | {"ranks": ranks, "rank": rank, "n": len(part)}
+                | {"ranks": ranks, "rank": rank, "predictions": len(part)}
                 | {f"abs_log_{name}": value for name, value in quartiles(size).items()}
                 | {
                     "abs_log_p90": float(np.percentile(size, 90)),
@@ -202,14 +202,14 @@ def over_training(runs: Sequence[Run], found: dict[Path, pd.DataFrame]) -> pd.Da
             about = {"variant": run.variant, "seed": run.seed, "ranks": side(frame)}
             frames.append(frame.assign(window=part * run.iterations / WINDOWS, **about))
     if not frames:
-        return pd.DataFrame(columns=[*keys, "seeds", "n", *values])
+        return pd.DataFrame(columns=[*keys, "n", "predictions", *values])
     every = pd.concat(frames, ignore_index=True)
     layers = every[every["kind"] != OTHER].assign(kind=LAYERS)
     pooled = pd.concat([every, layers], ignore_index=True).assign(rank=math.nan)
     whole = pd.concat([pooled, layers.assign(ranks="one")], ignore_index=True)
     rows = []
     for key, group in whole.groupby(keys, sort=True, dropna=False):
-        row = dict(zip(keys, key, strict=True)) | {"seeds": group["seed"].nunique(), "n": len(group)}
+        row = dict(zip(keys, key, strict=True)) | {"n": group["seed"].nunique(), "predictions": len(group)}
         row["actual_median"] = float((group["value"] / group["norm"]).median())
         row["predicted_median"] = float((group["predicted"] / group["norm"]).median())
         ratio = quartiles(group["predicted"] / group["value"])

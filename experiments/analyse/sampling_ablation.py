@@ -11,8 +11,7 @@ import pandas as pd
 from edgc.config import EDGCConfig
 from experiments.analyse import correlation, sampling_grid
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import summarise
-from experiments.analyse.tables import identity, result, write_tables
+from experiments.analyse.tables import identity, result, summarise, write_tables
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
 
 RESULTS = ("table.csv", "summary.csv", "timings.csv", "grid.csv", "sampling_error.csv", "correlation_summary.csv")

@@ -1,18 +1,18 @@
 """What all studies mean by a spread: standard deviations have n - 1 in the denominator, intervals are 95 % Student t
-intervals of the mean over seeds."""
+intervals of the mean over seeds, and are given of differences paired by seed alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 SMOOTHING = 10  # steps in the trailing mean of the training loss
-SPREAD = ("mean", "sd", "min", "max", "low", "high")  # of what is measured under several seeds
+SPREAD = ("mean", "sd", "min", "max")  # of what is measured under several seeds
+LIMITS = ("low", "high")  # of the interval
 CURVE_POINTS = 500  # a curve is thinned to about this many steps
 
 
@@ -44,25 +44,12 @@ def interval(values: Iterable[float]) -> dict[str, float]:
     """n, mean, sd, min, max and the 95 % t interval of the mean, over the finite values."""
     x = np.array([v for v in values if math.isfinite(v)], dtype=float)
     if x.size == 0:
-        return {"n": 0} | dict.fromkeys(SPREAD, math.nan)
+        return {"n": 0} | dict.fromkeys((*SPREAD, *LIMITS), math.nan)
     sd = float(x.std(ddof=1)) if x.size > 1 else math.nan
     half = float(stats.t.ppf(0.975, x.size - 1)) * sd / math.sqrt(x.size) if x.size > 1 else math.nan
     mean, least, most = float(x.mean()), float(x.min()), float(x.max())
-    return {"n": int(x.size)} | dict(zip(SPREAD, (mean, sd, least, most, mean - half, mean + half), strict=True))
-
-
-def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = ("variant", "label")) -> pd.DataFrame:
-    """Mean, sd, range and interval over the finished seeds of each variant; ``n`` counts all runs."""
-    rows = []
-    for key, group in table.groupby(list(by), sort=False, dropna=False):
-        fine = group[group["status"] == "ok"]
-        row: dict[str, Any] = dict(zip(by, key, strict=True))
-        row |= {"n": len(group), "n_ok": len(fine)}
-        for column in columns:
-            found = interval(fine[column])
-            row |= {f"{column}_{name}": found[name] for name in SPREAD}
-        rows.append(row)
-    return pd.DataFrame(rows)
+    found = (mean, sd, least, most, mean - half, mean + half)
+    return {"n": int(x.size)} | dict(zip((*SPREAD, *LIMITS), found, strict=True))
 
 
 def thin(count: int, keep: Iterable[int] = ()) -> list[int]:

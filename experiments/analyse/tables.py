@@ -14,7 +14,11 @@ from typing import Any
 import pandas as pd
 
 from edgc.errors import UserError
+from experiments.analyse import equivalence
 from experiments.analyse.runs import Run, as_float
+from experiments.analyse.statistics import LIMITS, SPREAD, interval
+from experiments.common.acting import NOT_TESTED, acted
+from experiments.common.equivalence import loss_margin
 from experiments.common.written_tables import write_text
 
 FLOAT_FORMAT = "%.10g"
@@ -48,7 +52,9 @@ def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, A
     }
     if baseline is not None:
         row["gap_nats"] = loss - baseline.get(run.seed, math.nan)
-    row |= {key: run.number(key) for key in ("bytes_total", "bytes_dense_total", "bytes_ratio", "mean_rank")}
+    row |= {key: run.number(key) for key in ("bytes_total", "bytes_dense_total", "bytes_ratio")}
+    row["bytes_ratio_bf16"] = bf16_ratio(row["bytes_ratio"])
+    row["mean_rank"] = run.number("mean_rank")
     row["final_ranks"] = ranks_text(run.summary.get("final_ranks"))
     return row
 
@@ -56,6 +62,45 @@ def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, A
 def uncompressed_losses(runs: Iterable[Run]) -> dict[int, float]:
     """Validation loss of the finished uncompressed run of each seed."""
     return {run.seed: run.number("validation_loss") for run in runs if run.plain and run.ok}
+
+
+def bf16_ratio(ratio: float) -> float:
+    """Bytes as a share of a bf16 all-reduce of the same gradients, given the share of the fp32 one that runs send."""
+    return 2 * ratio
+
+
+GAP = "gap_nats"  # the one summarised column that is of differences paired by seed
+
+
+def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = ("variant", "label")) -> pd.DataFrame:
+    """Mean, sd and range over the finished seeds of each variant; ``n`` counts all seeds, ``n_ok`` the finished ones.
+
+    Of the gap to the uncompressed run of the same seed also the 95 % interval of the mean, p of being on par with it
+    (:func:`experiments.analyse.equivalence.compare`) and the verdict, which is empty for uncompressed runs and ``not
+    tested`` for a policy that did not act. Other columns are not paired, and have no interval: how far two variants
+    differ does not follow from how far the seeds of each do.
+    """
+    rows, margin = [], loss_margin()
+    for key, group in table.groupby(list(by), sort=False, dropna=False):
+        fine = group[group["status"] == "ok"]
+        row: dict[str, Any] = dict(zip(by, key, strict=True))
+        row |= {"n": len(group), "n_ok": len(fine)}
+        for column in columns:
+            found = interval(fine[column])
+            row |= {f"{column}_{name}": found[name] for name in SPREAD}
+            if column == GAP:
+                tested = equivalence.compare(fine[column].tolist(), margin)
+                row |= {f"{column}_{name}": found[name] for name in LIMITS}
+                row |= {f"{column}_p_equal": tested["p_equal"], "verdict": said(group, tested["verdict"])}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def said(runs: pd.DataFrame, verdict: str) -> str:
+    """The verdict on the gaps of a variant's runs, given what the test of them says."""
+    if not runs[GAP].fillna(1).any():
+        return ""  # the uncompressed runs themselves
+    return NOT_TESTED if "acted" in runs and acted(runs) is False else verdict
 
 
 def ranks_text(ranks: object) -> str:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from experiments.analyse import methods
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import interval
+from experiments.analyse.statistics import SPREAD, interval
 from experiments.analyse.tables import identity, result, write_tables
 
 RESULTS = ("table.csv", "rates.csv", "best.csv")
@@ -33,16 +33,21 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
 
 
 def rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Per label and rate the mean loss over the seeds that all of the label's rates have, nan where a run failed."""
+    """Per label and rate the mean loss over the seeds that all of the label's rates have, nan where a run failed, and
+    what the rate costs beyond the label's best: the mean of differences paired by seed with its 95 % interval."""
     rows: list[dict[str, Any]] = []
     for label, trials in table.groupby("label", sort=False):
         seeds = set.intersection(*(set(group["seed"]) for _, group in trials.groupby("lr")))
-        for rate, group in trials[trials["seed"].isin(seeds)].groupby("lr"):
-            fine = (group["status"] == "ok").all()
-            losses = interval(group["validation_loss"]) if fine else interval([])
+        tried = trials[trials["seed"].isin(seeds)]
+        losses = tried.pivot_table(index="seed", columns="lr", values="validation_loss", dropna=False)
+        losses.loc[:, ~tried.groupby("lr")["status"].agg(lambda status: (status == "ok").all())] = math.nan
+        lowest = losses[losses.mean().idxmin()] if losses.notna().any(axis=None) else math.nan
+        for rate, group in tried.groupby("lr"):
+            found, over = interval(losses[rate]), interval(losses[rate] - lowest)
             rows.append(
                 {"label": label, "lr": rate, "n": len(seeds), "n_ok": int((group["status"] == "ok").sum())}
-                | {f"validation_loss_{key}": losses[key] for key in ("mean", "sd", "low", "high")}
+                | {f"validation_loss_{key}": found[key] for key in SPREAD}
+                | {"costs_nats": over["mean"], "costs_low": over["low"], "costs_high": over["high"]}
             )
     return pd.DataFrame(rows)
 

@@ -9,8 +9,7 @@ import pandas as pd
 
 from experiments.analyse import correlation
 from experiments.analyse.runs import Run
-from experiments.analyse.statistics import summarise
-from experiments.analyse.tables import identity, result, together, with_identity, write_tables
+from experiments.analyse.tables import identity, result, summarise, together, with_identity, write_tables
 from experiments.analyse.windows import decision_columns, fidelity, trajectory, warm_up_ends
 
 RESULTS = ("table.csv", "summary.csv", "warm_up.csv", "correlation.csv", "correlation_summary.csv")
@@ -18,7 +17,7 @@ DETAILS = ("trajectories.csv",)
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.5)  # nats, of the rule that ends warm-up
 SUMMARISED = ("cc", "cc_all_stages", "cc_after_warmup", "bias_nats", "rmse_nats", "decisions", "rank_changes",
               "share_limited", "lag_ranks",
-              "validation_perplexity", "validation_loss", "bytes_ratio")  # fmt: skip
+              "validation_perplexity", "validation_loss", "bytes_ratio", "bytes_ratio_bf16")  # fmt: skip
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from pydantic import Field
 from edgc.errors import UserError
 from edgc.presets import deep_merge
 from experiments.analyse.runs import Run, load_run
+from experiments.analyse.tables import bf16_ratio
 from experiments.analyse.time_to_target import loss_at, reached
 from experiments.bench.children import ROOT, ChildError, last_line
 from experiments.bench.options import check_rates, words
@@ -39,6 +40,7 @@ from experiments.spec.settings import RunConfig, lay, resolve
 PATH = Path(__file__).with_suffix(".yaml")
 PORT = 29400
 RUN_SECONDS = 3600.0
+RACED = ("seconds", "iterations", "seconds_step", "bytes_ratio", "bytes_ratio_bf16")
 
 
 class Race(Settings):
@@ -177,7 +179,8 @@ def table(plan: Plan, folder: Path) -> pd.DataFrame:
             own, dense = (seconds_to(one, target) for one in (run, base))
             rows.append(
                 {"mbit_per_s": rate, "method": config.variant, "label": config.label, "seed": config.seed}
-                | {"status": run.status, "bytes_ratio": run.number("bytes_ratio")}
+                | {"status": run.status, "bytes_ratio": (ratio := run.number("bytes_ratio"))}
+                | {"bytes_ratio_bf16": bf16_ratio(ratio)}
                 | {"target_loss": target, "iterations": reached(run, target) if run.ok else math.nan}
                 | {"seconds": own, "of_uncompressed": own / dense}
                 | {"seconds_step": float(run.steps["seconds"].median()) if run.ok else math.nan}
@@ -207,7 +210,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         of_uncompressed=("of_uncompressed", pd.Series.mean),
         lowest=("of_uncompressed", "min"),
         highest=("of_uncompressed", "max"),
-        **{column: (column, pd.Series.mean) for column in ("seconds", "iterations", "seconds_step", "bytes_ratio")},
+        **{column: (column, pd.Series.mean) for column in RACED},
     )
     missed = 1 - found["reached"] / found["seeds"]
     order = ["mbit_per_s", "missed", "of_uncompressed"]

@@ -1,6 +1,45 @@
-"""Two one-sided t tests: that a difference is smaller than a margin, which no test of "no difference" can show."""
+"""Two one-sided t tests: that a difference is smaller than a margin, which no test of "no difference" can show.
+
+The margins stand in ``equivalence.yaml`` beside this file, and nowhere else.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from experiments.common.yaml_settings import Settings, load_yaml, validate
+
+PATH = Path(__file__).with_name("equivalence.yaml")
+ON_PAR, NOT_DECIDED = "on par", "not decided"
+Scale = Literal["difference", "log_ratio"]
+
+
+class Margin(Settings):
+    """Largest gap of one metric that counts as none, on the scale on which it is measured."""
+
+    margin: float = Field(gt=0)
+    scale: Scale
+
+
+class Equivalence(Settings):
+    """The file ``equivalence.yaml``."""
+
+    significance: float = Field(gt=0, lt=0.5)
+    margins: dict[str, Margin]
+
+
+def load_equivalence(path: Path = PATH) -> Equivalence:
+    """The stated margins; ``UserError`` names the key at fault."""
+    found: Equivalence = validate(Equivalence, load_yaml(path), path)
+    return found
+
+
+def loss_margin() -> float:
+    """Of the validation loss, in nats."""
+    return load_equivalence().margins["validation_loss"].margin
 
 
 def equivalence_p(centre: float, error: float, margin: float, freedom: float) -> float:

@@ -27,12 +27,12 @@ import typer
 
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
+from experiments.common.equivalence import load_equivalence
 from experiments.common.files import atomic_write, check_writable
 from experiments.common.processes import die_with_parent
 from experiments.common.written_tables import csv_text, write_text
 from experiments.evaluation.inputs import Model, Row, TaskFile, digest, read_models, read_tasks
 from experiments.evaluation.standard_data import read_standard
-from experiments.evaluation.statistics import load_equivalence
 from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings
 from experiments.spec.task_catalogue import standard_tasks
 

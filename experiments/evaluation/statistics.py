@@ -2,7 +2,7 @@
 
 Both models answer the same documents, so only the documents on which they differ count. Two questions are
 asked: whether the models differ at all (a p value), and whether they differ by less than a margin stated in
-``experiments/evaluation/equivalence.yaml`` (two one-sided tests). A difference that no test sees is not yet "on par".
+``experiments/common/equivalence.yaml`` (two one-sided tests). A difference that no test sees is not yet "on par".
 """
 
 from __future__ import annotations
@@ -10,41 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
-from pydantic import Field
 from scipy import stats
 
-from experiments.common.equivalence import equivalence_p
-from experiments.common.yaml_settings import Settings, load_yaml, validate
+from experiments.common.equivalence import NOT_DECIDED, ON_PAR, Equivalence, Scale, equivalence_p
 
-EQUIVALENCE = Path(__file__).parent / "equivalence.yaml"
 ACCURACIES = frozenset({"acc", "acc_norm", "acc_mutual_info", "acc_bytes", "exact_match"})  # 0 or 1 a document
-ON_PAR, DIFFERENT, NOT_DECIDED = "on par", "different", "not decided"
+DIFFERENT = "different"
 CONFIDENCE = 0.95  # of intervals over seeds, and of what counts as above chance
 MCNEMAR, PAIRED_T = "McNemar, exact", "paired t"
-Scale = Literal["difference", "log_ratio"]
-
-
-class Margin(Settings):
-    """Largest gap of one metric that counts as none, on the scale on which it is measured."""
-
-    margin: float = Field(gt=0)
-    scale: Scale
-
-
-class Equivalence(Settings):
-    """The file ``equivalence.yaml``."""
-
-    significance: float = Field(gt=0, lt=0.5)
-    margins: dict[str, Margin]
-
-
-def load_equivalence(path: Path = EQUIVALENCE) -> Equivalence:
-    """The stated margins; ``UserError`` names the key at fault."""
-    found: Equivalence = validate(Equivalence, load_yaml(path), path)
-    return found
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.common.equivalence import Equivalence, Scale
 from experiments.evaluation.inputs import Model, Row, TaskFile
 from experiments.evaluation.statistics import (
     ACCURACIES,
-    Equivalence,
     Gap,
-    Scale,
     beats,
     gap,
     judge,
@@ -28,7 +27,7 @@ Scores = tuple[dict[str, Row], dict[str, list[float] | None]]  # both by metric
 BASELINE = "none"  # compression.method of the uncompressed runs
 RUN_COLUMNS = ("study", "run", "variant", "label", "seed", "status")
 SCORE_COLUMNS = (
-    "value", "stderr", "n", "chance", "best_constant", "above_chance", "baseline", "difference",
+    "value", "stderr", "documents", "chance", "best_constant", "above_chance", "baseline", "difference",
     "difference_stderr"
 )  # fmt: skip
 # Of the gap to the uncompressed run: on the margin's scale, with the interval of the equivalence test.
@@ -66,7 +65,7 @@ def influence(metric: str, samples: Sequence[Row], value: float) -> list[float] 
 
 
 def scores(folder: Path, task: TaskFile) -> Scores:
-    """(value, stderr and n by metric; influence by metric) of one finished evaluation.
+    """(value, stderr and documents by metric; influence by metric) of one finished evaluation.
 
     The value is lm-eval's; so is the standard error where lm-eval gives one.
     """
@@ -81,7 +80,7 @@ def scores(folder: Path, task: TaskFile) -> Scores:
         if not isinstance(stderr, float):  # lm-eval writes "N/A"
             own = shares[metric]
             stderr = spread(own) if own else None
-        row[metric] = {"value": value, "stderr": stderr, "n": results["n-samples"][task.name]["effective"]}
+        row[metric] = {"value": value, "stderr": stderr, "documents": results["n-samples"][task.name]["effective"]}
     return row, shares
 
 
@@ -197,7 +196,7 @@ def over_seeds(both: Sequence[tuple[Scores, Scores]], task: TaskFile, metric: st
     interval = seed_interval(differences) or (None, None)
     beyond = [above_chance(other[0][metric], task, metric) for _, other in both]
     row: Row = {
-        "n_documents": both[0][0][0][metric]["n"],
+        "n_documents": both[0][0][0][metric]["documents"],
         "value": math.fsum(ours) / len(both),
         "baseline_value": math.fsum(theirs) / len(both),
         "above_chance": None if None in beyond else all(beyond),

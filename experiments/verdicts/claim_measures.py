@@ -1,51 +1,31 @@
 """Our value for each claim of the paper, read from the tables of one scale.
 
-A measure returns every value that it finds, one per run where the evidence is a run, and never judges.
+A measure returns every value that it finds, one per run where the evidence is a run, and never judges. How many seeds
+they are of is ``n``; how many of anything else has a name of its own.
 Without evidence it raises :class:`Missing` with the reason.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from experiments.common import written_tables
-
-
-class Missing(Exception):
-    """There is no evidence for a claim; the text says why."""
-
+from experiments.analyse.equivalence import compare
+from experiments.analyse.tables import bf16_ratio
+from experiments.common import acting
+from experiments.common.equivalence import NOT_DECIDED, loss_margin
+from experiments.verdicts.cluster_measures import cluster_communication, cluster_training_time
+from experiments.verdicts.evidence import Measured, Missing, join, numbers, read
 
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Values of one claim. ``kind`` is ``measured`` or ``simulated`` as the evidence itself says."""
-
-    values: tuple[float | str, ...]
-    evidence: str  # path below the scale's folder
-    note: str = ""
-    kind: str = "measured"
-
-
-def _read(root: Path, relative: str) -> pd.DataFrame:
-    path = root / relative
-    if not path.is_file():
-        raise Missing(f"{relative} does not exist")
-    frame = written_tables.read(path)
-    if frame.empty:
-        raise Missing(f"{relative} has no rows")
-    return frame
-
-
 def _runs(root: Path, relative: str) -> tuple[pd.DataFrame, str]:
     """The finished runs of a table, and a remark about the others."""
-    return _finished(_read(root, relative), relative)
+    return _finished(read(root, relative), relative)
 
 
 def _finished(frame: pd.DataFrame, relative: str) -> tuple[pd.DataFrame, str]:
@@ -60,46 +40,17 @@ def _finished(frame: pd.DataFrame, relative: str) -> tuple[pd.DataFrame, str]:
     return fine, f"not counted: {lost}" if lost else ""
 
 
-def _join(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)
+def _runs_of(rows: pd.DataFrame) -> dict[str, Any]:
+    """Of a row per run: how many seeds and how many runs."""
+    return {"n": rows["seed"].nunique(), "counts": {"runs": len(rows)}}
 
 
-def _numbers(column: pd.Series) -> tuple[float, ...]:
-    return tuple(float(v) for v in column if math.isfinite(v))
-
-
-def cluster_communication(root: Path) -> Measured:
-    """Change of the slowest stage's time for gradient reduction, compression included, per bandwidth of the sweep."""
-    relative = "gpt2_12p1b_h100/table.csv"
-    frame = _read(root, relative)
-    rows = frame[(frame["method"] == "edgc") & (frame["stage"].astype(str) == "slowest")]
-    if rows.empty:
-        raise Missing(f"no row of method edgc, stage slowest in {relative}")
-    values = _numbers(-rows["reduction_with_compress_percent"])
-    speeds = rows["gbits_per_second"]
-    note = (
-        f"{min(values):.4g} to {max(values):.4g} % between {speeds.min():g} and {speeds.max():g} Gbit/s per node; "
-        "network and mean rank are assumed, no overlap; n counts bandwidths"
-    )
-    return Measured(values, relative, note, "simulated")
-
-
-def cluster_training_time(root: Path) -> Measured:
-    """Percent change of the simulated step of EDGC at its assumed mean rank, a value per bandwidth, no overlap."""
-    relative = "gpt2_12p1b_h100/steps.csv"
-    frame = _read(root, relative)
-    rows = frame[frame["method"] == "edgc"]
-    after, beside = (-rows.loc[rows["overlap"] == overlap, "reduction_time_percent"] for overlap in (False, True))
-    values = _numbers(after)
-    if not values:
-        raise Missing(f"no row of method edgc in {relative}")
-    speeds = rows["gbits_per_second"]
-    note = (
-        f"{min(values):.4g} to {max(values):.4g} % between {speeds.min():g} and {speeds.max():g} Gbit/s per node, "
-        f"{beside.min():.4g} to {beside.max():.4g} % if reductions run beside backward; network, mean rank and share "
-        "of the peak are assumed; n counts bandwidths"
-    )
-    return Measured(values, relative, note, "simulated")
+def _acted(rows: pd.DataFrame, relative: str) -> tuple[bool, str]:
+    """Whether the policy of finished runs acted, and why that is said; what is not known counts as not."""
+    if not acting.recorded(rows):
+        return False, f"{relative} does not say whether the policy acted"
+    did = acting.acted(rows) is True
+    return did, ("" if did else "the policy did not act: ") + acting.account(rows)
 
 
 def entropy_cost(root: Path) -> Measured:
@@ -107,22 +58,22 @@ def entropy_cost(root: Path) -> Measured:
     relative = "sampling_ablation/timings.csv"
     fine, lost = _runs(root, relative)
     rows = fine[(fine["alpha"].round(6) == 0.1) & (fine["beta"].round(6) == 0.25)]
-    values = _numbers(rows["change_percent"])
+    values = numbers(rows["change_percent"])
     if not values:
         raise Missing(f"no finished run at alpha 0.1 and beta 0.25 with a twin at alpha = beta = 1 in {relative}")
     share = fine.loc[(fine["alpha"] == 1) & (fine["beta"] == 1), "share_of_step"].mean()
     note = f"reading everything takes {100 * share:.2g} % of a step here"
-    return Measured(values, relative, _join(note, lost))
+    return Measured(values, relative, join(note, lost), **_runs_of(rows))
 
 
 def _window(root: Path, span: str) -> Measured:
     relative = "window_ablation/correlation.csv"
     fine, lost = _runs(root, relative)
-    summary = _read(root, "window_ablation/correlation_summary.csv")
+    summary = read(root, "window_ablation/correlation_summary.csv")
     mine, means = (t[(t["stage"] == 0) & (t["span"] == span) & (t["alpha"] == 0.1)] for t in (fine, summary))
     # The paper's window has 100 samples. Where one was measured it counts, else what shorter ones are extrapolated to.
     rows = mine[mine["samples"] == 100].sort_values("kind", ascending=False).drop_duplicates("seed")
-    values = _numbers(rows.sort_values("seed")["cc"])
+    values = numbers(rows.sort_values("seed")["cc"])
     if not values:
         raise Missing(
             f"no run is long enough to measure a window of 100 samples, or to extrapolate to it, in {relative}"
@@ -136,7 +87,8 @@ def _window(root: Path, span: str) -> Measured:
         if kind == "extrapolated":
             base = means[(means["window"] == length) & (means["kind"] == "measured")].iloc[0]
             said[-1] += f" ({int(base['samples'])} of them sampled, CC {base['cc_mean']:.2f})"
-    return Measured(values, relative, _join("alpha = 0.1", *said, lost))
+    counts = {"runs": len(rows), "windows": int(rows["windows"].min())}
+    return Measured(values, relative, join("alpha = 0.1", *said, lost), n=rows["seed"].nunique(), counts=counts)
 
 
 def window_correlation(root: Path) -> Measured:
@@ -150,28 +102,38 @@ def window_correlation_whole_run(root: Path) -> Measured:
 
 
 def edgc_gap(root: Path) -> Measured:
-    """Gap in nats of EDGC (cqm) to the uncompressed run of the same seed; the paper's factors are fp32."""
+    """Whether EDGC (cqm) is on par with the uncompressed runs of the same seeds; the paper's factors are fp32."""
     relative = "methods/table.csv"
-    frame = _read(root, relative)
+    frame = read(root, relative)
     rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm") & (frame["factor_dtype"] == "fp32")]
     if rows.empty:
         raise Missing(f"no EDGC (cqm) run in {relative}")
     fine, lost = _finished(rows, relative)
-    values = _numbers(fine["gap_nats"])
+    values = numbers(fine["gap_nats"])
     if not values:
         raise Missing(f"no uncompressed run of the same seeds in {relative}")
     share = 100 * fine["bytes_ratio"].mean()
-    note = f"range {min(values):.4f} to {max(values):.4f} over seeds at {share:.1f} % of the fp32 bytes"
-    return Measured(values, relative, _join(note, lost))
+    acted, account = _acted(fine, relative)
+    margin = loss_margin()
+    found = compare(values, margin)
+    note = (
+        f"mean gap {found['difference_nats']:+.4f} nats ({min(values):.4f} to {max(values):.4f} over seeds), "
+        f"p of {margin:g} or more {found['p_equal']:.2g}, at {share:.1f} % of the bytes of fp32, "
+        f"{bf16_ratio(share):.1f} % of bf16's"
+    )
+    if acted and found["verdict"] == NOT_DECIDED:
+        raise Missing(join("too few seeds to decide", account, note, lost))
+    return Measured((found["verdict"],), relative, join(account, note, lost), acted=acted, **_runs_of(fine))
 
 
 def zero_shot_on_par(root: Path) -> Measured:
     """Verdict of the equivalence test on every task's first metric, EDGC (cqm); tasks at chance do not count.
 
-    A model at chance is on par with any other at chance, which says nothing of compression.
+    A model at chance is on par with any other at chance, which says nothing of compression. Whether the policy acted is
+    told by the table of the study that trained the models.
     """
     relative = "zero_shot/summary.csv"
-    frame = _read(root, relative)
+    frame = read(root, relative)
     edgc = frame[frame["variant"] == EDGC_CQM]
     if edgc.empty:
         raise Missing(f"no EDGC run in {relative}")
@@ -188,14 +150,29 @@ def zero_shot_on_par(root: Path) -> Measured:
         for word in ("on par", "different", "not decided")
         if not (group := seen[seen["verdict"] == word]).empty
     ]
-    if set(seen["verdict"]) == {"not decided"}:
-        raise Missing(_join("too few documents", *note, at_chance))
-    return Measured(tuple(str(v) for v in seen["verdict"]), relative, _join(*note, at_chance))
+    acted, account = _trained(root, edgc)
+    if acted and set(seen["verdict"]) == {"not decided"}:
+        raise Missing(join("too few documents", *note, at_chance))
+    found = tuple(str(v) for v in seen["verdict"])
+    counts = {"tasks": len(seen)}
+    return Measured(
+        found, relative, join(account, *note, at_chance), acted=acted, n=int(seen["n_seeds"].min()), counts=counts
+    )
+
+
+def _trained(root: Path, models: pd.DataFrame) -> tuple[bool, str]:
+    """Whether the policy of the runs that made these models acted."""
+    relative = f"{models['study'].iloc[0] if 'study' in models else 'methods'}/table.csv"
+    try:
+        runs, _ = _runs(root, relative)
+    except Missing as reason:
+        return False, f"whether the policy acted is not known: {reason}"
+    return _acted(runs[runs["variant"] == EDGC_CQM], relative)
 
 
 def _trend(root: Path, architecture: str) -> Measured:
     relative = "entropy_trend/table.csv"
-    frame = _read(root, relative)
+    frame = read(root, relative)
     fine, lost = _finished(frame[frame["architecture"] == architecture], relative)
     described = (fine["estimator"] == "histogram") & (fine["group"] == "<all>")
     rows = fine[described & (fine["verdict"] != "too few probes")]
@@ -207,7 +184,7 @@ def _trend(root: Path, architecture: str) -> Measured:
         f"{r['iteration_minimum']:.0f}, {r['end']:.2f} nats at the end; log sigma fell after the steep phase in "
         f"{100 * r['share_log_sigma_fell_after']:.0f} % of the parameters"
     )
-    return Measured(tuple(str(v) for v in rows["verdict"]), relative, _join(note, lost))
+    return Measured(tuple(str(v) for v in rows["verdict"]), relative, join(note, lost), **_runs_of(rows))
 
 
 def entropy_trend_gpt(root: Path) -> Measured:
@@ -236,21 +213,31 @@ def zero_centring(root: Path) -> Measured:
         f"{r['variant']}-s{r['seed']}: {100 * r['near_zero_start']:.3g} to {100 * r['near_zero_end']:.3g} %"
         for _, r in rows.iterrows()
     )
-    return Measured(tuple(str(v) for v in rows["centring"]), relative, _join(note, lost))
+    return Measured(tuple(str(v) for v in rows["centring"]), relative, join(note, lost), **_runs_of(rows))
 
 
-def correlation_early_over_late(root: Path) -> Measured:
-    """Mean |Pearson| between same-shaped matrices of different layers: first third of training over last third."""
+def _early_over_late(root: Path, architecture: str) -> Measured:
     rows, relative, lost = _moments(root)
-    rows = rows[rows["correlation_layers_early"].notna() & (rows["correlation_layers_late"] > 0)]
+    rows = rows[(rows["architecture"] == architecture) & rows["correlation_layers_early"].notna()]
+    rows = rows[rows["correlation_layers_late"] > 0]
     if rows.empty:
-        raise Missing(f"no correlation between layers in {relative}")
+        raise Missing(f"no correlation between layers of a {architecture} run in {relative}")
     note = ", ".join(
         f"{r['variant']}-s{r['seed']}: {r['correlation_layers_early']:.3f} to {r['correlation_layers_late']:.3f}"
         for _, r in rows.iterrows()
     )
     ratio = rows["correlation_layers_early"] / rows["correlation_layers_late"]
-    return Measured(_numbers(ratio), relative, _join(note, lost))
+    return Measured(numbers(ratio), relative, join(note, lost), **_runs_of(rows))
+
+
+def correlation_early_over_late_gpt(root: Path) -> Measured:
+    """Mean |Pearson| between same-shaped matrices of different layers of GPT: first third of training over last."""
+    return _early_over_late(root, "gpt")
+
+
+def correlation_early_over_late_bert(root: Path) -> Measured:
+    """The same for BERT."""
+    return _early_over_late(root, "bert")
 
 
 MEASURES: dict[str, Callable[[Path], Measured]] = {
@@ -258,6 +245,7 @@ MEASURES: dict[str, Callable[[Path], Measured]] = {
     for function in (
         cluster_communication, cluster_training_time, entropy_cost, window_correlation,
         window_correlation_whole_run, edgc_gap, zero_shot_on_par,
-        entropy_trend_gpt, entropy_trend_bert, zero_centring, correlation_early_over_late,
+        entropy_trend_gpt, entropy_trend_bert, zero_centring, correlation_early_over_late_gpt,
+        correlation_early_over_late_bert,
     )
 }  # fmt: skip

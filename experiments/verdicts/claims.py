@@ -4,7 +4,10 @@
 ``--results results/reference`` judges by what is committed.
 
 The claims and the rules behind the verdicts stand in ``results/paper_claims.yaml`` and were written before the runs.
-Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence states.
+Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence states. The verdicts:
+``supported``, ``partly``, ``not supported``; ``not tested`` where EDGC's policy did not act
+(:mod:`experiments.analyse.acting`), so that the runs are those of a fixed rank and say nothing of it; ``not testable
+here`` where this scale has no evidence, or too little.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ from pydantic import Field, model_validator
 
 from edgc.errors import UserError
 from experiments.analyse.tables import write_table
+from experiments.common.acting import NOT_TESTED
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, validate
-from experiments.verdicts.claim_measures import MEASURES, Measured, Missing
+from experiments.verdicts import ranges
+from experiments.verdicts.claim_measures import MEASURES
+from experiments.verdicts.evidence import COUNTS, Measured, Missing
 
 CLAIMS = ROOT / "results" / "paper_claims.yaml"
-COLUMNS = ("id", "claim", "paper_value", "our_value", "unit", "kind", "scale", "n", "verdict", "evidence", "note")
+ABOUT = ("id", "claim", "version", "paper_value", "our_value", "unit", "kind", "scale")
+COLUMNS = (*ABOUT, "n", *COUNTS, "verdict", "evidence", "note")  # n: seeds
 SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
 Value = float | str
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -79,15 +86,15 @@ class Claim(Settings):
 
     id: str
     claim: str
+    version: Literal["v1", "v2"]
     paper_value: float | str
     unit: str
     kind: Literal["measured", "simulated"]
     study: str
     measure: str
-    statistic: Literal["mean", "median", "min", "max", "worst"]
+    statistic: Literal["mean", "median", "min", "max", "worst", "range"]
     rule: Rule
     at_best: Literal["supported", "partly"] = "supported"
-    least: int = Field(1, ge=1)
     scales: tuple[str, ...] = ()
     why_not: str = ""
 
@@ -95,15 +102,28 @@ class Claim(Settings):
     def _known(self) -> Claim:
         if self.measure not in MEASURES:
             raise ValueError(f"measure {self.measure} does not exist; use one of {', '.join(MEASURES)}")
+        if self.statistic == "range" and (self.rule.partly is not None or isinstance(self.paper_value, str)):
+            raise ValueError("of a range, partly means that some values hold; leave `partly` out and give a number")
         return self
 
     def combine(self, values: Sequence[Value]) -> Value:
-        """One value out of several, by the claim's statistic."""
+        """One value out of several, by the claim's statistic; of a range its two ends."""
         if self.statistic == "worst":
             order = (SUPPORTED, PARTLY, NOT_SUPPORTED)
             return max(values, key=lambda value: order.index(self.rule.verdict(value)))
         numbers = [value for value in values if not isinstance(value, str)]
+        if self.statistic == "range":
+            return ranges.text(numbers)
         return STATISTICS[self.statistic](numbers)
+
+    def verdict(self, values: Sequence[Value]) -> str:
+        """By the rule: of a range supported where all values hold, partly where some do."""
+        if self.statistic == "range":
+            holding = sum(map(self.rule.supported.holds, values))
+            found = SUPPORTED if holding == len(values) else PARTLY if holding else NOT_SUPPORTED
+        else:
+            found = self.rule.verdict(self.combine(values))
+        return PARTLY if found == SUPPORTED and self.at_best == PARTLY else found
 
 
 class Claims(Settings):
@@ -127,7 +147,7 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
     """One row of ``claims.csv``. ``root`` is the folder of the scale, e.g. ``results/ci``, or what is kept of it,
     ``results/reference/ci``."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
-    row |= claim.model_dump(include={"id", "claim", "paper_value", "unit", "kind"})
+    row |= claim.model_dump(include={"id", "claim", "version", "paper_value", "unit", "kind"})
     row |= {"scale": scale, "n": 0, "verdict": NOT_TESTABLE}
     if claim.scales and scale not in claim.scales:
         return row | {"note": claim.why_not or f"testable at {', '.join(claim.scales)} only"}
@@ -137,17 +157,19 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
         return row | {"note": f"no evidence: {reason}"}
     depth = 3 if root.parent.name == "reference" else 2
     evidence = Path(*root.parts[-depth:], found.evidence).as_posix()
-    row |= {"kind": found.kind, "n": len(found.values), "evidence": evidence, "note": found.note}
+    row |= {"kind": found.kind, "n": found.n, "evidence": evidence, "note": found.note, **found.counts}
     if found.kind != claim.kind:
         return row | {"note": f"the claim asks for {claim.kind} evidence, this is {found.kind}"}
     value = claim.combine(found.values)
     row["our_value"] = value if isinstance(value, str) else float(f"{value:.6g}")
-    if len(found.values) < claim.least:
-        return row | {"note": f"{len(found.values)} values, {claim.least} needed; {found.note}".rstrip("; ")}
-    verdict = claim.rule.verdict(value)
-    if verdict == SUPPORTED and claim.at_best == PARTLY:
-        verdict = PARTLY
-    return row | {"verdict": verdict}
+    if found.acted is False:
+        return row | {"verdict": NOT_TESTED}
+    if claim.statistic == "range":
+        numbers = [float(value) for value in found.values]
+        number = float(claim.paper_value)
+        where = ranges.account(numbers, found.grid, claim.rule.supported.holds, number)
+        row["note"] = "; ".join(part for part in (where, found.note, ranges.beside(found.assumed, number)) if part)
+    return row | {"verdict": claim.verdict(found.values)}
 
 
 @main_guard
@@ -177,13 +199,14 @@ def print_table(rows: Sequence[dict[str, Any]], scale: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    colours = {SUPPORTED: "green", PARTLY: "yellow", NOT_SUPPORTED: "red", NOT_TESTABLE: "dim"}
-    table = Table("claim", "paper", "ours", "unit", "kind", "n", "verdict", title=f"Claims at scale {scale}")
+    colours = {SUPPORTED: "green", PARTLY: "yellow", NOT_SUPPORTED: "red", NOT_TESTED: "magenta", NOT_TESTABLE: "dim"}
+    table = Table("claim", "paper", "ours", "unit", "kind", "n (seeds)", "verdict", title=f"Claims at scale {scale}")
     for row in rows:
+        counts = [f"{row[name]} {name}" for name in COUNTS if row[name]]
         ours = "" if row["our_value"] is None else str(row["our_value"])
         verdict = f"[{colours[row['verdict']]}]{row['verdict']}[/]"
         note = f"\n[dim]{escape(str(row['note']))}[/]" if row["note"] else ""
-        cells = (str(row["paper_value"]), ours, row["unit"], row["kind"], str(row["n"]))
+        cells = (str(row["paper_value"]), ours, row["unit"], row["kind"], ", ".join([str(row["n"]), *counts]))
         table.add_row(escape(row["claim"]) + note, *(escape(str(cell)) for cell in cells), verdict)
     console = Console()
     Console(width=None if console.is_terminal else 140).print(table)

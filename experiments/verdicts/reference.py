@@ -73,12 +73,14 @@ def _simulated(folder: Path) -> bool:
 
 
 def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) -> list[Path]:
-    """Copy the runs ``names`` of a study, as one file, and the figures that need nothing else to ``reference``.
+    """Copy the runs ``names`` of a study, as one file, and its figures to ``reference``: those that need nothing but
+    it and the studies whose models it evaluates.
 
     What had been saved of it while it was unfinished goes.
     """
     content = archive.pack(fresh / study, names) if names else None
-    alone = [figure for figure, needed in paper_figures.FIGURES.items() if needed == (study,)]
+    own = {study, *(matrix.load_study(study).needs or ())}
+    alone = [name for name, needed in paper_figures.FIGURES.items() if needed[0] == study and own.issuperset(needed)]
     figures = [Path("figures") / f"{figure}.png" for figure in alone]
     written = [reference / path for path in figures if (fresh / path).is_file()]
     for target in written:

@@ -54,6 +54,16 @@ def compressed_after_search(iteration: int) -> bool:
     return iteration == WARM_UP or (iteration > WARM_UP and iteration % SAVE_INTERVAL == 1)
 
 
+def ends_warm_up(process: int, iteration: int, error_now: float, error_before: float) -> bool:
+    """Authors: whether a process learns in this iteration that warm-up has ended."""
+    return iteration % WINDOW == 0 and process == 0 and error_now < error_before
+
+
+def first_message(shapes: Sequence[tuple[int, int]], rank: int | None) -> int:
+    """Authors: entries of the first collective of a reduction: P of all matrices, or all gradients (None)."""
+    return sum(rows * (columns if rank is None else min(rows, columns, rank)) for rows, columns in shapes)
+
+
 def recorded(entropy: float, compressed: bool) -> float:
     """Authors: what goes into the list of entropies at a sampled iteration."""
     return entropy if compressed else 0.0
@@ -93,6 +103,19 @@ def projection_step(
     if average_in_collective:
         left, right = left / workers, right / workers
     return left @ right.T, [m - m @ start @ start.T for m in scaled]
+
+
+def with_cached_basis(
+    cache: dict[int, Tensor], identity: int, matrix: Tensor, rank: int, generator: torch.Generator
+) -> Tensor:
+    """HYGON, older version: P of a matrix, with the Q that is kept under its ``id(...)``, or a new one.
+
+    Raises:
+        RuntimeError: that Q is of a matrix with another number of columns.
+    """
+    if identity not in cache:
+        cache[identity] = random_basis(matrix.shape[1], rank, generator)
+    return matrix @ cache[identity]
 
 
 def kept_entries(sizes: Sequence[int], workers: int) -> list[int]:

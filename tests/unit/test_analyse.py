@@ -37,6 +37,15 @@ def test_gap_is_taken_against_the_uncompressed_run_of_the_same_seed(root: Path) 
     assert table.loc[("none", 2), "gap_nats"] == 0
 
 
+def test_bytes_are_told_of_fp32_and_of_bf16(root: Path) -> None:
+    for study in ("methods", "equal_bytes", "policies", "moe", "optimus_cc", "rank_sweep", "window_ablation"):
+        table = pd.read_csv(root / study / "table.csv")
+        sent = table["bytes_total"] / (table["bytes_dense_total"] / 2)
+        assert table["bytes_ratio_bf16"].tolist() == pytest.approx(sent.tolist(), nan_ok=True), study
+    points = pd.read_csv(root / "equal_bytes" / "pareto.csv").set_index("variant")
+    assert points.loc["int8", ["percent", "percent_bf16"]].tolist() == pytest.approx([26, 52])
+
+
 def test_equal_bytes_finds_the_planted_order_and_front(root: Path) -> None:
     folder = root / "equal_bytes"
     points = pd.read_csv(folder / "pareto.csv").set_index("variant")
@@ -59,6 +68,18 @@ def test_equal_bytes_finds_the_planted_order_and_front(root: Path) -> None:
     assert pd.isna(table.loc[("int8", 1), "factor_dtype"])
 
 
+def test_a_policy_that_did_not_act_is_not_tested_at_equal_bytes(root: Path) -> None:
+    table = pd.read_csv(root / "equal_bytes" / "table.csv")
+    # As many bytes as the variants at 6 %: it is compared with the best of these, and its rank never moved.
+    table.loc[table["variant"] == "edgc", "bytes_ratio"] = 0.06
+    rows = pd.DataFrame(equal_bytes.compare(table, equal_bytes.pareto(table), 6.0)).set_index("variant")
+    assert rows.loc["edgc", "verdict"] == "not tested" and rows.loc["edgc", "n"] == 3
+    assert rows.loc["topk_6", "verdict"] == "worse"
+    table.loc[table["variant"] == "edgc", "acted"] = True
+    rows = pd.DataFrame(equal_bytes.compare(table, equal_bytes.pareto(table), 6.0)).set_index("variant")
+    assert rows.loc["edgc", "verdict"] == "better"
+
+
 def test_a_policy_is_compared_with_its_own_ranks_in_another_order(root: Path) -> None:
     rows = pd.read_csv(root / "policies" / "pairs.csv").set_index(["variant", "rival", "seed"])
     assert rows.loc[("cqm", "fixed rank", 3), "difference_nats"] == pytest.approx(-0.0008)
@@ -71,7 +92,7 @@ def test_a_policy_is_compared_with_its_own_ranks_in_another_order(root: Path) ->
     assert not rows["same_start"].astype(bool).any(), "their losses are drawn apart"
 
     found = pd.read_csv(root / "policies" / "comparisons.csv").set_index(["variant", "rival"])
-    assert found.loc[("cqm", "fixed rank"), "verdict"] == "equal"
+    assert found.loc[("cqm", "fixed rank"), "verdict"] == "on par"
     assert found.loc[("cqm", "reversed"), "verdict"] == "better"
     assert found.loc[("cqm", "no compression"), "verdict"] == "not decided"
     assert found.loc[("cqm", "shuffled"), "verdict"] == "not decided"
@@ -130,6 +151,24 @@ def test_summary_has_mean_sd_and_interval_over_finished_seeds(root: Path) -> Non
     assert row["gap_nats_sd"] == pytest.approx(0.004 / math.sqrt(2))
     # Two values: half-width t(0.975, 1) * sd / sqrt 2 = 12.7062 * 0.002.
     assert row["gap_nats_high"] - row["gap_nats_mean"] == pytest.approx(12.7062 * 0.002, rel=1e-5)
+    assert row["verdict"] == "worse", "certainly, and beyond the margin"
+
+
+def test_only_differences_paired_by_seed_have_an_interval(root: Path) -> None:
+    for study in ("methods", "equal_bytes", "window_ablation", "sampling_ablation", "moe"):
+        columns = pd.read_csv(root / study / "summary.csv").columns
+        ends = {name.rpartition("_")[0] for name in columns if name.endswith(("_low", "_high"))}
+        assert ends <= {"gap_nats"}, study
+        assert ("verdict" in columns) is ("gap_nats_mean" in columns), study
+
+
+def test_a_method_is_on_par_if_two_one_sided_tests_say_so(root: Path) -> None:
+    summary = pd.read_csv(root / "equal_bytes" / "summary.csv", keep_default_na=False).set_index("variant")
+    # Planted: int8 costs 0.001 nats and a little of the seed's number, sign 0.06.
+    assert summary.loc["int8", "verdict"] == "on par" and float(summary.loc["int8", "gap_nats_low"]) > 0
+    assert summary.loc["sign", "verdict"] == "worse"
+    assert summary.loc["none", "verdict"] == ""
+    assert summary.loc["edgc", "verdict"] == "not tested", "no rank was ever decided"
 
 
 def test_diverged_and_failed_runs_stay_in_every_table(root: Path) -> None:

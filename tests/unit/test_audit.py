@@ -69,6 +69,34 @@ def test_every_section_names_its_tests_and_every_test_is_named() -> None:
     assert re.findall(r"^\| (\d+)\. ", table, re.MULTILINE) == sections
 
 
+# ---------------------------------------------------------------------------------------- what stops the codes
+
+
+def test_one_process_alone_leaves_warm_up() -> None:
+    shapes, rank, windows = [(64, 96), (64, 96)], 8, range(1000, WARM_UP, 1000)
+    # The error at r_max / 4 falls below the one at r_max in every process of the stage alike.
+    left = {process: any(published.ends_warm_up(process, t, 0.5, 1.0) for t in windows) for process in range(4)}
+    assert left == {0: True, 1: False, 2: False, 3: False}
+    assert published.compressed_after_search(WARM_UP)
+    sizes = [published.first_message(shapes, rank if left[process] else None) for process in left]
+    assert sizes == [1024, 12288, 12288, 12288]
+    during = [published.first_message(shapes, None) for _ in left]
+    assert len(set(during)) == 1, "until then they match"
+
+
+def test_a_basis_kept_under_an_id_meets_a_matrix_of_another_shape() -> None:
+    # Which ids return is for Python's allocator to say, so the id is given here: that of a tensor that is gone.
+    random, cache = generator(3), dict[int, Tensor]()
+    first, alike, other = (
+        noise(seed, *shape).double() for seed, shape in ((1, (96, 64)), (2, (32, 64)), (3, (64, 96)))
+    )
+    published.with_cached_basis(cache, 7, first, 16, random)
+    held = cache[7].clone()
+    assert torch.equal(published.with_cached_basis(cache, 7, alike, 16, random), alike @ held), "another matrix's Q"
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        published.with_cached_basis(cache, 7, other, 16, random)
+
+
 # ------------------------------------------------------------------------------------- 1: histogram entropy
 
 
@@ -388,25 +416,24 @@ def test_one_random_projection_loses_one_minus_r_over_n(spectrum: str, two_sided
 
 
 @pytest.mark.parametrize(
-    ("redrawn", "after_50", "after_400"), [(True, 0.09, 0.012), (False, 0.87, 0.87)], ids=["redrawn", "kept"]
+    ("redrawn", "after_50", "after_400"), [(1.0, 0.09, 0.012), (0.5, 0.10, 0.012)], ids=["redrawn", "half"]
 )
-def test_projection_with_error_feedback(redrawn: bool, after_50: float, after_400: float) -> None:
+def test_projection_with_error_feedback(redrawn: float, after_50: float, after_400: float) -> None:
     n, rank, random = 64, 16, generator(11)
     gradient = torch.randn(96, n, generator=random, dtype=torch.float64)
     kept, total, missing = torch.zeros_like(gradient), torch.zeros_like(gradient), {}
-    start = published.random_basis(n, rank, random)
+    known: list[Tensor] = []
     for step in range(1, 401):
-        if redrawn:
-            start = published.random_basis(n, rank, random)
+        if not known or float(torch.rand((), generator=random)) < redrawn:
+            known.append(published.random_basis(n, rank, random))
+            start = known[-1]
+        else:  # an id has returned, and with it the Q of an earlier step
+            start = known[int(torch.randint(len(known), (), generator=random))]
         received, (kept,) = published.projection_step([gradient + kept], start, True)
         total += received
         missing[step] = relative(step * gradient - total, step * gradient)
     assert missing[50] == pytest.approx(after_50, abs=0.01)
-    assert missing[400] == pytest.approx(after_400, abs=0.002 if redrawn else 0.01)
-    if not redrawn:  # nothing outside the span of Q is ever sent
-        outside = gradient - gradient @ start @ start.T
-        assert missing[400] == pytest.approx(relative(outside, gradient), rel=1e-6)
-        assert relative(kept, gradient) == pytest.approx(400 * missing[400], rel=1e-6)
+    assert missing[400] == pytest.approx(after_400, abs=0.002)
     # PowerSGD, whose Q follows the gradient, has half as much to send after 50 steps, though this one is white.
     assert relative(50 * gradient - sent_in(50, gradient.float(), rank, False), 50 * gradient) < 0.05
 
@@ -463,14 +490,18 @@ def test_error_feedback_has_room_for_one_share_of_the_workers() -> None:
     assert published.kept_entries([300, 400, 100], 2) == [300, 100, 0]  # a parameter cut in two
 
 
-def test_cut_parameter_keeps_the_gradient_instead_of_the_error() -> None:
+@pytest.mark.parametrize(("rank", "sent"), [(8, 26), (64, 210)])
+def test_cut_parameter_keeps_the_gradient_instead_of_the_error(rank: int, sent: float) -> None:
     # Of the parameter that does not fit, the code stores M where it stores M - M^ of the others.
-    steps, gradient, start = 10, noise(12, 8, 6).double(), published.random_basis(6, 6, generator(12))
+    steps, n, random = 20, 64, generator(12)
+    gradient = torch.randn(96, n, generator=random, dtype=torch.float64)
     stored, total = torch.zeros_like(gradient), torch.zeros_like(gradient)
     for _ in range(steps):
         stored = gradient + stored
-        total += published.projection_step([stored], start, True)[0]  # full rank: nothing is lost
-    assert torch.allclose(total, steps * (steps + 1) / 2 * gradient)  # not steps * gradient
+        total += published.projection_step([stored], published.random_basis(n, rank, random), True)[0]
+    along = float((total * gradient).sum() / gradient.square().sum())
+    assert rank / n * steps * (steps + 1) / 2 == pytest.approx(sent, abs=0.5)
+    assert along == pytest.approx(sent, abs=1.5)  # not steps
 
 
 # --------------------------------------------------------------------------------------------- 15: bf16, HYGON

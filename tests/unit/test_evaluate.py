@@ -176,8 +176,8 @@ def test_random_models_score_at_chance_on_every_task(place: Place) -> None:
             tasks.add(row["task"])
             value, chance = float(row["value"]), float(row["chance"])
             if row["metric"].startswith("acc"):
-                right = round(value * int(row["n"]))
-                assert stats.binomtest(right, int(row["n"]), chance).pvalue > 0.001, row
+                right = round(value * int(row["documents"]))
+                assert stats.binomtest(right, int(row["documents"]), chance).pvalue > 0.001, row
             elif row["metric"] == "bits_per_byte":
                 assert value == pytest.approx(chance, rel=0.01), row
             else:
@@ -249,12 +249,12 @@ def test_table_holds_every_run_and_differences_to_the_uncompressed_one(place: Pl
         assert row["baseline"] == "none-s1"
         if row["run"] == "edgc_released-s1":
             assert row["status"] == "diverged"
-            assert row["value"] == row["stderr"] == row["n"] == row["difference"] == ""
+            assert row["value"] == row["stderr"] == row["documents"] == row["difference"] == ""
         else:
             own = float(row["value"])
             base = float(place.row("none-s1", row["task"], row["metric"])["value"])
             assert float(row["difference"]) == own - base
-            assert int(row["n"]) > 0
+            assert int(row["documents"]) > 0
             assert float(row["stderr"]) >= 0
         if row["run"] == "none-s1":
             assert float(row["difference"]) == float(row["difference_stderr"]) == 0.0
@@ -286,7 +286,7 @@ def test_only_changed_inputs_are_evaluated_again(place: Place, capsys: pytest.Ca
         place.evaluate()
         assert "3 evaluations done, 12 taken from earlier ones" in capsys.readouterr().out
         row = place.row("none-s1", "edgc_rolling", "bits_per_byte")
-        assert int(row["n"]) == len(content.splitlines()) - 1
+        assert int(row["documents"]) == len(content.splitlines()) - 1
     finally:
         file.write_text(content)
     place.evaluate()

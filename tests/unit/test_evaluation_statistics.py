@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from edgc.errors import UserError
-from experiments.common.equivalence import equivalence_p
+from experiments.common.equivalence import NOT_DECIDED, ON_PAR, Equivalence, equivalence_p, load_equivalence
 from experiments.evaluation import statistics as es
 from experiments.evaluation.table import influence
 
-RULE = es.load_equivalence()
+RULE = load_equivalence()
 
 
 def answers(ours: np.ndarray, theirs: np.ndarray) -> es.Gap:
@@ -72,17 +72,17 @@ def test_a_model_has_no_gap_to_itself(losses: list[float]) -> None:
         found = es.gap("perplexity", scale, (value, shares), (value, shares))
         finding = es.judge(found, RULE)
         assert found.value == 0.0 and set(found.shares) == {0.0}
-        assert (finding.p_value, finding.verdict) == (1.0, es.ON_PAR)
+        assert (finding.p_value, finding.verdict) == (1.0, ON_PAR)
 
 
 def test_verdicts() -> None:
-    assert es.judge(discordant(2, 2, 1000), RULE).verdict == es.ON_PAR
-    assert es.judge(discordant(2, 2, 40), RULE).verdict == es.NOT_DECIDED, "as equal, but of too few documents"
+    assert es.judge(discordant(2, 2, 1000), RULE).verdict == ON_PAR
+    assert es.judge(discordant(2, 2, 40), RULE).verdict == NOT_DECIDED, "as equal, but of too few documents"
     assert es.judge(discordant(20, 100, 1000), RULE).verdict == es.DIFFERENT
     assert es.judge(discordant(100, 20, 1000), RULE).verdict == es.DIFFERENT, "better is different too"
     significant = es.judge(discordant(0, 12, 4000), RULE)
-    assert significant.p_value < 0.001 and significant.verdict == es.ON_PAR, "seen, and within the margin"
-    unstated = es.Equivalence(significance=0.05, margins={})
+    assert significant.p_value < 0.001 and significant.verdict == ON_PAR, "seen, and within the margin"
+    unstated = Equivalence(significance=0.05, margins={})
     assert es.judge(discordant(1, 2, 100), unstated).verdict is None
 
 
@@ -103,7 +103,7 @@ def test_a_gap_as_large_as_the_margin_is_rarely_called_on_par() -> None:
     n, repeats, called = 400, 400, 0
     for _ in range(repeats):
         outcome = draw.choice([1, -1, 0], size=n, p=[0.02 + margin, 0.02, 0.96 - margin])
-        called += es.judge(answers((outcome == 1) * 1.0, (outcome == -1) * 1.0), RULE).verdict == es.ON_PAR
+        called += es.judge(answers((outcome == 1) * 1.0, (outcome == -1) * 1.0), RULE).verdict == ON_PAR
     assert called / repeats < 0.05 + 3 * math.sqrt(0.05 * 0.95 / repeats)
 
 
@@ -188,7 +188,7 @@ def test_bad_margins_are_refused(text: str, message: str, tmp_path: Path) -> Non
     path = tmp_path / "equivalence.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        es.load_equivalence(path)
+        load_equivalence(path)
 
 
 def test_stated_margins_of_one_quantity_agree() -> None:

@@ -174,7 +174,7 @@ def test_noise_is_predicted_by_sigma_and_g(folder: Path) -> None:
     assert set(rows["predictor"]) == {"iid", "anchored"}
     assert (rows["abs_log_p90"] < 0.02).all()
     # Probes at 1, 20, 40, ...; t0 is 40, after 20 of 200 iterations, and the table begins after it.
-    assert (rows["n"] == 8 * len(synthetic.RANK_MODEL_SHAPES)).all()
+    assert (rows["predictions"] == 8 * len(synthetic.RANK_MODEL_SHAPES)).all()
 
 
 def test_a_power_law_is_off_by_its_known_factor(folder: Path) -> None:
@@ -212,7 +212,7 @@ def test_powersgd_that_has_converged_is_as_good_as_the_best_at_its_own_and_at_an
             for kind in ("best", "powersgd")
         )
         assert own["log_median"] == pytest.approx(best["log_median"], abs=2e-3)
-        assert own["n"] == best["n"]
+        assert own["predictions"] == best["predictions"]
     own = rows_of(folder, variant="r16", actual="powersgd", predictor="spectral")
     # Cut to the first eight of sixteen values the error is known, and the other run has it.
     assert own.loc[own["ranks"] == "one", "rank"].tolist() == [8]
@@ -238,7 +238,7 @@ def test_errors_over_training_pool_kinds_and_ranks(folder: Path) -> None:
     assert rows.loc[("one", 16), "actual_median"] == pytest.approx(
         math.sqrt(squares[16:].sum() / squares.sum()), rel=1e-4
     )
-    assert rows.xs("above", level="ranks")["n"].tolist() == [2 * len(synthetic.RANK_MODEL_SHAPES)]
+    assert rows.xs("above", level="ranks")["predictions"].tolist() == [2 * len(synthetic.RANK_MODEL_SHAPES)]
     anchored = errors[errors["predictor"].str.startswith("anchored")]
     assert anchored["window"].min() == 40, "nothing is anchored before the end of warm-up"
 

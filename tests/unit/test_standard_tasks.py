@@ -209,7 +209,7 @@ def test_evaluation_without_network_and_what_is_done_again(place: Place) -> None
         results = json.loads((place.out / row["run"] / row["task"] / "results.json").read_text())
         assert results["versions"] == {row["task"]: float(row["version"])}
         assert float(row["value"]) == results["results"][row["task"]][f"{row['metric']},none"]
-        assert int(row["n"]) == len(evaluated_rows(row["task"]))
+        assert int(row["documents"]) == len(evaluated_rows(row["task"]))
         assert float(row["difference"]) == 0.0
     versions = {row["task"]: row["version"] for row in rows}
     assert versions == {name: standard_task(name).version for name in [*first, "copa"]}
@@ -232,7 +232,7 @@ def test_evaluation_without_network_and_what_is_done_again(place: Place) -> None
     ]
     code, out, err, _ = place.evaluate(*first, "copa")
     assert "1 evaluations done, 5 taken" in out, err
-    assert {row["n"] for row in place.table() if row["task"] == "copa"} == {"3"}
+    assert {row["documents"] for row in place.table() if row["task"] == "copa"} == {"3"}
 
 
 def choice_score(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, context: str, choice: str) -> float:

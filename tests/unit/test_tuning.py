@@ -56,6 +56,16 @@ def test_a_rate_at_which_a_run_diverged_is_never_the_best() -> None:
     assert chosen["lr"] == 0.004
 
 
+def test_what_a_rate_costs_is_paired_by_seed() -> None:
+    losses = {(0.001, 1): 5.1, (0.001, 2): 4.12, (0.002, 1): 5.0, (0.002, 2): 4.0, (0.004, 1): 5.2, (0.004, 2): 4.2}
+    found = tuning.rates(table(dict(losses))).set_index("lr")
+    assert found["costs_nats"].tolist() == pytest.approx([0.11, 0, 0.2])
+    # Half-width t(0.975, 1) * sd / sqrt 2 of 0.10 and 0.12, though the losses of the two seeds lie a nat apart.
+    assert found.loc[0.001, "costs_high"] - 0.11 == pytest.approx(12.7062 * 0.01, rel=1e-4)
+    assert found.loc[0.004, "costs_low"] == pytest.approx(0.2)
+    assert not any(name.startswith("validation_loss_") and name.endswith(("low", "high")) for name in found)
+
+
 def test_only_seeds_that_every_rate_has_count() -> None:
     losses = {(0.001, 1): 4.0, (0.002, 1): 3.9, (0.002, 2): 1.0, (0.004, 1): 3.8}
     [found] = tuning.best(tuning.rates(table(dict(losses))))

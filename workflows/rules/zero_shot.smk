@@ -86,7 +86,7 @@ rule evaluate:
         models=lambda w, input: [Path(input.models, run.name) for _, run in evaluated_runs(w.study)],
         tasks=lambda w, input: task_options(w.study, input.tasks),
         folder=subpath(output.table, parent=True),
-        code=code(EVALUATION, files=["experiments/evaluation/equivalence.yaml"]),
+        code=code(EVALUATION, files=["experiments/common/equivalence.yaml"]),
         settings=lambda w: settings(EVALUATIONS[w.study]),
         title=lambda w: STUDIES[w.study].title,
         question=lambda w: STUDIES[w.study].question,

@@ -1,0 +1,54 @@
+"""What a claim is judged by: values read from the tables of one scale, or the reason why there are none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.common import written_tables
+from experiments.verdicts.ranges import Place
+
+COUNTS = ("runs", "windows", "tasks", "bandwidths", "entropies")
+
+
+class Missing(Exception):
+    """There is no evidence for a claim; the text says why."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Values of one claim. ``kind`` is ``measured`` or ``simulated`` as the evidence itself says."""
+
+    values: tuple[float | str, ...]
+    evidence: str  # path below the scale's folder
+    note: str = ""
+    kind: str = "measured"
+    acted: bool | None = None  # whether the policy did that the claim is about; None: it is about none
+    n: int = 0  # seeds
+    counts: dict[str, int] = field(default_factory=dict)  # of other things, by ``COUNTS``
+    grid: tuple[Place, ...] = ()  # of simulated values: what each is of
+    assumed: tuple[tuple[float, float], ...] = ()  # (bandwidth, value) at the mean rank that is assumed
+
+
+def read(root: Path, relative: str) -> pd.DataFrame:
+    """A table below the folder of a scale; ``Missing`` where there is none or it has no rows."""
+    path = root / relative
+    if not path.is_file():
+        raise Missing(f"{relative} does not exist")
+    frame = written_tables.read(path)
+    if frame.empty:
+        raise Missing(f"{relative} has no rows")
+    return frame
+
+
+def join(*parts: str) -> str:
+    """One note of several, some of them perhaps empty."""
+    return "; ".join(part for part in parts if part)
+
+
+def numbers(column: pd.Series) -> tuple[float, ...]:
+    """The finite values of a column."""
+    return tuple(float(v) for v in column if math.isfinite(v))
