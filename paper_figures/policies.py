@@ -62,7 +62,7 @@ def differences(ax: Axes, found: pd.DataFrame, pairs: pd.DataFrame) -> None:
         values = pairs.loc[
             (pairs["variant"] == row.variant) & (pairs["rival"] == row.rival), "difference_nats"
         ].dropna()
-        ax.plot(values, [place] * len(values), ".", color=colour, markersize=3, alpha=0.6)
+        ax.plot(values, [place] * len(values), ".", color=colour, markersize=3, linewidth=0, alpha=0.6)
         half = 0.0 if pd.isna(row.difference_high) else row.difference_high - row.difference_nats
         face = colour if row.factor_dtype == "fp32" else "white"
         ax.errorbar(row.difference_nats, place, xerr=half, color=colour, marker="o", markersize=4, markerfacecolor=face)

@@ -19,6 +19,7 @@ from experiments.analyse.tables import identity, result, write_tables
 
 RESULTS = ("table.csv", "best.csv")
 DETAILS = ("curves.csv",)
+MEANS = ("validation_loss", "bytes_ratio", "bytes_ratio_bf16")
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
@@ -43,7 +44,7 @@ def _means(table: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for key, mine in table.groupby(by, sort=False):
         fine = (mine["status"] == "ok").all()
-        means = {name: mine[name].mean() if fine else math.nan for name in ("validation_loss", "bytes_ratio")}
+        means = {name: mine[name].mean() if fine else math.nan for name in MEANS}
         rows.append(dict(zip(by, key, strict=True)) | {"n": len(mine)} | means)
     return pd.DataFrame(rows)
 
@@ -59,7 +60,7 @@ def best(means: pd.DataFrame, base: float) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"label": label, "trials": len(trials), "trials_ok": int(losses.notna().sum())}
         if losses.notna().any():
             chosen = trials.loc[losses.idxmin()]
-            row |= {key: chosen[key] for key in ("variant", "lr", "n", "validation_loss", "bytes_ratio")}
+            row |= {key: chosen[key] for key in ("variant", "lr", "n", *MEANS)}
             row |= {"above_best_nats": losses.min() - base, "first_nats": losses.iloc[0] - base}
         rows.append(row)
     return rows

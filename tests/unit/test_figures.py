@@ -201,8 +201,8 @@ def test_learning_curves_show_every_run_and_what_it_lies_above_uncompressed(tabl
     found = rows.assign(above=module.above(curves, ["none"])).pivot(
         index=["seed", "iteration"], columns="variant", values=["train_loss", "above"]
     )
-    expected = found["train_loss"]["fixed_4"] - found["train_loss"]["none"]
-    assert found["above"]["fixed_4"].to_numpy() == pytest.approx(expected.to_numpy(), nan_ok=True)
+    expected = found["train_loss"]["fixed_8"] - found["train_loss"]["none"]
+    assert found["above"]["fixed_8"].to_numpy() == pytest.approx(expected.to_numpy(), nan_ok=True)
 
 
 def test_rows_of_learning_curves_hold_every_variant_once() -> None:
