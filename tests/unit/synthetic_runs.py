@@ -314,7 +314,7 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, tuple[float, fl
 }
 
 
-SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")]
+SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "long", "two_stages")]
 
 
 def write_policies(root: Path, study: str = "policies") -> Path:
@@ -488,12 +488,12 @@ def write_rank_model(root: Path) -> Path:
     return folder
 
 
-def write_methods(root: Path) -> Path:
+def write_methods(root: Path, study: str = "methods") -> Path:
     """Two seeds of seven methods; low rank costs most, one run diverged and one failed without a summary."""
-    folder = root / "methods"
+    folder = root / study
     for seed in (1, 2):
         base = 5.0 + 0.05 * seed
-        common: dict[str, Any] = {"study": "methods", "seed": seed}
+        common: dict[str, Any] = {"study": study, "seed": seed}
         write_run(folder, variant="none", label="uncompressed", loss=base, **common)
         for rank, gap in ((4, 0.12), (8, 0.06), (16, 0.02)):
             write_run(
@@ -522,7 +522,7 @@ def write_methods(root: Path) -> Path:
             )
     write_run(
         folder,
-        study="methods",
+        study=study,
         variant="powersgd_r2",
         seed=1,
         compression={"method": "powersgd", "rank": 2},
@@ -613,15 +613,13 @@ def write_samplings(path: Path) -> None:
     pd.DataFrame(probe.rows).to_parquet(path)
 
 
-def write_tuning(root: Path) -> Path:
+def write_tuning(root: Path, study: str = "tuning") -> Path:
     """Three learning rates of which the middle one is best, one diverged run at the highest."""
     for rate, loss in ((0.001, 5.2), (0.002, 5.0), (0.004, 5.1)):
         for seed in (1, 2):
             status = "diverged" if (rate, seed) == (0.004, 2) else "ok"
             about = {"variant": f"lr_{rate:g}".replace(".", ""), "label": "no compression", "lr": rate}
-            write_run(root / "tuning", study="tuning", seed=seed, status=status, loss=loss + seed / 100, **about)
-    for study in SETTINGS_OF_POLICIES:
-        write_policies(root, study)
+            write_run(root / study, study=study, seed=seed, status=status, loss=loss + seed / 100, **about)
     return root
 
 
@@ -643,4 +641,6 @@ def write_all(root: Path) -> Path:
         write(root)
     for study in SETTINGS_OF_POLICIES:
         write_policies(root, study)
+    write_tuning(root, "budgets")
+    write_methods(root, "six_percent")
     return root

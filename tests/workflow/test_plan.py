@@ -20,6 +20,16 @@ from tests.workflow.checkout_copy import ROOT, Checkout
 from workflows.targets import check_targets, targets
 
 SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")]
+BY_NAME = {
+    "budgets",
+    "equal_bytes",
+    "moe",
+    "optimus_cc",
+    "policies_long",
+    "six_percent",
+    "tuning",
+    *SETTINGS_OF_POLICIES,
+}
 STUDIES = [
     "entropy_trend",
     "rank_sweep",
@@ -33,6 +43,8 @@ STUDIES = [
     "optimus_cc",
     "moe",
     "tuning",
+    "budgets",
+    "six_percent",
     "zero_shot",
 ]
 TARGETS = [
@@ -57,9 +69,7 @@ def plans(checkout: Checkout) -> dict[str, dict[str, int]]:
 def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> None:
     plan = plans["all"]
     by_name = {study for study in matrix.studies() if "ci" in matrix.load_study(study).only_by_name}
-    assert by_name == {"equal_bytes", "moe", "optimus_cc", "tuning", *SETTINGS_OF_POLICIES}, (
-        "not part of `all` at ci scale"
-    )
+    assert by_name == BY_NAME, "not part of `all` at ci scale"
     made = [study for study in matrix.studies() if study not in by_name]
     assert plan["train"] == sum(len(matrix.runs(study, "ci")) for study in made)
     assert plan["figure"] == sum(not by_name.intersection(studies) for studies in FIGURES.values())
