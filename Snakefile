@@ -58,7 +58,7 @@ for study in STUDIES:
 
 
 # A figure of several studies is a target, too: policies_settings.
-for figure in (name for name, needed in DRAWN.items() if len(set(needed)) > 1):
+for figure in (name for name, needed in DRAWN.items() if len(set(needed)) > 1 and name not in STUDIES):
 
     rule:
         name:

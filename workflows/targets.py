@@ -16,9 +16,12 @@ FILES = ("claims.csv", "report.html", "regression.csv", "runs.csv")
 
 
 def targets() -> list[str]:
-    """The named targets: every study, and what the Snakefile names beside them."""
+    """The named targets: every study, every figure of several studies, and what the Snakefile names beside them."""
+    from paper_figures import FIGURES
+
     named = NAMED_RULE.findall((ROOT / "Snakefile").read_text(encoding="utf-8"))
-    return [*matrix.studies(), *named, "everything", "texts"]
+    joint = [name for name, studies in FIGURES.items() if len(set(studies)) > 1]
+    return [*dict.fromkeys((*matrix.studies(), *joint, *named, "everything", "texts"))]
 
 
 def check_targets(wanted: Sequence[str], scale: str, folder: Path) -> None:

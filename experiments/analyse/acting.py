@@ -8,6 +8,7 @@ and in at least 30 % of the windows after warm-up the rank lay strictly inside i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from edgc.control.settings import GivenConfig
@@ -28,12 +29,17 @@ def acting(run: Run) -> dict[str, Any]:
     """
     if run.policy is None or isinstance(run.edgc, GivenConfig):
         return dict.fromkeys(COLUMNS)
+    return of_decisions(run.decisions, run.edgc.window, run.iterations)
+
+
+def of_decisions(decisions: Iterable[Mapping[str, Any]], window: int, iterations: int) -> dict[str, Any]:
+    """The same of the decisions of a run of so many iterations, those inside a window left out."""
     windows = [
         event
-        for event in run.decisions
+        for event in decisions
         if event.get("phase") == "active"
-        and int(event["iteration"]) % run.edgc.window == 0
-        and int(event["iteration"]) < run.iterations
+        and int(event["iteration"]) % window == 0
+        and int(event["iteration"]) < iterations
     ]
     rows = [[as_float(rank) for rank in event.get("ranks") or []] for event in windows]
     used = [{rank for rank in stage if math.isfinite(rank)} for stage in zip(*rows, strict=True)]

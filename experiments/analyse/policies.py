@@ -22,13 +22,22 @@ import pandas as pd
 from edgc.control.settings import GivenConfig
 from experiments.analyse import methods
 from experiments.analyse.acting import NOT_TESTED, acted, acting
+from experiments.analyse.anchors import anchors
 from experiments.analyse.equivalence import compare, power_of_equality, seeds_needed
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, write_tables
 from experiments.analyse.windows import first_compressed
 from experiments.common.equivalence import loss_margin
 
-RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pairs.csv", "comparisons.csv")
+RESULTS = (
+    "table.csv",
+    "summary.csv",
+    "time_to_target.csv",
+    "timings.csv",
+    "pairs.csv",
+    "comparisons.csv",
+    "anchors.csv",
+)
 DETAILS = ("curves.csv",)
 RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", "falling": "falling"}
 PLACEBOS = ("reversed", "shuffled")
@@ -38,10 +47,11 @@ PAIR += ["same_start", "acted", "ranks_used", "windows_inside"]
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
     """Write the tables of :mod:`experiments.analyse.methods`, ``pairs.csv`` (a policy, a rival and a seed a row) and
-    ``comparisons.csv`` (over seeds)."""
+    ``comparisons.csv`` (over seeds), and ``anchors.csv`` (:mod:`experiments.analyse.anchors`)."""
     written = methods.analyse(runs, out)
     rows = pd.DataFrame([row for run in runs if follows_something(run) for row in pairs(run, runs)], columns=PAIR)
-    return written + write_tables(out, {"pairs": rows, "comparisons": comparisons(rows)})
+    rows_of = {"pairs": rows, "comparisons": comparisons(rows), "anchors": list(anchors(runs))}
+    return written + write_tables(out, rows_of)
 
 
 def follows_something(run: Run) -> bool:

@@ -50,7 +50,7 @@ STUDY: dict[str, tuple[str, Callable[[str], str], str, str]] = {
     ),
     "only_by_name": (
         "moe",
-        rename("[ci, workstation, paper]", "[ci, worksation]"),
+        rename("[ci, workstation, long, paper]", "[ci, worksation]"),
         "only_by_name: unknown name 'worksation'",
         "did you mean workstation?",
     ),

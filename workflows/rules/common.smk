@@ -209,8 +209,8 @@ def table_outputs(program, shown, study="{study}"):
 
 
 def study_results(study):
-    """All that a study leaves: its runs, its tables, and the figures that show it alone."""
-    figures = [name for name, needed in DRAWN.items() if set(needed) == {study}]
+    """All that a study leaves: its runs, its tables, and the figures that show it, alone or under its name."""
+    figures = [name for name, needed in DRAWN.items() if set(needed) == {study} or name == study]
     return [*run_files(study), *tables([study]), *figure_files(figures)]
 
 

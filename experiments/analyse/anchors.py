@@ -1,0 +1,83 @@
+"""What EDGC would have asked for had warm-up ended elsewhere: its controller, fed with a run's recorded entropies.
+
+Every rank of a run hangs on one number, the entropy at the end of warm-up, so a study has to say what another end
+would have given. The entropies are of the gradients before compression; that the ranks in use leave them as they are is
+assumed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from edgc.control.adaptive import make_controller
+from edgc.control.policies.cqm import CQMConfig
+from edgc.measurement.report import Report
+from experiments.analyse.acting import of_decisions
+from experiments.analyse.runs import Run, as_float
+from experiments.analyse.tables import identity
+
+KINDS = ("entropy_layers", "entropy_embeddings", "embedding_share", "entropy_error")
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+"""Of a run, at which warm-up may end; the paper's is 0.1."""
+
+
+def anchors(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """A row per run of policy ``cqm``, kind of parameters and end of warm-up (stage 0).
+
+    ``parameters``: what the entropy is of (:attr:`edgc.sections.EntropyConfig.parameters`). ``target_low`` and
+    ``target_high``: the ranks asked for, before limits. The rest as in :mod:`experiments.analyse.acting`.
+    """
+    for run in runs:
+        if not (isinstance(run.edgc, CQMConfig) and run.ok and run.config["parallel"].get("tensor", 1) == 1):
+            continue
+        for parameters, shapes in matrices(run).items():
+            windows = [(int(event["iteration"]), *entropy(event, parameters)) for event in run.decisions]
+            for share in SHARES:
+                if windows and round(share * run.iterations, 6) >= windows[0][0]:
+                    about = identity(run) | {"parameters": parameters, "warm_up_share": share}
+                    yield about | replay(run, shapes, windows, share)
+
+
+def matrices(run: Run) -> dict[str, list[tuple[int, int]]]:
+    """Shapes of the matrices of the first stage: its ``layers``, and ``all`` with its embeddings."""
+    model, stages = run.config["model"], int(run.config["parallel"].get("pipeline", 1))
+    width = int(model["hidden"])
+    inner = int(model.get("ffn_hidden") or 4 * width)
+    layer = [(3 * width, width), (width, width), (inner, width), (width, inner)]
+    layers = layer * (int(model["layers"]) // stages)
+    words = int((run.config.get("data") or {}).get("vocab_size") or 0)
+    return {"layers": layers, "all": [*layers, (words, width), (int(model["sequence_length"]), width)]}
+
+
+def entropy(event: dict[str, Any], parameters: str) -> tuple[float, float]:
+    """Of stage 0 in the window that a decision ended, in nats, and its standard error."""
+    layers, embeddings, share, error = (as_float((event.get(key) or [None])[0]) for key in KINDS)
+    value = layers if parameters == "layers" else (1 - share) * layers + share * embeddings
+    return value, error
+
+
+def replay(
+    run: Run, shapes: list[tuple[int, int]], windows: Sequence[tuple[int, float, float]], share: float
+) -> dict[str, Any]:
+    """The ranks of one controller whose warm-up ends at ``share`` of the run."""
+    assert isinstance(run.edgc, CQMConfig)
+    ends = {"warmup_fraction": share, "warmup_limit_fraction": share}
+    config = CQMConfig.from_dict(run.edgc.to_dict() | ends | {"stability_tolerance": 1e9, "alignment": "off"})
+    controller = make_controller(config, [shapes], run.iterations)
+    decisions = []
+    for iteration, value, error in windows:
+        made = controller.observe(iteration, Report((value,), entropy_error=(error,), loss=math.nan))
+        if made is not None:
+            about = {name: getattr(made, name) for name in ("iteration", "phase", "ranks", "r_min", "r_max", "target")}
+            decisions.append(about)
+    targets = [made["target"] for made in decisions if made["target"] is not None]
+    ended = next((made["iteration"] for made in decisions if made["phase"] == "active"), math.nan)
+    return {
+        "warm_up_ended": ended,
+        "target_low": min(targets, default=math.nan),
+        "target_high": max(targets, default=math.nan),
+        **of_decisions(decisions, config.window, run.iterations),
+        "ranks_stage0": ">".join(str(made["ranks"][0]) for made in decisions if made["phase"] == "active"),
+    }
