@@ -88,7 +88,8 @@ def _window(root: Path, span: str) -> Measured:
             base = means[(means["window"] == length) & (means["kind"] == "measured")].iloc[0]
             said[-1] += f" ({int(base['samples'])} of them sampled, CC {base['cc_mean']:.2f})"
     counts = {"runs": len(rows), "windows": int(rows["windows"].min())}
-    return Measured(values, relative, join("alpha = 0.1", *said, lost), n=rows["seed"].nunique(), counts=counts)
+    note, beyond = join("alpha = 0.1", *said, lost), "extrapolated" in set(rows["kind"])
+    return Measured(values, relative, note, extrapolated=beyond, n=rows["seed"].nunique(), counts=counts)
 
 
 def window_correlation(root: Path) -> Measured:

@@ -169,7 +169,8 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
         number = float(claim.paper_value)
         where = ranges.account(numbers, found.grid, claim.rule.supported.holds, number)
         row["note"] = "; ".join(part for part in (where, found.note, ranges.beside(found.assumed, number)) if part)
-    return row | {"verdict": claim.verdict(found.values)}
+    said = claim.verdict(found.values)
+    return row | {"verdict": PARTLY if said == SUPPORTED and found.extrapolated else said}
 
 
 @main_guard

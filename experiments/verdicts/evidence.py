@@ -26,6 +26,7 @@ class Measured:
     evidence: str  # path below the scale's folder
     note: str = ""
     kind: str = "measured"
+    extrapolated: bool = False  # to what the claim is about: then a claim is supported in part at best
     acted: bool | None = None  # whether the policy did that the claim is about; None: it is about none
     n: int = 0  # seeds
     counts: dict[str, int] = field(default_factory=dict)  # of other things, by ``COUNTS``
