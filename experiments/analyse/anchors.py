@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from edgc.config import EDGCConfig
 from edgc.control.adaptive import make_controller
 from edgc.control.policies.cqm import CQMConfig
 from edgc.measurement.report import Report
@@ -31,6 +32,8 @@ def anchors(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     """
     for run in runs:
         if not (isinstance(run.edgc, CQMConfig) and run.ok and run.config["parallel"].get("tensor", 1) == 1):
+            continue
+        if not run.decisions or run.decisions[-1].get("r_max") is None:
             continue
         for parameters, shapes in matrices(run).items():
             windows = [(int(event["iteration"]), *entropy(event, parameters)) for event in run.decisions]
@@ -63,8 +66,9 @@ def replay(
 ) -> dict[str, Any]:
     """The ranks of one controller whose warm-up ends at ``share`` of the run."""
     assert isinstance(run.edgc, CQMConfig)
-    ends = {"warmup_fraction": share, "warmup_limit_fraction": share}
-    config = CQMConfig.from_dict(run.edgc.to_dict() | ends | {"stability_tolerance": 1e9, "alignment": "off"})
+    limits = {key: run.decisions[-1][key] for key in ("r_min", "r_max")}  # which may have been searched
+    ends = {"warmup_fraction": share, "warmup_limit_fraction": share, "stability_tolerance": 1e9}
+    config = CQMConfig.from_dict(EDGCConfig.usable(run.edgc.to_dict() | ends | limits | {"alignment": "off"}))
     controller = make_controller(config, [shapes], run.iterations)
     decisions = []
     for iteration, value, error in windows:
