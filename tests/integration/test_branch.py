@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from experiments.training.outputs import read_events
-from tests.integration.launching import Launcher, changed, prepared, repeatable
+from tests.integration.launching import RUN, Launcher, changed, prepared, repeatable
 
 __all__ = ["prepared"]  # a fixture
 
@@ -37,9 +37,8 @@ TRUNK = changed(
 
 
 def branched(variant: str, **more: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {**TRUNK, "variant": variant, "branch": "trunk", **more}
-    values["train"] = {**TRUNK["train"], "keep_warm_up": False}
-    return values
+    train = {**TRUNK["train"], "keep_warm_up": False}
+    return {**TRUNK, "variant": variant, "branch": "trunk", "train": train, **more}
 
 
 AGAIN, BACK = branched("again"), branched("back", follows={"variant": "trunk", "order": "reversed"})
@@ -84,7 +83,7 @@ def test_ranks_in_reverse_order_are_the_same_ranks_and_bytes(launcher: Launcher)
     begin = forward.index(next(rank for rank in forward if rank is not None))
     assert ranks(back) == forward[:begin] + forward[begin:][::-1] != forward
     sent = [sum(step["bytes"] for step in read_events(f / "metrics.jsonl", "step")) for f in (trunk, back)]
-    assert sent[0] == sent[1]
+    assert sent[0] == pytest.approx(sent[1], rel=0.03), "the policy itself sends a little: it measures errors"
     warm_up = [repeatable(folder)[:begin] for folder in (trunk, back)]
     assert warm_up[0] == warm_up[1]
     assert [rank for _, [rank] in decided(back)][-5:-1] == ranks(back)[begin::2]
@@ -117,7 +116,7 @@ def test_what_needs_a_run_that_is_not_there_or_came_to_nothing(launcher: Launche
 
 
 def test_a_warm_up_of_other_settings_or_none_is_refused(launcher: Launcher) -> None:
-    values = branched("other", seed=1, train={**TRUNK["train"], "lr": 2e-3})
+    values = branched("other", seed=1, train={**RUN["train"], "lr": 2e-3})
     code, stderr = launcher.run(values)
     assert code == 2 and "train.lr = 0.002, but the run's checkpoint has 0.001" in stderr
 
