@@ -77,4 +77,6 @@ def test_the_path_of_a_gpu_trains_alike(ranks: list[dict[str, Any]], method: str
     for rank in ranks:
         cpu, gpu = (rank["masked"][f"{method}{how}, {on}"] for on in (False, True))
         assert gpu["bytes"] == cpu["bytes"]
-        assert float((gpu["weights"] - cpu["weights"]).norm() / cpu["weights"].norm()) < 1e-2
+        # Each rounds what it sends, at places that differ in the last bits: the fewer bits, the larger the steps.
+        limit = 2e-2 if "int6" in method + how else 1e-2
+        assert float((gpu["weights"] - cpu["weights"]).norm() / cpu["weights"].norm()) < limit

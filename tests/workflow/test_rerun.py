@@ -148,7 +148,7 @@ def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
     with edited(finished.path / "experiments" / "data" / "prepare.py", code, code + "ANSWER = 42\n"):
         [plan] = finished.plan(["all"])
         assert plan["train"] == all_runs() and plan["data"] == 1
-    with edited(finished.path / "paper_figures" / "methods.py", code, code + "ANSWER = 42\n"):
+    with edited(finished.path / "paper_figures" / "rank_sweep.py", code, code + "ANSWER = 42\n"):
         assert followed_by_report(finished.plan(["all"])[0]) == {"figure": 1}
     with edited(finished.path / "experiments" / "analyse" / "rank_limits.py", code, code + "ANSWER = 42\n"):
         plan = followed_by_report(finished.plan(["all"])[0])
