@@ -10,15 +10,17 @@ A study file (all keys: :class:`experiments.spec.study.Study`)::
                                      # those that its method can use
     variants: {name: {label: ..., ...}}
     seeds: [1]
-    scales: {ci: {base: {...}, variants: {...}, seeds: [...]}}   # laid over the keys above at that scale
+    more_seeds: {variants: [name, ...], seeds: [2, 3]}   # of these variants, after the seeds of all
+    scales: {ci: {base: {...}, variants: {...}, seeds: [...], more_seeds: {...}}}   # laid over the keys above there
 
-``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`).
+``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`). A
+variant that branches from another one or follows it needs that one's run of each of its seeds.
 ``extends: NAME`` lays the file over ``experiments/studies/bases/NAME.yaml``; there ``key: null`` takes a key away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,16 +96,21 @@ def load_scale(scale: str) -> Scale:
 
 
 def runs(study: str, scale: str) -> list[RunConfig]:
-    """All runs, in the order of the file, seeds innermost; ``UserError`` names the key, the file and the fix."""
+    """All runs, in the order of the file, a variant's seeds together, ``more_seeds`` after ``seeds``.
+
+    Raises:
+        UserError: naming the key, the file and the fix.
+    """
     definition, at = load_study(study), load_scale(scale)
     layer = definition.scales.get(scale, StudyLayer())
     base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)
     variants = deep_merge(definition.variants, layer.variants)
+    seeds = _seeds(variants, layer.seeds or definition.seeds or at.seeds, definition, scale)
     # A setting that is missing or does not fit may be the scale's where the study says nothing of it.
     where = study_path(study) if scale in definition.scales else f"{study_path(study)} over {scale_path(scale)}"
     found = []
     for variant, overrides in variants.items():
-        for seed in layer.seeds or definition.seeds or at.seeds:
+        for seed in seeds[variant]:
             values = lay(base, overrides, study_path(study))
             if scale not in definition.scales:
                 values = fitted(values)
@@ -116,9 +123,32 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     return _connected(found, where)
 
 
+def _seeds(variants: Iterable[str], common: list[int], definition: Study, scale: str) -> dict[str, list[int]]:
+    """The seeds of each variant, ``common`` first; ``UserError`` where ``more_seeds`` does not fit them."""
+    result = {variant: list(common) for variant in variants}
+    layer, key = definition.scales.get(scale, StudyLayer()), "more_seeds"
+    if layer.more_seeds is not None:
+        key = f"scales.{scale}.more_seeds"
+    more = layer.more_seeds or definition.more_seeds
+    if more is None:
+        return result
+    where = study_path(definition.study)
+    for seed in more.seeds:
+        if seed in common:
+            what = f"{key}.seeds = {more.seeds}: all variants have seed {seed} already"
+            raise UserError(what, where=where, fix="leave it out")
+    for variant in more.variants:
+        if variant not in result:
+            what = f"{key}.variants: unknown variant {variant!r}"
+            raise UserError(what, where=where, fix=nearest(variant, result))
+        result[variant] += more.seeds
+    return result
+
+
 def _connected(found: list[RunConfig], where: object) -> list[RunConfig]:
     """Let runs that others branch from keep that state; ``UserError`` for a run that needs one which is not there."""
     variants, branched = {run.variant: run for run in found}, {run.branch for run in found}
+    names = {run.name for run in found}
     for run in found:
         for key, name in (("branch", run.branch), ("follows.variant", run.follows and run.follows.variant)):
             if name is not None and name not in variants:
@@ -127,6 +157,9 @@ def _connected(found: list[RunConfig], where: object) -> list[RunConfig]:
             if name is not None and variants[name].follows:
                 what = f"{run.variant}: {key}: {name} follows another run itself"
                 raise UserError(what, where=where, fix="name that run")
+            if name is not None and f"{name}-s{run.seed}" not in names:
+                what = f"{run.variant}: {key}: {name} has no seed {run.seed}, which {run.variant} has"
+                raise UserError(what, where=where, fix=f"name {name} under more_seeds.variants as well")
     return [
         run.model_copy(update={"train": run.train.model_copy(update={"keep_warm_up": True})})
         if run.variant in branched

@@ -37,12 +37,20 @@ Names = Annotated[list[Name], AfterValidator(_once)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], AfterValidator(_once)]
 
 
+class MoreSeeds(Settings):
+    """Variants that are trained with ``seeds`` as well as with those that all variants have."""
+
+    variants: Annotated[Names, Field(min_length=1)]
+    seeds: Annotated[Seeds, Field(min_length=1)]
+
+
 class StudyLayer(Settings):
-    """The part of a study that a scale may override."""
+    """The part of a study that a scale may override; its ``seeds`` and ``more_seeds`` replace the study's."""
 
     base: dict[str, Any] = {}
     variants: dict[Name, dict[str, Any]] = {}
     seeds: Seeds = []
+    more_seeds: MoreSeeds | None = None
     evaluation: dict[str, Any] = {}
 
 

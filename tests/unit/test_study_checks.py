@@ -73,6 +73,30 @@ STUDY: dict[str, tuple[str, Callable[[str], str], str, str]] = {
         "keep one of them",
     ),
     "seeds": (MINE, insert("seeds: [1, 2, 1]"), "seeds = [1, 2, 1]: seed 1 appears twice", "give it once"),
+    "more_seeds of an unknown variant": (
+        MINE,
+        insert("more_seeds: {variants: [w4, w6], seeds: [7]}"),
+        "more_seeds.variants: unknown variant 'w6'",
+        "did you mean w",
+    ),
+    "more_seeds twice": (
+        MINE,
+        rename("    seeds: [1]\n", "    seeds: [1]\n    more_seeds: {variants: [w4], seeds: [2, 1]}\n"),
+        "scales.ci.more_seeds.seeds = [2, 1]: all variants have seed 1 already",
+        "leave it out",
+    ),
+    "more_seeds of no variant": (
+        MINE,
+        insert("more_seeds: {variants: [], seeds: [7]}"),
+        "more_seeds.variants = []: Value should have at least 1 item",
+        "correct the value",
+    ),
+    "more_seeds without a seed": (
+        MINE,
+        insert("more_seeds: {variants: [w4], seeds: []}"),
+        "more_seeds.seeds = []: Value should have at least 1 item",
+        "correct the value",
+    ),
     "window": (
         MINE,
         rename("compression: {window: 4}", "compression: {window: 4000}"),
@@ -167,6 +191,24 @@ def test_a_study_extends_a_base(root: Path) -> None:
     path.write_text("{study: mine, extends: othr}\n")
     with pytest.raises(UserError, match=r"extends: unknown name 'othr' \(in .*mine\.yaml\); did you mean other"):
         matrix.load_study("mine")
+
+
+def test_some_variants_have_more_seeds(root: Path) -> None:
+    values = {"study": "mine", "title": "t", "question": "q", "analysis": "methods"}
+    values |= {"variants": {"a": {}, "b": {}}, "more_seeds": {"variants": ["b"], "seeds": [9, 4]}}
+    path = root / "studies" / "mine.yaml"
+
+    def names() -> list[str]:
+        path.write_text(yaml.safe_dump(values))
+        return [run.name for run in matrix.runs("mine", "ci")]
+
+    assert names() == ["a-s1", "b-s1", "b-s9", "b-s4"], "the scale's seed, then these in their order"
+    values["seeds"] = [2, 3]
+    assert names() == ["a-s2", "a-s3", "b-s2", "b-s3", "b-s9", "b-s4"]
+    values["scales"] = {"ci": {"more_seeds": {"variants": ["a"], "seeds": [5]}}, "workstation": {"seeds": [9]}}
+    assert names() == ["a-s2", "a-s3", "a-s5", "b-s2", "b-s3"], "a scale's are instead of the study's"
+    with pytest.raises(UserError, match=r"more_seeds\.seeds = \[9, 4\]: all variants have seed 9 already \(in .*mine"):
+        matrix.runs("mine", "workstation")
 
 
 def test_a_window_is_compared_with_the_run_it_is_of(tmp_path: Path) -> None:
