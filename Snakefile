@@ -43,7 +43,7 @@ rule all:
     default_target: True
     input:
         rules.everything.input,
-        rules.report_html.output,
+        rules.snakemake_report.output,
 
 
 # Every study is a target: entropy_trend rank_sweep window_ablation sampling_ablation methods zero_shot ...
@@ -77,6 +77,7 @@ rule figures:
 rule report:
     input:
         rules.report_html.output,
+        rules.snakemake_report.output,
 
 
 # Not part of `all`: a reproduction on other hardware is complete whatever it says.

@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "figures": (
         [
+            "experiments.pages.report",
             "experiments.simulation.cluster_model",
             "experiments.simulation.break_even",
             "experiments.verdicts.claims",

@@ -13,9 +13,8 @@ from typing import Any
 
 from edgc.control.settings import GivenConfig
 from experiments.analyse.runs import Run, as_float
-from experiments.common.acting import COLUMNS, NOT_TESTED, acted, seeds_acted
-
-__all__ = ["COLUMNS", "NOT_TESTED", "acted", "acting", "seeds_acted"]
+from experiments.common.acting import COLUMNS
+from experiments.training.outputs import window_decisions
 
 RANKS, INSIDE = 3, 0.3
 
@@ -34,13 +33,7 @@ def acting(run: Run) -> dict[str, Any]:
 
 def of_decisions(decisions: Iterable[Mapping[str, Any]], window: int, iterations: int) -> dict[str, Any]:
     """The same of the decisions of a run of so many iterations, those inside a window left out."""
-    windows = [
-        event
-        for event in decisions
-        if event.get("phase") == "active"
-        and int(event["iteration"]) % window == 0
-        and int(event["iteration"]) < iterations
-    ]
+    windows = window_decisions(decisions, window, before=iterations)
     rows = [[as_float(rank) for rank in event.get("ranks") or []] for event in windows]
     used = [{rank for rank in stage if math.isfinite(rank)} for stage in zip(*rows, strict=True)]
     inside = [

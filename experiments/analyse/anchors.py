@@ -18,6 +18,7 @@ from edgc.measurement.report import Report
 from experiments.analyse.acting import of_decisions
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.tables import identity
+from experiments.spec.transformer import layer_matrices
 
 KINDS = ("entropy_layers", "entropy_embeddings", "embedding_share", "entropy_error")
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -47,9 +48,7 @@ def matrices(run: Run) -> dict[str, list[tuple[int, int]]]:
     """Shapes of the matrices of the first stage: its ``layers``, and ``all`` with its embeddings."""
     model, stages = run.config["model"], int(run.config["parallel"].get("pipeline", 1))
     width = int(model["hidden"])
-    inner = int(model.get("ffn_hidden") or 4 * width)
-    layer = [(3 * width, width), (width, width), (inner, width), (width, inner)]
-    layers = layer * (int(model["layers"]) // stages)
+    layers = list(layer_matrices(width, model.get("ffn_hidden"))) * (int(model["layers"]) // stages)
     words = int((run.config.get("data") or {}).get("vocab_size") or 0)
     return {"layers": layers, "all": [*layers, (words, width), (int(model["sequence_length"]), width)]}
 

@@ -34,8 +34,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     means = _means(table)
     base = means.loc[means["method"] == "none", "validation_loss"].min()
     table["above_best_nats"] = table["validation_loss"] - base
-    curves = pd.concat([methods.curve(run) for run in runs], ignore_index=True)
-    return write_tables(out, {"table": table, "best": best(means, base), "curves": curves})
+    return write_tables(out, {"table": table, "best": best(means, base), "curves": methods.curves(runs)})
 
 
 def _means(table: pd.DataFrame) -> pd.DataFrame:

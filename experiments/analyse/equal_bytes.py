@@ -12,10 +12,10 @@ from scipy import stats
 
 from edgc.compressors.sizes import QUANTISED_BITS
 from experiments.analyse import methods
-from experiments.analyse.acting import NOT_TESTED, acted
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
 from experiments.analyse.tables import bf16_ratio, write_tables
+from experiments.common.acting import NOT_TESTED, acted
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pareto.csv", "levels.csv")
 DETAILS = ("curves.csv",)

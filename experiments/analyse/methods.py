@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,17 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     table = pd.DataFrame(rows)
     tables = {
         "summary": summarise(table, SUMMARISED, ["variant", "label", "method", "policy"]),
-        "curves": pd.concat([curve(run) for run in runs], ignore_index=True),
+        "curves": curves(runs),
         "timings": [timing(run) for run in runs],
         "time_to_target": time_to_target.table(runs),
         "table": table,
     }
     return write_tables(out, tables)
+
+
+def curves(runs: Sequence[Run]) -> pd.DataFrame:
+    """The rows of :func:`curve` of all runs, at least one."""
+    return pd.concat([curve(run) for run in runs], ignore_index=True)
 
 
 def curve(run: Run) -> pd.DataFrame:

@@ -21,12 +21,13 @@ import pandas as pd
 
 from edgc.control.settings import GivenConfig
 from experiments.analyse import methods
-from experiments.analyse.acting import NOT_TESTED, acted, acting
+from experiments.analyse.acting import acting
 from experiments.analyse.anchors import anchors
 from experiments.analyse.equivalence import compare, power_of_equality, seeds_needed
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, write_tables
 from experiments.analyse.windows import first_compressed
+from experiments.common.acting import NOT_TESTED, acted, seeds_acted
 from experiments.common.equivalence import loss_margin
 
 RESULTS = (
@@ -96,19 +97,20 @@ def same_start(run: Run, other: Run) -> bool:
 
 
 def comparisons(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Per policy and rival: over seeds, the difference, what it says, and how many seeds would show equality."""
+    """Per policy and rival: over the seeds of which both have a result, the difference, what it says, in how many of
+    them the policy acted, and how many seeds would show equality."""
     found, by, margin = [], ["variant", "label", "policy", "factor_dtype", "rival"], loss_margin()
     for key, mine in rows.groupby(by, sort=False):
-        differences = mine["difference_nats"].dropna()
+        both = mine[mine["difference_nats"].notna()]
+        differences = both["difference_nats"]
         compared = compare(differences.tolist(), margin)
-        moved = acted(mine)
         row: dict[str, Any] = {**dict(zip(by, key, strict=True)), **compared, **_spread(differences)}
         row |= {
             "margin_nats": margin,
-            "seeds_acted": int(mine["acted"].eq(True).sum()),
+            "seeds_acted": seeds_acted(both) or 0,
             "bytes_over_rival": mine["bytes_over_rival"].mean(),
             "same_start": bool(mine["same_start"].dropna().all()),
-            "verdict": compared["verdict"] if moved else NOT_TESTED,
+            "verdict": NOT_TESTED if acted(both) is False else compared["verdict"],
         }
         found.append(row)
     return found

@@ -28,8 +28,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     rows = [identity(run) | {"method": run.method, "lr": run.config["train"]["lr"]} | result(run) for run in runs]
     table = pd.DataFrame(rows)
     found = rates(table)
-    curves = pd.concat([methods.curve(run) for run in runs], ignore_index=True)
-    return write_tables(out, {"table": table, "rates": found, "best": best(found), "curves": curves})
+    return write_tables(out, {"table": table, "rates": found, "best": best(found), "curves": methods.curves(runs)})
 
 
 def rates(table: pd.DataFrame) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from experiments.analyse.acting import acting
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import pearson
 from experiments.analyse.tables import ranks_text
+from experiments.training.outputs import window_decisions
 
 LEAST_WINDOWS = 3
 
@@ -99,10 +100,9 @@ def active_decisions(run: Run) -> list[list[float]]:
     return [[as_float(rank) for rank in event.get("ranks") or []] for event in _of_policy(run)]
 
 
-def _of_policy(run: Run) -> list[dict[str, Any]]:
-    """Decisions in the active phase at window ends; the cost gate also decides inside windows, but never a rank."""
-    active = [event for event in run.decisions if event.get("phase") == "active" and run.policy is not None]
-    return [event for event in active if int(event["iteration"]) % run.edgc.window == 0]
+def _of_policy(run: Run) -> list[Mapping[str, Any]]:
+    """Decisions in the active phase at window ends, with the one at the end of the run; none without a policy."""
+    return window_decisions(run.decisions, run.edgc.window) if run.policy is not None else []
 
 
 def decision_columns(run: Run) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def decision_columns(run: Run) -> dict[str, Any]:
     }
 
 
-def pursuit(run: Run, active: list[dict[str, Any]], ranks: list[float]) -> dict[str, float]:
+def pursuit(run: Run, active: Sequence[Mapping[str, Any]], ranks: list[float]) -> dict[str, float]:
     """How stage 0's rank keeps up with the policy.
 
     ``share_limited``: of the decisions that asked for a rank, those whose rank (within r_min and r_max) was more than

@@ -16,6 +16,7 @@ from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.spec.matrix import load_study, study_path
 from experiments.spec.settings import ModelConfig, ParallelConfig, RunConfig, padded_vocabulary, resolve
+from experiments.spec.transformer import layer_matrices
 
 FP32_BYTES = 4
 MIN_COMPRESSION_ELEMENTS = EDGCConfig().min_compression_elements
@@ -174,13 +175,18 @@ class StageShard:
 
 def _layer(shape: GPTShape, prefix: str) -> Iterator[ParameterTensor]:
     """One transformer layer in Megatron's order; column-parallel weights split rows, row-parallel columns."""
-    h, f, t = shape.hidden, shape.ffn_hidden, shape.tensor
+    h, whole = shape.hidden, layer_matrices(shape.hidden, shape.ffn_hidden)
+    by_rows, by_columns = (shape.tensor, 1), (1, shape.tensor)
     yield from _with_bias(prefix + "input_layernorm", (h,), (h,))
-    yield from _with_bias(prefix + "self_attention.linear_proj", (h, h // t), (h, h))
-    yield from _with_bias(prefix + "self_attention.linear_qkv", (3 * h // t, h), (3 * h, h))
+    yield from _with_bias(prefix + "self_attention.linear_proj", _part(whole.projection, by_columns), whole.projection)
+    yield from _with_bias(prefix + "self_attention.linear_qkv", _part(whole.qkv, by_rows), whole.qkv)
     yield from _with_bias(prefix + "pre_mlp_layernorm", (h,), (h,))
-    yield from _with_bias(prefix + "mlp.linear_fc1", (f // t, h), (f, h))
-    yield from _with_bias(prefix + "mlp.linear_fc2", (h, f // t), (h, f))
+    yield from _with_bias(prefix + "mlp.linear_fc1", _part(whole.fc1, by_rows), whole.fc1)
+    yield from _with_bias(prefix + "mlp.linear_fc2", _part(whole.fc2, by_columns), whole.fc2)
+
+
+def _part(matrix: tuple[int, int], parts: tuple[int, int]) -> tuple[int, int]:
+    return matrix[0] // parts[0], matrix[1] // parts[1]
 
 
 def _with_bias(name: str, local: tuple[int, ...], full: tuple[int, ...]) -> Iterator[ParameterTensor]:

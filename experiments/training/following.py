@@ -25,13 +25,10 @@ def ranks_of(folder: Path, window: int, iterations: int) -> list[tuple[int, int]
         UserError: a file of the run is missing or damaged, it compressed nothing, or its stages had different ranks.
     """
     found = []
-    for event in outputs.read_log(folder, outputs.read_status(folder)):
-        if event["event"] != "decision" or event.get("phase") != "active":
-            continue
-        iteration = int(event["iteration"])
-        if iteration % window or iteration >= iterations:
-            continue
-        ranks = set(event["ranks"])
+    log = outputs.read_log(folder, outputs.read_status(folder))
+    decisions = [event for event in log if event["event"] == "decision"]
+    for event in outputs.window_decisions(decisions, window, before=iterations):
+        iteration, ranks = int(event["iteration"]), set(event["ranks"])
         if len(ranks) != 1 or None in ranks:
             what = f"its stages had the ranks {event['ranks']} after iteration {iteration}; one rank can be followed"
             raise UserError(what, where=folder, fix="set compression.alignment: off for the run that is followed")

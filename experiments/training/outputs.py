@@ -11,7 +11,8 @@ table, with whatever it has written.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,17 @@ def read_log(folder: Path, status: str) -> list[dict[str, Any]]:
     if status in COMPLETE and (not events or events[-1]["event"] != "end"):
         raise damaged(path, "is cut short: it has no end event")
     return events
+
+
+def window_decisions(
+    decisions: Iterable[Mapping[str, Any]], window: int, before: float = math.inf
+) -> list[Mapping[str, Any]]:
+    """Decisions of phase active at window ends, in iterations below ``before``.
+
+    The cost gate also decides inside windows, but never a rank; what is decided when a run is over is never in use.
+    """
+    active = [event for event in decisions if event.get("phase") == "active"]
+    return [event for event in active if int(event["iteration"]) % window == 0 and int(event["iteration"]) < before]
 
 
 class EventLog:

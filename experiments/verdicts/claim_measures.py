@@ -124,7 +124,8 @@ def edgc_gap(root: Path) -> Measured:
     )
     if acted and found["verdict"] == NOT_DECIDED:
         raise Missing(join("too few seeds to decide", account, note, lost))
-    return Measured((found["verdict"],), relative, join(account, note, lost), acted=acted, **_runs_of(fine))
+    gap = (found["difference_nats"], found["difference_low"], found["difference_high"])
+    return Measured((found["verdict"],), relative, join(account, note, lost), acted=acted, gap=gap, **_runs_of(fine))
 
 
 def zero_shot_on_par(root: Path) -> Measured:

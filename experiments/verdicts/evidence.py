@@ -32,6 +32,7 @@ class Measured:
     counts: dict[str, int] = field(default_factory=dict)  # of other things, by ``COUNTS``
     grid: tuple[Place, ...] = ()  # of simulated values: what each is of
     assumed: tuple[tuple[float, float], ...] = ()  # (bandwidth, value) at the mean rank that is assumed
+    gap: tuple[float, float, float] | None = None  # of words that judge one: its mean and 95 % t interval, nats
 
 
 def read(root: Path, relative: str) -> pd.DataFrame:

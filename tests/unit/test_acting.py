@@ -8,8 +8,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments.analyse.acting import acted, acting
+from experiments.analyse.acting import acting
 from experiments.analyse.runs import Run
+from experiments.common.acting import acted
 
 LIMITS = {"r_min": 8, "r_max": 32}
 

@@ -102,6 +102,29 @@ def test_a_policy_is_compared_with_its_own_ranks_in_another_order(root: Path) ->
     assert (found["n"] == 3).all()
 
 
+def test_a_policy_is_compared_over_the_seeds_that_it_and_its_rival_have(tmp_path: Path) -> None:
+    folder = synthetic.write_policies(tmp_path)
+    shutil.rmtree(folder / "even-s1")
+    (folder / "reversed-s2" / "status").write_text("failed\n")
+    (folder / "reversed-s2" / "summary.json").write_text(json.dumps({"status": "failed"}))
+    analyse("policies", folder)
+    found = pd.read_csv(folder / "comparisons.csv").set_index(["variant", "rival"])
+    expected = {"no compression": 3, "fixed rank": 2, "reversed": 2, "shuffled": 3, "placebos": 3}
+    assert found.loc["cqm", "n"].to_dict() == found.loc["cqm", "seeds_acted"].to_dict() == expected
+    assert found.loc[("cqm", "reversed"), "difference_nats"] == pytest.approx((0.01 - 0.05 + 0.03 - 0.072) / 2)
+
+    # Of two seeds, the policy did not act in one: not two thirds, whatever it did where its rival is not.
+    log = folder / "cqm-s2" / "metrics.jsonl"
+    lines = [line for line in log.read_text().splitlines() if json.loads(line)["event"] != "decision"]
+    log.write_text("".join(line + "\n" for line in lines))
+    analyse("policies", folder)
+    found = pd.read_csv(folder / "comparisons.csv").set_index(["variant", "rival"])
+    assert found.loc[("cqm", "fixed rank"), ["n", "seeds_acted", "verdict"]].tolist() == [2, 1, "not tested"]
+    assert found.loc[("cqm", "reversed"), ["n", "seeds_acted"]].tolist() == [2, 2]
+    assert found.loc[("cqm", "reversed"), "verdict"] != "not tested"
+    assert found.loc[("cqm", "shuffled"), ["n", "seeds_acted", "verdict"]].tolist() == [3, 2, "not decided"]
+
+
 def test_the_same_start_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     folder = synthetic.write_policies(tmp_path)
     for name in ("even", "reversed"):  # as bred from one warm-up; one of them differs in the last bit of one loss

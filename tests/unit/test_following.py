@@ -154,6 +154,15 @@ def test_all_variants_branch_from_one_that_keeps_its_warm_up(studies: Path) -> N
     }  # fmt: skip
 
 
+def test_more_seeds_of_a_variant_and_of_those_that_follow_it(studies: Path) -> None:
+    more = {"variants": ["none", "cqm", "back"], "seeds": [3]}
+    (studies / "tried.yaml").write_text(yaml.safe_dump({**STUDY, "more_seeds": more}, sort_keys=False))
+    found = {run.name: run for run in matrix.runs("tried", "ci")}
+    assert list(found) == ["none-s1", "none-s3", "cqm-s1", "cqm-s3", "back-s1", "back-s3", "rank_8-s1"]
+    assert found["back-s3"].needs == ["cqm-s3"]
+    assert found["cqm-s3"].train.keep_warm_up
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -169,6 +178,14 @@ def test_all_variants_branch_from_one_that_keeps_its_warm_up(studies: Path) -> N
         (
             {"variants": {**STUDY["variants"], "back": {"follows": {"variant": "cqm", "order": "backwards"}}}},
             "follows.order",
+        ),
+        (
+            {"more_seeds": {"variants": ["rank_8"], "seeds": [2]}},
+            r"rank_8: branch: cqm has no seed 2, which rank_8 has .*; name cqm under more_seeds.variants as well",
+        ),
+        (
+            {"base": {"compression": STUDY["base"]["compression"]}, "more_seeds": {"variants": ["back"], "seeds": [2]}},
+            "back: follows.variant: cqm has no seed 2, which back has",
         ),
     ],
 )

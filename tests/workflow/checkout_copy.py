@@ -65,6 +65,7 @@ PROGRAMS = {
     """,
     "experiments/evaluation/standard_tasks.py": "write(pathlib.Path(option('--out')).parent, 'standard_tasks.json')",
     "experiments/evaluation/evaluate.py": "write(option('--out'), *RESULTS)",
+    "experiments/pages/report.py": "write(scale(), 'report.html')",
     "experiments/verdicts/claims.py": "write(scale(), 'claims.csv')",
     "experiments/verdicts/regression.py": "write(scale(), 'regression.csv')",
     "experiments/verdicts/run_code.py": "write(scale(), 'runs.csv')",

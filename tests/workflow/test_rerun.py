@@ -45,8 +45,9 @@ def training(folder: Path) -> list[int]:
     return [process.pid for process in marked(folder) if is_launcher(process)]
 
 
-def test_report_is_one_file_with_every_figure(finished: Checkout) -> None:
-    text = (finished.path / "results" / "ci" / "report.html").read_text()
+def test_snakemakes_report_is_one_file_with_every_figure(finished: Checkout) -> None:
+    assert (finished.path / "results" / "ci" / "report.html").is_file()
+    text = (finished.path / "results" / "ci" / "snakemake_report.html").read_text()
     assert "Tables" in text
     assert "Claims" in text
     for figure in (finished.path / "results" / "ci" / "figures").glob("*.png"):
@@ -70,8 +71,8 @@ def edited(path: Path, old: str, new: str) -> Iterator[None]:
 
 
 def followed_by_report(plan: dict[str, int]) -> dict[str, int]:
-    """A plan without the report, which follows from everything."""
-    assert {plan.pop("report_html"), plan.pop("all")} == {1}
+    """A plan without the reports, which follow from everything."""
+    assert {plan.pop("report_html"), plan.pop("snakemake_report"), plan.pop("all")} == {1}
     return plan
 
 

@@ -1,0 +1,80 @@
+"""Learning curves for the page: every run of every ``curves.csv``, thinned so that the page stays small."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.pages import board
+from experiments.pages.kept import Kept
+
+MOST = 200  # points of a run
+LEAST = 20
+ROOM = 1_400_000  # characters of all curves
+POINT = 22  # characters of a point: iteration, loss, bytes, commas
+DIGITS = 5  # significant ones of losses and bytes
+
+
+def curves(kept: Kept, room: int = ROOM) -> tuple[dict[str, Any], int]:
+    """Per study its variants and runs, and at how many points a run is drawn at most.
+
+    A run has its iterations ``x``, its training loss ``y`` (trailing mean, nats), the gradient bytes ``b`` sent so far
+    (MB) and its validation losses ``v`` as (iteration, loss). Iterations are those that all finished runs of the study
+    have, thinned evenly, so that two runs can be compared point by point.
+    """
+    tables = {name: kept.table(f"{name}/curves.csv") for name in kept.studies}
+    found = {name: table for name, table in tables.items() if table is not None and "train_loss" in table}
+    runs = sum(table.groupby(["variant", "seed"]).ngroups for table in found.values())
+    points = max(LEAST, min(MOST, room // (POINT * runs))) if runs else MOST
+    return {name: _study(kept, name, table, points) for name, table in found.items()}, points
+
+
+def _study(kept: Kept, name: str, table: pd.DataFrame, points: int) -> dict[str, Any]:
+    settings = kept.table(f"{name}/table.csv")
+    families = {}
+    if settings is not None and "method" in settings:
+        for row in settings.drop_duplicates("variant").to_dict("records"):
+            families[row["variant"]] = board.family_of(board.text(row["method"]), board.text(row.get("policy")))
+    chosen = grid(table, points)
+    variants, runs = [], []
+    for variant, rows in table.groupby("variant", sort=False):
+        label = board.text(rows["label"].iloc[0])
+        variants.append({"variant": variant, "label": label, "family": families.get(variant, "other")})
+        runs += [run(group, chosen, len(variants) - 1) for _, group in rows.groupby("seed", sort=True)]
+    return {"title": kept.studies[name].title, "variants": variants, "runs": runs}
+
+
+def grid(table: pd.DataFrame, points: int) -> np.ndarray:
+    """At most ``points`` iterations, evenly among those that all runs of full length have; first and last included."""
+    groups = [set(rows["iteration"].astype(int)) for _, rows in table.groupby(["variant", "seed"])]
+    end = max(max(group) for group in groups)
+    shared = sorted(set.intersection(*(group for group in groups if max(group) == end)))
+    return np.array(shared)[np.unique(np.linspace(0, len(shared) - 1, min(points, len(shared))).round().astype(int))]
+
+
+def run(rows: pd.DataFrame, chosen: np.ndarray, variant: int) -> dict[str, Any]:
+    """One run at the iterations ``chosen``, as far as it came."""
+    rows = rows.drop_duplicates("iteration")
+    kept = rows[rows["iteration"].isin(chosen)]
+    record: dict[str, Any] = {
+        "of": variant,
+        "seed": int(rows["seed"].iloc[0]),
+        "status": board.text(rows["status"].iloc[0]),
+        "x": [int(value) for value in kept["iteration"]],
+        "y": [rounded(value) for value in kept["train_loss"]],
+        "b": [rounded(value / 1e6) for value in kept["bytes"]],
+        "v": [],
+    }
+    if "validation_perplexity" in rows:
+        at = rows.dropna(subset=["validation_perplexity"])
+        pairs = zip(at["iteration"], at["validation_perplexity"], strict=True)
+        record["v"] = [[int(step), rounded(math.log(value))] for step, value in pairs if value > 0]
+    return record
+
+
+def rounded(value: float) -> float | None:
+    """With ``DIGITS`` significant digits; None where it is not finite."""
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None

@@ -1,0 +1,207 @@
+"""What a folder of results holds: its studies, their tables, runs and provenance, and where links to them lead.
+
+The folder is that of a scale, ``results/ci`` with run folders, or what is committed of it, ``results/reference/ci``,
+where tables stand for the runs and some runs lie in an archive.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from edgc.errors import UserError
+from experiments.common import written_tables
+from experiments.spec import matrix
+from experiments.spec.study import CLUSTER_MODEL, SCENARIOS, Study
+from experiments.verdicts import archive, reference
+
+COMMIT = 10  # digits of a commit that are shown
+
+
+@dataclass(frozen=True)
+class Link:
+    """A file or folder beside the page; ``href`` is relative to the page."""
+
+    name: str
+    href: str
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run: its name, its status, and its folder where there is one."""
+
+    name: str
+    status: str
+    href: str | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a study's results came about, as far as what is kept says it."""
+
+    study: str
+    title: str
+    question: str
+    simulated: bool
+    tables: list[Link]
+    runs: list[RunFolder]
+    seeds: list[int]
+    kept: str  # what is there of the runs
+    archive: Link | None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    of_all: bool = False  # whether the provenance is that of several studies together
+    hours: float = math.nan  # of all runs, as their clocks say
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        return dict(Counter(run.status for run in self.runs))
+
+    @property
+    def commits(self) -> list[str]:
+        """Short commits; ``+ changes`` where the sources were not as committed."""
+        records = as_list(self.provenance.get("git"))
+        return [
+            str(record["commit"])[:COMMIT] + (" + changes" if record.get("dirty") else "")
+            for record in records
+            if record.get("commit")
+        ]
+
+
+def as_list(value: object) -> list[Any]:
+    """A provenance entry: one record, several that differ, or none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Results of one scale as seen from a page.
+
+    Args:
+        root: folder of the scale.
+        out: path of the page, from which links lead.
+    """
+
+    root: Path
+    out: Path
+
+    @property
+    def scale(self) -> str:
+        return self.root.name
+
+    @property
+    def reference(self) -> bool:
+        """Whether these are committed results, which hold tables and archives in place of run folders."""
+        return self.root.parent.name == "reference"
+
+    def link(self, path: Path, name: str | None = None) -> Link:
+        """To a file or folder that exists."""
+        return Link(name or path.name, Path(os.path.relpath(path.resolve(), self.out.resolve().parent)).as_posix())
+
+    def table(self, relative: str) -> pd.DataFrame | None:
+        """A table below the folder, None where there is none; ``UserError`` where it is damaged."""
+        path = self.root / relative
+        if not path.is_file():
+            return None
+        # "none" is the name of a method, not a missing value.
+        return written_tables.read(path, keep_default_na=False, na_values=["", "nan"])
+
+    @cached_property
+    def studies(self) -> dict[str, Study]:
+        """Studies with at least one table here."""
+        names = [name for name in matrix.studies() if any((self.root / name).glob("*.csv"))]
+        return {name: matrix.load_study(name) for name in names}
+
+    @property
+    def benchmarks(self) -> Path | None:
+        """The folder with a folder for each machine, where there is one."""
+        folder = self.root.parent / "bench" if self.reference else self.root / "benchmarks"
+        return folder if folder.is_dir() else None
+
+    @cached_property
+    def made(self) -> dict[str, Made]:
+        """Every study's :class:`Made`."""
+        return {name: self._made(name, study) for name, study in self.studies.items()}
+
+    def _made(self, name: str, study: Study) -> Made:
+        folder = self.root / name
+        simulated = is_simulated(study)
+        runs, seeds = ([], []) if simulated or study.needs else self._runs(name)
+        packed = next((folder / file for file in (archive.NAME, archive.SO_FAR) if (folder / file).is_file()), None)
+        record, of_all = ({}, False) if simulated else self._provenance(name, study)
+        return Made(
+            study=name,
+            title=study.title,
+            question=" ".join(study.question.split()),
+            simulated=simulated,
+            tables=[self.link(path) for path in sorted(folder.glob("*.csv"))],
+            runs=runs,
+            seeds=seeds,
+            kept=_what_is_kept(simulated, study, runs, packed),
+            archive=self.link(packed) if packed else None,
+            provenance=record,
+            of_all=of_all,
+            hours=self._hours(name),
+        )
+
+    def _runs(self, study: str) -> tuple[list[RunFolder], list[int]]:
+        """Runs and seeds that the study's tables tell of."""
+        table = self.table(f"{study}/table.csv")
+        if table is None or not {"variant", "seed"} <= set(table):
+            return [], []
+        rows = table.drop_duplicates(["variant", "seed"])
+        found = []
+        for row in rows.to_dict("records"):
+            folder = self.root / study / f"{row['variant']}-s{row['seed']}"
+            href = self.link(folder).href if folder.is_dir() else None
+            found.append(RunFolder(folder.name, str(row.get("status", "")), href))
+        return found, sorted({int(seed) for seed in rows["seed"]})
+
+    def _provenance(self, name: str, study: Study) -> tuple[dict[str, Any], bool]:
+        """Of run folders, else what was kept with the study, else what was kept with all studies together."""
+        try:
+            return reference.provenance(self.root, list(study.needs or [name])), False
+        except UserError:  # no run folder
+            pass
+        for path, of_all in ((self.root / name / "provenance.yaml", False), (self.root / "provenance.yaml", True)):
+            if path.is_file():
+                return yaml.safe_load(path.read_text(encoding="utf-8")) or {}, of_all
+        return {}, False
+
+    def _hours(self, study: str) -> float:
+        timings = self.table(f"{study}/timings.csv")
+        if timings is None or "seconds_total" not in timings:
+            return math.nan
+        return float(timings["seconds_total"].sum()) / 3600
+
+
+def is_simulated(study: Study) -> bool:
+    """Whether a study is computed from a model of a cluster, not measured."""
+    return study.program in (CLUSTER_MODEL, SCENARIOS)
+
+
+def _what_is_kept(simulated: bool, study: Study, runs: list[RunFolder], packed: Path | None) -> str:
+    if simulated:
+        return "Computed by the cluster model: there are no runs."
+    if study.needs:
+        return f"Evaluates the models of {', '.join(study.needs)}; its runs are theirs."
+    folders = sum(run.href is not None for run in runs)
+    if folders:
+        which = "All" if folders == len(runs) else f"{folders} of {len(runs)}"
+        return f"{which} run folders are here."
+    if packed is None:
+        return "Only tables are kept, no runs."
+    whole = len(archive.members(packed))
+    if packed.name == archive.SO_FAR:
+        return f"{whole} runs are kept in an archive: those that had ended when it was written."
+    return f"All {whole} runs are kept in an archive."

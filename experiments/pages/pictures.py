@@ -1,0 +1,155 @@
+"""Figures inside a page: images small enough to be embedded, captions as HTML, the text in place of an image."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from docutils.core import publish_parts
+from markupsafe import Markup
+from PIL import Image
+
+from experiments.pages.kept import Kept, Link, is_simulated
+from experiments.spec import matrix
+from paper_figures import BENCHMARKS, FIGURES, caption
+
+# (colours, scale) of an embedded PNG. Palettes keep lines and text sharp at a quarter of the bytes; the later ones are
+# for pages with more figures than fit at the first.
+LEVELS = ((256, 1.0), (32, 1.0), (32, 0.75), (16, 0.5))
+DOCUTILS = {
+    "file_insertion_enabled": False,
+    "raw_enabled": False,
+    "_disable_config": True,
+    "report_level": 5,
+    "syntax_highlight": "none",
+}
+# The end of a sentence: not that of 0.94, e.g. or GPT2-2.5B.
+SENTENCE = re.compile(r"(?<!\be\.g)(?<!\bi\.e)[.:](?:\*\*)?(?=\s|$)")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the page. ``group`` is empty for those of studies, else the machine that was measured."""
+
+    name: str
+    path: Path
+    title: str
+    text: str  # in place of the image
+    caption: Markup  # without the title
+    simulated: bool
+    group: str
+    files: list[Link]
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"[^a-z0-9_-]+", "-", f"figure-{self.group}-{self.name}" if self.group else f"figure-{self.name}")
+
+
+@dataclass(frozen=True)
+class Image64:
+    """An image as a ``data:`` address, with its size on the page in CSS pixels."""
+
+    source: str
+    width: int
+    height: int
+
+
+def pictures(kept: Kept) -> list[Picture]:
+    """Every figure that is there: of studies in the order of the studies, then of benchmarks by machine."""
+    found = []
+    described = set(matrix.studies())  # a study of a figure may have been removed
+    order = {name: place for place, name in enumerate(kept.studies)}
+    for name in sorted(FIGURES, key=lambda name: (order.get(FIGURES[name][0], len(order)), name)):
+        simulated = any(is_simulated(matrix.load_study(study)) for study in FIGURES[name] if study in described)
+        found += _picture(kept, name, kept.root / "figures", simulated)
+    for machine in sorted(kept.benchmarks.iterdir()) if kept.benchmarks else ():
+        folder = machine / "figures" if kept.reference else machine
+        for name in BENCHMARKS:
+            found += _picture(kept, name, folder, False, machine.name)
+    return found
+
+
+def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str = "") -> list[Picture]:
+    files = [folder / f"{name}.{kind}" for kind in ("png", "svg", "pdf")]
+    there = [path for path in files if path.is_file()]
+    shown = [path for path in there if path.suffix != ".pdf"]
+    if not shown:
+        return []
+    text = caption(name)
+    links = [kept.link(path, path.suffix[1:].upper()) for path in there]
+    # An SVG beside a PNG is taken where it is not much larger: it stays sharp at every size.
+    size = {path.suffix: path.stat().st_size for path in shown}
+    best = next((path for path in shown if path.suffix == ".svg" and size[".svg"] < size.get(".png", 0)), shown[0])
+    title, rest = split_title(text, name)
+    return [Picture(name, best, title, plain(first_sentence(text)), html(rest), simulated, group, links)]
+
+
+def first_sentence(text: str) -> str:
+    """Of a caption in reStructuredText."""
+    found = SENTENCE.search(text)
+    return " ".join((text[: found.end()] if found else text).split())
+
+
+def split_title(text: str, name: str) -> tuple[str, str]:
+    """The words in bold with which a caption begins, and the rest; without such words the figure's name and all."""
+    found = re.match(r"\*\*(.+?)\*\*[.,:]?\s*", text, re.DOTALL)
+    if not found:
+        return name, text
+    rest = text[found.end() :]
+    return plain(found[1]).rstrip(".:"), rest[:1].upper() + rest[1:]
+
+
+def plain(text: str) -> str:
+    """reStructuredText without its marks."""
+    return " ".join(re.sub(r"\*\*|``|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)", "", text).split())
+
+
+def html(text: str) -> Markup:
+    """A caption in reStructuredText as HTML; what is not markup is escaped."""
+    return Markup(publish_parts(text, writer="html5", settings_overrides=DOCUTILS)["body"])  # docutils escapes
+
+
+def embed(path: Path, level: int = 0) -> Image64:
+    """An image file as part of a page; ``level`` of ``LEVELS`` says how small a PNG is made."""
+    if path.suffix == ".svg":
+        content = path.read_bytes()
+        width, height = _svg_size(content.decode(encoding="utf-8", errors="replace"))
+        return Image64(f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}", width, height)
+    colours, scale = LEVELS[level]
+    with Image.open(path) as opened:
+        flat = Image.new("RGB", opened.size, "white")
+        flat.paste(opened, mask=opened.convert("RGBA").getchannel("A"))
+    shown = flat.size  # drawn at 200 dpi for print, read at about 100 on a screen
+    if scale < 1:
+        flat = flat.resize([max(1, round(side * scale)) for side in flat.size], Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    flat.quantize(colours, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        buffer, "PNG", optimize=True
+    )
+    return Image64(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}", *shown)
+
+
+def _svg_size(text: str) -> tuple[int, int]:
+    """Width and height of the view box, in its units; 4 : 3 where there is none."""
+    found = re.search(r'viewBox="[\d.+-]+[ ,]+[\d.+-]+[ ,]+([\d.]+)[ ,]+([\d.]+)"', text)
+    return (round(2 * float(found[1])), round(2 * float(found[2]))) if found else (1200, 900)
+
+
+def embed_all(found: Sequence[Picture], room: int) -> tuple[list[Image64 | None], int]:
+    """Images of ``found`` in at most ``room`` characters together, and the level that this took.
+
+    At the last level those that still do not fit are left out, as None, the largest first.
+    """
+    level, images = 0, [embed(picture.path) for picture in found]
+    while sum(len(image.source) for image in images) > room and level < len(LEVELS) - 1:
+        level += 1
+        images = [embed(picture.path, level) for picture in found]
+    fitting: list[Image64 | None] = list(images)
+    for index in sorted(range(len(images)), key=lambda index: -len(images[index].source)):
+        if sum(len(image.source) for image in fitting if image) > room:
+            fitting[index] = None
+    return fitting, level

@@ -1,0 +1,175 @@
+"""Our report: ``python -m experiments.pages.report --scale ci --results results`` writes ``results/ci/report.html``.
+
+One file that needs no network: tables, figures and curves are part of it. It is made of tables and figures that are
+there, so it works on a finished workflow (``--results results``) and on what is committed (``--results
+results/reference``); what is missing is named where it would stand. The same tables give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.equivalence import loss_margin
+from experiments.common.files import atomic_write
+from experiments.pages import board, claim_rows, curves, pictures
+from experiments.pages.kept import Kept, as_list
+
+TEMPLATES = Path(__file__).with_name("templates")
+SCRIPTS = ("plot.js", "claims.js", "board.js", "curves.js")
+LIMIT = 5_000_000  # bytes of the page
+SPARE = 20_000  # bytes between what is counted and what is written
+BADGES = {  # verdict -> class of its look; the word is always beside it
+    "supported": "good",
+    "on par": "good",
+    "better": "good",
+    "partly": "part",
+    "not decided": "part",
+    "not supported": "bad",
+    "worse": "bad",
+    "not tested": "open",
+    "not testable here": "none",
+}
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page and what had to be left out of it."""
+
+    html: str
+    colours: int  # of embedded images
+    left_out: list[str]  # figures that did not fit
+
+
+def as_json(value: object) -> Markup:
+    """JSON that may stand inside a script element."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def environment() -> Environment:
+    """Jinja2 with everything escaped that does not say otherwise; a name that a template misspells is an error."""
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["json"] = as_json
+    made.filters["badge"] = lambda verdict: BADGES.get(verdict, "none")
+    made.filters["hours"] = duration
+    made.filters["kind"] = str.upper
+    made.globals["counted"] = claim_rows.counted
+    return made
+
+
+def duration(hours: float) -> str:
+    """Hours and minutes; empty where it is not known."""
+    if math.isnan(hours):
+        return ""
+    minutes = round(60 * hours)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+
+
+def inlined(name: str) -> Markup:
+    """A style sheet or script of ours, as it stands."""
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def machines(kept: Kept) -> list[dict[str, Any]]:
+    """Each kind of machine with its versions of software, and the studies that ran there."""
+    found: dict[str, dict[str, Any]] = {}
+    for made in kept.made.values():
+        for hardware in as_list(made.provenance.get("hardware")):
+            entry = found.setdefault(json.dumps(hardware, sort_keys=True), {"hardware": hardware, "studies": []})
+            entry["studies"].append(made.study)
+            entry.setdefault("versions", [])
+            entry["versions"] += [
+                version for version in as_list(made.provenance.get("versions")) if version not in entry["versions"]
+            ]
+    return list(found.values())
+
+
+def contents(kept: Kept) -> dict[str, Any]:
+    """What the templates show, images left out."""
+    shown = pictures.pictures(kept)
+    claims = claim_rows.rows(kept, [picture.name for picture in shown if not picture.group])
+    rows = list(board.rows(kept))
+    runs, points = curves.curves(kept)
+    figures = {picture.name: picture for picture in shown if not picture.group}
+    return {
+        "scale": kept.scale,
+        "reference": kept.reference,
+        "claims": claims,
+        "counts": Counter(row.verdict for row in claims or ()),
+        "verdicts": claim_rows.VERDICTS,
+        "figures": figures,
+        "pictures": shown,
+        "groups": list(dict.fromkeys(picture.group for picture in shown)),
+        "board": rows,
+        "board_missing": board.missing(kept),
+        "families": {key: name for key, name in board.FAMILIES.items() if key in {row.family for row in rows}},
+        "all_families": board.FAMILIES,
+        "settings": {row.study: row.setting for row in rows},
+        "margin": loss_margin(),
+        "curves": runs,
+        "points": points,
+        "thinned": points < curves.MOST,
+        "digits": curves.DIGITS,
+        "made": kept.made,
+        "machines": machines(kept),
+        "others": [kept.link(path) for name in ("claims.csv", "runs.csv") if (path := kept.root / name).is_file()],
+        "style": inlined("report.css"),
+        "scripts": [inlined(name) for name in SCRIPTS],
+    }
+
+
+def render(kept: Kept) -> Page:
+    """The page of ``kept``; ``UserError`` where it would be too large even without figures."""
+    values = contents(kept)
+    template = environment().get_template("report.html.j2")
+    bare: dict[str, Any] = {"images": [None] * len(values["pictures"]), "colours": 0, "left_out": []}
+    room = LIMIT - SPARE - len(template.render(**values, **bare).encode())
+    if room < 0:
+        fix = "report fewer studies: remove the folders of some from the results"
+        raise UserError(f"the report is {-room} bytes over {LIMIT} without figures", where=kept.root, fix=fix)
+    images, level = pictures.embed_all(values["pictures"], room)
+    lost = [picture.name for picture, image in zip(values["pictures"], images, strict=True) if image is None]
+    colours = pictures.LEVELS[level][0]
+    text = template.render(**values, images=images, colours=colours, left_out=lost)
+    return Page(text, colours, lost)
+
+
+@main_guard
+def main(
+    scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
+    results: Annotated[Path, typer.Option(help="results folder, or results/reference")] = Path("results"),
+    out: Annotated[Path | None, typer.Option(help="the page; default: RESULTS/SCALE/report.html")] = None,
+) -> None:
+    """Write the report of a scale."""
+    root = (results / scale).resolve()
+    if not root.is_dir():
+        fix = f"run the studies first: snakemake -c2 all --config scale={scale}"
+        raise UserError(f"no results at scale {scale}", where=results / scale, fix=fix)
+    target = out or results / scale / "report.html"
+    page = render(Kept(root, target))
+    atomic_write(target, page.html)
+    left = f"; too large to be embedded: {', '.join(page.left_out)}" if page.left_out else ""
+    print(f"{target} ({len(page.html.encode()) / 1e6:.1f} MB{left})")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,356 @@
+"""The report shows what the tables hold, all of it, and nothing that they do not hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from lxml import html
+
+from edgc.config import methods
+from edgc.errors import UserError
+from experiments.pages import board, claim_rows, curves, pictures, report
+from experiments.pages.kept import Kept
+from experiments.spec import matrix
+from tests.unit import synthetic_report
+from tests.unit.synthetic_report import HOSTILE
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCES = sorted(path for path in (ROOT / "results" / "reference").iterdir() if (path / "claims.csv").is_file())
+
+
+def page_of(root: Path) -> tuple[str, Any]:
+    text = report.render(Kept(root, root / "report.html")).html
+    return text, html.fromstring(text)
+
+
+def data(tree: Any, name: str) -> Any:
+    return json.loads(tree.get_element_by_id(name).text)
+
+
+def words(node: Any) -> str:
+    return " ".join(node.text_content().split())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic_report.results(tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture(scope="module")
+def made(root: Path) -> tuple[str, Any]:
+    return page_of(root)
+
+
+@pytest.fixture(params=REFERENCES, ids=lambda path: path.name)
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
+    return Kept(request.param, tmp_path / "report.html")
+
+
+def test_every_claim_has_a_row_with_its_values(made: tuple[str, Any]) -> None:
+    _, tree = made
+    rows = tree.xpath("//tbody[@data-claim]")
+    assert [row.get("data-claim") for row in rows] == [row["id"] for row in synthetic_report.CLAIMS]
+    for row, line in zip(rows, synthetic_report.CLAIMS, strict=True):
+        text = words(row)
+        assert line["verdict"] in text and " ".join(str(line["claim"]).split()) in text
+        assert str(line["kind"]).upper() in text and (line["our_value"] or "–") in text
+        assert (row.get("class").split() == ["claim", "simulated"]) == (line["kind"] == "simulated")
+    simulated, measured = (words(row) for row in rows[:2])
+    assert "-46.45 %" in simulated and "-27.62 to -1.486 %" in simulated and "6 bandwidths" in simulated
+    assert "1, 2" in measured and "0123456789 + changes" in measured, "seeds and commit"
+    assert rows[0].xpath(".//*[@data-image='figure-gpt2_12p1b_h100']")
+    assert rows[1].xpath(".//a[@href='methods/table.csv']")
+
+
+def test_committed_claims_are_shown_as_they_are(kept: Kept) -> None:
+    table = pd.read_csv(kept.root / "claims.csv")
+    found = claim_rows.rows(kept, [])
+    assert found is not None
+    assert [(row.id, row.claim, row.verdict, row.n) for row in found] == [
+        (line.id, line.claim, line.verdict, line.n) for line in table.itertuples()
+    ]
+    for row, line in zip(found, table.to_dict("records"), strict=True):
+        for shown, value in ((row.paper, line["paper_value"]), (row.ours, line["our_value"])):
+            number = shown.removesuffix(" %")
+            assert number == str(value) or float(number) == float(value)
+
+
+def test_the_interval_of_a_claim_is_that_of_the_values_that_were_judged(tmp_path: Path) -> None:
+    claim = next(claim for claim in claim_rows.load_claims() if claim.id == "entropy_cost")
+    rows = [
+        {"variant": "s", "seed": seed, "status": "ok", "alpha": 0.1, "beta": 0.25}
+        | {"share_of_step": 0.2, "change_percent": change}
+        for seed, change in ((1, -90.0), (2, -92.0), (3, -94.0))
+    ]
+    synthetic_report.write(tmp_path / "sampling_ablation" / "timings.csv", rows)
+    # The t quantile of two degrees of freedom, 4.3027, times 2 / sqrt(3).
+    assert claim_rows.interval_of(tmp_path, claim, "-92") == "-96.97 to -87.03"
+    assert claim_rows.interval_of(tmp_path, claim, "-91") == "", "the table is not the one that was judged"
+    synthetic_report.write(tmp_path / "sampling_ablation" / "timings.csv", rows[:1])
+    assert claim_rows.interval_of(tmp_path, claim, "-90") == "", "one seed has none"
+
+
+def test_words_that_judge_a_difference_have_its_interval(tmp_path: Path) -> None:
+    claim = next(claim for claim in claim_rows.load_claims() if claim.id == "accuracy_preserved")
+    fixed = {"variant": "edgc_cqm", "status": "ok", "method": "edgc", "policy": "cqm", "factor_dtype": "fp32"}
+    acted = {"bytes_ratio": 0.4, "ranks_used": 5, "windows_inside": 0.6, "acted": True}
+    rows = [fixed | acted | {"seed": seed, "gap_nats": gap} for seed, gap in ((1, 0.001), (2, 0.0012), (3, 0.0011))]
+    synthetic_report.write(tmp_path / "methods" / "table.csv", rows)
+    assert claim_rows.interval_of(tmp_path, claim, "on par") == "+0.0011 nats, +0.0009 to +0.0013"
+
+
+def test_every_number_of_the_board_is_that_of_its_table(kept: Kept) -> None:
+    found = list(board.rows(kept))
+    assert found, "no comparison of methods is committed"
+    tables = {row.source: pd.read_csv(kept.root / row.source, keep_default_na=False, na_values=[""]) for row in found}
+    assert len(found) == sum(map(len, tables.values()))
+    for row in found:
+        [line] = tables[row.source].query("variant == @row.variant").to_dict("records")
+        assert row.label == line["label"] and row.seeds == line["n"] and row.family != "other"
+        assert row.bytes == line["bytes_ratio_mean"] and row.bytes_bf16 == 2 * row.bytes
+        assert row.gap == line["gap_nats_mean"]
+        if row.variant != "none" and row.n > 1:
+            assert (row.low, row.high) == (line["gap_nats_low"], line["gap_nats_high"])
+        assert float(row.shown["bytes"].removesuffix(" %")) / 100 == pytest.approx(row.bytes, rel=5.1e-3)
+        assert float(row.shown["gap"]) == pytest.approx(row.gap, abs=5.1e-5)
+
+
+def test_table_and_plot_of_the_board_have_the_same_rows(root: Path, made: tuple[str, Any]) -> None:
+    _, tree = made
+    records = data(tree, "board-data")["rows"]
+    rows = tree.xpath("//table[@id='board-table']/tbody/tr")
+    assert len(records) == len(rows) == len(synthetic_report.VARIANTS) + 3
+    for record, row in zip(records, rows, strict=True):
+        cells = [words(cell) for cell in row]
+        shown = record["shown"]
+        assert cells[0] == " ".join(record["label"].split()) and cells[8:] == [record["study"], "ci"]
+        assert cells[2:7] == [shown[name] for name in ("n", "bytes", "bytes_bf16", "gap", "interval")]
+        assert cells[7] == record["verdict"]
+    by = {(record["study"], record["variant"]): record for record in records}
+    assert by["methods", "edgc_cqm"]["gap"] == 0.001171 and by["methods", "edgc_cqm"]["family"] == "edgc"
+    assert by["methods", "lost"] | {"n": 0, "gap": None, "low": None} == by["methods", "lost"], "diverged, and kept"
+    assert by["methods", "none"]["low"] is None, "a difference from itself is no estimate"
+
+
+def test_every_method_has_a_family() -> None:
+    names = [(kind.method, getattr(kind, "policy", "")) for kind in methods()]
+    families = {name: board.family_of(*name) for name in names}
+    assert len(families) >= 12 and "other" not in families.values()
+    assert families["topk", ""] == "sparsification" and families["sign", ""] == "quantization"
+    assert families["edgc", "cqm"] == "edgc" and families["edgc", "schedule"] == "given"
+    assert board.family_of("from_elsewhere", "") == "other"
+
+
+def test_tuning_budgets_and_summaries_without_methods_join_the_board(tmp_path: Path) -> None:
+    best = {"label": "int8", "trials": 4, "trials_ok": 4, "variant": "int8_b", "lr": 0.001, "n": 1, "bytes_ratio": 0.25}
+    synthetic_report.write(tmp_path / "ci" / "budgets" / "best.csv", [best | {"above_best_nats": 0.003}])
+    short = {"variant": "r16", "label": "PowerSGD", "n": 3, "n_ok": 3, "bytes_ratio_mean": 0.2, "gap_nats_mean": 0.01}
+    synthetic_report.write(tmp_path / "ci" / "moe" / "summary.csv", [short])
+    synthetic_report.write(tmp_path / "ci" / "moe" / "table.csv", [{"variant": "r16", "seed": 1, "method": "powersgd"}])
+    found = {row.study: row for row in board.rows(Kept(tmp_path / "ci", tmp_path / "page.html"))}
+    assert (found["budgets"].gap, found["budgets"].bytes, found["budgets"].low) == (0.003, 0.25, None)
+    assert (found["moe"].family, found["moe"].gap, found["moe"].low) == ("powersgd", 0.01, None)
+
+
+def test_curves_are_those_of_all_runs(root: Path, made: tuple[str, Any]) -> None:
+    _, tree = made
+    study = data(tree, "curves-data")["studies"]["methods"]
+    table = pd.read_csv(root / "methods" / "curves.csv")
+    assert len(study["runs"]) == table.groupby(["variant", "seed"]).ngroups
+    for run in study["runs"]:
+        variant = study["variants"][run["of"]]["variant"]
+        rows = table[(table["variant"] == variant) & (table["seed"] == run["seed"])].set_index("iteration")
+        assert len(run["x"]) <= curves.MOST
+        np.testing.assert_allclose(run["y"], rows.loc[run["x"], "train_loss"], rtol=5.1e-5)
+        np.testing.assert_allclose(run["b"], rows.loc[run["x"], "bytes"] / 1e6, rtol=5.1e-5)
+        for step, loss in run["v"]:
+            assert loss == pytest.approx(np.log(rows.loc[step, "validation_perplexity"]), rel=1e-4)
+        if run["status"] == "ok":
+            assert (run["x"][0], run["x"][-1]) == (1, synthetic_report.STEPS) and len(run["v"]) == 3
+
+
+def test_curves_are_thinned_further_where_there_are_many(root: Path) -> None:
+    kept = Kept(root, root / "report.html")
+    whole, points = curves.curves(kept)
+    assert points == curves.MOST
+    room = len(json.dumps(whole)) // 4
+    thin, fewer = curves.curves(kept, room)
+    assert curves.LEAST <= fewer < points and len(json.dumps(thin)) < 1.3 * room
+    ends = [(run["x"][0], run["x"][-1]) for run in thin["methods"]["runs"] if run["status"] == "ok"]
+    assert set(ends) == {(1, synthetic_report.STEPS)}
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("claims.csv", "There is no claims.csv here"),
+        ("methods/curves.csv", "No curves.csv is here"),
+        ("figures", "No figure of this study is here"),
+        ("methods/provenance.yaml", "No record of machine and versions is kept here"),
+        ("methods/timings.csv", "not recorded in the tables"),
+        ("methods/summary.csv", "Not here: methods/summary.csv"),
+    ],
+)
+def test_what_is_missing_is_said(root: Path, tmp_path: Path, missing: str, said: str) -> None:
+    copy = shutil.copytree(root, tmp_path / "ci")
+    before = words(page_of(copy)[1]).count(said)
+    (shutil.rmtree if (copy / missing).is_dir() else Path.unlink)(copy / missing)
+    assert words(page_of(copy)[1]).count(said) > before
+
+
+def test_an_empty_folder_still_makes_a_page(tmp_path: Path) -> None:
+    (tmp_path / "ci").mkdir()
+    text = words(page_of(tmp_path / "ci")[1])
+    for said in ("There is no claims.csv", "No comparison of methods", "No curves.csv", "No figure is here"):
+        assert said in text
+    with pytest.raises(UserError, match="no results at scale paper"):
+        report.main.__wrapped__("paper", tmp_path)  # type: ignore[attr-defined]
+
+
+def test_labels_are_text_whatever_they_hold(made: tuple[str, Any]) -> None:
+    text, tree = made
+    assert HOSTILE not in text and "onerror=alert(2)>" not in text
+    assert len(tree.xpath("//script")) == 3, "two of data, one of ours"
+    assert not tree.xpath("//img[not(starts-with(@src, 'data:image/'))]")
+    assert sum(" ".join(HOSTILE.split()) in words(row) for row in tree.xpath("//tbody/tr")) >= 3
+    assert HOSTILE in {record["label"] for record in data(tree, "board-data")["rows"]}
+
+
+def test_nothing_is_fetched_and_no_element_runs_code(made: tuple[str, Any]) -> None:
+    text, tree = made
+    for name in ("src", "href", "srcset", "action", "data"):
+        for value in tree.xpath(f"//@{name}"):
+            assert not re.match(r"(?i)\s*(https?:|//|javascript:)", value), value
+    assert not tree.xpath("//@*[starts-with(name(), 'on')]")
+    style = "".join(tree.xpath("//style/text()"))
+    assert "url(" not in style and "@import" not in style
+    [policy] = tree.xpath("//meta[@http-equiv='Content-Security-Policy']/@content")
+    assert policy.startswith("default-src 'none'")
+    assert not re.search(r"fetch\(|XMLHttpRequest|import\(", text)
+
+
+def test_figures_have_texts_and_simulated_ones_say_so(made: tuple[str, Any]) -> None:
+    _, tree = made
+    figures = {node.get("id"): node for node in tree.xpath("//figure[@id]")}
+    assert set(figures) == {"figure-methods", "figure-gpt2_12p1b_h100", "figure-a-machine-bench"}
+    for name, node in figures.items():
+        [alt] = node.xpath(".//img/@alt")
+        assert len(alt) > 10 and "**" not in alt and "``" not in alt
+        assert ("simulated" in (node.get("class") or "")) == ("SIMULATED" in words(node)) == ("gpt2" in name)
+    assert figures["figure-methods"].xpath(".//a[@href='figures/methods.png']")
+
+
+def test_a_study_that_was_removed_leaves_the_page(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and figures outlive the file of their study: a copy of the project may keep only a few."""
+    shutil.copytree(matrix.FOLDER / "scales", tmp_path / "experiments" / "scales")
+    studies = tmp_path / "experiments" / "studies"
+    shutil.copytree(matrix.FOLDER / "studies" / "bases", studies / "bases")
+    shutil.copy(matrix.study_path("methods"), studies)
+    monkeypatch.setattr(matrix, "FOLDER", tmp_path / "experiments")
+    _, tree = page_of(root)
+    assert "figure-methods" in tree.xpath("//figure/@id")
+
+
+def test_run_folders_are_linked_where_they_are(made: tuple[str, Any]) -> None:
+    _, tree = made
+    text = words(tree.get_element_by_id("made-methods"))
+    assert tree.xpath("//*[@id='made-methods']//a[@href='methods/none-s1']")
+    assert "none-s2" in text and not tree.xpath("//a[@href='methods/none-s2']")
+    assert "12 ok, 2 diverged" in text and "21 min of training" in text and "1, 2" in text
+    assert "A processor, 2 cores, no GPU, Linux" in words(tree.get_element_by_id("made"))
+
+
+def test_the_same_tables_give_the_same_bytes(root: Path, made: tuple[str, Any]) -> None:
+    assert page_of(root)[0] == made[0]
+
+
+def test_a_page_stays_below_its_limit(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = shutil.copytree(root, tmp_path / "ci")
+    names = ("methods", "rank_sweep", "zero_shot")
+    for seed, name in enumerate(names):
+        synthetic_report.picture(copy / "figures" / f"{name}.png", (300 + 100 * seed, 300), seed)
+    whole = len(page_of(copy)[0].encode())
+    monkeypatch.setattr(report, "LIMIT", whole - 100_000)
+    monkeypatch.setattr(report, "SPARE", 2_000)
+    text, tree = page_of(copy)
+    assert len(text.encode()) <= report.LIMIT and "Images are reduced to 32 colours" in words(tree)
+    small = whole - sum(
+        len(image.source) for name in names for image in [pictures.embed(copy / "figures" / f"{name}.png")]
+    )
+    monkeypatch.setattr(report, "LIMIT", small + 20_000)
+    text, tree = page_of(copy)
+    assert len(text.encode()) <= report.LIMIT and "Too large for this page, see the files: " in words(tree)
+    monkeypatch.setattr(report, "LIMIT", 10_000)
+    with pytest.raises(UserError, match="bytes over 10000 without figures"):
+        page_of(copy)
+
+
+def test_committed_results_fit(kept: Kept) -> None:
+    page = report.render(kept)
+    assert len(page.html.encode()) <= report.LIMIT == 5_000_000 and not page.left_out and page.colours == 256
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("**One.** Two.", "**One.**"),
+        ("Loss (nats; e.g. 0.94) of GPT2-2.5B. Next.", "Loss (nats; e.g. 0.94) of GPT2-2.5B."),
+        ("**Bold**, at the end\nof training.", "**Bold**, at the end of training."),
+        ("no end", "no end"),
+    ],
+)
+def test_the_first_sentence_of_a_caption(text: str, sentence: str) -> None:
+    assert pictures.first_sentence(text) == sentence
+
+
+def test_captions_are_rendered_and_escaped() -> None:
+    assert pictures.split_title("**A title.** The *rest*, ``code``.", "x") == ("A title", "The *rest*, ``code``.")
+    assert pictures.split_title("**A title**, and more.", "x") == ("A title", "And more.")
+    assert pictures.split_title("None.", "x") == ("x", "None.")
+    shown = pictures.html("The *rest* <b>is</b> ``code``.\n\n.. raw:: html\n\n   <script>1</script>")
+    assert "<em>rest</em>" in shown and "&lt;b&gt;" in shown and "code</" in shown and "<script" not in shown
+
+
+FIGURES = {"entropy_trend", "entropy_moments", "entropy_conditions", "window_ablation", "window_correlation", "methods"}
+
+
+@pytest.mark.parametrize(
+    ("evidence", "figures", "shown"),
+    [
+        ("entropy_trend/moments.csv", FIGURES, "entropy_moments"),
+        ("entropy_trend/table.csv", FIGURES, "entropy_trend"),
+        ("window_ablation/correlation.csv", FIGURES, "window_correlation"),
+        ("window_ablation/correlation.csv", {"window_ablation"}, "window_ablation"),
+        ("methods/table.csv", {"time_to_target"}, "time_to_target"),
+        ("methods/table.csv", {"rank_sweep"}, None),
+        (None, FIGURES, None),
+    ],
+)
+def test_a_claim_opens_to_the_figure_of_its_evidence(
+    evidence: str | None, figures: set[str], shown: str | None
+) -> None:
+    assert claim_rows.figure_of(evidence, (evidence or "").partition("/")[0], figures) == shown
+
+
+def test_a_small_svg_is_taken_in_place_of_a_png(tmp_path: Path) -> None:
+    root = synthetic_report.results(tmp_path)
+    (root / "figures" / "methods.svg").write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 200 100"></svg>'
+    )
+
+    def found() -> pictures.Picture:
+        shown = pictures.pictures(Kept(root, root / "report.html"))
+        return next(picture for picture in shown if picture.name == "methods")
+
+    image = pictures.embed(found().path)
+    assert image.source.startswith("data:image/svg+xml;base64,") and (image.width, image.height) == (400, 200)
+    assert [link.name for link in found().files] == ["PNG", "SVG"]
+    (root / "figures" / "methods.svg").write_text(" " * 10**6)
+    assert found().path.suffix == ".png"
