@@ -12,9 +12,11 @@ can be spread over nights and machines.
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,8 +71,11 @@ def unpack(archive: Path, folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             opened.extract(file, folder, filter="data")
-            # Younger than the study's YAML and its text, or the workflow would train the run again.
-            (folder / file.name).touch()
+    # Younger than the study's YAML and its text, and none younger than another, for runs follow runs: the workflow would
+    # train them again.
+    now = time.time()
+    for file in files:
+        os.utime(folder / file.name, (now, now))
     return names
 
 
