@@ -71,8 +71,8 @@ def unpack(archive: Path, folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             opened.extract(file, folder, filter="data")
-    # Younger than the study's YAML and its text, and none younger than another, for runs follow runs: the workflow would
-    # train them again.
+    # Younger than the YAML of the study and its text, and none younger than another, for runs follow runs: the workflow
+    # would train them again.
     now = time.time()
     for file in files:
         os.utime(folder / file.name, (now, now))
