@@ -52,7 +52,7 @@ def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
 
 
 def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
-    """Copy the tables of one study, whether it is checked or not, with a provenance of its own.
+    """Copy the tables of one study, whether it is checked or not, with a provenance of its own; older tables go.
 
     Of an evaluation it is that of the runs that are evaluated; a simulated one says that it has none.
     """
@@ -63,7 +63,10 @@ def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
     sources = [fresh / study / name for name in definition.results]
     trained = list(definition.needs or [study])
     record = {"runs": 0, "kind": "simulated"} if _simulated(fresh / study) else provenance(fresh, trained)
-    return _copy(sources, fresh, reference, record, reference / study)
+    written = _copy(sources, fresh, reference, record, reference / study)
+    for old in set((reference / study).glob("*.csv")) - set(written):
+        old.unlink()  # a table that the study no longer makes would look like one of these runs
+    return written
 
 
 def _simulated(folder: Path) -> bool:

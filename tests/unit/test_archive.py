@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
+from experiments.common.files import atomic_write
 from experiments.verdicts import archive, reference
 from paper_figures.__main__ import render
 from tests.unit import synthetic_runs as synthetic
@@ -106,7 +107,9 @@ def run_replay(results: Path, study: str = STUDY) -> tuple[int, str]:
 
 def test_replay_tells_a_file_that_does_not_follow_from_the_runs(study: Path, tmp_path: Path) -> None:
     kept = tmp_path / "reference" / "ci"
+    atomic_write(kept / STUDY / "verdicts.csv", "of a table that the study once had\n")
     reference.update_study(STUDY, study.parent, kept)
+    assert not (kept / STUDY / "verdicts.csv").exists()
     reference.keep_runs(STUDY, names(study), study.parent, kept)
     code, output = run_replay(tmp_path)
     assert code == 0, output
