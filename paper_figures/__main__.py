@@ -16,14 +16,16 @@ KNOWN = [*FIGURES, *BENCHMARKS]
 
 
 def render(name: str, results: Path, out: Path) -> list[Path]:
-    """Draw figure ``name`` from the tables under ``results`` and write its PDF and PNG to ``out``."""
+    """Draw figure ``name`` from the tables under ``results`` and write its PDF, SVG and PNG to ``out``."""
     if name not in KNOWN:
         raise UserError(f"unknown figure {name}", fix=nearest(name, KNOWN, "known figures"))
     if not results.is_dir():
         raise UserError("results folder is missing", where=results, fix="give the folder of one scale, e.g. results/ci")
     from paper_figures import style
 
-    return style.save(importlib.import_module(f"paper_figures.{name}").draw(results), out, name)
+    module = importlib.import_module(f"paper_figures.{name}")
+    written = style.save(module.draw(results), out, name)
+    return [*written, *(module.pages(results, out) if hasattr(module, "pages") else [])]
 
 
 @main_guard
@@ -31,8 +33,12 @@ def main(
     name: Annotated[str, typer.Argument(help=f"all (of a scale), or one of: {', '.join(KNOWN)}")],
     results: Annotated[Path, typer.Option(help="folder of one scale")] = Path("results/ci"),
     out: Annotated[Path | None, typer.Option(help="folder of the figures; default: RESULTS/figures")] = None,
+    look: Annotated[str, typer.Option("--style", help="paper, slides or a matplotlib style file")] = "paper",
 ) -> None:
     """Draw one figure, or all of a scale, from the tables that are there."""
+    from paper_figures import style
+
+    style.choose(look)
     for one in FIGURES if name == "all" else [name]:
         print("  ".join(str(path) for path in render(one, results, out or results / "figures")))
 

@@ -26,9 +26,17 @@ class Family(NamedTuple):
     marker: str
     line: Line = "-"
 
-    def marks(self, line: Line = "", *, filled: bool = True) -> dict[str, Any]:
-        """matplotlib's keywords for points of this look, joined by ``line`` (none by default), or open ones."""
-        face = {} if filled else {"markerfacecolor": "white"}
+    @property
+    def filled(self) -> bool:
+        """Whether its markers are filled: those of four bits and of one-sided factors are open."""
+        return not self.key.endswith("_int4") and self.key != "one_sided"
+
+    def marks(self, line: Line = "", *, filled: bool | None = None) -> dict[str, Any]:
+        """matplotlib's keywords for points of this look, joined by ``line`` (none by default).
+
+        ``filled``: as the look says by default; given where the fill stands for something else.
+        """
+        face = {} if (self.filled if filled is None else filled) else {"markerfacecolor": "white"}
         return {"color": self.colour, "marker": self.marker, "linestyle": line} | face
 
 
@@ -46,20 +54,23 @@ def _registered() -> dict[str, Family]:
 FAMILIES: dict[str, Family] = _registered() | {
     f.key: f
     for f in (
-        Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", "--"),
-        Family("factors_bf16", "PowerSGD, bf16 factors", "#7FB2D9", "8"),
-        Family("factors_int8", "PowerSGD, int8 factors", "#004D80", "H"),
-        Family("factors_int7", "PowerSGD, int7 factors", "#006070", "$7$"),
-        Family("factors_int6", "PowerSGD, int6 factors", "#007A80", "$6$"),
-        Family("factors_int5", "PowerSGD, int5 factors", "#009590", "$5$"),
-        Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*"),
-        Family("one_sided", "PowerSGD, int4, one-sided", "#5C6B00", "1"),
-        Family("edgc_bf16", "EDGC, bf16 factors", "#F0A070", "4"),
-        Family("edgc_int8", "EDGC, int8 factors", "#AA3377", "d"),
-        Family("edgc_int7", "EDGC, int7 factors", "#BB4077", r"$\bar{7}$"),
-        Family("edgc_int6", "EDGC, int6 factors", "#CC4D77", r"$\bar{6}$"),
-        Family("edgc_int5", "EDGC, int5 factors", "#DD5A77", r"$\bar{5}$"),
-        Family("edgc_int4", "EDGC, int4 factors", "#EE6677", "+"),
+        Family("quantize_int8", "int8 of every entry", "#6B6B00", r"$\otimes$", (0, (4, 1, 1, 1))),
+        Family("quantize_int4", "int4 of every entry", "#C8B400", r"$\oplus$", (0, (2, 1))),
+        Family("quantize_int2", "int2 of every entry", "#E8E080", r"$\odot$", (0, (1, 1))),
+        Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", (0, (5, 1, 1, 1, 1, 1))),
+        Family("factors_bf16", "PowerSGD, bf16 factors", "#7FB2D9", "8", (0, (6, 2))),
+        Family("factors_int8", "PowerSGD, int8 factors", "#0A3A75", "H", (0, (3, 1))),
+        Family("factors_int7", "PowerSGD, int7 factors", "#006070", "$7$", (0, (3, 1, 1, 1))),
+        Family("factors_int6", "PowerSGD, int6 factors", "#007A80", "$6$", (0, (2, 2))),
+        Family("factors_int5", "PowerSGD, int5 factors", "#009590", "$5$", (0, (1, 2))),
+        Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*", (0, (5, 1))),
+        Family("one_sided", "PowerSGD, int4, one-sided", "#5C6B00", "1", (0, (8, 2))),
+        Family("edgc_bf16", "EDGC, bf16 factors", "#F0A070", "4", (0, (6, 1))),
+        Family("edgc_int8", "EDGC, int8 factors", "#AA3377", "d", (0, (7, 1, 2, 1))),
+        Family("edgc_int7", "EDGC, int7 factors", "#BB4077", r"$\bar{7}$", (0, (4, 2, 1, 2))),
+        Family("edgc_int6", "EDGC, int6 factors", "#CC4D77", r"$\bar{6}$", (0, (4, 3))),
+        Family("edgc_int5", "EDGC, int5 factors", "#DD5A77", r"$\bar{5}$", (0, (2, 3))),
+        Family("edgc_int4", "EDGC, int4 factors", "#EE6677", r"$\diamond$", (0, (9, 1))),
         Family("given", "ranks given, after a warm-up", "#4B0F6B", r"$\clubsuit$"),
         Family("other", "other", "#888888", ".", ":"),
     )
@@ -114,7 +125,7 @@ def by_name(name: str) -> Family:
     for dtype in FACTOR_BITS.keys() - {"fp32"}:
         if name.startswith(f"factors_{dtype}") or (name.startswith("powersgd") and name.endswith(f"_{dtype}")):
             return FAMILIES[f"factors_{dtype}"]
-    return family(name)
+    return FAMILIES[f"quantize_{name}"] if f"quantize_{name}" in FAMILIES else family(name)
 
 
 def look(run: pd.Series) -> Family:
@@ -125,6 +136,10 @@ def look(run: pd.Series) -> Family:
         return FAMILIES[f"factors_{run['factor_dtype']}"]
     if run["method"] == "edgc" and run["policy"] in ("fixed", "schedule"):
         return FAMILIES["given"]
+    if run["method"] == "edgc" and run["policy"] in FAMILIES:
+        return FAMILIES[run["policy"]]
+    if run["method"] == "quantize" and f"quantize_int{run.get('bits', 0):g}" in FAMILIES:
+        return FAMILIES[f"quantize_int{run['bits']:g}"]
     if run["method"] == "edgc" and run["factor_dtype"] != "fp32":
         return FAMILIES[f"edgc_{run['factor_dtype']}"]
     if str(run.get("label", "")).startswith("selective"):

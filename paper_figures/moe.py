@@ -40,6 +40,7 @@ def draw(results: Path) -> Figure:
     style.annotate(
         fig,
         list(seeds),
+        bars="bars: min to max",
         scale=results.name,
         extra="(a): one uncompressed run, means over windows of 20 iterations",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import textwrap
 from collections.abc import Sequence
@@ -43,6 +45,38 @@ COLUMN = 3.35  # inches, one column of a two-column page
 TEXT = 7.0  # inches, full text width
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
+INTERVAL = "bars: 95 % t interval of the mean"
+
+
+PAPER: dict[str, Any] = {}
+SIZES = ("font.size", "axes.labelsize", "axes.titlesize", "xtick.labelsize", "ytick.labelsize")
+SLIDES: dict[str, Any] = dict.fromkeys(SIZES, 9.0) | {
+    "lines.linewidth": 2.0,
+    "lines.markersize": 6,
+    "axes.linewidth": 1.0,
+    "savefig.dpi": 300,
+}
+_chosen: dict[str, Any] = PAPER
+
+
+def choose(name: str) -> None:
+    """Draw all figures from now on as ``paper``, ``slides`` or a matplotlib style file says.
+
+    Raises:
+        UserError: no such file, or one that matplotlib cannot read.
+    """
+    global _chosen
+    named = {"paper": PAPER, "slides": SLIDES}
+    if name in named:
+        _chosen = named[name]
+        return
+    if not Path(name).is_file():
+        raise UserError("there is no such style", where=Path(name), fix="give paper, slides or a matplotlib style file")
+    try:
+        _chosen = dict(matplotlib.rc_params_from_file(name, use_default_template=False))
+    except (OSError, ValueError) as error:
+        fix = "see matplotlib's style files"
+        raise UserError(f"cannot read the style: {error}", where=Path(name), fix=fix) from None
 
 
 def use() -> None:
@@ -82,9 +116,11 @@ def use() -> None:
             "savefig.dpi": 200,
             "pdf.fonttype": 42,
             "ps.fonttype": 42,
+            "svg.hashsalt": "edgc",  # or names inside the file differ from one drawing to the next
             "figure.constrained_layout.use": True,
         }
     )
+    plt.rcParams.update(_chosen)
 
 
 def figure(
@@ -113,7 +149,7 @@ def note(fig: Figure, text: str) -> None:
     fig.text(0.01, 2 / 72 / fig.get_figheight(), text, fontsize=MIN_FONT, color="#444444", va="bottom", ha="left")
 
 
-def spread(n: int | Sequence[int], what: str = "seeds", bars: str = "bars: min to max", *, scale: str = "") -> str:
+def spread(n: int | Sequence[int], what: str = "seeds", bars: str = INTERVAL, *, scale: str = "") -> str:
     """The standard sentence for a note: how many repeats a point stands for and what the bars or bands show."""
     counts = sorted({int(k) for k in n}) if not isinstance(n, int) else [n]
     text = "–".join(str(k) for k in (counts if len(counts) < 3 else (counts[0], counts[-1])))
@@ -128,7 +164,7 @@ def annotate(
     n: int | Sequence[int],
     *,
     what: str = "seeds",
-    bars: str = "bars: min to max",
+    bars: str = INTERVAL,
     scale: str = "",
     simulated: bool = False,
     extra: str = "",
@@ -153,6 +189,14 @@ def untested(runs: pd.DataFrame, width: int = 120) -> str:
     names = idle(runs)
     text = f"Not tested, for the policy did not act: {', '.join(names)}."
     return textwrap.fill(text, width) if names else ""
+
+
+def half_interval(values: pd.Series) -> float:
+    """Half the 95 % t interval of the mean of some values; nan with fewer than two."""
+    from scipy.stats import t
+
+    known = values.dropna()
+    return float(t.ppf(0.975, len(known) - 1) * known.sem()) if len(known) > 1 else math.nan
 
 
 def handles(*axes: Axes) -> tuple[list[Any], list[str]]:
@@ -204,8 +248,19 @@ def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:
     return pd.read_csv(path, keep_default_na=False, na_values=[""])
 
 
+def svg(fig: Figure) -> bytes:
+    """The figure as SVG, the same bytes at every drawing; closes it."""
+    buffer = io.BytesIO()
+    fig.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, facecolor=fig.get_facecolor())
+    plt.close(fig)
+    return buffer.getvalue()
+
+
 def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
-    """Write ``name.pdf`` and ``name.png`` (200 dpi) at the print size, atomically; the bytes hold no time stamp."""
+    """Write ``name.pdf``, ``.svg`` and ``.png`` (200 dpi, or the style's) at the print size, atomically.
+
+    The bytes hold no time stamp.
+    """
     out_dir = Path(out_dir)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -214,13 +269,14 @@ def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
     written = []
     metadata: dict[str, dict[str, None]] = {
         "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
+        "svg": {"Date": None, "Creator": None},
         "png": {"Software": None},
     }
     for kind, data in metadata.items():
         path = out_dir / f"{name}.{kind}"
         temporary = out_dir / f".{name}.{os.getpid()}.{kind}"
         try:
-            fig.savefig(temporary, format=kind, dpi=200, metadata=data)
+            fig.savefig(temporary, format=kind, metadata=data)
             temporary.replace(path)
         except OSError as error:
             raise UserError(f"cannot write the figure: {error}", where=path, fix="choose another --out") from None

@@ -85,6 +85,7 @@ def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) ->
     own = {study, *(matrix.load_study(study).needs or ())}
     alone = [name for name, needed in paper_figures.FIGURES.items() if needed[0] == study and own.issuperset(needed)]
     figures = [Path("figures") / f"{figure}.png" for figure in alone]
+    figures += [path.relative_to(fresh) for name in alone for path in sorted(fresh.glob(f"figures/{name}-*.svg"))]
     written = [reference / path for path in figures if (fresh / path).is_file()]
     for target in written:
         atomic_write(target, (fresh / target.relative_to(reference)).read_bytes())

@@ -262,7 +262,7 @@ def _legible(fig: Figure) -> None:
 def test_engine_figure(folder: Path, tmp_path: Path) -> None:
     _legible(bench.draw(folder))
     written = render("bench", folder, tmp_path)
-    assert [path.name for path in written] == ["bench.pdf", "bench.png"]
+    assert [path.name for path in written] == ["bench.pdf", "bench.svg", "bench.png"]
 
 
 def test_results_are_kept_on_request_only(folder: Path, tmp_path: Path) -> None:

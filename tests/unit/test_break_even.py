@@ -169,7 +169,7 @@ def test_an_assumption_touches_what_it_is_about(written: Path) -> None:
 
 @pytest.mark.parametrize("name", ["break_even", "break_even_sensitivity"])
 def test_figures_say_that_they_are_simulated(written: Path, name: str, tmp_path: Path) -> None:
-    assert {path.suffix for path in render(name, written, tmp_path)} == {".pdf", ".png"}
+    assert {path.suffix for path in render(name, written, tmp_path)} == {".pdf", ".png", ".svg"}
     import importlib
 
     fig = importlib.import_module(f"paper_figures.{name}").draw(written)

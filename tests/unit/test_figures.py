@@ -136,7 +136,7 @@ def test_files_repeat_byte_for_byte_in_another_process(tables: Path, tmp_path: P
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     for path in first:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-    assert {path.suffix for path in first} == {".pdf", ".png"}
+    assert {path.suffix for path in first} == {".pdf", ".png", ".svg"}
     assert not list((tmp_path / "a").glob(".*"))  # no temporary file stays
 
 
@@ -282,7 +282,7 @@ def test_every_type_of_factors_has_a_look() -> None:
 
 def test_spread_states_n_and_bars() -> None:
     assert style.spread(1) == "n = 1 seed, no spread"
-    assert style.spread([3, 3], scale="ci") == "n = 3 seeds; bars: min to max; scale ci"
+    assert style.spread([3, 3], scale="ci") == "n = 3 seeds; bars: 95 % t interval of the mean; scale ci"
     assert style.spread([1, 2, 5]).startswith("n = 1–5 seeds")
 
 

@@ -70,7 +70,7 @@ PROGRAMS = {
     "experiments/verdicts/regression.py": "write(scale(), 'regression.csv')",
     "experiments/verdicts/run_code.py": "write(scale(), 'runs.csv')",
     "paper_figures/__main__.py": f"""
-        write(option("--out"), sys.argv[1] + ".pdf")
+        write(option("--out"), sys.argv[1] + ".pdf", sys.argv[1] + ".svg")
         pathlib.Path(option("--out"), sys.argv[1] + ".png").write_bytes(bytes.fromhex("{PNG}"))
     """,
 }

@@ -52,7 +52,7 @@ def test_the_figure_draws(followed: Checkout, tmp_path: Path) -> None:
     reference = str(ROOT / "results" / "reference" / "ci")
     done = followed.run("paper_figures", "validation_loss", "--results", reference, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout
-    assert {path.suffix for path in tmp_path.iterdir()} == {".pdf", ".png"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".pdf", ".png", ".svg"}
 
 
 def test_the_scale_has_settings_that_fit(followed: Checkout) -> None:

@@ -7,6 +7,7 @@ rule benchmark_figure:
         lambda w: [KEPT / w.machine / table for table in BENCHMARKS[w.benchmark]],
     output:
         pdf="<results>/benchmarks/{machine}/{benchmark}.pdf",
+        svg="<results>/benchmarks/{machine}/{benchmark}.svg",
         png=report(
             "<results>/benchmarks/{machine}/{benchmark}.png",
             caption="../report/benchmark.rst",

@@ -185,8 +185,8 @@ def run_files(study, runs=None):
 
 
 def figure_files(names):
-    """Both formats of figures."""
-    return [f"<results>/figures/{name}.{kind}" for name in names for kind in ("pdf", "png")]
+    """All formats of figures."""
+    return [f"<results>/figures/{name}.{kind}" for name in names for kind in ("pdf", "svg", "png")]
 
 
 def tables(studies):

@@ -6,6 +6,7 @@ rule figure:
         lambda w: [f"<results>/{table}" for table in INPUTS[w.figure]],
     output:
         pdf="<results>/figures/{figure}.pdf",
+        svg="<results>/figures/{figure}.svg",
         png=report(
             "<results>/figures/{figure}.png",
             caption="../report/figure.rst",
