@@ -31,7 +31,7 @@ def number(value: object, column: Column) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NONE
     if isinstance(value, (str, bool)):
-        return str(value)
+        return column.names.get(str(value), str(value))
     scaled = float(value) * column.factor * (100 if column.percent else 1)  # type: ignore[arg-type]
     text = f"{scaled:.4g}" if column.decimals is None else f"{scaled:.{column.decimals}f}"
     if column.decimals is not None and float(text) == 0:
@@ -50,12 +50,12 @@ def setting_of(run: RunConfig, path: str, where: object) -> Any:
     return found
 
 
-def read(results: Path, scale: str, table: str, where: object) -> pd.DataFrame:
-    """A committed table; ``UserError`` where there is none."""
-    path = results / scale / table
+def read(folder: Path, table: str, where: object) -> pd.DataFrame:
+    """A committed table of a scale or of a benchmark; ``UserError`` where there is none."""
+    path = folder / table
     if not path.is_file():
-        known = [f"{found.parent.name}/{found.name}" for found in sorted((results / scale).glob("*/*.csv"))]
-        raise UserError(f"unknown table {table!r} of scale {scale}", where=where, fix=nearest(table, known))
+        known = [found.relative_to(folder).as_posix() for found in sorted(folder.rglob("*.csv"))]
+        raise UserError(f"unknown table {table!r} of {folder.name}", where=where, fix=nearest(table, known))
     return written_tables.read(path, keep_default_na=False, na_values=["", "nan"])
 
 
@@ -84,7 +84,12 @@ def render(spec: Comparison, results: Path, page: Path, where: object) -> str:
         page: the file that is written, from which links lead.
         where: the entry, for errors.
     """
-    frames = {scale: selected(read(results, scale, spec.table, where), spec, where) for scale in spec.scales}
+    folders = {f"ours, {scale}": results / scale for scale in spec.scales}
+    if spec.machine:
+        folders = {"ours, by the clock": results / "bench" / spec.machine}
+    elif spec.study and is_simulated(matrix.load_study(spec.study)):
+        folders = {"ours, SIMULATED": results / spec.scales[0]}
+    frames = {name: selected(read(folder, spec.table, where), spec, where) for name, folder in folders.items()}
     header, rows = ["whose"], []
     spread = {
         column.name: sorted({value for frame in frames.values() for value in frame[column.across]})
@@ -95,12 +100,19 @@ def render(spec: Comparison, results: Path, page: Path, where: object) -> str:
         values = spread.get(column.name, ())
         header += [f"{column.name} {_named(value)} {column.unit}".strip() for value in values] or [column.name]
     if spec.theirs == "row":
-        rows += _theirs(spec, spread, where)
-    for scale, frame in frames.items():
-        rows += _ours(spec, spread, scale, frame, results, where)
-    sources = [_source(spec, scale, frame, results, page) for scale, frame in frames.items()]
+        rows += [_once(row) for row in _theirs(spec, spread, where)]
+    for name, frame in frames.items():
+        rows += _ours(spec, spread, name, frame, _run(spec, folders[name], results), where)
+    sources = [_source(spec, folders[name], frame, page) for name, frame in frames.items()]
     parts = [f"**{spec.title}**", markdown.table(header, rows), "Ours: " + "; ".join(sources) + "."]
     return "\n\n".join([*parts, spec.note] if spec.note else parts)
+
+
+def _run(spec: Comparison, folder: Path, results: Path) -> RunConfig | None:
+    """The run whose settings columns are divided by or multiplied with, where one does that."""
+    if spec.study is None or not any(column.over or column.times for column in spec.columns):
+        return None
+    return side(Setting(study=spec.study, scale=folder.name), results).run
 
 
 def _named(value: object) -> str:
@@ -118,6 +130,11 @@ def _theirs(spec: Comparison, spread: dict[str, list[Any]], where: object) -> li
         ["paper", *(text for column in spec.columns for text in _of_paper(column, runs[name], spread, where))]
         for name in spec.paper.variants or runs
     ]
+
+
+def _once(row: list[str]) -> list[str]:
+    """A row of which nothing is known says so once."""
+    return [row[0], UNKNOWN, *[""] * (len(row) - 2)] if set(row[1:]) == {UNKNOWN} else row
 
 
 def _of_paper(column: Column, run: RunConfig | None, spread: dict[str, list[Any]], where: object) -> list[str]:
@@ -144,18 +161,20 @@ def _in_settings(value: float, column: Column, run: RunConfig, where: object) ->
 
 
 def _ours(
-    spec: Comparison, spread: dict[str, list[Any]], scale: str, frame: pd.DataFrame, results: Path, where: object
+    spec: Comparison,
+    spread: dict[str, list[Any]],
+    name: str,
+    frame: pd.DataFrame,
+    run: RunConfig | None,
+    where: object,
 ) -> list[list[str]]:
-    run = None
-    if any(column.over or column.times for column in spec.columns):
-        run = side(Setting(study=spec.study, scale=scale), results).run
     keys = [column.ours for column in spec.columns if column.ours and not column.across]
     groups: Sequence[pd.DataFrame] = [frame.iloc[[index]] for index in range(len(frame))]
     if spread:
         groups = [group for _, group in frame.groupby(keys, sort=False, dropna=False)]
     rows = []
     for group in groups:
-        row = [f"ours, {scale}"]
+        row = [name]
         for column in spec.columns:
             if column.across:
                 by = dict(zip(group[column.across], group[column.ours], strict=True))
@@ -170,7 +189,7 @@ def _value(column: Column, row: pd.Series, run: RunConfig | None, where: object)
     if column.ours is None:
         return NONE
     shown = _shown(row[column.ours], column, run, where)
-    if column.low and column.high and not pd.isna(row[column.low]):
+    if column.low and column.high and row[column.low] < row[column.high]:
         low, high = (_shown(row[name], column, run, where) for name in (column.low, column.high))
         return f"{shown} ({low} to {high})"
     return shown
@@ -183,20 +202,21 @@ def _shown(value: Any, column: Column, run: RunConfig | None, where: object) -> 
     return number(value, column)
 
 
-def _source(spec: Comparison, scale: str, frame: pd.DataFrame, results: Path, page: Path) -> str:
-    """``[methods/summary.csv](...) (workstation), MEASURED, n = 3``."""
-    target = markdown.link(spec.table, results / scale / spec.table, page)
+def _source(spec: Comparison, folder: Path, frame: pd.DataFrame, page: Path) -> str:
+    """``[methods/summary.csv](...) (workstation), MEASURED, n = 3 seeds``."""
+    target = markdown.link(spec.table, folder / spec.table, page)
     kinds = set(frame["kind"]) if "kind" in frame else set()
     if not kinds or not kinds <= KINDS:
-        kinds = {"simulated" if is_simulated(matrix.load_study(spec.study)) else "measured"}
-    seeds = _seeds(frame)
-    said = ", ".join(kind.upper() for kind in sorted(kinds))
-    return f"{target} ({scale}), {said}" + (f", n = {seeds}" if seeds else "")
+        kinds = {"measured"}
+    if spec.study and is_simulated(matrix.load_study(spec.study)):
+        return f"{target}, SIMULATED"
+    seeds, said = _seeds(frame), ", ".join(kind.upper() for kind in sorted(kinds))
+    return f"{target} ({folder.name}), {said}" + (f", seeds: {seeds}" if seeds else "")
 
 
 def _seeds(frame: pd.DataFrame) -> str:
     """How many seeds the rows are of: ``3``, or ``3 to 10``."""
-    name = next((name for name in ("n_seeds", "n") if name in frame), None)
+    name = next((name for name in ("n_seeds", "n", "seeds") if name in frame), None)
     if name is None:
         return str(frame["seed"].nunique()) if "seed" in frame else ""
     least, most = int(frame[name].min()), int(frame[name].max())

@@ -96,7 +96,9 @@ def _verdict(page: Page, verdicts: dict[str, dict[str, ClaimRow]]) -> str:
             ours = f"{row.ours} ({row.interval})" if row.interval else row.ours
             n = "; ".join(part for part in (str(row.n) if row.n else "", row.counts) if part)
             evidence = (
-                f"[{row.evidence.name.split('/', 2)[-1]}]({row.evidence.href})" if row.evidence else settings.NONE
+                f"[{'/'.join(row.evidence.name.split('/')[-2:])}]({row.evidence.href})"
+                if row.evidence
+                else settings.NONE
             )
             kind = row.kind.upper()
             rows.append([f"{row.claim} (`{claim}`)", row.paper, scale, ours, n, kind, f"**{row.verdict}**", evidence])
@@ -111,7 +113,7 @@ def _acted(policies: Iterable[Policy], results: Path, where: object) -> str:
     """In how many seeds EDGC's policy acted, of the runs that a page is about."""
     lines = []
     for policy in policies:
-        frame = comparison.read(results, policy.scale, f"{policy.study}/table.csv", where)
+        frame = comparison.read(results / policy.scale, f"{policy.study}/table.csv", where)
         if not acting.recorded(frame):
             lines.append(f"study `{policy.study}`, {policy.scale}: its tables do not say")
             continue

@@ -27,7 +27,8 @@ class Column(Settings):
     ``ours`` is a column of our table, with ``low`` and ``high`` the ends of its interval. ``theirs`` are settings of
     the paper's run (``model.hidden``), multiplied where there are several; ``claim`` is the value that a claim states,
     in the row of variant ``only`` where that is given. Both are divided by the setting ``over`` of their run and
-    multiplied with ``times``. ``across`` spreads the column over the values of another one.
+    multiplied with ``times``. ``names`` puts words in place of those of our table. ``across`` spreads the column over
+    the values of another one.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Column(Settings):
     factor: float = 1.0
     decimals: int | None = Field(None, ge=0)
     percent: bool = False
+    names: dict[str, str] = {}
     across: str | None = None
     unit: str = ""
 
@@ -68,11 +70,13 @@ class Comparison(Settings):
     """A table with the paper's rows above ours.
 
     ``where`` keeps the rows of our table with these values. Without ``paper`` the paper has one row; ``theirs: none``
-    leaves it out where the table is about a thing that the paper does not have.
+    leaves it out where the table is about a thing that the paper does not have. ``machine`` names the folder of a
+    benchmark, whose tables are of no study.
     """
 
     title: str
-    table: Annotated[str, Field(pattern=r"^[a-z0-9_]+/[a-z0-9_]+\.csv$")]
+    table: Annotated[str, Field(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.csv$")]
+    machine: str | None = None
     scales: Annotated[tuple[Name, ...], Field(min_length=1)] = ("workstation",)
     where: dict[str, Value | list[Value]] = {}
     paper: PaperRows | None = None
@@ -81,8 +85,15 @@ class Comparison(Settings):
     note: str = ""
 
     @property
-    def study(self) -> str:
-        return self.table.partition("/")[0]
+    def study(self) -> str | None:
+        """None for a benchmark's table."""
+        return None if self.machine else self.table.partition("/")[0]
+
+    @model_validator(mode="after")
+    def _of_study(self) -> Comparison:
+        if (self.machine is None) != ("/" in self.table):
+            raise ValueError(f"table {self.table}: write study/table.csv, or machine and table.csv for a benchmark")
+        return self
 
 
 class Setting(Settings):
@@ -118,7 +129,7 @@ class Picture(Settings):
 
 
 class Page(Settings):
-    """One figure or table of the paper."""
+    """One figure or table of the paper; ``item`` says what part of it that is."""
 
     id: Name
     title: str
@@ -149,7 +160,11 @@ def load_pages(path: Path = PATH) -> Pages:
 
     Every claim of the paper belongs to exactly one page.
     """
-    found: Pages = validate(Pages, load_yaml(path), path)
+    values = load_yaml(path)
+    for entry in values.get("pages") or ():  # one by one first: then the error names the page
+        if isinstance(entry, dict):
+            validate(Page, entry, f"{path}, page {entry.get('id')}")
+    found: Pages = validate(Pages, values, path)
     names = [page.id for page in found.pages]
     _once(names, "page", path)
     known = [claim.id for claim in load_claims()]
@@ -176,6 +191,7 @@ def _once(names: list[str], what: str, path: Path) -> None:
 
 
 def _studies(page: Page) -> list[str]:
-    named = [*page.settings.theirs, *page.settings.ours, *page.policies]
-    named += [table.paper for table in page.comparisons if table.paper]
-    return [*(item.study for item in named), *(table.study for table in page.comparisons)]
+    sides, tables = page.settings, page.comparisons
+    named = [item.study for item in (*sides.theirs, *sides.ours)] + [item.study for item in page.policies]
+    named += [table.paper.study for table in tables if table.paper]
+    return [*named, *(table.study for table in tables if table.study)]
