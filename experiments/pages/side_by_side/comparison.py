@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ import pandas as pd
 from edgc.errors import UserError, nearest
 from experiments.common import written_tables
 from experiments.pages.kept import is_simulated
-from experiments.pages.side_by_side import markdown
-from experiments.pages.side_by_side.settings import NONE, PAPER, UNKNOWN, side
+from experiments.pages.side_by_side import markdown, settings
+from experiments.pages.side_by_side.settings import NONE, PAPER, UNKNOWN, definition, side
 from experiments.pages.side_by_side.spec import Column, Comparison, Setting
-from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
 from experiments.verdicts.claims import load_claims
 
@@ -87,7 +87,7 @@ def render(spec: Comparison, results: Path, page: Path, where: object) -> str:
     folders = {f"ours, {scale}": results / scale for scale in spec.scales}
     if spec.machine:
         folders = {"ours, by the clock": results / "bench" / spec.machine}
-    elif spec.study and is_simulated(matrix.load_study(spec.study)):
+    elif spec.study and is_simulated(definition(spec.study)):
         folders = {"ours, SIMULATED": results / spec.scales[0]}
     frames = {name: selected(read(folder, spec.table, where), spec, where) for name, folder in folders.items()}
     header, rows = ["whose"], []
@@ -122,7 +122,7 @@ def _named(value: object) -> str:
 def _theirs(spec: Comparison, spread: dict[str, list[Any]], where: object) -> list[list[str]]:
     if spec.paper is None:
         return [["paper", *(text for column in spec.columns for text in _of_paper(column, None, spread, where))]]
-    runs = {run.variant: run for run in matrix.runs(spec.paper.study, PAPER)}
+    runs = {run.variant: run for run in settings.runs(spec.paper.study, PAPER).values()}
     for name in spec.paper.variants:
         if name not in runs:
             raise UserError(f"paper.variants: unknown variant {name!r}", where=where, fix=nearest(name, runs))
@@ -130,6 +130,12 @@ def _theirs(spec: Comparison, spread: dict[str, list[Any]], where: object) -> li
         ["paper", *(text for column in spec.columns for text in _of_paper(column, runs[name], spread, where))]
         for name in spec.paper.variants or runs
     ]
+
+
+@cache
+def _claimed() -> dict[str, float | str]:
+    """What the paper says for each claim."""
+    return {claim.id: claim.paper_value for claim in load_claims()}
 
 
 def _once(row: list[str]) -> list[str]:
@@ -140,7 +146,7 @@ def _once(row: list[str]) -> list[str]:
 def _of_paper(column: Column, run: RunConfig | None, spread: dict[str, list[Any]], where: object) -> list[str]:
     count = len(spread.get(column.name, (None,)))
     if column.claim and (column.only is None or (run is not None and run.variant == column.only)):
-        value = next(claim.paper_value for claim in load_claims() if claim.id == column.claim)
+        value = _claimed()[column.claim]
         shown = value if isinstance(value, str) else f"{value:g}" + (" %" if column.percent else "")
         return [column.text.format(shown)] * count
     if run is None or not column.theirs:
@@ -208,7 +214,7 @@ def _source(spec: Comparison, folder: Path, frame: pd.DataFrame, page: Path) -> 
     kinds = set(frame["kind"]) if "kind" in frame else set()
     if not kinds or not kinds <= KINDS:
         kinds = {"measured"}
-    if spec.study and is_simulated(matrix.load_study(spec.study)):
+    if spec.study and is_simulated(definition(spec.study)):
         return f"{target}, SIMULATED"
     seeds, said = _seeds(frame), ", ".join(kind.upper() for kind in sorted(kinds))
     return f"{target} ({folder.name}), {said}" + (f", seeds: {seeds}" if seeds else "")

@@ -23,6 +23,7 @@ from experiments.pages.side_by_side import markdown
 from experiments.pages.side_by_side.spec import Setting, Sides
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
+from experiments.spec.study import Study
 from experiments.verdicts import archive
 
 PAPER = "paper"  # the scale whose files hold what the authors' scripts say
@@ -90,14 +91,29 @@ def kept_run(path: Path, name: str | None) -> dict[str, Any]:
     raise UserError(f"no run {name!r} is kept", where=path, fix=nearest(str(name), archive.members(path)))
 
 
+@cache
+def definition(study: str) -> Study:
+    """A study's file, read once."""
+    return matrix.load_study(study)
+
+
+@cache
+def runs(study: str, scale: str) -> dict[str, RunConfig]:
+    """All runs of a study by their names, made once."""
+    return {run.name: run for run in matrix.runs(study, scale)}
+
+
 def of_study(study: str, scale: str, name: str | None = None) -> RunConfig:
     """A run as the study's file has it; a study that evaluates other studies' models has those of its first one."""
-    definition = matrix.load_study(study)
-    trained = next(iter(definition.needs)) if definition.needs else study
-    runs = matrix.runs(trained, scale)
-    if not runs:
-        raise UserError(f"study {study} has no run at scale {scale}", where=matrix.study_path(study))
-    return matrix.find(trained, scale, name) if name else runs[0]
+    needs = definition(study).needs
+    trained = next(iter(needs)) if needs else study
+    known = runs(trained, scale)
+    if name is None and known:
+        return next(iter(known.values()))
+    if name not in known:
+        what = f"study {trained} has no run {name!r} at scale {scale}"
+        raise UserError(what, where=matrix.study_path(trained), fix=nearest(name, known))
+    return known[name]
 
 
 def side(setting: Setting, results: Path) -> Side:
@@ -107,7 +123,7 @@ def side(setting: Setting, results: Path) -> Side:
         setting: as the page names it.
         results: folder with a folder of committed results for each scale.
     """
-    study = matrix.load_study(setting.study)
+    study = definition(setting.study)
     if is_simulated(study) or setting.scale == PAPER:
         run = of_study(setting.study, PAPER, setting.run)
         hardware = _cluster(study.cluster or {})

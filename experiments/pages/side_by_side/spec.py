@@ -167,7 +167,7 @@ def load_pages(path: Path = PATH) -> Pages:
     found: Pages = validate(Pages, values, path)
     names = [page.id for page in found.pages]
     _once(names, "page", path)
-    known = [claim.id for claim in load_claims()]
+    known, studies = [claim.id for claim in load_claims()], matrix.studies()
     shown = [claim for page in found.pages for claim in page.claims]
     _once(shown, "claim", path)
     for page in found.pages:
@@ -176,8 +176,8 @@ def load_pages(path: Path = PATH) -> Pages:
             if claim not in known:
                 raise UserError(f"unknown claim {claim!r}", where=where, fix=nearest(claim, known))
         for study in _studies(page):
-            if study not in matrix.studies():
-                raise UserError(f"unknown study {study!r}", where=where, fix=nearest(study, matrix.studies()))
+            if study not in studies:
+                raise UserError(f"unknown study {study!r}", where=where, fix=nearest(study, studies))
     missing = [claim for claim in known if claim not in shown]
     if missing:
         raise UserError(f"claim {missing[0]} is on no page", where=path, fix="add it to `claims` of the page it is of")
