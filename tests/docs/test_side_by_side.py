@@ -117,7 +117,7 @@ def test_the_papers_windows_and_ranks_are_those_of_the_studies_at_its_scale(made
     for window in windows:
         assert f"| paper | {window} | 0.1 | {window // 10} |" in made["windows.md"]
     hidden = matrix.runs("rank_sweep", "paper")[0].model.hidden
-    assert f"| paper | 64 | {100 * 64 / hidden:.1f} % | not known here |" in made["ranks.md"]
+    assert f"| paper | rank 64 | {100 * 64 / hidden:.1f} % | not known here |" in made["ranks.md"]
 
 
 # --- write and check -------------------------------------------------------------------------------------------------

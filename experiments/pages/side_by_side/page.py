@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from experiments.pages.claim_rows import ClaimRow
 from experiments.pages.kept import Kept
 from experiments.pages.side_by_side import comparison, framework, markdown, settings
 from experiments.pages.side_by_side.spec import Page, Pages, Policy
+from experiments.spec import matrix
 
 GENERATED = "<!-- generated: python -m experiments.pages.side_by_side write -->"
 INDEX, DRAWING = "index.md", "framework.svg"
@@ -46,7 +47,9 @@ def _verdicts(place: Place, scale: str) -> dict[str, ClaimRow]:
 
 def _page(page: Page, spec: Pages, place: Place, verdicts: dict[str, dict[str, ClaimRow]]) -> str:
     path, where = place.docs / f"{page.id}.md", f"{place.spec}, page {page.id}"
-    parts = [GENERATED, f"# {page.title}", f"{page.item} · [all figures and tables of the paper]({INDEX})"]
+    parts = [GENERATED, f"# {page.title}", f"In the paper: {page.item}. [All pages, and the words used]({INDEX})"]
+    if page.claims:
+        parts.append(_headline(page, verdicts))
     parts += ["## What the paper shows", _flat(page.shows)]
     if page.unknown:
         parts.append(f"**Not known here:** {_flat(page.unknown)}")
@@ -68,6 +71,22 @@ def _page(page: Page, spec: Pages, place: Place, verdicts: dict[str, dict[str, C
     if page.decides:
         parts += ["## What would decide it", markdown.bullets(page.decides)]
     return "\n\n".join(parts) + "\n"
+
+
+def _said(page: Page, known: Mapping[str, ClaimRow]) -> str:
+    """The verdicts of a page's claims at one scale, each once."""
+    return ", ".join(dict.fromkeys(known[claim].verdict for claim in page.claims if claim in known))
+
+
+def _kinds(page: Page, verdicts: Mapping[str, Mapping[str, ClaimRow]]) -> str:
+    rows = [known[claim] for known in verdicts.values() for claim in page.claims if claim in known]
+    return ", ".join(dict.fromkeys(row.kind.upper() for row in rows))
+
+
+def _headline(page: Page, verdicts: Mapping[str, Mapping[str, ClaimRow]]) -> str:
+    """The page's answer in one line."""
+    said = "; ".join(f"{scale}: **{_said(page, known)}**" for scale, known in verdicts.items())
+    return f"Verdict, {_kinds(page, verdicts)}: {said}."
 
 
 def _flat(text: str) -> str:
@@ -138,12 +157,15 @@ def _acted(policies: Iterable[Policy], results: Path, where: object) -> str:
 def _index(spec: Pages, place: Place, verdicts: dict[str, dict[str, ClaimRow]]) -> str:
     rows = []
     for page in spec.pages:
-        found = [(scale, known[claim]) for claim in page.claims for scale, known in verdicts.items() if claim in known]
-        said = [", ".join(dict.fromkeys(row.verdict for at, row in found if at == scale)) for scale in verdicts]
-        kinds = ", ".join(dict.fromkeys(row.kind.upper() for _, row in found))
+        said = [_said(page, known) or settings.NONE for known in verdicts.values()]
         link = f"[{page.title}]({page.id}.md)"
-        rows.append([link, page.item, *(text or settings.NONE for text in said), kinds or settings.NONE])
-    header = ["page", "in the paper", *(f"verdict, {scale}" for scale in verdicts), "kind"]
-    versions = [f"**{name}**: {text}" for name, text in spec.versions.items()]
-    parts = [GENERATED, "# The paper side by side", _flat(spec.about), markdown.bullets(versions)]
-    return "\n\n".join([*parts, markdown.table(header, rows)]) + "\n"
+        rows.append([link, page.item, *said, _kinds(page, verdicts) or settings.NONE])
+    header = ["page", "part of the paper", *(f"verdict, {scale}" for scale in verdicts), "kind"]
+    scales = {scale: matrix.load_scale(scale).title for scale in spec.scales}
+    parts = [GENERATED, "# The paper side by side", _flat(spec.about), markdown.table(header, rows)]
+    parts += ["## Versions of the paper", _named(spec.versions), "## Scales of ours", _named(scales)]
+    return "\n\n".join([*parts, "## Words", _named(spec.words)] if spec.words else parts) + "\n"
+
+
+def _named(texts: Mapping[str, str]) -> str:
+    return markdown.bullets([f"**{name}**: {text}" for name, text in texts.items()])

@@ -147,11 +147,12 @@ class Page(Settings):
 
 
 class Pages(Settings):
-    """The whole file. ``scales``: whose verdicts the pages show."""
+    """The whole file. ``scales``: whose verdicts the pages show; ``words``: what they take for known."""
 
     scales: Annotated[tuple[Name, ...], Field(min_length=1)]
     about: str
     versions: dict[str, str]
+    words: dict[str, str] = {}
     pages: Annotated[tuple[Page, ...], Field(min_length=1)]
 
 
