@@ -21,6 +21,10 @@ from experiments.verdicts.cluster_measures import cluster_communication, cluster
 from experiments.verdicts.evidence import Measured, Missing, join, numbers, read
 
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
+FIXED, ORDERS = (
+    "fixed rank",
+    ("placebos", "falling"),
+)  # rivals of a policy at its bytes, as analyse/policies.py calls them
 
 
 def _runs(root: Path, relative: str) -> tuple[pd.DataFrame, str]:
@@ -104,9 +108,17 @@ def window_correlation_whole_run(root: Path) -> Measured:
 
 def edgc_gap(root: Path) -> Measured:
     """Whether EDGC (cqm) is on par with the uncompressed runs of the same seeds; the paper's factors are fp32."""
-    relative = "methods/table.csv"
+    return _edgc_gap(root, "methods/table.csv", EDGC_CQM)
+
+
+def edgc_gap_acting(root: Path) -> Measured:
+    """The same of the study that is about the policy, whose settings let the rank move."""
+    return _edgc_gap(root, "policies/table.csv", "cqm")
+
+
+def _edgc_gap(root: Path, relative: str, variant: str) -> Measured:
     frame = read(root, relative)
-    rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm") & (frame["factor_dtype"] == "fp32")]
+    rows = frame[frame["variant"] == variant]
     if rows.empty:
         raise Missing(f"no EDGC (cqm) run in {relative}")
     fine, lost = _finished(rows, relative)
@@ -126,6 +138,40 @@ def edgc_gap(root: Path) -> Measured:
         raise Missing(join("too few seeds to decide", account, note, lost))
     gap = (found["difference_nats"], found["difference_low"], found["difference_high"])
     return Measured((found["verdict"],), relative, join(account, note, lost), acted=acted, gap=gap, **_runs_of(fine))
+
+
+def entropy_beats_fixed_rank(root: Path) -> Measured:
+    """EDGC (cqm) against one fixed rank of exactly its bytes: a verdict for every setting in which the policy acted.
+
+    ``better`` alone says that following the entropy bought anything; beside it stand the same ranks in other orders.
+    """
+    found: dict[str, str] = {}
+    seeds: list[int] = []
+    notes: list[str] = []
+    for path in sorted(root.glob("policies*/comparisons.csv")):
+        relative = path.relative_to(root).as_posix()
+        table = read(root, relative)
+        mine = table[(table["variant"] == "cqm") & (table["n"] > 0)].set_index("rival")
+        if FIXED not in mine.index:
+            continue
+        said = [
+            f"against {rival} {row['difference_nats']:+.4f} nats ({row['difference_low']:.4f} to "
+            f"{row['difference_high']:.4f}), {row['verdict']}"
+            for rival, row in mine.iterrows()
+            if rival in (FIXED, *ORDERS)
+        ]
+        notes.append(f"{path.parent.name}, n = {mine.loc[FIXED, 'n']}: {', '.join(said)}")
+        if mine.loc[FIXED, "verdict"] != acting.NOT_TESTED:
+            found[relative] = str(mine.loc[FIXED, "verdict"])
+            seeds.append(int(mine.loc[FIXED, "n"]))
+    if not notes:
+        raise Missing("no study of policies has EDGC (cqm) beside a fixed rank of its bytes")
+    decided = {relative: word for relative, word in found.items() if word != NOT_DECIDED}
+    if found and not decided:
+        raise Missing(join("too few seeds to decide", *notes))
+    evidence = next(iter(decided), "policies/comparisons.csv")
+    words = tuple(decided.values()) or (acting.NOT_TESTED,)
+    return Measured(words, evidence, join(*notes), acted=bool(found), n=min(seeds, default=0))
 
 
 def zero_shot_on_par(root: Path) -> Measured:
@@ -246,7 +292,7 @@ MEASURES: dict[str, Callable[[Path], Measured]] = {
     function.__name__: function
     for function in (
         cluster_communication, cluster_training_time, entropy_cost, window_correlation,
-        window_correlation_whole_run, edgc_gap, zero_shot_on_par,
+        window_correlation_whole_run, edgc_gap, edgc_gap_acting, entropy_beats_fixed_rank, zero_shot_on_par,
         entropy_trend_gpt, entropy_trend_bert, zero_centring, correlation_early_over_late_gpt,
         correlation_early_over_late_bert,
     )
