@@ -145,8 +145,7 @@ def entropy_beats_fixed_rank(root: Path) -> Measured:
 
     ``better`` alone says that following the entropy bought anything; beside it stand the same ranks in other orders.
     """
-    found: dict[str, str] = {}
-    seeds: list[int] = []
+    found: dict[str, pd.Series] = {}  # the comparison with the fixed rank, by the table that it stands in
     notes: list[str] = []
     for path in sorted(root.glob("policies*/comparisons.csv")):
         relative = path.relative_to(root).as_posix()
@@ -162,16 +161,19 @@ def entropy_beats_fixed_rank(root: Path) -> Measured:
         ]
         notes.append(f"{path.parent.name}, n = {mine.loc[FIXED, 'n']}: {', '.join(said)}")
         if mine.loc[FIXED, "verdict"] != acting.NOT_TESTED:
-            found[relative] = str(mine.loc[FIXED, "verdict"])
-            seeds.append(int(mine.loc[FIXED, "n"]))
+            found[relative] = mine.loc[FIXED]
     if not notes:
         raise Missing("no study of policies has EDGC (cqm) beside a fixed rank of its bytes")
-    decided = {relative: word for relative, word in found.items() if word != NOT_DECIDED}
+    decided = {relative: row for relative, row in found.items() if row["verdict"] != NOT_DECIDED}
     if found and not decided:
         raise Missing(join("too few seeds to decide", *notes))
-    evidence = next(iter(decided), "policies/comparisons.csv")
-    words = tuple(decided.values()) or (acting.NOT_TESTED,)
-    return Measured(words, evidence, join(*notes), acted=bool(found), n=min(seeds, default=0))
+    if not decided:
+        return Measured((acting.NOT_TESTED,), "policies/comparisons.csv", join(*notes), acted=False)
+    relative, most = max(decided.items(), key=lambda item: item[1]["difference_nats"])
+    gap = (most["difference_nats"], most["difference_low"], most["difference_high"])
+    words = tuple(str(row["verdict"]) for row in decided.values())
+    seeds = min(int(row["n"]) for row in decided.values())
+    return Measured(words, relative, join(*notes), acted=True, n=seeds, gap=gap)
 
 
 def zero_shot_on_par(root: Path) -> Measured:
