@@ -19,6 +19,7 @@ from experiments.common import acting
 from experiments.common.equivalence import NOT_DECIDED, loss_margin
 from experiments.verdicts.cluster_measures import cluster_communication, cluster_training_time
 from experiments.verdicts.evidence import Measured, Missing, join, numbers, read
+from experiments.verdicts.policy_measures import entropy_beats_fixed_rank
 
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
 FIXED, ORDERS = (
@@ -138,42 +139,6 @@ def _edgc_gap(root: Path, relative: str, variant: str) -> Measured:
         raise Missing(join("too few seeds to decide", account, note, lost))
     gap = (found["difference_nats"], found["difference_low"], found["difference_high"])
     return Measured((found["verdict"],), relative, join(account, note, lost), acted=acted, gap=gap, **_runs_of(fine))
-
-
-def entropy_beats_fixed_rank(root: Path) -> Measured:
-    """EDGC (cqm) against one fixed rank of exactly its bytes: a verdict for every setting in which the policy acted.
-
-    ``better`` alone says that following the entropy bought anything; beside it stand the same ranks in other orders.
-    """
-    found: dict[str, pd.Series] = {}  # the comparison with the fixed rank, by the table that it stands in
-    notes: list[str] = []
-    for path in sorted(root.glob("policies*/comparisons.csv")):
-        relative = path.relative_to(root).as_posix()
-        table = read(root, relative)
-        mine = table[(table["variant"] == "cqm") & (table["n"] > 0)].set_index("rival")
-        if FIXED not in mine.index:
-            continue
-        said = [
-            f"against {rival} {row['difference_nats']:+.4f} nats ({row['difference_low']:.4f} to "
-            f"{row['difference_high']:.4f}), {row['verdict']}"
-            for rival, row in mine.iterrows()
-            if rival in (FIXED, *ORDERS)
-        ]
-        notes.append(f"{path.parent.name}, n = {mine.loc[FIXED, 'n']}: {', '.join(said)}")
-        if mine.loc[FIXED, "verdict"] != acting.NOT_TESTED:
-            found[relative] = mine.loc[FIXED]
-    if not notes:
-        raise Missing("no study of policies has EDGC (cqm) beside a fixed rank of its bytes")
-    decided = {relative: row for relative, row in found.items() if row["verdict"] != NOT_DECIDED}
-    if found and not decided:
-        raise Missing(join("too few seeds to decide", *notes))
-    if not decided:
-        return Measured((acting.NOT_TESTED,), "policies/comparisons.csv", join(*notes), acted=False)
-    relative, most = max(decided.items(), key=lambda item: item[1]["difference_nats"])
-    gap = (most["difference_nats"], most["difference_low"], most["difference_high"])
-    words = tuple(str(row["verdict"]) for row in decided.values())
-    seeds = min(int(row["n"]) for row in decided.values())
-    return Measured(words, relative, join(*notes), acted=True, n=seeds, gap=gap)
 
 
 def zero_shot_on_par(root: Path) -> Measured:
