@@ -204,10 +204,19 @@ $(VENV)/.complete: requirements.lock
 	if [ "$$python" = none ]; then \
 	  echo "error: no Python 3.11 found (tried python3.11 and python3); install it or put it on the PATH" >&2; exit 2; \
 	fi; \
-	echo 'installing requirements.lock into $(VENV): 2 GB, a few minutes'; \
+	count=$$(grep -c '==' requirements.lock); \
+	echo "[1/4] a new Python environment in $(VENV)"; \
 	rm -rf -- '$(VENV)'; \
 	"$$python" -m venv '$(VENV)'; \
-	'$(PY)' -m pip install --quiet --disable-pip-version-check -r requirements.lock; \
+	echo "[2/4] $$count packages of requirements.lock, 2 GB: some minutes, most of them for downloads"; \
+	done=0; \
+	PYTHONUNBUFFERED=1 '$(PY)' -m pip install --disable-pip-version-check --progress-bar off -r requirements.lock | \
+	while IFS= read -r line; do case "$$line" in \
+	  Collecting*) done=$$((done + 1)); [ $$((done % 25)) != 0 ] || echo "      $$done of $$count found, to $${line#* }" ;; \
+	  'Installing collected'*) echo '      all downloaded, unpacking' ;; \
+	esac; done; \
+	echo '[3/4] this project'; \
 	'$(PY)' -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; \
+	echo '[4/4] checking that the packages fit each other'; \
 	'$(PY)' -m pip check; \
 	touch '$@'
