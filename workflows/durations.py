@@ -1,7 +1,8 @@
 """How long steps of the workflow took, kept per scale, and what that says about the time left.
 
-``results/reference/<scale>/durations.csv`` is made from a finished workflow, which writes the same table to its results
-folder; ``python -m workflows.durations`` says in words what it adds up to.
+``results/reference/<scale>/durations.csv`` is the table that a workflow writes to its results folder, kept by
+``make reference``; ``make help`` says how long everything takes. ``python -m workflows.durations SECONDS`` adds what
+``make test`` took.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from edgc.errors import UserError
+from experiments.common.cli import main_guard
 from experiments.common.files import ROOT, atomic_write
 
 COLUMNS = ("rule", "study", "name", "threads", "seconds")
 NAME = "durations.csv"
 TABLES = "_tables"  # the rule of a study's tables is called <study>_tables
-OF_TESTS = "pytest"  # the rule under which the time of all tests is kept; no step of the workflow has it
+# Kept beside the steps, with the cores of the machine: everything from the start to the end, and all tests.
+ALL, TESTS = "all", "tests"
 
 
 @dataclass(frozen=True)
@@ -158,16 +163,27 @@ class Estimate:
         return max(total, longest)
 
 
-def in_words(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``2 h 05 min``; rounded up, so that nothing is ever done in 0 s."""
-    if seconds < 60:
-        return f"{max(int(seconds), 1)} s"
-    minutes = int(-(-seconds // 60))
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+def add(path: Path, durations: Mapping[Step, float]) -> None:
+    """Write steps to the table at ``path``, in place of what it says of the same ones.
+
+    Raises:
+        UserError: the table is damaged.
+    """
+    new = {(step.rule, step.study, step.name) for step in durations}
+    old = {step: took for step, took in read(path).items() if (step.rule, step.study, step.name) not in new}
+    write(path, old | dict(durations))
 
 
-def whole(durations: Iterable[tuple[Step, float]], cores: int) -> float:
-    """Seconds of all steps on a machine that runs nothing else."""
-    known = {step: seconds for step, seconds in durations if step.rule != OF_TESTS}
-    steps = dict(enumerate(known))
-    return Estimate(steps, known, cores).seconds_left(0.0) or 0.0
+@main_guard
+def main(
+    seconds: Annotated[float, typer.Argument(help="that `make test` took")],
+    cores: Annotated[int, typer.Option(help="that tests shared")] = 2,
+    scale: Annotated[str, typer.Option(help="file in experiments/scales")] = "ci",
+    results: Annotated[Path, typer.Option(help="folder of all results")] = Path("results"),
+) -> None:
+    """Note how long all tests took, for `make reference` to keep."""
+    add(results / scale / NAME, {Step(TESTS, threads=cores): seconds})
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -17,82 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from edgc.errors import UserError
+from experiments.common.words import in_words
 from experiments.spec import matrix
 from workflows import durations, events
-from workflows.durations import Estimate, Step, in_words
+from workflows.durations import Estimate, Step
+from workflows.names import Names
 
 SILENCE_SECONDS = 60.0  # after which a line is written where there is no terminal
-TAIL_BYTES = 4096
-WORDS = {
-    "tables": "tables of {study}",
-    "data": "prepare the text {name}",
-    "cluster_model": "simulate {study}",
-    "scenarios": "simulate {study}",
-    "tasks": "make the tasks of {study}",
-    "standard_tasks": "check the data of the standard tasks",
-    "export": "export the models of {study}",
-    "evaluate": "evaluate the models of {study}",
-    "figure": "draw {name}",
-    "benchmark_figure": "draw benchmark {name}",
-    "benchmark_table": "copy benchmark {name}",
-    "claims": "judge the claims",
-    "regression": "compare with the committed results",
-    "runs": "list the runs",
-    "report_html": "write the report",
-    "snakemake_report": "write Snakemake's report",
-}
-
-
-class Names:
-    """Steps in words, and how far those that are running have come."""
-
-    def __init__(self, scale: str, folder: Path) -> None:
-        self.scale, self.folder = scale, folder
-        self.known: dict[Step, str] = {}
-
-    def words(self, step: Step) -> str:
-        if step not in self.known:
-            self.known[step] = self._training(step) if step.rule == "train" else self._other(step)
-        return self.known[step]
-
-    def _other(self, step: Step) -> str:
-        return WORDS.get(step.rule, " ".join(filter(None, ("{rule}", "{study}", "{name}")))).format(
-            rule=step.rule, study=step.study, name=step.name
-        )
-
-    def _training(self, step: Step) -> str:
-        try:
-            runs = matrix.runs(step.study, self.scale)
-        except UserError:  # its file was changed meanwhile
-            runs = []
-        run = next((run for run in runs if run.name == step.name), None)
-        if run is None:
-            return f"train {step.study}/{step.name}"
-        seeds = [other.seed for other in runs if other.variant == run.variant]
-        which = f", seed {seeds.index(run.seed) + 1} of {len(seeds)}" if len(seeds) > 1 else ""
-        return f"train {run.label}{which} ({step.study})"
-
-    def inside(self, step: Step) -> str:
-        """How far a step has come, as it says itself; "" where it says nothing."""
-        if step.rule == "train":
-            line = last_line(self.folder / step.study / step.name / ".attempt" / "metrics.jsonl", '"iteration"')
-            with contextlib.suppress(ValueError, KeyError, TypeError, UserError):
-                total = matrix.find(step.study, self.scale, step.name).train.iterations
-                return f"iteration {json.loads(line)['iteration']} of {total}"
-        if step.rule == "evaluate":
-            return last_line(self.folder / "logs" / "evaluate" / f"{step.study}.log", "documents")
-        return ""
-
-
-def last_line(path: Path, needed: str) -> str:
-    """The last whole line of a file that is being written and has ``needed`` in it."""
-    try:
-        with path.open("rb") as handle:
-            handle.seek(max(os.fstat(handle.fileno()).st_size - TAIL_BYTES, 0))
-            lines = handle.read().decode(errors="replace").split("\n")[:-1]
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if needed in line), "")
 
 
 class Steps:
@@ -132,8 +63,7 @@ class Steps:
                     continue
                 failed = event["event"] == events.FAILED
                 self.estimate.end(number, now, failed=failed)
-                if not failed:
-                    lines.append(self._ended(number, now))
+                lines.append(f"failed: {self.names.words(self.jobs[number])}" if failed else self._ended(number, now))
             return lines
 
     def _ended(self, number: int, now: float) -> str:
@@ -171,18 +101,25 @@ class Steps:
             done, total = (self.estimate.done, len(self.jobs)) if self.estimate else (0, 0)
             return done, total, f"{in_words(now - self.began)}{self._left(now)}"
 
+    def _is_everything(self) -> bool:
+        """Whether all was made from the beginning to the end, on this machine."""
+        assert self.estimate is not None
+        studies = [study for study in matrix.studies() if self.names.scale not in matrix.load_study(study).only_by_name]
+        wanted = {(study, run.name) for study in studies for run in matrix.runs(study, self.names.scale)}
+        trained = {(step.study, step.name) for step in self.jobs.values() if step.rule == "train"}
+        last = any(step.rule == "snakemake_report" for step in self.jobs.values())
+        return self.cores > 0 and last and wanted <= trained and len(self.estimate.took) == len(self.jobs)
+
     def record(self) -> None:
         """Write what the steps took beside what earlier calls have written."""
         with self.lock:
             if self.estimate is None or not self.estimate.took:
                 return
-            path = self.folder / durations.NAME
-            with contextlib.suppress(UserError):
-                before = durations.read(path)
-                same = {(step.rule, step.study, step.name) for step in self.jobs.values()}
-                old = {step: took for step, took in before.items() if (step.rule, step.study, step.name) not in same}
-                new = {self.jobs[number]: took for number, took in self.estimate.took.items()}
-                durations.write(path, old | new)
+            new = {self.jobs[number]: took for number, took in self.estimate.took.items()}
+            with contextlib.suppress(UserError):  # a table that is damaged, a study whose file was changed meanwhile
+                if self._is_everything():
+                    new[Step(durations.ALL, threads=self.cores)] = time.monotonic() - self.began
+                durations.add(self.folder / durations.NAME, new)
 
 
 class Display:
@@ -208,9 +145,9 @@ class Display:
 
     def __enter__(self) -> Display:
         self.events = self._pipe(self._take)
+        self.errors = self._pipe(self._above)
         if self.live:
             self.output = self._pipe(self._above if sys.stdout.isatty() else _to_stdout)
-            self.errors = self._pipe(self._above)
         return self
 
     def _pipe(self, use: Callable[[str], object]) -> int:
@@ -256,12 +193,14 @@ class Display:
     def _say(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.said = time.monotonic()
-            if self.console is not None:
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            else:
-                print(line, file=sys.stderr, flush=True)
+            self._above(f"{line}\n")
 
     def _above(self, line: str) -> None:
+        """Print a line of Snakemake's, of a job's or ours, above the bar where there is one, and in one piece."""
+        if self.console is None:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            return
         from rich.text import Text
 
         self.console.print(Text.from_ansi(line.rstrip("\n")), soft_wrap=True)
