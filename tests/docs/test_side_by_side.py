@@ -1,0 +1,300 @@
+"""The pages of docs/paper say what the tables and the claims say, and what they ask for in vain is one line."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import tarfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from edgc.config import EDGCConfig
+from edgc.errors import UserError
+from experiments.pages.side_by_side import comparison, framework, markdown, settings
+from experiments.pages.side_by_side.__main__ import DOCS, RESULTS, app, stale
+from experiments.pages.side_by_side.page import GENERATED, Place, pages
+from experiments.pages.side_by_side.spec import PATH, Column, Comparison, Setting, load_pages
+from experiments.spec import matrix
+from experiments.verdicts import archive
+from experiments.verdicts.claims import load_claims
+
+PAGES = sorted(DOCS.glob("*.md"))
+LINKS = re.compile(r"\]\(([^)]+)\)")
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    return pages(load_pages(), Place(DOCS, RESULTS, PATH))
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def spec_with(tmp_path: Path, **changes: Any) -> Path:
+    """A file of pages with one that has every claim and ``changes``."""
+    page = {"id": "one", "title": "One", "item": "figure", "shows": "something"}
+    page |= {"claims": [claim.id for claim in load_claims()], **changes}
+    path = tmp_path / "pages.yaml"
+    values = {"scales": ["ci"], "about": "about", "versions": {}, "pages": [page]}
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def refused(tmp_path: Path, **changes: Any) -> str:
+    """The one line about a page that asks for something in vain."""
+    done = call("check", "--spec", str(spec_with(tmp_path, **changes)), "--docs", str(tmp_path / "docs"))
+    assert done.exit_code == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0]
+
+
+def ranks(**changes: Any) -> dict[str, Any]:
+    """A comparison of fixed ranks at ci scale."""
+    values = {"title": "t", "table": "rank_sweep/table.csv", "scales": ["ci"]}
+    return values | {"columns": [{"name": "rank", "ours": "rank", "theirs": ["edgc.rank"]}], **changes}
+
+
+# --- what is committed -----------------------------------------------------------------------------------------------
+
+
+def test_the_pages_are_as_the_tables_say(made: dict[str, str]) -> None:
+    fix = "python -m experiments.pages.side_by_side write"
+    assert not stale(made, DOCS), fix
+
+
+def test_every_claim_is_on_one_page_with_its_verdict_at_every_scale(made: dict[str, str]) -> None:
+    for claim in load_claims():
+        shown = [name for name, text in made.items() if f"(`{claim.id}`)" in text]
+        assert len(shown) == 1, claim.id
+        rows = [line for line in made[shown[0]].splitlines() if f"(`{claim.id}`)" in line]
+        for scale in load_pages().scales:
+            table = pd.read_csv(RESULTS / scale / "claims.csv", keep_default_na=False)
+            line = table[table["id"] == claim.id].iloc[0]
+            (row,) = [row for row in rows if f"| {scale} |" in row]
+            assert f"**{line['verdict']}**" in row and line["kind"].upper() in row
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_says_that_it_is_made_and_its_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.splitlines()[0] == GENERATED
+    targets = [target for target in LINKS.findall(text) if not target.startswith("http")]
+    assert targets
+    for target in targets:
+        assert (path.parent / target).resolve().exists(), target
+    images = [line for line in text.splitlines() if line.startswith("![")]
+    assert all(len(line.partition("](")[0]) > 10 for line in images), "an image without a text in its place"
+
+
+def test_rows_of_a_table_are_as_long_as_its_header(made: dict[str, str]) -> None:
+    for name, text in made.items():
+        for block in text.split("\n\n"):
+            if block.startswith("|"):
+                lengths = {len(re.split(r"(?<!\\)\|", line)) for line in block.splitlines()}
+                assert len(lengths) == 1, (name, block)
+
+
+def test_simulated_numbers_say_so(made: dict[str, str]) -> None:
+    for name, text in made.items():
+        for block in text.split("\n\n"):
+            if "](../../results/reference/workstation/gpt2" in block and block.startswith("Ours: "):
+                assert block.endswith("SIMULATED."), (name, block)
+            if block.startswith("| whose") and "Gbit/s" in block:
+                assert all("SIMULATED" in line for line in block.splitlines()[2:] if not line.startswith("| paper"))
+
+
+def test_the_papers_windows_and_ranks_are_those_of_the_studies_at_its_scale(made: dict[str, str]) -> None:
+    windows = {run.edgc.window for run in matrix.runs("window_ablation", "paper")}  # type: ignore[attr-defined]
+    for window in windows:
+        assert f"| paper | {window} | 0.1 | {window // 10} |" in made["windows.md"]
+    hidden = matrix.runs("rank_sweep", "paper")[0].model.hidden
+    assert f"| paper | rank 64 | {100 * 64 / hidden:.1f} % | not known here |" in made["ranks.md"]
+
+
+# --- write and check -------------------------------------------------------------------------------------------------
+
+
+def test_check_names_what_is_stale_and_write_mends_it(tmp_path: Path) -> None:
+    spec, docs = str(spec_with(tmp_path, comparisons=[ranks()])), tmp_path / "docs"
+    options = ("--spec", spec, "--docs", str(docs))
+    assert call("write", *options).exit_code == 0
+    assert sorted(path.name for path in docs.iterdir()) == ["framework.svg", "index.md", "one.md"]
+    assert call("check", *options).exit_code == 0
+    page = docs / "one.md"
+    page.write_text(page.read_text("utf-8").replace("| ours, ci | 4 |", "| ours, ci | 5 |"), encoding="utf-8")
+    (docs / "old.md").write_text("no longer made", encoding="utf-8")
+    (docs / "framework.svg").unlink()
+    done = call("check", *options)
+    assert done.exit_code == 1
+    assert [name in done.stderr for name in ("one.md", "old.md", "framework.svg", "index.md")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert call("write", *options).exit_code == 0
+    assert call("check", *options).exit_code == 0 and not (docs / "old.md").exists()
+
+
+def test_a_page_follows_its_table(tmp_path: Path) -> None:
+    results = tmp_path / "reference"
+    for name in ("claims.csv", "rank_sweep/table.csv"):
+        (results / "ci" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(RESULTS / "ci" / name, results / "ci" / name)
+    columns = [{"name": "loss", "ours": "validation_loss", "decimals": 3}]
+    spec = load_pages(spec_with(tmp_path, comparisons=[ranks(columns=columns)]))
+    place = Place(tmp_path / "docs", results, PATH)
+    table = pd.read_csv(results / "ci" / "rank_sweep" / "table.csv")
+    assert f"| ours, ci | {table['validation_loss'].iloc[0]:.3f} |" in pages(spec, place)["one.md"]
+    table.loc[0, "validation_loss"] = 1.23456
+    table.to_csv(results / "ci" / "rank_sweep" / "table.csv", index=False)
+    assert "| ours, ci | 1.235 |" in pages(spec, place)["one.md"]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_are_one_line_with_the_nearest(tmp_path: Path) -> None:
+    for changes, words in (
+        ({"comparisons": [ranks(table="rank_swep/table.csv")]}, ("'rank_swep'", "rank_sweep?")),
+        ({"comparisons": [ranks(table="rank_sweep/tabel.csv")]}, ("'rank_sweep/tabel.csv'", "rank_sweep/table.csv?")),
+        ({"comparisons": [ranks(columns=[{"name": "n", "ours": "rnk"}])]}, ("column 'rnk'", "rank?", "page one")),
+        ({"comparisons": [ranks(where={"statsu": "ok"})]}, ("column 'statsu'", "status?")),
+        ({"comparisons": [ranks(where={"rank": 999})]}, ("no row", "where")),
+        ({"comparisons": [ranks(columns=[{"name": "n", "theirs": ["model.hiden"]}], paper={"study": "rank_sweep"})]},
+         ("model.hiden", "hidden?")),
+        ({"comparisons": [ranks(paper={"study": "rank_sweep", "variants": ["r17"]})]}, ("'r17'", "r16")),
+        ({"comparisons": [ranks(columns=[{"name": "n", "claim": "zero_sht"}])]}, ("claim 'zero_sht'", "zero_shot?")),
+        ({"figures": [{"name": "method", "scale": "ci"}]}, ("figure 'method'", "methods?")),
+        ({"settings": {"ours": [{"study": "rank_sweeep"}]}}, ("study 'rank_sweeep'", "rank_sweep?")),
+        ({"policies": [{"study": "methods", "scale": "ci", "variants": ["edgc_cmq"]}]}, ("edgc_cmq", "edgc_cqm?")),
+        ({"titel": "T"}, ("titel", "title?")),
+    ):  # fmt: skip
+        line = refused(tmp_path, **changes)
+        assert all(word in line for word in words), (line, words)
+
+
+def test_a_claim_is_on_one_page_alone(tmp_path: Path) -> None:
+    names = [claim.id for claim in load_claims()]
+    assert f"claim {names[0]} is on no page" in refused(tmp_path, claims=names[1:])
+    assert f"claim {names[0]} appears twice" in refused(tmp_path, claims=[*names, names[0]])
+    assert "unknown claim 'nothing'" in refused(tmp_path, claims=[*names, "nothing"])
+
+
+def test_columns_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    for column, words in (
+        ({"ours": "a", "low": "b"}, "two ends"),
+        ({"theirs": ["edgc.rank"], "claim": "zero_shot"}, "two sources"),
+        ({"only": "r16"}, "give claim as well"),
+    ):
+        assert words in refused(tmp_path, comparisons=[ranks(columns=[{"name": "n", **column}])])
+    assert "write study/table.csv" in refused(tmp_path, comparisons=[ranks(table="table.csv")])
+
+
+# --- the parts -------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_are_rounded_as_their_column_says() -> None:
+    assert comparison.number(0.123456, Column(name="n")) == "0.1235"
+    assert comparison.number(0.12345, Column(name="n", percent=True, decimals=1)) == "12.3 %"
+    assert comparison.number(2.0, Column(name="n", factor=-1, decimals=1)) == "-2.0"
+    assert comparison.number(-0.0001, Column(name="n", decimals=2)) == "0.00"
+    assert comparison.number(float("nan"), Column(name="n")) == "-"
+    assert comparison.number("none", Column(name="n", names={"none": "no compression"})) == "no compression"
+
+
+def render(tmp_path: Path, frame: pd.DataFrame, **values: Any) -> list[list[str]]:
+    """Cells of a comparison whose table is ``frame``."""
+    path = tmp_path / "reference" / "ci" / "rank_sweep" / "table.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(path, index=False)
+    spec = Comparison.model_validate(ranks(**values))
+    text = comparison.render(spec, tmp_path / "reference", tmp_path / "page.md", "here")
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
+
+
+def test_a_column_is_spread_over_the_values_of_another(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"m": ["a", "a", "b"], "speed": [10, 1, 10], "t": [0.5, 0.25, 4.0]})
+    columns = [{"name": "method", "ours": "m"}, {"name": "at", "ours": "t", "across": "speed", "unit": "Gbit/s"}]
+    rows = render(tmp_path, frame, columns=columns, theirs="none")
+    assert rows[0] == ["whose", "method", "at 1 Gbit/s", "at 10 Gbit/s"]
+    assert rows[1:] == [["ours, ci", "a", "0.25", "0.5"], ["ours, ci", "b", "-", "4"]]
+
+
+def test_intervals_claims_and_what_is_not_known(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"v": [1.0, 0.0], "low": [0.5, 0.0], "high": [1.5, 0.0], "w": [1, 2]})
+    value = {"name": "v", "ours": "v", "low": "low", "high": "high", "decimals": 1}
+    known = {"claim": "window_correlation", "only": "w1000", "text": "at least {}"}
+    paper = {"study": "window_ablation", "variants": ["w500", "w1000"]}
+    rows = render(tmp_path, frame, columns=[value | known, {"name": "w", "ours": "w"}], paper=paper)
+    claimed = next(claim.paper_value for claim in load_claims() if claim.id == "window_correlation")
+    assert rows[1:3] == [["paper", "not known here", ""], ["paper", f"at least {claimed}", "not known here"]]
+    assert rows[3:] == [["ours, ci", "1.0 (0.5 to 1.5)", "1"], ["ours, ci", "0.0", "2"]]
+
+
+def packed(tmp_path: Path, **train: Any) -> Path:
+    """Committed results with one kept run of study rank_sweep at ci, of other training settings than today's."""
+    run = matrix.find("rank_sweep", "ci", "r16-s1").model_dump()
+    run["train"] |= train
+    content = yaml.safe_dump(run).encode()
+    path = tmp_path / "reference" / "ci" / "rank_sweep" / archive.NAME
+    path.parent.mkdir(parents=True)
+    with tarfile.open(path, mode="w:xz") as opened:
+        entry = tarfile.TarInfo("r16-s1/run.yaml")
+        entry.size = len(content)
+        opened.addfile(entry, io.BytesIO(content))
+    return tmp_path / "reference"
+
+
+def test_settings_are_those_of_the_kept_runs(tmp_path: Path) -> None:
+    setting = Setting(study="rank_sweep", scale="ci", run="r16-s1")
+    results = packed(tmp_path, lr=0.125, a_key_of_old=1)
+    found = settings.side(setting, results)
+    assert found.run.train.lr == 0.125 and found.now is not None
+    text = settings.table(load_pages(PATH).pages[0].settings.model_copy(update={"ours": (setting,)}), results)
+    today = matrix.find("rank_sweep", "ci", "r16-s1").train.lr
+    assert "| peak learning rate | not known here | 0.125 |" in text
+    assert f"Its file now says: peak learning rate {today:g}." in text
+
+
+def test_kept_runs_as_the_file_has_them_need_no_remark(tmp_path: Path) -> None:
+    found = settings.side(Setting(study="rank_sweep", scale="ci", run="r16-s1"), packed(tmp_path))
+    assert found.now is None
+
+
+def test_a_run_that_is_not_kept_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no run 'r8-s1' is kept.*r16-s1"):
+        settings.side(Setting(study="rank_sweep", scale="ci", run="r8-s1"), packed(tmp_path))
+
+
+def test_captions_become_markdown() -> None:
+    caption = "**Losses [nats] of ``a``.** Below,\nthe ``b``."
+    assert markdown.plain(caption) == "**Losses [nats] of `a`.** Below, the `b`."
+    assert markdown.alternative(caption) == "Losses (nats) of a"
+    assert markdown.table(["a"], [["x|y"]]).splitlines()[-1] == r"| x\|y |"
+
+
+def test_the_picture_is_whole_and_its_texts_fit() -> None:
+    root = ElementTree.fromstring(framework.svg())
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.find(f"{space}title") is not None and root.find(f"{space}desc") is not None
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    texts = root.findall(f"{space}text")
+    words = " ".join(text.text or "" for text in texts)
+    paper: Any = EDGCConfig(method="edgc")
+    for part in ("GDS", "CQM", "DAC", "PowerSGD", f"window of {paper.window} iterations"):
+        assert part in words
+    for text in texts:
+        half = 0.58 * float(text.attrib["font-size"]) * len(text.text or "") / 2
+        assert half < float(text.attrib["x"]) < width - half, text.text
+        assert 0 < float(text.attrib["y"]) < height
