@@ -20,6 +20,10 @@ PY := $(VENV)/bin/python
 SNAKEFMT = PATH='$(abspath $(VENV))/bin':"$$PATH" snakefmt
 BENCH = $(PY) -m experiments.bench
 KEEP = $(PY) -m experiments.verdicts.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
+# What steps took is kept: rule, study, name, threads, seconds; also a whole reproduction, and all tests.
+DURATIONS = results/reference/$(SCALE)/durations.csv
+HOW_LONG = $$1 == "all" { print "\n`make reproduce SCALE=$(SCALE)` took " int($$5 / 60 + 0.5) " min on " $$4 " cores." } \
+  $$1 == "tests" { print "`make test` took " int($$5 / 60 + 0.5) " min on " $$4 " cores." }
 PIPELINE = $(PY) -m workflows.program --die-with-parent --scale $(SCALE) --cores $(CORES) --results $(RESULTS)
 
 # A misspelt target is refused before anything is made, with the names that are nearest.
@@ -31,6 +35,7 @@ $(foreach goal,$(filter-out $(GOALS) $(VENV)/.complete,$(MAKECMDGOALS)), \
 help: ## list the targets and settings
 	@printf 'Usage: make TARGET [SCALE=%s] [CORES=%s] [RESULTS=%s]\n\n' '$(SCALE)' '$(CORES)' '$(RESULTS)'
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@[ ! -f '$(DURATIONS)' ] || awk -F , '$(HOW_LONG)' '$(DURATIONS)'
 
 .PHONY: reproduce
 reproduce: venv ## run every study, then figures, claims and report; a second call does only what is missing
@@ -57,6 +62,7 @@ reference: venv ## write results/reference/SCALE from the results of SCALE
 	@$(PIPELINE) all
 	@$(KEEP)
 	@$(KEEP) --study window_ablation --runs
+	@install -D -m 644 '$(RESULTS)/$(SCALE)/durations.csv' '$(DURATIONS)'
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
 
 .PHONY: keep
@@ -151,7 +157,10 @@ gpu: ## test, time and profile on an NVIDIA GPU, 25 minutes (PYTHON: one with a 
 # One file more than cores: some of them wait, for injected delays or for what they have killed.
 .PHONY: test
 test: venv ## run all tests, CORES files and one at a time (ARGS: options of pytest; -n0 runs one after another)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@began=$$SECONDS; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder $(ARGS); \
+	$(if $(ARGS),true,$(PY) -m workflows.durations $$((SECONDS - began)) \
+	  --cores $(CORES) --scale $(SCALE) --results '$(RESULTS)')
 
 # Not part of `test`: it fetches another torch.
 .PHONY: test-torch
@@ -204,10 +213,19 @@ $(VENV)/.complete: requirements.lock
 	if [ "$$python" = none ]; then \
 	  echo "error: no Python 3.11 found (tried python3.11 and python3); install it or put it on the PATH" >&2; exit 2; \
 	fi; \
-	echo 'installing requirements.lock into $(VENV): 2 GB, a few minutes'; \
+	count=$$(grep -c '==' requirements.lock); \
+	echo "[1/4] a new Python environment in $(VENV)"; \
 	rm -rf -- '$(VENV)'; \
 	"$$python" -m venv '$(VENV)'; \
-	'$(PY)' -m pip install --quiet --disable-pip-version-check -r requirements.lock; \
+	echo "[2/4] $$count packages of requirements.lock, 2 GB: some minutes, most of them for downloads"; \
+	done=0; \
+	PYTHONUNBUFFERED=1 '$(PY)' -m pip install --disable-pip-version-check --progress-bar off -r requirements.lock | \
+	while IFS= read -r line; do case "$$line" in \
+	  Collecting*) done=$$((done + 1)); [ $$((done % 25)) != 0 ] || echo "      $$done of $$count found, to $${line#* }" ;; \
+	  'Installing collected'*) echo '      all downloaded, unpacking' ;; \
+	esac; done; \
+	echo '[3/4] this project'; \
 	'$(PY)' -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; \
+	echo '[4/4] checking that the packages fit each other'; \
 	'$(PY)' -m pip check; \
 	touch '$@'

@@ -37,6 +37,7 @@ localrules:
 onstart:
     if ON_SLURM:
         refuse_impossible(workflow.dag)
+    events.plan(workflow.dag)
 
 
 rule all:

@@ -38,7 +38,8 @@ from experiments.common.files import ROOT, check_writable
 from experiments.common.processes import die_with_parent
 from experiments.spec import matrix
 from experiments.training.run_folder import RunFolder
-from workflows import jobs
+from workflows import events, jobs
+from workflows.progress import Display, Steps
 from workflows.targets import check_targets
 
 LOCKS = ROOT / ".snakemake" / "locks"
@@ -94,11 +95,12 @@ def unlock(arguments: list[str]) -> None:
     subprocess.run([*arguments, "--unlock", "--quiet"], cwd=ROOT, check=True, capture_output=True)
 
 
-def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm: bool) -> int:
+def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm: bool, display: Display | None) -> int:
     """Run Snakemake to its end; after signal n, which ends it and all its jobs, returns 128 + n.
 
     Ctrl-C does not reach Snakemake, which would report every job that it ends: it is killed, its jobs are stopped, and
-    its lock is removed. With Slurm it is asked to end, for it cancels what it has submitted.
+    its lock is removed. With Slurm it is asked to end, for it cancels what it has submitted. Without a ``display`` its
+    output is all that is shown.
     """
     set_death_signal = die_with_parent(signal.SIGKILL)
 
@@ -107,13 +109,21 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
         if not on_slurm:
             interrupts.ignore()
 
+    environment, files = os.environ | {jobs.MARK: str(folder.resolve())}, [handle.fileno()]
+    if display is not None:
+        environment[events.PIPE] = str(display.events)
+        files.append(display.events)
     process = subprocess.Popen(
         arguments,
         cwd=ROOT,
-        env=os.environ | {jobs.MARK: str(folder.resolve())},
-        pass_fds=[handle.fileno()],
+        env=environment,
+        pass_fds=files,
+        stdout=None if display is None else display.output,
+        stderr=None if display is None else display.errors,
         preexec_fn=begin,
     )
+    if display is not None:
+        display.started()
     stopped = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -138,6 +148,8 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
             jobs.send(signal.SIGTERM, [job for job in jobs.marked(folder) if job.pid != process.pid])
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout=0.2)
+        if display is not None:
+            display.refresh()
     jobs.stop(folder)
     if stopped or code < 0:
         return 128 + (stopped or -code)
@@ -231,7 +243,12 @@ def main(
         settings = ["--rerun-incomplete", "--quiet", "host", "reason", *config]
         # Under Slurm it would limit the jobs of all nodes together.
         arguments = [*snakemake, *([] if on_slurm else parallel), *settings, *extra, "--", *wanted]
-        code = run_snakemake(arguments, handle, folder, on_slurm)
+        if slurm.only_looks(extra):
+            code = run_snakemake(arguments, handle, folder, on_slurm, None)
+        else:
+            live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+            with Display(Steps(scale, folder, 0 if on_slurm else cores), live=live) as display:
+                code = run_snakemake(arguments, handle, folder, on_slurm, display)
     if code == interrupts.EXIT:
         print(kept_words(folder, scale), file=sys.stderr)
         raise SystemExit(code)

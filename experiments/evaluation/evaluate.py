@@ -18,8 +18,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +33,7 @@ from experiments.common.files import atomic_write, check_writable
 from experiments.common.processes import die_with_parent
 from experiments.common.written_tables import csv_text, write_text
 from experiments.evaluation.inputs import Model, Row, TaskFile, digest, read_models, read_tasks
+from experiments.evaluation.progress import Progress, Tell, counted, seldom
 from experiments.evaluation.standard_data import read_standard
 from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings
 from experiments.spec.task_catalogue import standard_tasks
@@ -45,6 +47,7 @@ OFFLINE = {
     "DISABLE_MULTIPROC": "1",  # lm-eval's bootstrap: a pool costs more than it saves here
 }
 BOOTSTRAP = 1000  # iterations: 0 drop the standard errors, lm-eval's 100 000 take long
+WAIT_SECONDS = 1.0  # between two looks at what the processes tell
 SEED, DTYPE = 1234, "float32"
 Device = Literal["auto", "cpu", "cuda"]
 app = typer.Typer(add_completion=False)
@@ -98,40 +101,46 @@ class Work:
 
 def evaluate(models: Sequence[Model], tasks: Sequence[TaskFile], work: Work, processes: int = 1) -> int:
     """Evaluate what is not done yet, ``processes`` models at a time; returns the number of evaluations."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     pending = [(model, found) for model in models if (found := work.pending(model, tasks))]
     if not pending:
         return 0
     work = replace(work, device=chosen_device(work.device))
-    with Progress(console=Console(file=sys.stderr)) as progress, contextlib.ExitStack() as stack:
-        bar = progress.add_task("evaluate", total=sum(len(found) for _, found in pending))
+    with Progress(pending) as progress, contextlib.ExitStack() as stack:
         if processes > 1 and len(pending) > 1 and work.device == "cpu":
             # Not forked: lm-eval's libraries have threads.
             context = multiprocessing.get_context("spawn")
-            threads = max(1, (os.cpu_count() or 1) // processes)
-            pool = ProcessPoolExecutor(min(processes, len(pending)), context, _limit_threads, (threads,))
+            threads, told = max(1, (os.cpu_count() or 1) // processes), context.Queue()
+            pool = ProcessPoolExecutor(min(processes, len(pending)), context, _start_process, (threads, told))
             stack.callback(pool.shutdown, cancel_futures=True)
-            jobs = {pool.submit(_all_of, model, found, work): model for model, found in pending}
-            for job in as_completed(jobs):
-                progress.update(bar, advance=job.result(), description=jobs[job].name)
+            jobs = {pool.submit(_all_of, model, found, work) for model, found in pending}
+            while jobs:
+                ended, jobs = wait(jobs, WAIT_SECONDS, FIRST_COMPLETED)
+                for job in ended:
+                    job.result()
+                while not told.empty():
+                    progress.tell(*told.get())
+                progress.show()
         else:
             for model, found in pending:
-                for task in evaluations(model, found, work):
-                    progress.update(bar, advance=1, description=f"{model.name} {task.name}")
+                for _ in evaluations(model, found, work, progress.tell):
+                    pass
     return sum(len(found) for _, found in pending)
 
 
-def _limit_threads(threads: int) -> None:
+_told: Any = None  # in a process of the pool: the queue on which it tells how far it is
+
+
+def _start_process(threads: int, told: Any) -> None:
     import torch
 
+    global _told
+    _told = told
     die_with_parent(signal.SIGKILL)()
     torch.set_num_threads(threads)
 
 
 def _all_of(model: Model, tasks: Sequence[TaskFile], work: Work) -> int:
-    return sum(1 for _ in evaluations(model, tasks, work))
+    return sum(1 for _ in evaluations(model, tasks, work, lambda *said: _told.put(said)))
 
 
 @functools.cache
@@ -149,8 +158,8 @@ def task_manager(folders: tuple[Path, ...]) -> Any:
     return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
 
 
-def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator[TaskFile]:
-    """Evaluate a model on ``tasks``; yields each when its folder is written."""
+def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work, tell: Tell) -> Iterator[TaskFile]:
+    """Evaluate a model on ``tasks``; yields each when its folder is written. ``tell`` is told of documents done."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import handle_non_serializable
@@ -161,7 +170,8 @@ def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator
     lm = HFLM(pretrained=str(model.path), device=work.device, dtype=DTYPE, batch_size=work.batch_size)
     for task in tasks:
         started = time.perf_counter()
-        with quiet():
+        documents = partial(seldom(tell), model.name, task.name)
+        with quiet(), counted(lm, documents):
             results = simple_evaluate(
                 model=lm, tasks=[task.name], task_manager=manager, bootstrap_iters=BOOTSTRAP, log_samples=True, **seeds
             )
@@ -174,6 +184,8 @@ def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work) -> Iterator
         record = inputs(model, task, work.batch_size)
         record |= {"device": work.device, "seconds": round(time.perf_counter() - started, 3)}
         atomic_write(target / "inputs.json", json.dumps(record, indent=1) + "\n")
+        number = results["n-samples"][task.name]["effective"]
+        documents(number, number)
         yield task
 
 

@@ -19,8 +19,13 @@ from experiments.common import acting
 from experiments.common.equivalence import NOT_DECIDED, loss_margin
 from experiments.verdicts.cluster_measures import cluster_communication, cluster_training_time
 from experiments.verdicts.evidence import Measured, Missing, join, numbers, read
+from experiments.verdicts.policy_measures import entropy_beats_fixed_rank
 
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
+FIXED, ORDERS = (
+    "fixed rank",
+    ("placebos", "falling"),
+)  # rivals of a policy at its bytes, as analyse/policies.py calls them
 
 
 def _runs(root: Path, relative: str) -> tuple[pd.DataFrame, str]:
@@ -104,9 +109,17 @@ def window_correlation_whole_run(root: Path) -> Measured:
 
 def edgc_gap(root: Path) -> Measured:
     """Whether EDGC (cqm) is on par with the uncompressed runs of the same seeds; the paper's factors are fp32."""
-    relative = "methods/table.csv"
+    return _edgc_gap(root, "methods/table.csv", EDGC_CQM)
+
+
+def edgc_gap_acting(root: Path) -> Measured:
+    """The same of the study that is about the policy, whose settings let the rank move."""
+    return _edgc_gap(root, "policies/table.csv", "cqm")
+
+
+def _edgc_gap(root: Path, relative: str, variant: str) -> Measured:
     frame = read(root, relative)
-    rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm") & (frame["factor_dtype"] == "fp32")]
+    rows = frame[frame["variant"] == variant]
     if rows.empty:
         raise Missing(f"no EDGC (cqm) run in {relative}")
     fine, lost = _finished(rows, relative)
@@ -246,7 +259,7 @@ MEASURES: dict[str, Callable[[Path], Measured]] = {
     function.__name__: function
     for function in (
         cluster_communication, cluster_training_time, entropy_cost, window_correlation,
-        window_correlation_whole_run, edgc_gap, zero_shot_on_par,
+        window_correlation_whole_run, edgc_gap, edgc_gap_acting, entropy_beats_fixed_rank, zero_shot_on_par,
         entropy_trend_gpt, entropy_trend_bert, zero_centring, correlation_early_over_late_gpt,
         correlation_early_over_late_bert,
     )

@@ -241,6 +241,63 @@ def test_correlation_and_centring(tmp_path: Path, known: dict[str, claims.Claim]
     assert (row["verdict"], row["our_value"], row["runs"]) == ("partly", pytest.approx(1.3), 1)
 
 
+def rivals(differences: dict[str, float], verdicts: dict[str, str], n: int = 3) -> list[dict[str, Any]]:
+    about = {"variant": "cqm", "label": "EDGC (CQM)", "n": n, "margin_nats": 0.005}
+    spread = {rival: (value - 0.001, value + 0.001) for rival, value in differences.items()}
+    return [
+        about
+        | {"rival": rival, "difference_nats": value, "verdict": verdicts[rival]}
+        | dict(zip(("difference_low", "difference_high"), spread[rival], strict=True))
+        for rival, value in differences.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "our_value", "verdict"),
+    [
+        ({"policies": "better"}, "better", "supported"),
+        ({"policies": "on par"}, "on par", "not supported"),
+        ({"policies": "better", "policies_bert": "worse"}, "worse", "not supported"),  # the worst setting counts
+        ({"policies": "better", "policies_bert": "not tested"}, "better", "supported"),  # there it did not act
+        ({"policies": "better", "policies_bert": "not decided"}, "better", "supported"),
+        ({"policies": "not decided"}, None, "not testable here"),
+        ({"policies": "not tested"}, "not tested", "not tested"),
+    ],
+)
+def test_following_entropy_has_to_beat_a_fixed_rank_of_its_bytes(
+    tmp_path: Path, known: dict[str, claims.Claim], words: dict[str, str], our_value: str | None, verdict: str
+) -> None:
+    for place, (study, word) in enumerate(words.items()):
+        said = {"fixed rank": word, "placebos": "better", "falling": "worse"}
+        rows = rivals({"fixed rank": 0.003, "placebos": -0.004, "falling": 0.002}, said, n=10 - place)
+        other = [
+            row | {"variant": "cqm_int8", "verdict": "better"} for row in rows
+        ]  # no evidence for the paper's method
+        put(tmp_path, f"{study}/comparisons.csv", rows + other)
+    found = claims.judge(known["entropy_beats_fixed_rank"], "ci", tmp_path)
+    assert (found["our_value"], found["verdict"]) == (our_value, verdict)
+    for study, word in words.items():
+        assert f"against fixed rank +0.0030 nats (0.0020 to 0.0040), {word}" in found["note"] and study in found["note"]
+    assert "against placebos -0.0040 nats" in found["note"] and "against falling +0.0020 nats" in found["note"]
+    if verdict.endswith("supported"):
+        tested = [place for place, word in enumerate(words.values()) if word not in ("not tested", "not decided")]
+        assert found["n"] <= 10 - tested[-1]
+
+
+def test_accuracy_where_the_rank_moves_is_that_of_the_study_of_policies(
+    tmp_path: Path, known: dict[str, claims.Claim]
+) -> None:
+    put(tmp_path, "methods/table.csv", [cqm(seed, acted=False, ranks_used=1) for seed in (1, 2, 3)])
+    moved = [cqm(seed, variant="cqm", gap_nats=gap) for seed, gap in ((1, 0.011), (2, 0.012), (3, 0.013))]
+    moved += [cqm(seed, variant="cqm_hysteresis") for seed in (1, 2, 3)]
+    put(tmp_path, "policies/table.csv", moved)
+    rows = {
+        name: claims.judge(known[name], "ci", tmp_path) for name in ("accuracy_preserved", "accuracy_preserved_acting")
+    }
+    assert [row["verdict"] for row in rows.values()] == ["not tested", "not supported"]
+    assert rows["accuracy_preserved_acting"]["our_value"] == "worse" and rows["accuracy_preserved_acting"]["n"] == 3
+
+
 def zero_shot_row(task: str, verdict: str | None, above_chance: bool = True, **more: Any) -> dict[str, Any]:
     row = {"variant": "edgc_cqm", "task": task, "metric": "acc", "primary": True, "verdict": verdict, "n_seeds": 2}
     return row | {"above_chance": above_chance, "gap": -0.004, "margin": 0.02} | more

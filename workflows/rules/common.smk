@@ -16,6 +16,7 @@ from experiments.spec.settings import DataConfig
 from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, nearest, tables_of
 from experiments.common import source
 from experiments.common.yaml_settings import load_yaml, validate
+from workflows import events
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
 # (or that of the rule's conda environment under `--sdm conda`), and its programs are those of this checkout.
@@ -23,6 +24,9 @@ os.environ.update(
     PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
+
+
+events.attach()
 
 
 def here(path):
