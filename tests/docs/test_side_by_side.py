@@ -71,9 +71,11 @@ def test_every_claim_is_on_one_page_with_its_verdict_at_every_scale(made: dict[s
         rows = [line for line in made[shown[0]].splitlines() if f"(`{claim.id}`)" in line]
         for scale in load_pages().scales:
             table = pd.read_csv(RESULTS / scale / "claims.csv", keep_default_na=False)
-            line = table[table["id"] == claim.id].iloc[0]
-            (row,) = [row for row in rows if f"| {scale} |" in row]
-            assert f"**{line['verdict']}**" in row and line["kind"].upper() in row
+            judged = table[table["id"] == claim.id].to_dict("records")
+            found = [row for row in rows if f"| {scale} |" in row]
+            assert len(found) == len(judged)
+            for line, row in zip(judged, found, strict=True):
+                assert f"**{line['verdict']}**" in row and line["kind"].upper() in row
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
