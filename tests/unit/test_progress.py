@@ -243,7 +243,10 @@ def test_snakemake_still_says_what_is_wrong() -> None:
     assert events.is_shown(record(logging.ERROR, "Error in rule train", "job_error"))
     assert events.is_shown(record(logging.WARNING, "a warning"))
     assert events.is_shown(record(logging.INFO, "Nothing to be done (all requested files are present)."))
+    assert events.is_shown(record(logging.INFO, "Job 3 has been submitted with SLURM jobid 7 (log: a/b.log)."))
     assert not events.is_shown(record(logging.INFO, " Rule: train", "job_info"))
+    assert not events.is_shown(record(logging.INFO, "Job stats:\njob count", "run_info"))
+    assert not events.is_shown(record(logging.INFO, "Select jobs to execute..."))
 
 
 def test_events_are_lines_and_stop_with_their_reader() -> None:
