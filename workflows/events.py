@@ -15,7 +15,15 @@ from typing import Any
 PIPE = "EDGC_EVENTS"  # environment variable: the number of the file that events are written to
 STARTED, FINISHED, FAILED, PLAN = "job_started", "job_finished", "job_error", "plan"
 # Said by Snakemake below the level of a warning, and yet for the reader.
-SHOWN = ("Nothing to be done", "keep_runs")
+SHOWN = (
+    "Nothing to be done",
+    "Creating conda environment",
+    "Downloading",
+    "Pulling",
+    "Trying to restart",
+    "SLURM",
+    "Job ",
+)
 
 
 class Events(logging.Handler):
@@ -42,9 +50,10 @@ class Events(logging.Handler):
 
 def is_shown(record: logging.LogRecord) -> bool:
     """Whether Snakemake still prints a record itself: warnings, errors, and commands where they are asked for."""
-    if record.levelno >= logging.WARNING or str(getattr(record, "event", None)) == "shellcmd":
+    event = getattr(record, "event", None)
+    if record.levelno >= logging.WARNING or str(event) == "shellcmd":
         return True
-    return str(record.msg).startswith(SHOWN)
+    return event is None and str(record.msg).startswith(SHOWN)
 
 
 def attach() -> None:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lm_eval.models import huggingface
 from scipy import stats
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -26,6 +28,7 @@ from edgc.errors import UserError
 from experiments.data.tokenizer import train_bpe
 from experiments.evaluation import evaluate
 from experiments.evaluation.inputs import read_tasks
+from experiments.evaluation.progress import counted
 from experiments.evaluation.statistics import spread
 from experiments.evaluation.table import influence
 from experiments.evaluation.tasks import make
@@ -133,6 +136,47 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Place:
     # Later evaluations are made in one process, and have to come out the same.
     found.evaluate("--processes", "2")
     return found
+
+
+class Answering:
+    """Stands for lm-eval's model: draws the same bars, one for all requests or one for each passage."""
+
+    max_length = 4
+
+    def tok_encode(self, text: str) -> list[str]:
+        return list(text)
+
+    def loglikelihood(self, requests: list[SimpleNamespace]) -> list[int]:
+        self.bar(len(requests))
+        return [0] * len(requests)
+
+    def loglikelihood_rolling(self, requests: list[SimpleNamespace]) -> list[int]:
+        for request in requests:
+            for _ in range(0, len(request.args[0]), self.max_length):
+                self.bar(1)
+        return [0] * len(requests)
+
+    generate_until = loglikelihood
+
+    def bar(self, total: int) -> None:
+        bar = huggingface.tqdm(total=total)
+        for _ in range(total):
+            bar.update(1)
+        bar.close()
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
+def test_documents_are_counted_while_requests_are_answered(kind: str) -> None:
+    told: list[tuple[float, int]] = []
+    plain, model = huggingface.tqdm, Answering()
+    requests = [SimpleNamespace(doc_id=number // 2, args=("a" * 10,)) for number in range(8)]
+    with counted(model, lambda done, total: told.append((done, total))):
+        assert getattr(model, kind)(requests) == [0] * 8
+    steps = 8 if kind == "loglikelihood" else 8 * 3
+    assert [done for done, _ in told[:-1]] == pytest.approx([4 * (n + 1) / steps for n in range(steps - 1)])
+    assert 3.9 < told[-1][0] < 4, "the task is done when its folder is written"
+    assert {total for _, total in told} == {4}
+    assert huggingface.tqdm is plain and not vars(model)
 
 
 def log_likelihood(model: GPT2LMHeadModel, tokens: list[int]) -> float:
@@ -284,7 +328,10 @@ def test_only_changed_inputs_are_evaluated_again(place: Place, capsys: pytest.Ca
     try:
         file.write_text("".join(content.splitlines(keepends=True)[:-1]))
         place.evaluate()
-        assert "3 evaluations done, 12 taken from earlier ones" in capsys.readouterr().out
+        said = capsys.readouterr()
+        assert "3 evaluations done, 12 taken from earlier ones" in said.out
+        documents = 3 * (len(content.splitlines()) - 1)
+        assert f"{documents} of {documents} documents (twin-s1 edgc_rolling)" in said.err.splitlines()
         row = place.row("none-s1", "edgc_rolling", "bits_per_byte")
         assert int(row["documents"]) == len(content.splitlines()) - 1
     finally:
