@@ -229,10 +229,12 @@ def message(ax: Axes, text: str) -> None:
 
 
 def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
-    """One table of a study, or ``UserError`` with the command that makes it."""
+    """One table of a study, kept as CSV or as Parquet, or ``UserError`` with the command that makes it."""
     from experiments.common import written_tables
 
     path = results / study / table
+    if not path.is_file() and path.with_suffix(".parquet").is_file():
+        return written_tables.read_parquet(path.with_suffix(".parquet"))
     if not path.is_file():
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)
