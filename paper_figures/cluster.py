@@ -66,8 +66,8 @@ def _name_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
         names = ", ".join(str(name).replace("_", " ") for name in left["entropy"].iloc[group])
         at = left["gbits_per_second"].iloc[0], left[column].iloc[group].mean()
         low = at[1] < TOGETHER
-        place = {"xytext": (6, 2 if low else -9), "textcoords": "offset points", "va": "bottom" if low else "top"}
-        text = ax.annotate(textwrap.fill(names, 30), at, **place)
+        side: dict[str, Any] = {"xytext": (6, 2 if low else -9), "va": "bottom" if low else "top"}
+        text = ax.annotate(textwrap.fill(names, 30), at, textcoords="offset points", **side)
         text.set_fontsize(style.MIN_FONT)
         style.outline(text)
 

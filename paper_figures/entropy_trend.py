@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -87,7 +88,7 @@ def entropy(ax: Axes, rows: pd.DataFrame) -> None:
             continue
         table = table - table.iloc[0]
         wide = 2.4 if name == "histogram" else 1.2  # Vasicek's lies on it
-        line = {"color": look.colour, "linestyle": look.line, "linewidth": wide}
+        line: dict[str, Any] = {"color": look.colour, "linestyle": look.line, "linewidth": wide}
         ax.plot(table.index, table.mean(axis=1), label=look.label, **line)
         if table.shape[1] > 1:
             ax.fill_between(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -96,7 +97,13 @@ def forest(ax: Axes, rows: pd.DataFrame, page: str) -> None:
         low, high = row["difference_low"], row["difference_high"]
         half = 0.0 if pd.isna(low) else high - row["difference_nats"]
         face = PAGE[page] if low <= 0 <= high else colour
-        marks = {"color": colour, "marker": "o", "markersize": 5.5, "markerfacecolor": face, "elinewidth": 1.6}
+        marks: dict[str, Any] = {
+            "color": colour,
+            "marker": "o",
+            "markersize": 5.5,
+            "markerfacecolor": face,
+            "elinewidth": 1.6,
+        }
         ax.errorbar(row["difference_nats"], place, xerr=half, **marks)
         ax.annotate(f"n = {row['n']:.0f}", (1.0, place), (3, 0), ("axes fraction", "data"), "offset points",
                     va="center", fontsize=style.MIN_FONT)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -32,15 +33,16 @@ def draw(results: Path) -> Figure:
     """(a) ranks of stage 0, (b) differences from every rival, EDGC with each type of factors."""
     found = style.read(results, "policies", "comparisons.csv")
     pairs = style.read(results, "policies", "pairs.csv")
-    fig, axes = style.figure(1, 2, width=style.TEXT, height=3.4, width_ratios=[4, 5])
+    fig, axes = style.figure(2, 1, height=5.8, height_ratios=[2, 3])
     ranks(axes[0], style.read(results, "policies", "curves.csv"))
     mine = found[(found["policy"] == "cqm") & found["variant"].isin(["cqm", "cqm_int8"])]
     differences(axes[1], mine[mine["rival"] != "no compression"], pairs)
     style.letter(axes)
     drawn, labels = style.handles(axes[0])
     bold = {"weight": "bold", "size": style.FONT}
-    fig.legend(drawn, labels, title=title(chosen(found)), title_fontproperties=bold, loc="outside upper center",
-               ncols=5, columnspacing=1.0)  # fmt: skip
+    words = textwrap.fill(title(chosen(found)), 46)
+    where = {"loc": "outside upper center", "ncols": 3, "columnspacing": 1.0}
+    fig.legend(drawn, labels, title=words, title_fontproperties=bold, **where)
     bars = "(b) bars: 95 % t interval of the mean, dots: seeds"
     style.annotate(fig, list(mine["n"]), bars=bars, scale=results.name)
     return fig

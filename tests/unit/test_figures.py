@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import matplotlib.colors
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
@@ -300,6 +302,37 @@ def test_families_are_fixed_and_distinct() -> None:
     }
     assert {name: style.family(name).key for name in expected} == expected
     assert style.family("edgc", "released").key == "released"
+
+
+# Linear RGB as seen with deuteranopia (Machado, Oliveira and Fernandes 2009, severity 1), and linear RGB to XYZ.
+DEUTERANOPIA = np.array(
+    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+)
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+WHITE = np.array([0.95047, 1.0, 1.08883])
+FAR_APART = 12.0  # of CIE76; 2.3 can just be told apart side by side, and marks lie apart
+
+
+def seen_with_deuteranopia(colour: str) -> np.ndarray:
+    """CIELAB of what is left of a colour."""
+    rgb = np.array(matplotlib.colors.to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    share = XYZ @ np.clip(DEUTERANOPIA @ linear, 0, 1) / WHITE
+    x, y, z = np.where(share > 0.008856, np.cbrt(share), 7.787 * share + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_looks_that_deuteranopia_takes_for_one_differ_in_marker_and_dash() -> None:
+    assert np.linalg.norm(seen_with_deuteranopia("#D55E00") - seen_with_deuteranopia("#0072B2")) > 60
+    assert np.linalg.norm(seen_with_deuteranopia("#ffffff") - [100, 0, 0]) < 0.5
+    near = 0
+    for one, other in itertools.combinations(style.FAMILIES.values(), 2):
+        if np.linalg.norm(seen_with_deuteranopia(one.colour) - seen_with_deuteranopia(other.colour)) < FAR_APART:
+            near += 1
+            assert one.marker != other.marker and one.line != other.line, (one.key, other.key)
+    assert near, "colours are few, methods are many"
 
 
 def test_every_type_of_factors_has_a_look() -> None:
