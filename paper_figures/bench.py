@@ -51,7 +51,7 @@ def draw(results: Path) -> Figure:
         style.plain(ax.xaxis, sorted(good["rank"].unique()))
         ax.set_xlim(good["rank"].min() / 1.2, good["rank"].max() * 1.2)
     style.letter(axes)
-    fig.legend(*style.handles(*axes[:3]), loc="outside upper center", ncols=4, columnspacing=1.0)
+    fig.legend(*style.handles(axes[0], axes[2]), loc="outside upper center", ncols=4, columnspacing=1.0)
     machine = table["machine"].iloc[0]
     style.annotate(
         fig,
@@ -59,7 +59,7 @@ def draw(results: Path) -> Figure:
         what="rounds",
         bars="bars: quartiles",
         extra=f"{machine}; torch {table['torch'].iloc[0]}; caches of a core: {table['caches'].iloc[0]}"
-        f"\n(a), (c) {thread_count(threads[0])}; (b) line style: torch's allocator, as in (a); "
+        f"\n(a), (c) {thread_count(threads[0])}; (b) 1 is torch's time; "
         f"medians of ratios within rounds",
     )
     return fig
@@ -104,6 +104,7 @@ def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> None:
     """Torch's time over ours with fp32 factors, each allocator of torch's, per number of threads."""
     first = alone[alone["allocator"] == alone["allocator"].iloc[0]]
     mine = first[first["factor_dtype"] == "fp32"]
+    found: list[float] = []
     for count, marker in zip(threads, "oDsv", strict=False):
         rows = mine[mine["threads"] == count]
         clock = "cpu" if (rows["device"].iloc[0] == "cpu" and count == 1) else "wall"
@@ -112,16 +113,20 @@ def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> None:
             column = column or f"speedup_over_{allocator}_{clock}"
             if column in rows and rows[column].notna().any():
                 look = Family("", "", "#000000" if count == threads[0] else "#888888", marker)
-                bars(ax, rows, column, look, None, line)
-        ax.plot(
-            [],
-            [],
-            color="#000000" if count == threads[0] else "#888888",
-            marker=marker,
-            label=f"(b) {thread_count(count)}",
-        )
+                bars(
+                    ax,
+                    rows,
+                    column,
+                    look,
+                    f"{ALLOCATOR_LABELS[allocator].removesuffix(' allocator')}, {thread_count(count)}",
+                    line,
+                )
+                found += list(rows[column].dropna())
     ax.axhline(1, color="#444444", linewidth=0.6)
-    ax.set(ylabel="torch's time / edgc's (no unit)", title="speed-up of fp32 factors")
+    seen = f"speed-up {min(found):.1f} to {max(found):.1f}, by torch's allocator" if found else "speed-up"
+    ax.set(ylabel="torch's time / edgc's (no unit)", title=seen)
+    ax.set_ylim(top=1.5 * ax.get_ylim()[1])  # room for the legend
+    ax.legend(*style.handles(ax), loc="upper right", ncols=2, columnspacing=0.8)
 
 
 def floors(ax: Axes, one: pd.DataFrame) -> None:

@@ -21,13 +21,14 @@ last."""
 
 
 def draw(results: Path) -> Figure:
-    """A panel per limit; methods from the first to the last over all limits; a dot per seed."""
+    """A panel per limit; methods by their time at the slowest; a dot per seed."""
     summary, runs = (
         style.read_benchmark(results / name, "the race", "bench-race (root only)")
         for name in ("race_summary.csv", "race.csv")
     )
     rates = sorted(summary["mbit_per_s"].unique())
-    order = list(summary.groupby("method")["place"].mean().sort_values(kind="stable").index)
+    slowest = summary[summary["mbit_per_s"] == rates[0]]
+    order = list(slowest.sort_values(["of_uncompressed", "place"], na_position="last", kind="stable")["method"])
     fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.22 * len(order) + 1.2, sharey=True)
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
@@ -41,8 +42,9 @@ def draw(results: Path) -> Figure:
         fig,
         list(summary["reached"].astype(int)),
         bars="dots: runs, markers: means",
-        extra="measured, two workers; number: place at this limit; the loss: what the uncompressed run of the seed has "
-        f"at three quarters of its iterations\n{runs['machine'].iloc[0]}; torch {runs['torch'].iloc[0]}",
+        extra="measured, two workers; order: time at the slowest limit, number: place at this one; "
+        "the loss: what the uncompressed run of the seed has at three quarters of its iterations"
+        f"\n{runs['machine'].iloc[0]}; torch {runs['torch'].iloc[0]}",
     )
     return fig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NONE, EDGC, BAND = "none", "edgc", ("edgc_r_min", "edgc_r_max")
+TOGETHER = 12.0  # percentage points
 OPEN = ":"  # the higher of two fixed ranks: dotted, open markers; the ranks between them are in the table
 
 
@@ -50,6 +52,24 @@ def _draw_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
             linewidth=0.6,
             label=f"EDGC, recorded entropy ({len(runs)} runs)",
         )
+
+
+def _name_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
+    """The names of the recorded runs at the left ends of their lines; those that lie together share one text."""
+    left = traces[traces["gbits_per_second"] == traces["gbits_per_second"].min()].sort_values(column)
+    groups: list[list[int]] = []
+    for place, value in enumerate(left[column]):
+        if not groups or value - left[column].iloc[groups[-1][0]] > TOGETHER:
+            groups.append([])
+        groups[-1].append(place)
+    for group in groups:
+        names = ", ".join(str(name).replace("_", " ") for name in left["entropy"].iloc[group])
+        at = left["gbits_per_second"].iloc[0], left[column].iloc[group].mean()
+        low = at[1] < TOGETHER
+        side: dict[str, Any] = {"xytext": (6, 2 if low else -9), "va": "bottom" if low else "top"}
+        text = ax.annotate(textwrap.fill(names, 30), at, textcoords="offset points", **side)
+        text.set_fontsize(style.MIN_FONT)
+        style.outline(text)
 
 
 def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, ...] = ()) -> None:
@@ -89,6 +109,7 @@ def draw(results: Path, study: str) -> Figure:
     top.set(yscale="log", ylabel="gradient time per step (s)", title=f"SIMULATED: {facts['title']}")
     _draw_panel(bottom, table, "reduction_with_compress_percent", skip=(NONE,))
     _draw_traces(bottom, traces, "reduction_with_compress_percent")
+    _name_traces(bottom, traces, "reduction_with_compress_percent")
     bottom.set(ylim=(0, 102), ylabel="time saved (%)")
     bottom.axhline(claim, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"paper: up to {claim:g} %")
     bottom.set_title("SIMULATED: gradient time saved")

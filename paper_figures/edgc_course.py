@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 
 from edgc.errors import UserError
 from paper_figures import style
-from paper_figures.ranks_over_time import limits, panel
+from paper_figures.ranks_over_time import course, limits, panel
 
 TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
 **Entropy and the rank that follows it, over the run.** Left: mean of the sampled entropies over the last
-window (nats), per stage. Right: the rank in use; grey: nothing is compressed yet; dashed and dotted: r_max
+window (nats), per stage. Right: the rank in use; grey: no rank is in use yet; dashed and dotted: r_max
 and r_min. The paper says that the entropy of gradients falls through training; CQM then lowers the rank.
 Where entropy rises after warm-up instead, CQM asks for more than r_max and the rank stays there. The paper's
 own courses are described here, not drawn: this project has no numbers of them."""
@@ -31,7 +31,7 @@ def draw(results: Path) -> Figure:
     if not variants:
         raise UserError("no EDGC run in the methods study", where=results / "methods" / "table.csv")
     stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
-    height = 1.0 + 1.45 * len(variants)
+    height = 1.0 + 1.15 * len(variants)
     fig, axes = style.figure(len(variants), 2, width=style.TEXT, height=height, sharex=True)
     for number, variant in enumerate(variants):
         left, right = axes[2 * number : 2 * number + 2]
@@ -41,7 +41,7 @@ def draw(results: Path) -> Figure:
         panel(right, rows, stages)
         limits(right, mine[mine["variant"] == variant])
         left.set(title=f"{label}, entropy", ylabel="entropy (nats)")
-        right.set(title=f"{label}, rank", ylabel="rank r")
+        right.set(title=f"{label}, rank: {course(rows, stages)}", ylabel="rank r")
         right.set_ylim(bottom=0)
     for ax in axes[-2:]:
         ax.set_xlabel("iteration")

@@ -1,4 +1,4 @@
-"""The first figure that a reader sees: what a few methods cost and send, each named at its point.
+"""The first figure that a reader sees: is it worth following the entropy of the gradients?
 
 ``python -m paper_figures hero --results results/reference/workstation`` writes it for light and for dark pages too.
 """
@@ -7,156 +7,132 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import rgb_to_hsv, to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 
+from experiments.common.acting import NOT_TESTED
 from experiments.common.files import atomic_write
 from paper_figures import style
-from paper_figures.families import Family
+from paper_figures.families import FAMILIES
 
-TABLES = ("methods/summary.csv", "methods/table.csv")
+TABLES = ("policies/comparisons.csv",)
 CAPTION = """\
-**What compression costs and saves.** Validation loss above uncompressed training of the same seed (nats; 0.01 nats
-are about 1 % of perplexity) against the gradient bytes sent, in percent of an fp32 all-reduce. Left and down is
-better. Points are means over seeds, bars 95 % t intervals. Drawn are at most eight methods less than 0.1 nats off:
-EDGC, those that no other one beats in both, then the next best, one of two alike; all are in figure ``methods``."""
-MOST, NEAR = 8, 0.1  # points; nats
-PALE, EDGE, GRID = "#E6E6E6", "#8B949E", "#30363D"  # text, frame and grid on a dark page
+**Is it worth following the entropy?** EDGC against no compression and against rivals that send as many bytes, in the
+study ``policies``: validation loss of EDGC minus that of the rival of the same seed. Left of zero EDGC is better. A
+difference of 0.01 nats is about 1 % of perplexity. Points are means over seeds, bars 95 % t intervals; an open point
+says that the interval holds zero. Differences in the shaded band are so small that they count as none. Factors of
+fewer bits are shown where there are at least five seeds."""
+RIVALS = {
+    "no compression": "no compression\n(sends all bytes)",
+    "fixed rank": "one fixed rank\nof the same bytes",
+    "falling": "the same ranks\nsorted to only fall",
+    "shuffled": "the same ranks\nin random order",
+    "reversed": "the same ranks\nin reverse order",
+}
+MOST, SEEDS = 8, 5  # rows; seeds that a row of quantised factors needs
+SAME = "one fixed rank of the same bytes"
 PAGE = {"light": "#FFFFFF", "dark": "#0D1117"}
-DARK, LIGHTER = 0.65, 0.45  # value of a colour that a dark page would swallow, and how far it goes towards white
-ALIKE = 0.15, 0.004  # rows so near each other, in ln(bytes) and in nats, are shown as one
-# where a name may stand: points from its marker, and how it is aligned there
-PLACES = tuple(
-    ((x * (9 if abs(x) == 1 else 0), y), align)
-    for y in (8, -8, 17, -17, 27, -27, 37, -37, 50, -50)
-    for x, align in ((1, "left"), (-1, "right"), (0, "center"))
-)
-TICKS = (2, 5, 10, 20, 50, 100)
+INK = {"light": "#222222", "dark": "#E6E6E6"}
+GREY = {"light": "#E3E3E3", "dark": "#2B323B"}  # the band; on a light page also what lies behind
 
 
 def draw(results: Path) -> Figure:
-    """Gap to uncompressed training (mean, 95 % t interval) against percent of the fp32 bytes, each point named."""
+    """EDGC's validation loss minus each rival's (nats, mean and 95 % t interval), a row a rival."""
     return drawn(results, "light")
 
 
 def drawn(results: Path, page: str) -> Figure:
     """As :func:`draw`, for a ``light`` or a ``dark`` page."""
-    summary = style.read(results, "methods", "summary.csv")
-    settings = style.read(results, "methods").drop_duplicates("variant").set_index("variant")
-    shown = chosen(summary)
-    looks = [style.look(settings.loc[variant]) for variant in shown["variant"]]
-    fig, (ax,) = style.figure(width=style.TEXT, height=3.6)
-    ax.set(xscale="log", xlabel="gradient bytes sent (% of an fp32 all-reduce, log scale; of bf16: twice that)")
-    ax.set_ylabel("validation loss above uncompressed (nats)")
-    percent = 100 * shown["bytes_ratio_mean"]
-    style.plain(ax.xaxis, [tick for tick in TICKS if percent.min() / 2 < tick < 2 * percent.max()])
-    ax.set_title("\n".join(textwrap.wrap(title(shown), 92)))
-    idle = shown.loc[shown["verdict"] == "not tested", "label"]
-    said = f"Rank never moved, so the policy was not tested: {', '.join(idle)}." if len(idle) else ""
-    style.annotate(fig, list(shown["n_ok"]), scale=results.name, extra=textwrap.fill(said, 120))
-    points(fig, ax, shown, looks, page)
-    if page == "dark":
-        darken(fig, ax)
+    rows = chosen(style.read(results, "policies", "comparisons.csv"))
+    fig, (ax,) = style.figure(height=1.5 + 0.3 * len(rows))
+    forest(ax, rows, page)
+    ax.set_xlabel("validation loss: EDGC minus the other (nats;\n0.01 nats are about 1 % of perplexity)")
+    ax.set_ylabel("EDGC against")
+    fig.suptitle("\n".join(textwrap.wrap(title(rows), 46)), x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+    fig.get_layout_engine().set(h_pad=0.02)  # type: ignore[union-attr, call-arg]
+    style.annotate(fig, list(rows["n"]), bars="bars: 95 % t interval", scale=results.name,
+                   extra="Shaded: counts as no difference. Open: the bar holds zero.")  # fmt: skip
+    recolour(fig, ax, page)
     return fig
 
 
-def chosen(summary: pd.DataFrame) -> pd.DataFrame:
-    """The rows that are drawn: EDGC, the front of loss against bytes, then the smallest losses."""
-    near = summary[(summary["method"] != "none") & (summary["gap_nats_mean"] < NEAR)].copy()
-    ordered = near.sort_values(["bytes_ratio_mean", "gap_nats_mean"])
-    best = ordered["gap_nats_mean"].cummin()
-    near["front"] = (ordered["gap_nats_mean"] <= best).reindex(near.index)
-    near["edgc"] = (near["method"] == "edgc") & (near["policy"] == "cqm")
-    first = near.sort_values(["edgc", "front", "gap_nats_mean"], ascending=[False, False, True])
-    kept: list[pd.Series] = []
-    for _, row in first.iterrows():
-        if len(kept) < MOST and not any(_alike(row, other) for other in kept):
-            kept.append(row)
-    return pd.DataFrame(kept).sort_values("bytes_ratio_mean")
+def chosen(found: pd.DataFrame) -> pd.DataFrame:
+    """EDGC's comparisons in the order of ``RIVALS``; those of quantised factors where they have seeds enough."""
+    mine = found[found["variant"].str.fullmatch("cqm|cqm_int[0-9]+") & found["rival"].isin(RIVALS)]
+    mine = mine[(mine["factor_dtype"] == "fp32") | (mine["n"] >= SEEDS)]
+    order = mine["rival"].map(list(RIVALS).index)
+    return mine.assign(order=order).sort_values(["factor_dtype", "order"], key=fp32_first, kind="stable").head(MOST)
 
 
-def _alike(row: pd.Series, other: pd.Series) -> bool:
-    """Whether two rows would be drawn one on the other."""
-    near_bytes = abs(np.log(row["bytes_ratio_mean"] / other["bytes_ratio_mean"])) < ALIKE[0]
-    return bool(near_bytes and abs(row["gap_nats_mean"] - other["gap_nats_mean"]) < ALIKE[1])
+def fp32_first(column: pd.Series) -> pd.Series:
+    """What to sort by, for the rows of fp32 factors come first."""
+    return column != "fp32" if column.name == "factor_dtype" else column
 
 
-def title(shown: pd.DataFrame) -> str:
-    """What is seen: the method of fewest bytes that loses no more than EDGC, if there is one."""
-    mine = shown[shown["edgc"]].sort_values("bytes_ratio_mean", ascending=False)
-    if mine.empty:
-        return "Validation loss against bytes sent"
-    edgc = mine.iloc[0]
-    fewer = shown["bytes_ratio_mean"] < edgc["bytes_ratio_mean"]
-    better = shown[~shown["edgc"] & fewer & (shown["gap_nats_mean"] <= edgc["gap_nats_mean"])]
-    if better.empty:
-        return f"No method shown sends fewer bytes than {edgc['label']} at no more loss"
-    row = better.sort_values("bytes_ratio_mean").iloc[0]
-    mine_percent, percent = 100 * edgc["bytes_ratio_mean"], 100 * row["bytes_ratio_mean"]
-    sends = f"sends {percent:.0f} % of the bytes, not {mine_percent:.0f} %"
-    return f"{row['label']} loses no more in the mean than {edgc['label']} and {sends}"
+def title(rows: pd.DataFrame) -> str:
+    """What is seen against the fixed rank that sends as many bytes."""
+    against = rows[(rows["rival"] == "fixed rank") & (rows["factor_dtype"] == "fp32")]
+    if against.empty or pd.isna(against["difference_low"].iloc[0]):
+        return "EDGC against other ways to send as many bytes"
+    row = against.iloc[0]
+    if row["verdict"] == NOT_TESTED:
+        return "Not tested: EDGC's ranks hardly moved"
+    if row["difference_low"] > 0:
+        return f"Ranks that follow entropy do no better than {SAME}"
+    if row["difference_high"] < 0:
+        return f"Ranks that follow entropy do better than {SAME}"
+    if max(-row["difference_low"], row["difference_high"]) < row["margin_nats"]:
+        return f"Ranks that follow entropy do as well as {SAME}"
+    return f"Not decided: do ranks that follow entropy beat {SAME}?"
 
 
-def points(fig: Figure, ax: Axes, shown: pd.DataFrame, looks: list[Family], page: str) -> None:
-    """A marker with its interval a row, and its name at the first place beside it that nothing else takes."""
-    for own, (_, row) in zip(looks, shown.iterrows(), strict=True):
-        x, y = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
-        bars = [[y - row["gap_nats_low"]], [row["gap_nats_high"] - y]]
-        look = seen(own, page)
-        drawn = ax.errorbar(x, y, yerr=bars, markersize=7, elinewidth=1.0, **look.marks())
-        if not look.filled:
-            drawn[0].set_markerfacecolor(PAGE[page])
-    ax.axhline(0, color="#888888", linewidth=0.8)
-    ax.set_xlim(100 * shown["bytes_ratio_mean"].min() / 1.4, 100 * shown["bytes_ratio_mean"].max() * 2.0)
-    ax.margins(y=0.12)
-    fig.canvas.draw()  # or where things are is not known yet
-    taken = [box for _, row in shown.iterrows() for box in boxes(ax, row)]
-    for _, row in shown.iterrows():
-        text = ax.annotate(row["label"], (100 * row["bytes_ratio_mean"], row["gap_nats_mean"]), (0, 0),
-                           textcoords="offset points", va="center", fontsize=style.FONT)  # fmt: skip
-        text.set_path_effects([style.Stroke(linewidth=2, foreground=PAGE[page]), style.Normal()])
-        for place, align in PLACES:
-            text.set(position=place, horizontalalignment=align)
-            box = text.get_window_extent()
-            inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-        taken.append(box)
+def forest(ax: Axes, rows: pd.DataFrame, page: str) -> None:
+    """A point with its interval and its number of seeds a row; the side on which EDGC is better in words."""
+    colour = FAMILIES["edgc"].colour
+    names = []
+    for place, (_, row) in enumerate(rows.iterrows()):
+        low, high = row["difference_low"], row["difference_high"]
+        half = 0.0 if pd.isna(low) else high - row["difference_nats"]
+        face = PAGE[page] if low <= 0 <= high else colour
+        marks: dict[str, Any] = {
+            "color": colour,
+            "marker": "o",
+            "markersize": 5.5,
+            "markerfacecolor": face,
+            "elinewidth": 1.6,
+        }
+        ax.errorbar(row["difference_nats"], place, xerr=half, **marks)
+        ax.annotate(f"n = {row['n']:.0f}", (1.0, place), (3, 0), ("axes fraction", "data"), "offset points",
+                    va="center", fontsize=style.MIN_FONT)  # fmt: skip
+        bits = "" if row["factor_dtype"] == "fp32" else f", {row['factor_dtype']}"
+        names.append(RIVALS[row["rival"]] + bits)
+    margin = rows["margin_nats"].max()
+    ax.axvspan(-margin, margin, color=GREY[page], zorder=0, linewidth=0)
+    ax.axvline(0, color=INK[page], linewidth=0.9)
+    for words, to, align in (("← EDGC better", -4, "right"), ("EDGC worse →", 4, "left")):
+        ax.annotate(words, (0, 1.0), (to, 2), ("data", "axes fraction"), "offset points",
+                    ha=align, va="bottom", fontsize=style.FONT, fontweight="bold")  # fmt: skip
+    ax.set_yticks(range(len(rows)), names)
+    ends = rows[["difference_low", "difference_high"]].stack()
+    far = 1.15 * max(margin, ends.abs().max()) if len(ends) else 2 * margin
+    ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(-far, far))
+    ax.grid(axis="y", visible=False)
+    style.plain_linear(ax.xaxis)
 
 
-def boxes(ax: Axes, row: pd.Series) -> list[Bbox]:
-    """What the marker and the interval of a row take, in pixels."""
-    point = (100 * row["bytes_ratio_mean"], row["gap_nats_mean"])
-    x, y = ax.transData.transform(point)
-    ends = [ax.transData.transform((point[0], row[f"gap_nats_{end}"]))[1] for end in ("low", "high")]
-    found = [Bbox([[x - 6, y - 6], [x + 6, y + 6]])]
-    return [*found, Bbox([[x - 3, ends[0]], [x + 3, ends[1]]])] if np.isfinite(ends).all() else found
-
-
-def seen(look: Family, page: str) -> Family:
-    """The look, lighter on a dark page where its own colour would be lost."""
-    lightness, *_ = rgb_to_hsv(to_rgb(look.colour))[::-1]
-    if page == "light" or lightness > DARK:
-        return look
-    colour = tuple((1 - LIGHTER) * part + LIGHTER for part in to_rgb(look.colour))
-    return look._replace(colour=to_hex(colour))
-
-
-def darken(fig: Figure, ax: Axes) -> None:
-    """Colours of a dark page."""
-    fig.set_facecolor(PAGE["dark"])
-    ax.set_facecolor(PAGE["dark"])
-    ax.grid(color=GRID)
-    ax.tick_params(colors=PALE)
+def recolour(fig: Figure, ax: Axes, page: str) -> None:
+    """Page, frame and text in the colours of the page."""
+    fig.set_facecolor(PAGE[page])
+    ax.set_facecolor(PAGE[page])
+    ax.grid(axis="x", color=GREY[page])
+    ax.tick_params(colors=INK[page])
     for spine in ax.spines.values():
-        spine.set_edgecolor(EDGE)
-    for text in (ax.xaxis.label, ax.yaxis.label, ax._left_title, *ax.texts, *fig.texts):  # type: ignore[attr-defined]
-        text.set_color(PALE)
+        spine.set_edgecolor(GREY[page])
+    for text in (ax.xaxis.label, ax.yaxis.label, *ax.texts, *fig.texts):
+        text.set_color(INK[page])
 
 
 def pages(results: Path, out: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -10,14 +11,16 @@ from matplotlib.figure import Figure
 
 from paper_figures import style
 from paper_figures.families import FAMILIES
+from paper_figures.hero import chosen, title
 
 TABLES = ("policies/comparisons.csv", "policies/pairs.csv", "policies/curves.csv")
 CAPTION = """\
 **Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed share one uncompressed
 warm-up. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
 shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
-paired by seed (nats; left of zero EDGC is better); in the shaded band two one-sided tests call both on par. A row that
-says "not tested" is of a policy that hardly moved: the rule is in ``experiments/analyse/acting.py``."""
+paired by seed (nats; left of zero EDGC is better); in the shaded band two one-sided tests call both on par. "Both
+orders" is the mean of reversed and shuffled. A row that says "not tested" is of a policy that hardly moved: the rule
+is in ``experiments/analyse/acting.py``."""
 ORDERS = {
     "fixed rank": ("even", "#0072B2", "-"),
     "reversed": ("reversed", "#CC79A7", "--"),
@@ -30,13 +33,16 @@ def draw(results: Path) -> Figure:
     """(a) ranks of stage 0, (b) differences from every rival, EDGC with each type of factors."""
     found = style.read(results, "policies", "comparisons.csv")
     pairs = style.read(results, "policies", "pairs.csv")
-    fig, axes = style.figure(1, 2, width=style.TEXT, height=3.4, width_ratios=[4, 5])
+    fig, axes = style.figure(2, 1, height=5.8, height_ratios=[2, 3])
     ranks(axes[0], style.read(results, "policies", "curves.csv"))
     mine = found[(found["policy"] == "cqm") & found["variant"].isin(["cqm", "cqm_int8"])]
     differences(axes[1], mine[mine["rival"] != "no compression"], pairs)
     style.letter(axes)
     drawn, labels = style.handles(axes[0])
-    fig.legend(drawn, labels, loc="outside upper center", ncols=5, columnspacing=1.0)
+    bold = {"weight": "bold", "size": style.FONT}
+    words = textwrap.fill(title(chosen(found)), 46)
+    where = {"loc": "outside upper center", "ncols": 3, "columnspacing": 1.0}
+    fig.legend(drawn, labels, title=words, title_fontproperties=bold, **where)
     bars = "(b) bars: 95 % t interval of the mean, dots: seeds"
     style.annotate(fig, list(mine["n"]), bars=bars, scale=results.name)
     return fig
@@ -69,7 +75,9 @@ def differences(ax: Axes, found: pd.DataFrame, pairs: pd.DataFrame) -> None:
     margin = found["margin_nats"].max()
     ax.axvspan(-margin, margin, color="#DDDDDD", zorder=0)
     ax.axvline(0, color="#444444", linewidth=0.6)
-    kinds = found["rival"] + found["factor_dtype"].map(lambda of: "" if of == "fp32" else f", {of}")
+    kinds = found["rival"].replace("placebos", "both orders") + found["factor_dtype"].map(
+        lambda of: "" if of == "fp32" else f", {of}"
+    )
     ax.set_yticks(range(len(found)), [f"{kind}: {said}" for kind, said in zip(kinds, found["verdict"], strict=True)])
     ax.set(ylim=(len(found) - 0.5, -0.5), title="EDGC less its rival")
     ax.set(xlabel="validation loss of EDGC\nless that of the rival (nats)", ylabel="rival: EDGC is")

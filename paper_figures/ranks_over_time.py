@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +16,8 @@ from paper_figures import style
 TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
 **Ranks that EDGC chose.** The rank that EDGC used at every iteration, per pipeline stage and policy. Grey:
-nothing is compressed yet (warm-up, until the entropy is stable). Dashed and dotted lines: the limits r_max
+no rank is in use yet: the warm-up, until the entropy is stable, in which gradients are sent whole, in int4 where the
+label says so. Dashed and dotted lines: the limits r_max
 and r_min. Later stages are drawn thinner on top of earlier ones, so that equal ranks remain visible. A line
 that stays at a limit means that the model asked for a rank outside it: the method then acts like a fixed
 rank."""
@@ -28,20 +30,31 @@ def draw(results: Path) -> Figure:
     variants = list(dict.fromkeys(runs.loc[runs["method"] == "edgc", "variant"]))
     if not variants:
         raise UserError("no EDGC run in the methods study", where=results / "methods" / "table.csv")
-    fig, axes = style.figure(len(variants), 1, height=0.9 + 1.45 * len(variants), sharex=True, sharey=True)
+    fig, axes = style.figure(len(variants), 1, height=1.0 + 1.05 * len(variants), sharex=True, sharey=True)
     stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
     for ax, variant in zip(axes, variants, strict=True):
         panel(ax, curves[curves["variant"] == variant], stages)
         limits(ax, runs[runs["variant"] == variant])
-        ax.set(title=str(runs.loc[runs["variant"] == variant, "label"].iloc[0]), ylabel="rank r")
+        label = str(runs.loc[runs["variant"] == variant, "label"].iloc[0])
+        title = textwrap.fill(f"{label}: {course(curves[curves['variant'] == variant], stages)}", 42)
+        ax.set(title=title, ylabel="rank r")
     axes[-1].set_xlabel("iteration")
     axes[0].set_ylim(bottom=0)
-    axes[0].yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes[0].yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     fig.legend(*style.handles(*axes), loc="outside upper center", ncols=3, columnspacing=1.0)
     style.letter(axes)
     seeds = runs[runs["variant"].isin(variants)].groupby("variant")["seed"].nunique()
     style.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)
     return fig
+
+
+def course(curves: pd.DataFrame, stages: list[int]) -> str:
+    """In words: which ranks all stages and seeds used."""
+    ranks = curves[[f"rank_{stage}" for stage in stages]].stack().dropna()
+    if ranks.empty:
+        return "never compressed"
+    low, high = ranks.min(), ranks.max()
+    return f"always {low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def limits(ax: Axes, runs: pd.DataFrame) -> None:
@@ -59,7 +72,7 @@ def panel(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
     dense = curves.groupby("iteration")[columns].count().sum(axis=1) == 0
     if dense.any():
         first = dense[~dense].index.min() if (~dense).any() else dense.index.max()
-        ax.axvspan(dense.index.min(), first, color="#dddddd", alpha=0.7, linewidth=0, label="all uncompressed")
+        ax.axvspan(dense.index.min(), first, color="#dddddd", alpha=0.7, linewidth=0, label="no rank yet")
     for index, stage in enumerate(stages):
         for number, (_, run) in enumerate(curves.groupby("seed")):
             ax.step(

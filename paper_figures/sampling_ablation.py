@@ -30,6 +30,7 @@ the same gradients of one uncompressed run: (d) error of one measurement of one 
 √((κ + 2)(1 − β) / 4βn); (e) error of a window's mean by the share of iterations; (f) measured time of an
 estimate, and of an exact sum of squares, which needs no sample. How many ranks each rule would change is in
 ``sampling_ablation/grid.csv``."""
+WORST_CC, WORST_NATS = 0.9, 0.1  # at the light end of the colours, or what is worse in the table
 RATES = (0.01, 0.05, 0.25, 1)
 MARKERS = {"diagonal": "o", "strided": "s", "random": "^"}
 
@@ -44,9 +45,10 @@ def draw(results: Path) -> Figure:
     cost = timings[(timings["status"] == "ok") & (timings["sampling"] == sampling)].copy()
     cost["percent"] = 100 + cost["change_percent"]
     fig, axes = style.figure(2, 3, width=style.TEXT, height=6.8)
-    grid(axes[0], fine, "cc", "CC (no unit)", "{:.3f}", reverse=False)
-    grid(axes[1], fine, "rmse_nats", "RMSE of windows (nats)", "{:.3f}", reverse=True)
-    grid(axes[2], cost, "percent", "time of the estimate (%)", "{:.1f}", reverse=True)
+    worst = min(WORST_CC, fine["cc"].min()), max(WORST_NATS, fine["rmse_nats"].max()), 100.0
+    grid(axes[0], fine, "cc", "CC (no unit)", "{:.3f}", (1.0, worst[0]))
+    grid(axes[1], fine, "rmse_nats", "RMSE of windows (nats)", "{:.3f}", (0.0, worst[1]))
+    grid(axes[2], cost, "percent", "time of the estimate (%)", "{:.1f}", (0.0, worst[2]))
     for ax in axes[:3]:
         ax.set(xlabel="β, share of entries read (no unit)", ylabel="α, share of iterations")
     error(axes[3], style.read(results, "sampling_ablation", "sampling_error.csv"))
@@ -71,7 +73,8 @@ def draw(results: Path) -> Figure:
         counts,
         bars="cells: mean over seeds",
         scale=results.name,
-        extra=f"(a) to (c): {sampling} sampling, (a), (b) stage 0, (c) 100 %: α = β = 1; darker is better. "
+        extra=f"(a) to (c): {sampling} sampling, (a), (b) stage 0, (c) 100 %: α = β = 1; one scale of colours, "
+        f"from dark (CC 1, no error, no time) to light (CC {worst[0]:.2g}, {worst[1]:.2g} nats, 100 %). "
         "(d) to (f): one run per seed, means."
         + (f"\nDecisions unlike α = β = 1 (first seed): {text}." if text else ""),
     )
@@ -127,20 +130,19 @@ def seconds(ax: Axes, found: pd.DataFrame) -> None:
     ax.set(title="time of an estimate", ylabel="% of the histogram of all entries")
 
 
-def grid(ax: Axes, rows: pd.DataFrame, column: str, title: str, number: str, *, reverse: bool) -> None:
-    """A cell per (alpha, beta) with its number written in it; darker is better, a dash marks what is undefined."""
+def grid(ax: Axes, rows: pd.DataFrame, column: str, title: str, number: str, ends: tuple[float, float]) -> None:
+    """A cell per (alpha, beta) with its number written in it; dark to light from the first of ``ends`` to the second,
+    a dash marks what is undefined."""
     cells = rows.pivot_table(index="alpha", columns="beta", values=column, aggfunc="mean", dropna=False)
     cells = cells.sort_index(ascending=False)
     values = cells.to_numpy(dtype=float)
-    shown = np.ma.masked_invalid(values)
-    ax.imshow(shown, cmap=plt.get_cmap("cividis" if reverse else "cividis_r"), aspect="auto")
+    shares = (values - ends[0]) / (ends[1] - ends[0])
+    ax.imshow(np.ma.masked_invalid(shares), cmap=plt.get_cmap("cividis"), vmin=0, vmax=1, aspect="auto")
     ax.set_xticks(range(cells.shape[1]), [f"{beta:g}" for beta in cells.columns])
     ax.set_yticks(range(cells.shape[0]), [f"{alpha:g}" for alpha in cells.index])
     ax.grid(False)
-    finite = values[np.isfinite(values)]
-    middle = (finite.min() + finite.max()) / 2 if finite.size else 0.0
     for (i, j), value in np.ndenumerate(values):
-        dark = np.isfinite(value) and ((value < middle) == reverse) and value != middle
+        dark = np.isfinite(value) and shares[i, j] < 0.5
         text = number.format(value) if np.isfinite(value) else "–"
         ax.text(j, i, text, ha="center", va="center", color="white" if dark else "black", fontsize=style.FONT)
     ax.set_title(title)

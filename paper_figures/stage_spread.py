@@ -69,7 +69,7 @@ def stages(ax: Axes, found: pd.DataFrame) -> None:
     )
     ax.legend(*_renamed(ax), loc="best")
     ax.set(xlabel="pipeline stage (0: first)", ylabel="end of reductions\nafter the first (ms)")
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(bottom=-0.06 * ax.get_ylim()[1])
     ax.set_title("end of reductions")
 
 
@@ -88,7 +88,7 @@ def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
         ratio = ax.annotate(
             f"{middle:.0f} ms\n{table.loc[name, 'of_equal']:.2f} ×",
             (place, middle),
-            xytext=(6, 0),
+            xytext=(12, 0),
             textcoords="offset points",
             va="center",
             fontsize=style.MIN_FONT,
@@ -96,8 +96,10 @@ def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
         style.outline(ratio)
     ax.set_xticks(range(len(LABELS)), [f"{LABELS[name]}\n{_shown(table.loc[name, 'ranks'])}" for name in LABELS])
     ax.set_xlim(-0.5, len(LABELS) - 0.2)
-    ax.set_ylim(bottom=0)
-    ax.set(xlabel="ranks by stage", ylabel="last minus first stage (ms)", title="spread (× equal ranks)")
+    low = -0.06 * ax.get_ylim()[1]  # no marker and no text is cut off
+    ax.set_ylim(2 * low, ax.get_ylim()[1] - low)
+    of_equal = table.loc["dac", "of_equal"]
+    ax.set(xlabel="ranks by stage", ylabel="last minus first stage (ms)", title=f"DAC: {of_equal:.2f} × equal ranks")
 
 
 def _shown(ranks: str) -> str:

@@ -22,7 +22,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.text import Text
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from edgc.errors import UserError
 from paper_figures.families import (
@@ -141,6 +141,8 @@ def letter(axes: Sequence[Axes]) -> None:
 
 def note(fig: Figure, text: str) -> None:
     """Write one or more lines under the figure (n, spread, scale), and keep the axes clear of them."""
+    width = int(fig.get_figwidth() * 72 / (0.55 * MIN_FONT))  # characters of a line, none of which may be cut off
+    text = "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
     lines = text.count("\n") + 1
     height = (lines * MIN_FONT * 1.25 + 3) / 72 / fig.get_figheight()
     engine = fig.get_layout_engine()
@@ -218,6 +220,12 @@ def plain(axis: Axis, ticks: Sequence[float] | None = None) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def plain_linear(axis: Axis, most: int = 5) -> None:
+    """At most ``most`` ticks on a linear axis, as plain numbers with a true minus sign and no trailing zeros."""
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value, 12) + 0:g}".replace("-", "−")))
+
+
 def outline(text: Text) -> None:
     """A white edge, so that text stays readable over lines and markers."""
     text.set_path_effects([Stroke(linewidth=2, foreground="white"), Normal()])
@@ -229,10 +237,12 @@ def message(ax: Axes, text: str) -> None:
 
 
 def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
-    """One table of a study, or ``UserError`` with the command that makes it."""
+    """One table of a study, kept as CSV or as Parquet, or ``UserError`` with the command that makes it."""
     from experiments.common import written_tables
 
     path = results / study / table
+    if not path.is_file() and path.with_suffix(".parquet").is_file():
+        return written_tables.read_parquet(path.with_suffix(".parquet"))
     if not path.is_file():
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)

@@ -20,7 +20,7 @@ what the uncompressed run of the same seed reaches after 90 % of its iterations;
 are counted in words. Left of 100 % a method arrives earlier than uncompressed training. Markers are means
 over the seeds that arrive, bars their range. The times are of small models on a CPU: a GPU computes and
 compresses faster, and the bandwidths shift with it."""
-TICKS = (5, 10, 20, 50, 100, 200, 500)
+TICKS = (1, 3, 10, 30, 100, 300, 1000)
 
 
 def draw(results: Path) -> Figure:
@@ -32,11 +32,18 @@ def draw(results: Path) -> Figure:
     # One order for all panels, the quickest over the slowest network on top; what never arrives is named below.
     slowest = times[times["megabits"] == bandwidths[0]].groupby("variant")["percent"].mean().sort_values()
     variants = list(slowest.dropna().index)
-    fig, axes = style.figure(1, len(bandwidths), width=style.TEXT, height=1.2 + 0.19 * len(variants), sharey=True)
+    fig, axes = style.figure(
+        1, len(bandwidths), width=style.TEXT, height=1.2 + 0.19 * len(variants), sharey=True, sharex=True
+    )
     for ax, megabits in zip(axes, bandwidths, strict=True):
         panel(ax, times[times["megabits"] == megabits], variants, runs)
         speed = f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
         ax.set(title=f"modelled:\n{speed}", xlabel="% of uncompressed")
+    shown = times["percent"].dropna()
+    low, high = (min(100, shown.min()) / 1.3, max(100, shown.max()) * 1.3) if len(shown) else (50.0, 200.0)
+    axes[0].set(xscale="log", xlim=(low, high))
+    for ax in axes:
+        style.plain(ax.xaxis, [tick for tick in TICKS if low <= tick <= high])
     # Whether a run arrives does not depend on the network.
     rows = times[times["megabits"] == bandwidths[0]]
     names = [label(str(runs.loc[name, "label"]), rows[rows["variant"] == name]) for name in variants]
@@ -77,8 +84,3 @@ def panel(ax: Axes, times: pd.DataFrame, variants: list[str], runs: pd.DataFrame
             mean = found.mean()
             spread = [[mean - found.min()], [found.max() - mean]]
             ax.errorbar(mean, place, xerr=spread, **look.marks())
-    ax.set_xscale("log")
-    shown = times["percent"].dropna()
-    low, high = (shown.min(), shown.max()) if len(shown) else (50.0, 200.0)
-    style.plain(ax.xaxis, [tick for tick in TICKS if low / 1.6 <= tick <= 1.6 * high])
-    ax.set_xlim(min(low, 100) / 1.5, max(high, 100) * 1.5)

@@ -29,7 +29,6 @@ KINDS = {
     "embedding": ("embedding sync", "#0072B2"),
     "optimizer": ("optimizer", "#888888"),
 }
-NUMBERED = 0.012  # share of the axis that a box must span to carry its micro-batch's number
 
 
 def draw(results: Path) -> Figure:
@@ -50,7 +49,7 @@ def draw(results: Path) -> Figure:
         chosen = spans[(spans["variant"] == variant) & (spans["replica"] == 0)]
         of_variant = shares[(shares["variant"] == variant) & (shares["replica"] == 0)]
         panel(ax, chosen, of_variant[of_variant["iteration"] == chosen["iteration"].iloc[0]], last)
-        ax.set_title(f"{LABELS[variant]}: {_ranks(str(ranks[variant]))}")
+        ax.set_title(f"{LABELS[variant]}, {_ranks(str(ranks[variant]))}: {chosen['end'].max():.0f} ms")
     axes[-1].set_xlabel("time in the iteration (ms)")
     style.letter(axes)
     shown = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
@@ -65,8 +64,8 @@ def draw(results: Path) -> Figure:
     slow, fast = settings["megabytes"] / settings["slowdown"], settings["megabytes"]
     style.note(
         fig,
-        f"Measured; links slowed down by INJECTED delays: stage 0 {slow:g} MB/s, the others {fast:g} MB/s. "
-        f"One replica of {settings['data']}; numbers are micro-batches.\n"
+        f"Measured; links slowed down by INJECTED delays: stage 0 to {slow:g} MB/s, the others to {fast:g} MB/s. "
+        f"One replica of {settings['data']}.\n"
         f"Of {'/'.join(map(str, counted))} iterations the one with the median duration; ticks: end of each stage's "
         "reduction.\n"
         f"{spans['machine'].iloc[0]}, shared by {settings['pipeline'] * settings['data']} processes; "
@@ -82,10 +81,6 @@ def panel(ax: Axes, spans: pd.DataFrame, shares: pd.DataFrame, last: float) -> N
         for stage, own in spans[spans["kind"] == kind].groupby("stage"):
             boxes = list(zip(own["start"], own["end"] - own["start"], strict=True))
             ax.broken_barh(boxes, (stage - 0.38, 0.76), facecolors=colour, edgecolor="white", linewidth=0.15)
-    for box in spans.itertuples():
-        if box.kind in ("forward", "backward") and box.end - box.start > NUMBERED * last:
-            middle, number = (box.start + box.end) / 2, int(box.micro_batch)
-            ax.text(middle, box.stage, str(number), ha="center", va="center", fontsize=style.MIN_FONT)
     ends = spans[spans["kind"].isin(("reduce", "compress"))].groupby("stage")["end"].max()
     for stage, end in ends.items():
         ax.plot([end, end], [stage - 0.5, stage + 0.5], color="black", linewidth=1.2)

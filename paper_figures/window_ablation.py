@@ -47,13 +47,16 @@ def draw(results: Path) -> Figure:
         marks: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5}
         axes[1].plot(at, rows["entropy_full"], color=colour, linewidth=1.0, label=f"{label}, all")
         axes[1].plot(at, rows["entropy"], linestyle="", label="sampled", **marks)
-        axes[2].plot(at, rows["rank"], drawstyle="steps-pre", label=label, **marks)
+        look = {"color": colour, "linewidth": 3.2 - 1.0 * index, "drawstyle": "steps-pre"}
+        axes[2].plot(at, rows["rank"], label=label, **look)
     others = first[~first["variant"].isin(own)].groupby("variant", sort=False)
     for (_, rows), line in zip(others, itertools.cycle(LINES), strict=False):
         look = {"color": colours[rows["length"].iloc[0]], "linestyle": line, "drawstyle": "steps-pre"}
         axes[2].plot(rows["iteration"], rows["rank"], label=rows["label"].iloc[0], **look)
     axes[1].set(title="entropy, stage 0", ylabel="window mean entropy (nats)")
-    axes[2].set(title="rank, stage 0", ylabel="rank r")
+    ranks = first["rank"].dropna()
+    same = f": always {ranks.min():g}" if ranks.nunique() == 1 else ""
+    axes[2].set(title=f"rank, stage 0{same}", ylabel="rank r")
     if first["rank"].isna().all():
         style.message(axes[2], "never compressed")
     else:

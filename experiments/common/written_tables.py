@@ -73,3 +73,14 @@ def read(path: Path, **options: Any) -> pd.DataFrame:
         return pd.read_csv(path, **options)
     except (ValueError, UnicodeDecodeError):  # pandas' errors about a file are of these
         raise damaged(path, "is not a table") from None
+
+
+def read_parquet(path: Path) -> pd.DataFrame:
+    """A table that is kept as Parquet; ``UserError`` where it was cut short or altered."""
+    import pandas as pd
+    from pyarrow import ArrowInvalid
+
+    try:
+        return pd.read_parquet(path)
+    except (ArrowInvalid, OSError, ValueError):
+        raise UserError("table is damaged", where=path, fix="restore it from version control") from None

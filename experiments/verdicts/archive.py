@@ -4,14 +4,15 @@
 the same bytes: names of users, times and modes are left out.
 
 ``python -m experiments.verdicts.archive replay --scale S`` computes the committed tables and figures again from such
-files and compares them byte for byte. ``restore`` puts the runs back into the results folder, where the workflow goes
-on with them; ``save`` keeps those of a study that is not finished yet (``runs-so-far.tar.xz``), so that its training
-can be spread over nights and machines.
+files and compares them byte for byte; with ``--write`` it replaces figures. ``restore`` puts the runs back into the
+results folder, where the workflow goes on with them; ``save`` keeps those of a study that is not finished yet
+(``runs-so-far.tar.xz``), so that its training can be spread over nights and machines.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import sys
 import tarfile
@@ -24,11 +25,16 @@ from typing import Annotated
 
 import typer
 
+import paper_figures
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.spec import matrix
+from experiments.verdicts import details
 
+Compared = tuple[Path, str]  # a committed file, and how it came out
+SAME, DIFFERENT = "same", "DIFFERENT"
+FIGURES = ("{}.png", "{}-*.svg")  # files of a figure that are committed
 NAME = "runs.tar.xz"
 SO_FAR = "runs-so-far.tar.xz"  # of a study of which only some runs have ended: no tables follow from it
 FIRST = ("run.yaml", "metrics.jsonl", "summary.json")  # `status` is unpacked last: a run with one is whole
@@ -117,31 +123,63 @@ def _runs(opened: tarfile.TarFile) -> list[str]:
     return list(dict.fromkeys(name.partition("/")[0] for name in opened.getnames()))
 
 
-def replay(reference: Path, studies: Sequence[str], scratch: Path) -> Iterator[tuple[Path, bool]]:
-    """Compute the committed files of ``studies`` again; yields each with whether its bytes came out the same.
+def replay(reference: Path, studies: Sequence[str], scratch: Path, *, write: bool = False) -> Iterator[Compared]:
+    """Compute the committed files of ``studies`` again; yields each with how its bytes came out.
 
     Args:
         reference: committed results of a scale.
         studies: those with an archive.
-        scratch: an empty folder to compute in; its last name appears in captions, so it has to be the scale's.
+        scratch: an empty folder to compute in.
+        write: whether figures and the tables that only they read are replaced where they differ or are missing.
     """
-    import paper_figures
     from experiments.analyse.__main__ import analyse
-    from paper_figures.__main__ import render
 
     for study in studies:
         analyse(study, scratch / study, unpack(reference / study / NAME, scratch / study))
-        for table in sorted((reference / study).glob("*.csv")):
-            yield table, _same(table, scratch / study / table.name)
+        for path in sorted((reference / study).glob("*.csv")):
+            table = scratch / study / path.name
+            yield path, compare(path, table.read_bytes() if table.is_file() else None)
+        for name in details.details(study):
+            path, table = reference / study / f"{name}.parquet", scratch / study / f"{name}.csv"
+            if write or path.is_file():
+                yield path, compare(path, details.packed(table) if table.is_file() else None, write=write)
     for name, needed in paper_figures.FIGURES.items():
-        figure = reference / "figures" / f"{name}.png"
-        if figure.is_file() and set(needed) <= set(studies):
-            render(name, scratch, scratch / "figures")
-            yield figure, _same(figure, scratch / "figures" / figure.name)
+        if set(needed) <= set(studies):
+            yield from redraw(name, reference, scratch, write=write, new=write)
 
 
-def _same(committed: Path, computed: Path) -> bool:
-    return computed.is_file() and committed.read_bytes() == computed.read_bytes()
+def redraw_others(reference: Path, studies: Sequence[str], scratch: Path, *, write: bool = False) -> Iterator[Compared]:
+    """Draw the committed figures of other studies than ``studies``, and of benchmarks, again from committed tables."""
+    for name, needed in paper_figures.FIGURES.items():
+        if not set(needed) <= set(studies):
+            yield from redraw(name, reference, scratch, write=write)
+    for machine in sorted((reference.parent / "bench").glob("*/")):
+        for name in paper_figures.BENCHMARKS:
+            yield from redraw(name, machine, scratch / machine.name, write=write)
+
+
+def redraw(name: str, tables: Path, scratch: Path, *, write: bool = False, new: bool = False) -> Iterator[Compared]:
+    """Draw a committed figure again from ``tables``; ``new``: also one that is not there yet but whose tables are."""
+    from paper_figures.__main__ import render
+
+    committed = {path for kind in FIGURES for path in (tables / "figures").glob(kind.format(name))}
+    drawable = name not in paper_figures.INPUTS or not details.missing(name, tables)
+    if committed or (new and drawable):
+        written = render(name, tables, scratch / "figures") if drawable else []
+        drawn = {tables / "figures" / path.name: path for path in written if path.name != f"{name}.svg"}
+        drawn = {path: one for path, one in drawn.items() if path.suffix != ".pdf"}
+        for path in sorted(committed | (drawn.keys() if new else set())):
+            yield path, compare(path, drawn[path].read_bytes() if path in drawn else None, write=write)
+
+
+def compare(committed: Path, content: bytes | None, *, write: bool = False) -> str:
+    """``same``, ``DIFFERENT``, or ``written`` where ``committed`` has been replaced by what was computed."""
+    if content is not None and committed.is_file() and committed.read_bytes() == content:
+        return SAME
+    if not write or content is None:
+        return DIFFERENT
+    atomic_write(committed, content)
+    return "written"
 
 
 def archived(reference: Path, study: str | None = None, kinds: Sequence[str] = (NAME,)) -> list[Path]:
@@ -160,15 +198,25 @@ Results = Annotated[Path, typer.Option(help="results folder")]
 
 @app.command("replay")
 @main_guard
-def replay_command(scale: Scale = "ci", study: Study = None, results: Results = Path("results")) -> None:
-    """Compute the committed tables and figures again from the committed runs, and compare them byte for byte."""
+def replay_command(
+    scale: Scale = "ci",
+    study: Study = None,
+    results: Results = Path("results"),
+    write: Annotated[bool, typer.Option("--write", help="replace figures, and tables that only they read")] = False,
+) -> None:
+    """Compute the committed tables and figures again from the committed runs, and compare them byte for byte.
+
+    Without ``--study`` also figures of what has no runs, such as benchmarks, from their tables.
+    """
     reference = results / "reference" / scale
     names = [path.parent.name for path in archived(reference, study)]
     different = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        for path, same in replay(reference, names, Path(scratch) / scale):
-            print(f"{'same' if same else 'DIFFERENT':9}  {path}")
-            different += not same
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) / scale
+        others = redraw_others(reference, names, scratch, write=write) if study is None else ()
+        for path, found in itertools.chain(replay(reference, names, scratch, write=write), others):
+            print(f"{found:9}  {path}", flush=True)
+            different += found == DIFFERENT
     if different:
         print(f"error: {different} files came out different", file=sys.stderr)
         raise SystemExit(1)

@@ -15,7 +15,7 @@ from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.spec import matrix
-from experiments.verdicts import archive
+from experiments.verdicts import archive, details
 from experiments.verdicts.regression import TOLERANCES, Check, load_tolerances, read_table
 
 
@@ -54,7 +54,8 @@ def update(checks: Sequence[Check], fresh: Path, reference: Path) -> list[Path]:
 def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
     """Copy the tables of one study, whether it is checked or not, with a provenance of its own; older tables go.
 
-    Of an evaluation it is that of the runs that are evaluated; a simulated one says that it has none.
+    Longer ones that a figure is drawn from are kept as Parquet (:mod:`experiments.verdicts.details`). The provenance of
+    an evaluation is that of the runs that are evaluated; a simulated one says that it has none.
     """
     _need_results(fresh)
     if not (fresh / study / "table.csv").is_file():
@@ -64,7 +65,12 @@ def update_study(study: str, fresh: Path, reference: Path) -> list[Path]:
     trained = list(definition.needs or [study])
     record = {"runs": 0, "kind": "simulated"} if _simulated(fresh / study) else provenance(fresh, trained)
     written = _copy(sources, fresh, reference, record, reference / study)
-    for old in set((reference / study).glob("*.csv")) - set(written):
+    for table in (fresh / study / f"{name}.csv" for name in details.details(study)):
+        if table.is_file():
+            written.append(reference / study / f"{table.stem}.parquet")
+            atomic_write(written[-1], details.packed(table))
+    tables = [*(reference / study).glob("*.csv"), *(reference / study).glob("*.parquet")]
+    for old in set(tables) - set(written):
         old.unlink()  # a table that the study no longer makes would look like one of these runs
     return written
 

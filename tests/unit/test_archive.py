@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
 from experiments.common.files import atomic_write
-from experiments.verdicts import archive, reference
+from experiments.verdicts import archive, details, reference
 from paper_figures.__main__ import render
 from tests.unit import synthetic_runs as synthetic
 
@@ -100,8 +101,9 @@ def test_what_was_saved_goes_when_the_study_is_finished(study: Path, tmp_path: P
     assert [path.name for path in archive.archived(kept, STUDY, (archive.NAME, archive.SO_FAR))] == [archive.NAME]
 
 
-def run_replay(results: Path, study: str = STUDY) -> tuple[int, str]:
-    done = CliRunner().invoke(archive.app, ["replay", "--scale", "ci", "--study", study, "--results", str(results)])
+def run_replay(results: Path, study: str = STUDY, *options: str) -> tuple[int, str]:
+    command = ["replay", "--scale", "ci", "--study", study, "--results", str(results), *options]
+    done = CliRunner().invoke(archive.app, command)
     return done.exit_code, done.output
 
 
@@ -113,21 +115,51 @@ def test_replay_tells_a_file_that_does_not_follow_from_the_runs(study: Path, tmp
     reference.keep_runs(STUDY, names(study), study.parent, kept)
     code, output = run_replay(tmp_path)
     assert code == 0, output
-    assert output.count("same") == len(list(kept.rglob("*.csv"))) + 1
-    table = kept / STUDY / "table.csv"
+    detail = kept / STUDY / "trajectories.parquet"
+    assert output.count("same") == len(list(kept.rglob("*.csv"))) + 2 and str(detail) in output
+    figure, table, good = kept / "figures" / f"{STUDY}.png", kept / STUDY / "table.csv", detail.read_bytes()
     table.write_text(table.read_text().replace("1", "2", 1))
-    (kept / "figures" / f"{STUDY}.png").write_bytes(b"other")
+    figure.write_bytes(b"other")
+    pd.read_parquet(detail).assign(rank=1).to_parquet(detail)
     code, output = run_replay(tmp_path)
     assert code == 1
-    assert output.count("DIFFERENT") == 2
+    assert output.count("DIFFERENT") == 3
     assert run_replay(tmp_path, "methods")[0] == 2
+    # What was measured is never replaced, only what is drawn or drawn from.
+    code, output = run_replay(tmp_path, STUDY, "--write")
+    assert code == 1 and output.count("DIFFERENT") == 1 and f"DIFFERENT  {table}" in output
+    assert output.count("written") == 3, "with a figure that was not kept before"
+    assert detail.read_bytes() == good and figure.read_bytes().startswith(b"\x89PNG")
+    assert (kept / "figures" / "window_correlation.png").is_file()
+
+
+def test_a_figure_without_its_tables_is_not_taken_for_one_that_follows(study: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "reference" / "ci"
+    reference.update_study(STUDY, study.parent, kept)
+    reference.keep_runs(STUDY, names(study), study.parent, kept)
+    (kept / STUDY / "trajectories.parquet").unlink()
+    assert f"DIFFERENT  {kept / 'figures' / STUDY}.png" in run_replay(tmp_path)[1]
+
+
+def test_a_figure_drawn_from_parquet_has_the_bytes_of_one_drawn_from_csv(study: Path, tmp_path: Path) -> None:
+    packed = details.packed(study / "trajectories.csv")
+    assert details.details(STUDY) == ["trajectories"] and packed == details.packed(study / "trajectories.csv")
+    (study / "trajectories.csv").unlink()
+    assert details.missing(STUDY, study.parent)
+    (study / "trajectories.parquet").write_bytes(packed)
+    assert not details.missing(STUDY, study.parent)
+    for again in render(STUDY, study.parent, tmp_path / "again"):
+        assert again.read_bytes() == (study.parent / "figures" / again.name).read_bytes()
+    (study / "trajectories.parquet").write_bytes(packed[:-9])
+    with pytest.raises(UserError, match="table is damaged"):
+        render(STUDY, study.parent, tmp_path / "again")
 
 
 def test_committed_tables_and_figures_follow_from_the_committed_runs(tmp_path: Path) -> None:
     kept = ROOT / "results" / "reference" / "ci"
     found = dict(archive.replay(kept, [STUDY], tmp_path / "ci"))
-    assert {path.suffix for path in found} == {".csv", ".png"}
-    assert all(found.values()), [str(path) for path, same in found.items() if not same]
+    assert {path.suffix for path in found} == {".csv", ".png", ".parquet"}
+    assert {str(path) for path, how in found.items() if how != archive.SAME} == set()
 
 
 def test_committed_results_leave_the_repository_small() -> None:

@@ -1,0 +1,51 @@
+"""Tables too long for CSV that figures are drawn from, kept as compressed Parquet beside the others of their study.
+
+Numbers stay as the CSV has them, so that a figure drawn from either has the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow
+from pyarrow import parquet
+
+import paper_figures
+from experiments.common import written_tables
+from experiments.spec import matrix
+
+LEVEL = 19  # of zstd: a few seconds a table, read as fast as at any other
+
+
+def details(study: str) -> list[str]:
+    """Names without ending of the tables of ``study`` that a figure reads and that are not committed as CSV."""
+    read = {table for tables in paper_figures.INPUTS.values() for table in tables}
+    definition = matrix.load_study(study)
+    own = [name for name in definition.tables if name not in definition.results]
+    return [Path(name).stem for name in own if f"{study}/{name}" in read]
+
+
+def packed(table: Path) -> bytes:
+    """A CSV as Parquet: the same table gives the same bytes; ``UserError`` where it is damaged."""
+    frame = written_tables.read(table)
+    floats = [name for name, kind in frame.dtypes.items() if kind.kind == "f"]
+    others = [name for name in frame.columns if name not in floats]
+    buffer = io.BytesIO()
+    # The bytes of floats apart from each other, first bytes first, pack best.
+    parquet.write_table(
+        pyarrow.Table.from_pandas(frame, preserve_index=False),
+        buffer,
+        compression="zstd",
+        compression_level=LEVEL,
+        use_dictionary=others or False,
+        use_byte_stream_split=floats or False,
+    )
+    return buffer.getvalue()
+
+
+def missing(name: str, results: Path) -> Sequence[str]:
+    """The tables that figure ``name`` reads and that are not under ``results``, as CSV or as Parquet."""
+    tables = [results / table for table in paper_figures.INPUTS[name]]
+    return [str(path) for path in tables if not path.is_file() and not path.with_suffix(".parquet").is_file()]

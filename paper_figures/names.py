@@ -1,0 +1,94 @@
+"""Names beside the points of a plot of loss against bytes: which ones, and where nothing else stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
+
+from paper_figures import style
+
+FAR, NEAR = 2.0, 12.0  # square pixels that a point of distance is worth; points from which a line leads to a name
+ALIKE = 0.15, 0.004  # rows so near each other, in ln(bytes) and in nats, get one name
+# where a name may stand: points from its marker, and how it is aligned there
+PLACES = tuple(
+    ((x * (9 if abs(y) < 10 else 4), y), align)
+    for y in (0, 9, -9, 18, -18, 27, -27, 37, -37, 50, -50)
+    for x, align in ((1, "left"), (-1, "right"), (0, "center"))
+    if x or y
+)
+
+
+def chosen(summary: pd.DataFrame, near: float, most: int) -> pd.DataFrame:
+    """At most ``most`` rows less than ``near`` nats off: EDGC, those that none beats in both, the smallest losses."""
+    rows = summary[(summary["method"] != "none") & (summary["gap_nats_mean"] < near)].copy()
+    ordered = rows.sort_values(["bytes_ratio_mean", "gap_nats_mean"])
+    rows["front"] = (ordered["gap_nats_mean"] <= ordered["gap_nats_mean"].cummin()).reindex(rows.index)
+    rows["edgc"] = (rows["method"] == "edgc") & (rows["policy"] == "cqm")
+    kept: list[pd.Series] = []
+    for _, row in rows.sort_values(["edgc", "front", "gap_nats_mean"], ascending=[False, False, True]).iterrows():
+        if len(kept) < most and not any(_alike(row, other) for other in kept):
+            kept.append(row)
+    return pd.DataFrame(kept, columns=rows.columns).sort_values("bytes_ratio_mean")
+
+
+def _alike(row: pd.Series, other: pd.Series) -> bool:
+    near_bytes = abs(np.log(row["bytes_ratio_mean"] / other["bytes_ratio_mean"])) < ALIKE[0]
+    return bool(near_bytes and abs(row["gap_nats_mean"] - other["gap_nats_mean"]) < ALIKE[1])
+
+
+def seen(rows: pd.DataFrame) -> str:
+    """In words: the method of fewest bytes that loses no more than EDGC, if there is one among the ``chosen``."""
+    mine = rows[rows["edgc"].astype(bool)].sort_values("bytes_ratio_mean", ascending=False)
+    if mine.empty:
+        return "Validation loss against bytes sent"
+    edgc = mine.iloc[0]
+    fewer = rows["bytes_ratio_mean"] < edgc["bytes_ratio_mean"]
+    better = rows[~rows["edgc"].astype(bool) & fewer & (rows["gap_nats_mean"] <= edgc["gap_nats_mean"])]
+    if better.empty:
+        return f"No method named sends fewer bytes than {edgc['label']} at no more loss"
+    row = better.sort_values("bytes_ratio_mean").iloc[0]
+    percents = f"{100 * row['bytes_ratio_mean']:.0f} % of the bytes, not {100 * edgc['bytes_ratio_mean']:.0f} %"
+    return f"{row['label']} loses no more in the mean than {edgc['label']} and sends {percents}"
+
+
+def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]) -> None:
+    """Put each name where it hides least of the markers and bars of ``points`` and of other names, near its point; a
+    thin line leads to one that stands far away."""
+    ax.figure.canvas.draw()  # or where things are is not known yet
+    taken = [box for _, row in points.iterrows() for box in boxes(ax, row)]
+    for row, name in names:
+        at = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
+        text = ax.annotate(name, at, (0, 0), textcoords="offset points", va="center", fontsize=style.MIN_FONT)
+        style.outline(text)
+        found = []
+        for place, align in PLACES:
+            text.set(position=place, horizontalalignment=align)
+            box = text.get_window_extent()
+            inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
+            hidden = sum(weight * _shared(box, other) for other, weight in taken)
+            found.append(((not inside, hidden + FAR * np.hypot(*place)), place, align, box))
+        _, place, align, box = min(found, key=lambda one: one[0])
+        text.set(position=place, horizontalalignment=align)
+        taken.append((box, 3.0))
+        if abs(place[1]) > NEAR:
+            end = 0, place[1] - np.sign(place[1]) * style.MIN_FONT / 2
+            line = {"arrowstyle": "-", "color": "#888888", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
+            ax.annotate("", at, end, textcoords="offset points", arrowprops=line)
+
+
+def _shared(one: Bbox, other: Bbox) -> float:
+    """Square pixels that both cover."""
+    both = Bbox.intersection(one, other)
+    return float(both.width * both.height) if both is not None else 0.0
+
+
+def boxes(ax: Axes, row: pd.Series) -> list[tuple[Bbox, float]]:
+    """What the marker and the bar of a row take, in pixels, and how bad it is to hide it."""
+    x, y = ax.transData.transform((100 * row["bytes_ratio_mean"], row["gap_nats_mean"]))
+    ends = [ax.transData.transform((1, row[f"gap_nats_{end}"]))[1] for end in ("low", "high")]
+    found = [(Bbox([[x - 5, y - 5], [x + 5, y + 5]]), 3.0)]
+    return [*found, (Bbox([[x - 1, ends[0]], [x + 1, ends[1]]]), 1.0)] if np.isfinite(ends).all() else found
