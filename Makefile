@@ -75,8 +75,8 @@ keep-claims: venv ## judge the claims by what is kept in results/reference/SCALE
 	@$(PY) -m experiments.verdicts.claims --scale $(SCALE) --results results/reference --print
 
 .PHONY: save
-save: venv ## keep the runs of STUDY that have ended, before the others have, to be committed
-	@$(PY) -m experiments.verdicts.archive save --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
+save: venv ## keep the runs of STUDY that have ended, and what they show, before the others have, to be committed
+	@$(KEEP) --study '$(STUDY)' --so-far
 
 # The text first: runs have to be younger, or they would be made again.
 .PHONY: restore

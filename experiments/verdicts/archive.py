@@ -29,7 +29,6 @@ import paper_figures
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
-from experiments.spec import matrix
 from experiments.verdicts import details
 
 Compared = tuple[Path, str]  # a committed file, and how it came out
@@ -135,7 +134,8 @@ def replay(reference: Path, studies: Sequence[str], scratch: Path, *, write: boo
     from experiments.analyse.__main__ import analyse
 
     for study in studies:
-        analyse(study, scratch / study, unpack(reference / study / NAME, scratch / study))
+        archive = next(iter(archived(reference, study, (NAME, SO_FAR))))
+        analyse(study, scratch / study, unpack(archive, scratch / study))
         for path in sorted((reference / study).glob("*.csv")):
             table = scratch / study / path.name
             yield path, compare(path, table.read_bytes() if table.is_file() else None)
@@ -191,6 +191,10 @@ def archived(reference: Path, study: str | None = None, kinds: Sequence[str] = (
     return found
 
 
+def _has_tables(archive: Path) -> bool:
+    return any(archive.parent.glob("*.csv"))
+
+
 Scale = Annotated[str, typer.Option(help="ci, workstation or paper")]
 Study = Annotated[str | None, typer.Option(help="this study alone")]
 Results = Annotated[Path, typer.Option(help="results folder")]
@@ -209,7 +213,7 @@ def replay_command(
     Without ``--study`` also figures of what has no runs, such as benchmarks, from their tables.
     """
     reference = results / "reference" / scale
-    names = [path.parent.name for path in archived(reference, study)]
+    names = [path.parent.name for path in archived(reference, study, (NAME, SO_FAR)) if _has_tables(path)]
     different = 0
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / scale
@@ -220,17 +224,6 @@ def replay_command(
     if different:
         print(f"error: {different} files came out different", file=sys.stderr)
         raise SystemExit(1)
-
-
-@app.command("save")
-@main_guard
-def save_command(
-    study: Annotated[str, typer.Option(help="its runs")], scale: Scale = "ci", results: Results = Path("results")
-) -> None:
-    """Keep the runs of an unfinished study that have ended, to be committed."""
-    names = [run.name for run in matrix.runs(study, scale)]
-    kept = save(study, names, results / scale, results / "reference" / scale)
-    print(f"{results / 'reference' / scale / study / SO_FAR}: {kept} of {len(names)} runs")
 
 
 @app.command("restore")

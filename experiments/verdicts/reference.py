@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -102,6 +103,24 @@ def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) ->
     return [*written, reference / study / archive.NAME]
 
 
+def save_so_far(study: str, names: Sequence[str], fresh: Path, reference: Path) -> tuple[int, list[Path]]:
+    """Keep those of the runs ``names`` that have ended, and the tables and figures that follow from them alone.
+
+    Returns how many have ended, and what was written. Raises as :func:`experiments.verdicts.archive.save`.
+    """
+    from experiments.analyse.__main__ import analyse
+
+    ended = archive.save(study, names, fresh, reference)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) / fresh.name
+        packed = reference / study / archive.SO_FAR
+        analyse(study, scratch / study, archive.unpack(packed, scratch / study))
+        written = [packed, *update_study(study, scratch, reference)]
+        for found in archive.replay(reference, [study], Path(folder) / "again" / fresh.name, write=True):
+            written += [found[0]] if found[1] != archive.SAME else []
+    return ended, written
+
+
 def _need_results(fresh: Path) -> None:
     if not fresh.is_dir():
         raise UserError("there are no results", where=fresh, fix="run the studies first: make reproduce")
@@ -126,9 +145,19 @@ def main(
     tolerances: Annotated[Path, typer.Option(help="the checks, which say what belongs to it")] = TOLERANCES,
     study: Annotated[str | None, typer.Option(help="this study alone, checked or not")] = None,
     runs: Annotated[bool, typer.Option(help="with --study: its runs and figures too")] = False,
+    so_far: Annotated[
+        bool, typer.Option(help="with --study: those of its runs that have ended, and what they show")
+    ] = False,
 ) -> None:
     """Copy the tables that the regression check compares, or those of one study, with their provenance."""
     fresh, known = results / scale, reference or results / "reference" / scale
+    if so_far:
+        if study is None:
+            raise UserError("--so-far needs a study", fix="give its name with --study")
+        names = [run.name for run in matrix.runs(study, scale)]
+        ended, written = save_so_far(study, names, fresh, known)
+        print(f"{study}: {ended} of {len(names)} runs have ended", *written, sep="\n")
+        return
     written = update_study(study, fresh, known) if study else update(load_tolerances(tolerances), fresh, known)
     if study and runs:
         written += keep_runs(study, [run.name for run in matrix.runs(study, scale)], fresh, known)

@@ -94,6 +94,18 @@ def test_runs_of_an_unfinished_study_are_kept_and_never_fewer(study: Path, tmp_p
     assert (kept / STUDY / archive.SO_FAR).read_bytes() == before
 
 
+def test_what_has_ended_shows_its_tables_and_they_follow_from_it(study: Path, tmp_path: Path) -> None:
+    kept, (first, second, *others) = tmp_path / "reference" / "ci", names(study)
+    (study / second / "status").unlink()
+    ended, written = reference.save_so_far(STUDY, [first, second, *others], study.parent, kept)
+    assert ended == len(others) + 1
+    table = pd.read_csv(kept / STUDY / "table.csv")
+    assert sorted(f"{row.variant}-s{row.seed}" for row in table.itertuples()) == sorted([first, *others])
+    assert {kept / STUDY / "table.csv", kept / STUDY / "provenance.yaml"} <= set(written)
+    found = dict(archive.replay(kept, [STUDY], tmp_path / "again" / "ci"))
+    assert kept / STUDY / "table.csv" in found and set(found.values()) == {archive.SAME}
+
+
 def test_what_was_saved_goes_when_the_study_is_finished(study: Path, tmp_path: Path) -> None:
     kept = tmp_path / "reference" / "ci"
     archive.save(STUDY, names(study), study.parent, kept)
