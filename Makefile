@@ -186,6 +186,10 @@ clean-results: ## delete the generated results of SCALE (never results/reference
 	@test -f 'experiments/scales/$(SCALE).yaml' || { echo "error: unknown scale '$(SCALE)'" >&2; exit 2; }
 	@rm -rf -- '$(RESULTS)/$(SCALE)' && echo 'deleted $(RESULTS)/$(SCALE)'
 
+.PHONY: numbers
+numbers: venv ## write the numbers and tables of README and docs from results/reference
+	@$(PY) -m experiments.pages.numbers fill $(ARGS)
+
 .PHONY: environment
 environment: venv ## rewrite environment.yml and workflows/envs from requirements.lock
 	@$(PY) -m workflows.environments
