@@ -13,11 +13,12 @@ from tests.integration.readme import ROOT, block, check_ddp_example
 pytestmark = pytest.mark.slow
 
 
-def launched(program: Path) -> str:
-    """What a program prints that torchrun starts on two ranks."""
+def launched(program: Path, *arguments: str) -> str:
+    """What a program prints that torchrun starts on two ranks, in its folder."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     done = subprocess.run(
-        launch,
+        [*launch, *arguments],
+        cwd=program.parent,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(program.parent)},
         capture_output=True,
         text=True,
