@@ -32,10 +32,17 @@ class Allowed(Settings):
     Args:
         reason: why: a version, a date, a setting and its file, a count and the test that holds it, a formula.
         match: regular expressions that cover the numbers with the words beside them.
+        text: the same as plain text, in which a blank stands for any.
     """
 
     reason: str = Field(min_length=3)
-    match: tuple[str, ...] = Field(min_length=1)
+    match: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+
+    @property
+    def expressions(self) -> tuple[str, ...]:
+        """All as regular expressions."""
+        return (*self.match, *(r"\s+".join(map(re.escape, text.split())) for text in self.text))
 
     @field_validator("match")
     @classmethod
@@ -50,7 +57,7 @@ class Allowed(Settings):
 
 class AllowList(Settings):
     """``docs/numbers.yaml``: ``everywhere`` for all pages, ``pages`` for one each; ``generated`` names pages that a
-    program writes whole from tables, and the test that compares them."""
+    program writes whole from tables, and the test that compares them. A page takes several entries."""
 
     everywhere: tuple[Allowed, ...] = ()
     pages: dict[str, tuple[Allowed, ...]] = {}
@@ -70,7 +77,7 @@ def loose(text: str, allowed: Sequence[Allowed]) -> tuple[list[tuple[int, str, s
     spans, used = [], set()
     numbers = list(NUMBER.finditer(read))
     for one in allowed:
-        for expression in one.match:
+        for expression in one.expressions:
             covered = [found.span() for found in re.compile(expression).finditer(read)]
             if any(start < number.end() and number.start() < end for start, end in covered for number in numbers):
                 used.add(expression)
@@ -100,9 +107,9 @@ def problems(root: Path = ROOT) -> list[str]:
             f"{name}:{line}: {number} comes from nowhere ({around}); give it a marker, or account for it in {LIST}"
             for line, number, around in numbers
         ]
-        unused = [expression for one in own for expression in one.match if expression not in used]
+        unused = [expression for one in own for expression in one.expressions if expression not in used]
         found += [f"{LIST}: {name}: {expression!r} fits nothing there; remove it" for expression in unused]
-    idle = [expression for one in listed.everywhere for expression in one.match if expression not in everywhere]
+    idle = [expression for one in listed.everywhere for expression in one.expressions if expression not in everywhere]
     found += [f"{LIST}: everywhere: {expression!r} fits nothing; remove it" for expression in idle]
     names = {path.relative_to(root).as_posix() for path in paths}
     found += [f"{LIST}: there is no page {name}; remove it" for name in listed.pages if name not in names]

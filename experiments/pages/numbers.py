@@ -5,8 +5,7 @@ the numbers that come from nowhere (:mod:`experiments.pages.loose`). Markers are
 
 * a number: ``<!--= REFERENCE -->0.0077<!--/-->``; references: :mod:`experiments.pages.references`;
 * a shorter name for the start of a reference, in a line of its own: ``<!-- let cqm = FILE variant=cqm -->``;
-* a table, a column a line; ``sort=column`` or ``sort=-column`` orders it, ``missing="..."`` is what stands there as
-  long as the file does not exist::
+* a table, a column a line (:mod:`experiments.pages.marked_tables`)::
 
       <!-- table: workstation/policies/comparisons.csv variant=cqm sort=rival
       rival "EDGC against"
@@ -20,7 +19,7 @@ the numbers that come from nowhere (:mod:`experiments.pages.loose`). Markers are
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +30,8 @@ from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT, atomic_write
 from experiments.pages import loose
-from experiments.pages.references import BadReference, Row, number, parse, split, written
+from experiments.pages.marked_tables import table_text
+from experiments.pages.references import BadReference, parse
 
 INLINE = re.compile(r"(<!--= (.*?) -->)(.*?)(<!--/-->)", re.DOTALL)
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
@@ -92,50 +92,6 @@ def filled(text: str, where: object) -> tuple[str, list[Stale]]:
     outside = _outside_code(text_now)
     text_now = BLOCK.sub(replace(lambda reference: table_text(reference, names)), text_now)
     return text_now, stale
-
-
-def table_text(reference: str, names: dict[str, str] | None = None) -> str:
-    """A Markdown table, or the sentence for a missing file, with its line end. Raises :class:`BadReference`."""
-    first, *lines = reference.strip().splitlines()
-    words = split(first)
-    if words and words[0] == "verdicts":
-        from experiments.pages.verdict_table import verdict_table  # reads tables by pandas: slow to import
-
-        return verdict_table(*words[1:])
-    options = {key: word for word in words[1:] for key in ("sort", "missing") if word.startswith(f"{key}=")}
-    chosen = parse(" ".join(_quoted(word) for word in words if word not in options.values()), names)
-    if not chosen.path.is_file() and "missing" in options:
-        return options["missing"].removeprefix("missing=") + "\n"
-    rows = chosen.rows()
-    if not rows or not lines:
-        raise BadReference("the table has no rows" if lines else "the table has no columns", "correct the reference")
-    if "sort" in options:
-        rows = _sorted(rows, options["sort"].removeprefix("sort="))
-    columns = []
-    for line in lines:
-        what, *rest = split(line)
-        columns.append((rest[0] if rest else what, written([what, *rest[1:]])))
-    return markdown([title for title, _ in columns], [[column.text([row]) for _, column in columns] for row in rows])
-
-
-def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, with its line end."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
-
-
-def _sorted(rows: list[Row], by: str) -> list[Row]:
-    name = by.removeprefix("-")
-    if name not in rows[0]:
-        raise BadReference(f"there is no column {name} to sort by", "name a column of the table")
-    try:
-        return sorted(rows, key=lambda row: number(row[name], name), reverse=by.startswith("-"))
-    except BadReference:
-        return sorted(rows, key=lambda row: str(row[name]), reverse=by.startswith("-"))
-
-
-def _quoted(word: str) -> str:
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _short(reference: str) -> str:

@@ -10,7 +10,8 @@ A reference is one line of words: a file, conditions that choose rows, what is r
   are compared as numbers. Settings and JSON are one row, their keys joined by dots, but for a list of mappings, whose
   entries are rows (``paper_claims.yaml id=entropy_cost paper_value``);
 * what: a column of the only row; ``low..high``, two columns as an interval; ``min(c)``, ``max(c)``, ``mean(c)``,
-  ``median(c)``, ``range(c)`` (both ends), ``names(c)`` (all values) over the rows; ``count`` of the rows;
+  ``median(c)``, ``range(c)`` (both ends), ``names(c)`` (all values) over the rows, ``max_abs(c)`` of
+  absolute values; ``count`` of the rows;
 * how: ``abs``, ``*100``, ``+1`` in the order of writing, then a format of Python (``.4f``, ``+.1f``, ``,d``) or
   ``words`` (``ten``). Without one, text as it stands and numbers with up to four digits.
 """
@@ -38,7 +39,7 @@ Row = Mapping[str, Any]
 FOLDERS = ("results/reference", "results", ".")
 FORMAT = re.compile(r"[+ ]?,?(\.\d+)?[defg]")
 CONDITION = re.compile(r"([\w.]+)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
-OVER_ROWS = re.compile(r"(min|max|mean|median|range|names)\(([\w.]+)\)")
+OVER_ROWS = re.compile(r"(min|max|mean|median|range|names)(_abs)?\(([\w.]+)\)")
 CHANGE = re.compile(r"([*+])(-?\d+(?:\.\d+)?)")
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
@@ -84,11 +85,12 @@ class Written:
         if over and not rows:
             raise BadReference("no row is left", "widen the conditions")
         if over and over[1] == "names":
-            return [", ".join(dict.fromkeys(str(_cell(row, over[2])) for row in rows))]
+            return [", ".join(dict.fromkeys(str(_cell(row, over[3])) for row in rows))]
         if over:
-            numbers = [value for row in rows if not math.isnan(value := number(_cell(row, over[2]), over[2]))]
+            numbers = [value for row in rows if not math.isnan(value := number(_cell(row, over[3]), over[3]))]
+            numbers = [abs(value) for value in numbers] if over[2] else numbers
             if not numbers:
-                raise BadReference(f"column {over[2]} has no number in these rows", "choose others")
+                raise BadReference(f"column {over[3]} has no number in these rows", "choose others")
             return [min(numbers), max(numbers)] if over[1] == "range" else [STATISTICS[over[1]](numbers)]
         if len(rows) != 1:
             message = f"{len(rows)} rows fit, one is needed" if rows else "no row fits"
@@ -105,8 +107,8 @@ class Written:
             else:
                 sign, by = CHANGE.fullmatch(change).groups()  # type: ignore[union-attr]
                 changed = changed * float(by) if sign == "*" else changed + float(by)
-        if math.isnan(changed):
-            return "-"
+        if not math.isfinite(changed):
+            return "-" if math.isnan(changed) else "always"  # a limit that is never met
         if self.form == "words" or (self.form or "").endswith("d"):
             if changed != int(changed):
                 raise BadReference(f"{changed:g} is not a whole number", "use a format such as .1f")
