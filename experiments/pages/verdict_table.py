@@ -10,9 +10,9 @@ from experiments.pages.claim_rows import ClaimRow, rows
 from experiments.pages.kept import Kept
 from experiments.pages.references import BadReference
 
-TITLES = ("claim", "paper", "ours (95 % interval)", "n", "kind", "verdict", "evidence")
+TITLES = ("claim", "paper", "ours (95 % interval; simulated: range)", "n", "kind", "verdict", "evidence")
 
-DIGITS = re.compile(r"\d+\.\d{3,}(?! nats|, | to)")  # of an interval in nats all digits stand
+DIGITS = re.compile(r"\d+\.\d{3,}")
 
 
 @functools.lru_cache
@@ -33,8 +33,8 @@ def verdict_table(scale: str, page: str = "README.md") -> str:
 
 
 def _cells(row: ClaimRow) -> tuple[str, ...]:
-    ours = f"{row.ours} ({row.interval})" if row.interval else row.ours
+    ours = DIGITS.sub(lambda found: f"{float(found[0]):.4g}", row.ours)
+    ours = f"{ours} ({row.interval})" if row.interval else ours
     evidence = f"[{row.study}]({row.evidence.href})" if row.evidence else row.study
-    ours = DIGITS.sub(lambda found: f"{float(found[0]):.4g}", ours)
     count = f"{row.n}" if row.n else row.counts
     return (row.claim, row.paper, ours or "-", count or "-", row.kind.upper(), f"**{row.verdict}**", evidence)

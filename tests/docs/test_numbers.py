@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from edgc.errors import UserError
 from experiments.pages import loose, numbers, references
 from experiments.pages.references import BadReference, parse
+from experiments.pages.verdict_table import verdict_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = (
@@ -172,6 +175,26 @@ def test_the_program_checks_and_fills(tmp_path: Path) -> None:
     page.write_text("of <!--= paper_claims.yaml id=nothing paper_value -->1<!--/--> %\n")
     wrong = run("fill", str(page))
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and f"{page}:1" in wrong.stderr
+
+
+def test_the_table_of_verdicts_says_what_claims_csv_says() -> None:
+    lines = verdict_table("workstation", "docs/findings.md").splitlines()[2:]
+    with (ROOT / "results/reference/workstation/claims.csv").open(encoding="utf-8", newline="") as handle:
+        claims = list(csv.DictReader(handle))
+    assert len(lines) == len(claims)
+    for line, claim in zip(lines, claims, strict=True):
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        assert (cells[0], cells[5]) == (claim["claim"], f"**{claim['verdict']}**")
+        assert cells[4] == claim["kind"].upper()
+        ours, _, interval = cells[2].partition(" (")
+        try:
+            assert float(ours.removesuffix(" %")) == pytest.approx(float(claim["our_value"]), rel=1e-3)
+        except ValueError:
+            assert ours.partition(" to ")[0] == claim["our_value"].partition(" to ")[0]
+        assert re.fullmatch(r"([+-]\d\.\d{4} nats, [+-]\d\.\d{4} to [+-]\d\.\d{4}\))?", interval), line
+        if claim["evidence"]:
+            target = re.search(r"\]\(([^)]+)\)", cells[6])
+            assert target and (ROOT / "docs" / target[1]).resolve() == ROOT / claim["evidence"]
 
 
 LISTED = loose.Allowed(reason="a version", match=(r"Python 3\.11", "gone 5"))

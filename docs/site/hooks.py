@@ -13,9 +13,10 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = "repository"
 LINK = re.compile(r'(\]\(|srcset="|src=")([^)\s"#]+)(#[^)\s"]*)?(\)|")')
+FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)\)")
 MARKER = re.compile(r"<!--=? ?.*?-->\n?|<!--/-->", re.DOTALL)
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
@@ -72,13 +73,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             if name == "index.md" and target.startswith("docs/"):
                 target = target.removeprefix("docs/")
             return f"{start}{target}{anchor}{end}"
-        if path.is_dir():
-            return "]" if start == "](" else found[0]
         uri = f"{OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
         uri = uri.removesuffix(".md") + (".txt" if uri.endswith(".md") else "")
         # Links of Markdown are relative to the file, those of HTML to the page's address.
         base = Path(name).parent if start == "](" else Path(page.url)
         return f"{start}{os.path.relpath(uri, base)}{anchor}{end}"
 
-    parts = CODE.split(markdown)
+    def without_folder(found: re.Match[str]) -> str:
+        path = _linked(name, found[2])
+        return found[1] if path is not None and path.is_dir() else found[0]
+
+    parts = CODE.split(FOLDER.sub(without_folder, markdown))
     return "".join(part if index % 2 else LINK.sub(rewritten, MARKER.sub("", part)) for index, part in enumerate(parts))
