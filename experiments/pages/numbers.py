@@ -13,7 +13,7 @@ the numbers that come from nowhere (:mod:`experiments.pages.loose`). Markers are
       ...
       <!-- /table -->
 
-* the verdicts on the paper's claims: ``<!-- table: verdicts workstation -->``.
+* the verdicts on the paper's claims: ``<!-- table: verdicts SCALE PAGE -->``; links lead from PAGE, by default README.
 """
 
 from __future__ import annotations
