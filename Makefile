@@ -195,6 +195,15 @@ clean-results: ## delete the generated results of SCALE (never results/reference
 	@test -f 'experiments/scales/$(SCALE).yaml' || { echo "error: unknown scale '$(SCALE)'" >&2; exit 2; }
 	@rm -rf -- '$(RESULTS)/$(SCALE)' && echo 'deleted $(RESULTS)/$(SCALE)'
 
+.PHONY: numbers
+numbers: venv ## write the numbers and tables of README and docs from results/reference
+	@$(PY) -m experiments.pages.columns
+	@$(PY) -m experiments.pages.numbers fill $(ARGS)
+
+.PHONY: docs
+docs: venv ## build the site of the documentation into build/site; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir build/site $(ARGS) && echo build/site/index.html
+
 .PHONY: environment
 environment: venv ## rewrite environment.yml and workflows/envs from requirements.lock
 	@$(PY) -m workflows.environments

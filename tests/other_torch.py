@@ -1,7 +1,7 @@
 """``python -m tests.other_torch 2.6.0``: the library's tests with another torch, in an environment that is thrown away.
 
 The wheel is built and installed with what it declares, so a version of torch below the declared floor is refused. The
-tests are those that need nothing else: compressors, entropy, controller, the hook for DDP, and the README's example.
+tests are those that need nothing else: compressors, entropy, controller, the hook for DDP, and the examples.
 pip gets torch as it is set up to; with ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` a build for the
 CPU can be had (``2.6.0+cpu``, 200 MB), else the package index's, which brings CUDA: 3 GB to fetch, 7 GB on disk.
 """

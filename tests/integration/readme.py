@@ -1,4 +1,4 @@
-"""The Python blocks of the README, and what its DDP example has to print."""
+"""The Python blocks of README and docs, and what the DDP example has to print."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+DDP_PAGE = ROOT / "docs" / "library" / "ddp.md"
+MEGATRON_PAGE = ROOT / "docs" / "megatron.md"
 
 
-def block(holding: str) -> str:
-    """The only Python block of the README that has ``holding`` in it."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def block(holding: str, page: Path = DDP_PAGE) -> str:
+    """The only Python block of a page that has ``holding`` in it."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     (found,) = [text for text in blocks if holding in text]
     return str(found)
 

@@ -1,4 +1,4 @@
-"""The wheel, with what it declares and nothing else, does what the README says."""
+"""The wheel, with what it declares and nothing else, does what README and docs say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.fresh_environment import ROOT, Environment, build_wheel
-from tests.integration.readme import block, check_ddp_example
+from tests.integration.readme import MEGATRON_PAGE, block, check_ddp_example
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def test_the_environment_holds_what_is_declared_and_nothing_else(library: Enviro
 
 
 def test_the_ddp_example_runs_with_what_is_declared(library: Environment, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(block("edgc.ddp"), encoding="utf-8")
+    (tmp_path / "train.py").write_text(block("init_process_group"), encoding="utf-8")
     done = library.launch("train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     check_ddp_example(done.stdout)
@@ -69,7 +69,7 @@ def test_the_megatron_example_runs_with_the_extra(wheel: Path, tmp_path_factory:
     except LookupError as missing:
         pytest.skip(str(missing))
     environment.check()
-    (folder / "example.py").write_text(block("edgc.megatron"), encoding="utf-8")
+    (folder / "example.py").write_text(block("attach(model_chunks", MEGATRON_PAGE), encoding="utf-8")
     done = environment.launch(str(MEGATRON), "example.py", folder=folder)
     assert done.returncode == 0, done.stderr
     shares = [float(share) for share in re.findall(r"sent ([\d.]+) of the gradient", done.stdout)]

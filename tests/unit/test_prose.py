@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 OURS = re.compile(r"`((?:edgc|experiments|paper_figures|tests|workflows)/[\w./*<>]+)`")
 # CONTRIBUTING.md tells how to make them (tests/workflow/test_contributing.py does it); the last is another project's.
 EXAMPLES = {"experiments/scales/small.yaml", "experiments/studies/two_ranks.yaml", "paper_figures/validation_loss.py"}
