@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from edgc.errors import UserError, nearest
+from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT, atomic_write
 from experiments.common.yaml_settings import Settings, load_yaml, validate
@@ -76,13 +76,13 @@ def undescribed(root: Path = ROOT) -> list[str]:
 
 
 def unused(root: Path = ROOT) -> list[str]:
-    """Descriptions of columns and tables that are not there."""
+    """Descriptions of columns that are not there; a table may be described before it is kept."""
     about, known = load(root), tables(root)
     names = {column for columns in known.values() for column in columns}
     stems = {column.removesuffix(suffix) for column in names for suffix in about.suffixes}
     found = [name for name in about.columns if name not in names | stems]
     for table, columns in about.tables.items():
-        found += [f"{table}: {column}" for column in columns if column not in known.get(table, [])]
+        found += [f"{table}: {column}" for column in columns if column not in known.get(table, columns)]
     return found
 
 
@@ -91,7 +91,7 @@ def page(root: Path = ROOT) -> str:
     missing = undescribed(root)
     about = load(root)
     if missing:
-        fix = f"describe it under `columns` ({nearest(missing[0].partition(': ')[2], about.columns)})"
+        fix = "describe it under `columns`, or under `tables` where it is that table's alone"
         raise UserError(f"column without a description: {missing[0]}", where=root / DESCRIPTIONS, fix=fix)
     alike: dict[str, list[str]] = {}
     for name, columns in tables(root).items():

@@ -1,7 +1,7 @@
 """Whole Markdown tables between markers, from committed tables.
 
-The first line of a marker has a reference without a column (:mod:`experiments.pages.references`) and options; each
-further line a column, its title, and how its values are written::
+The first line of a marker has a reference without a column (:mod:`experiments.pages.references`) and options; the
+others a column each, or several with `` | `` between them: its name, its title, and how its values are written::
 
     <!-- table: workstation/policies/comparisons.csv variant=cqm sort=-n missing="No run is kept yet."
     rival "EDGC against"
@@ -41,7 +41,7 @@ def table_text(reference: str, names: dict[str, str] | None = None) -> str:
     if "sort" in options:
         rows = _sorted(rows, options["sort"])
     columns = []
-    for line in lines:
+    for line in (part for whole in lines for part in whole.split(" | ")):
         what, *rest = split(line)
         columns.append((rest[0] if rest else what, written([what, *rest[1:]])))
     if "pivot" in options:

@@ -120,6 +120,8 @@ FILLED = """| seed | loss, nats | interval |
 
 
 def test_a_table_is_filled_and_sorted(tiny: Path) -> None:
+    one_line = BLOCK.replace("seed\nloss", "seed | loss")
+    assert one_line != BLOCK and numbers.filled(one_line.format(""), "page.md")[0] == one_line.format(FILLED)
     new, stale = numbers.filled(BLOCK.format(""), "page.md")
     assert new == BLOCK.format(FILLED) and len(stale) == 1
     with pytest.raises(UserError, match=r"no column los .*page\.md:1"):
