@@ -98,7 +98,7 @@ moe: ## train a small mixture of experts, compressed or not, and write that to r
 	@$(MAKE) keep STUDY=moe
 
 .PHONY: replay
-replay: venv ## compute the tables and figures of results/reference/SCALE again from its runs; they must not differ
+replay: venv ## compute what is in results/reference/SCALE again from its runs and compare (ARGS=--write: redraw)
 	@$(PY) -m experiments.verdicts.archive replay --scale $(SCALE) $(ARGS)
 
 .PHONY: dry-run

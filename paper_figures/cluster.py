@@ -64,10 +64,8 @@ def _name_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
         groups[-1].append(place)
     for group in groups:
         names = ", ".join(str(name).replace("_", " ") for name in left["entropy"].iloc[group])
-        at = left["gbits_per_second"].iloc[0], left[column].iloc[group].mean()
-        low = at[1] < TOGETHER
-        side: dict[str, Any] = {"xytext": (6, 2 if low else -9), "va": "bottom" if low else "top"}
-        text = ax.annotate(textwrap.fill(names, 30), at, textcoords="offset points", **side)
+        at = left["gbits_per_second"].iloc[0], left[column].iloc[group].max()
+        text = ax.annotate(textwrap.fill(names, 30), at, (6, 2), textcoords="offset points", va="bottom")
         text.set_fontsize(style.MIN_FONT)
         style.outline(text)
 

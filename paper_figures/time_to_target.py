@@ -41,7 +41,8 @@ def draw(results: Path) -> Figure:
         ax.set(title=f"modelled:\n{speed}", xlabel="% of uncompressed")
     shown = times["percent"].dropna()
     low, high = (min(100, shown.min()) / 1.3, max(100, shown.max()) * 1.3) if len(shown) else (50.0, 200.0)
-    axes[0].set(xscale="log", xlim=(low, high))
+    axes[0].set_xlim(low, high)
+    axes[0].set_xscale("log")
     for ax in axes:
         style.plain(ax.xaxis, [tick for tick in TICKS if low <= tick <= high])
     # Whether a run arrives does not depend on the network.

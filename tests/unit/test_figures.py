@@ -92,7 +92,7 @@ def test_panels_are_filled_labelled_and_legible(tables: Path, name: str) -> None
                 assert box.y0 >= -1, text.get_text()
                 assert box.x1 <= width + 1, text.get_text()
                 assert box.y1 <= height + 1, text.get_text()
-        note = " ".join(text.get_text() for text in fig.texts)
+        note = " ".join(word for text in fig.texts for word in text.get_text().split())
         assert "n = " in note
         assert "scale ci" in note
     finally:
