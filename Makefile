@@ -198,6 +198,7 @@ clean-results: ## delete the generated results of SCALE (never results/reference
 .PHONY: numbers
 numbers: venv ## write the numbers and tables of README and docs from results/reference
 	@$(PY) -m experiments.pages.columns
+	@$(PY) -m experiments.pages.side_by_side write
 	@$(PY) -m experiments.pages.numbers fill $(ARGS)
 
 .PHONY: docs
