@@ -19,7 +19,7 @@ from experiments.common import acting
 from experiments.common.equivalence import NOT_DECIDED, loss_margin
 from experiments.verdicts.cluster_measures import cluster_communication, cluster_training_time
 from experiments.verdicts.evidence import Measured, Missing, join, numbers, read
-from experiments.verdicts.policy_measures import entropy_beats_fixed_rank
+from experiments.verdicts.policy_measures import edgc_gap_acting, entropy_beats_fixed_rank
 
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
 FIXED, ORDERS = (
@@ -109,17 +109,9 @@ def window_correlation_whole_run(root: Path) -> Measured:
 
 def edgc_gap(root: Path) -> Measured:
     """Whether EDGC (cqm) is on par with the uncompressed runs of the same seeds; the paper's factors are fp32."""
-    return _edgc_gap(root, "methods/table.csv", EDGC_CQM)
-
-
-def edgc_gap_acting(root: Path) -> Measured:
-    """The same of the study that is about the policy, whose settings let the rank move."""
-    return _edgc_gap(root, "policies/table.csv", "cqm")
-
-
-def _edgc_gap(root: Path, relative: str, variant: str) -> Measured:
+    relative = "methods/table.csv"
     frame = read(root, relative)
-    rows = frame[frame["variant"] == variant]
+    rows = frame[(frame["method"] == "edgc") & (frame["policy"] == "cqm") & (frame["factor_dtype"] == "fp32")]
     if rows.empty:
         raise Missing(f"no EDGC (cqm) run in {relative}")
     fine, lost = _finished(rows, relative)

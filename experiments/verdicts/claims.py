@@ -92,7 +92,7 @@ class Claim(Settings):
     kind: Literal["measured", "simulated"]
     study: str
     measure: str
-    statistic: Literal["mean", "median", "min", "max", "worst", "range"]
+    statistic: Literal["mean", "median", "min", "max", "worst", "range", "each"]
     rule: Rule
     at_best: Literal["supported", "partly"] = "supported"
     scales: tuple[str, ...] = ()
@@ -104,21 +104,25 @@ class Claim(Settings):
             raise ValueError(f"measure {self.measure} does not exist; use one of {', '.join(MEASURES)}")
         if self.statistic == "range" and (self.rule.partly is not None or isinstance(self.paper_value, str)):
             raise ValueError("of a range, partly means that some values hold; leave `partly` out and give a number")
+        if self.statistic == "each" and self.rule.partly is not None:
+            raise ValueError("of each, partly means that some values hold; leave `partly` out")
         return self
 
     def combine(self, values: Sequence[Value]) -> Value:
-        """One value out of several, by the claim's statistic; of a range its two ends."""
+        """One value out of several, by the claim's statistic; of a range its two ends, of each the different words."""
         if self.statistic == "worst":
             order = (SUPPORTED, PARTLY, NOT_SUPPORTED)
             return max(values, key=lambda value: order.index(self.rule.verdict(value)))
+        if self.statistic == "each":
+            return ", ".join(dict.fromkeys(str(value) for value in values))
         numbers = [value for value in values if not isinstance(value, str)]
         if self.statistic == "range":
             return ranges.text(numbers)
         return STATISTICS[self.statistic](numbers)
 
     def verdict(self, values: Sequence[Value]) -> str:
-        """By the rule: of a range supported where all values hold, partly where some do."""
-        if self.statistic == "range":
+        """By the rule: of a range, and of each, supported where all values hold, partly where some do."""
+        if self.statistic in ("range", "each"):
             holding = sum(map(self.rule.supported.holds, values))
             found = SUPPORTED if holding == len(values) else PARTLY if holding else NOT_SUPPORTED
         else:
