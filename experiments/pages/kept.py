@@ -109,10 +109,11 @@ class Kept:
         return Link(name or path.name, Path(os.path.relpath(path.resolve(), self.out.resolve().parent)).as_posix())
 
     def table(self, relative: str) -> pd.DataFrame | None:
-        """A table below the folder, None where there is none; ``UserError`` where it is damaged."""
+        """A table below the folder, kept as CSV or Parquet, None where there is none; ``UserError`` where it is damaged."""
         path = self.root / relative
         if not path.is_file():
-            return None
+            packed = path.with_suffix(".parquet")
+            return written_tables.read_parquet(packed) if packed.is_file() else None
         # "none" is the name of a method, not a missing value.
         return written_tables.read(path, keep_default_na=False, na_values=["", "nan"])
 

@@ -15,9 +15,11 @@ from lxml import html
 
 from edgc.config import methods
 from edgc.errors import UserError
+from experiments.common.files import atomic_write
 from experiments.pages import board, claim_rows, curves, pictures, report
 from experiments.pages.kept import Kept
 from experiments.spec import matrix
+from experiments.verdicts import details
 from tests.unit import synthetic_report
 from tests.unit.synthetic_report import HOSTILE
 
@@ -174,6 +176,15 @@ def test_curves_are_those_of_all_runs(root: Path, made: tuple[str, Any]) -> None
             assert loss == pytest.approx(np.log(rows.loc[step, "validation_perplexity"]), rel=1e-4)
         if run["status"] == "ok":
             assert (run["x"][0], run["x"][-1]) == (1, synthetic_report.STEPS) and len(run["v"]) == 3
+
+
+def test_curves_kept_as_parquet_are_the_same_curves(root: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(root, tmp_path / "ci")
+    before = curves.curves(Kept(copy, copy / "report.html"))
+    for table in copy.glob("*/curves.csv"):
+        atomic_write(table.with_suffix(".parquet"), details.packed(table))
+        table.unlink()
+    assert before[0] and curves.curves(Kept(copy, copy / "report.html")) == before
 
 
 def test_curves_are_thinned_further_where_there_are_many(root: Path) -> None:
