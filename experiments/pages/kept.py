@@ -109,7 +109,7 @@ class Kept:
         return Link(name or path.name, Path(os.path.relpath(path.resolve(), self.out.resolve().parent)).as_posix())
 
     def table(self, relative: str) -> pd.DataFrame | None:
-        """A table below the folder, kept as CSV or Parquet, None where there is none; ``UserError`` where it is damaged."""
+        """A table below the folder, CSV or Parquet, None where there is none; ``UserError`` where it is damaged."""
         path = self.root / relative
         if not path.is_file():
             packed = path.with_suffix(".parquet")
