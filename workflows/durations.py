@@ -132,6 +132,12 @@ class Estimate:
     def done(self) -> int:
         return len(self.took)
 
+    def _typical(self) -> float | None:
+        """Of a step whose rule is known neither here nor there: what a rule takes in the median."""
+        known = [*self.expected.rules.items(), *self._here().rules.items()]
+        medians = [statistics.median(seconds) for rule, seconds in known if rule not in (ALL, TESTS)]
+        return statistics.median(medians) if medians else None
+
     def ratio(self) -> float:
         """Seconds of what has ended here over its kept seconds; 1 before anything has."""
         pairs = [
@@ -146,14 +152,15 @@ class Estimate:
         return Expected({self.steps[number]: seconds for number, seconds in self.took.items()})
 
     def seconds_left(self, now: float) -> float | None:
-        """Never negative; None while nothing is known of some step that is left."""
-        ratio, here = self.ratio(), self._here()
+        """Never negative; None while nothing is known of any step."""
+        ratio, here, typical = self.ratio(), self._here(), self._typical()
         total = longest = 0.0
         for number, step in self.steps.items():
             if number in self.took or number in self.failed:
                 continue
             known = self.expected.seconds(step)
             seconds = known * ratio if known is not None else here.seconds(step)
+            seconds = typical if seconds is None else seconds
             if seconds is None:
                 return None
             if number in self.running:

@@ -72,7 +72,11 @@ def test_where_nothing_is_kept_what_has_ended_here_counts() -> None:
     found.start(0, 0.0)
     found.end(0, 7.0)
     assert found.seconds_left(7.0) == 3 * 7.0
-    assert estimate([*TRAINED, *FIGURES], kept=dict.fromkeys(TRAINED, 1.0)).seconds_left(0.0) is None
+
+
+def test_steps_of_an_unknown_rule_take_what_a_rule_takes() -> None:
+    kept = {**dict.fromkeys(TRAINED, 20.0), Step("tables", "s"): 2.0, Step("claims"): 3.0, Step(durations.ALL): 900.0}
+    assert estimate([*TRAINED, Step("regression", threads=2)], kept=kept).seconds_left(0.0) == 4 * 20.0 + 3.0
 
 
 def test_failed_steps_are_not_waited_for() -> None:
