@@ -116,7 +116,7 @@ def test_a_table_that_does_not_say_whether_the_policy_acted_tests_nothing(
 
 
 def test_without_any_evidence_nothing_is_testable(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
-    rows = [claims.judge(claim, "ci", tmp_path) for claim in known.values()]
+    rows = [claims.judge(claim, "workstation", tmp_path) for claim in known.values()]
     assert {row["verdict"] for row in rows} == {"not testable here"}
     assert all(row["our_value"] is None and row["note"].startswith("no evidence") for row in rows)
 
@@ -274,7 +274,7 @@ def test_following_entropy_has_to_beat_a_fixed_rank_of_its_bytes(
             row | {"variant": "cqm_int8", "verdict": "better"} for row in rows
         ]  # no evidence for the paper's method
         put(tmp_path, f"{study}/comparisons.csv", rows + other)
-    found = claims.judge(known["entropy_beats_fixed_rank"], "ci", tmp_path)
+    found = claims.judge(known["entropy_beats_fixed_rank"], "workstation", tmp_path)
     assert (found["our_value"], found["verdict"]) == (our_value, verdict)
     for study, word in words.items():
         assert f"against fixed rank +0.0030 nats (0.0020 to 0.0040), {word}" in found["note"] and study in found["note"]
@@ -294,7 +294,7 @@ def test_accuracy_where_the_rank_moves_is_judged_setting_by_setting(
     for study, gap, word in zip(("policies", "policies_bert"), (0.001, 0.008), words, strict=True):
         put(tmp_path, f"{study}/comparisons.csv", rivals({"no compression": gap}, {"no compression": word}))
     assert claims.judge(known["accuracy_preserved"], "ci", tmp_path)["verdict"] == "not tested"
-    found = claims.judge(known["accuracy_preserved_acting"], "ci", tmp_path)
+    found = claims.judge(known["accuracy_preserved_acting"], "workstation", tmp_path)
     assert (found["verdict"], found["n"]) == (verdict, 3)
     assert found["our_value"] == ", ".join(dict.fromkeys(words))
     assert "policies_bert, n = 3, acted in 3: against no compression +0.0080 nats" in found["note"]

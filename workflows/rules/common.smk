@@ -82,7 +82,12 @@ MAIN = [name for name, study in STUDIES.items() if config["scale"] not in study.
 # Of these, what claims and the comparison with the committed results read; nothing else is trained for them.
 CLAIMS = ROOT / "results/paper_claims.yaml"
 TOLERANCES = ROOT / "experiments/verdicts/tolerances.yaml"
-CLAIMED = {claim["study"] for claim in load_yaml(CLAIMS)["claims"]}.intersection(MAIN)
+TESTABLE = [
+    claim
+    for claim in load_yaml(CLAIMS)["claims"]
+    if config["scale"] in claim.get("scales", [config["scale"]])
+]
+CLAIMED = {claim["study"] for claim in TESTABLE}.intersection(MAIN)
 COMPARED = {check["study"] for check in load_yaml(TOLERANCES)["checks"]}.intersection(MAIN)
 # Figures whose studies have tables at this scale.
 DRAWN = {name: needed for name, needed in FIGURES.items() if set(needed) <= PROGRAMS.keys()}
