@@ -27,7 +27,7 @@ LINEAR = 0.01  # nats; the gap's axis is linear below and logarithmic above
 
 
 def draw(results: Path) -> Figure:
-    """Gap to uncompressed training (mean and range over seeds) against the share of the fp32 bytes sent."""
+    """Gap to uncompressed training (mean and 95 % t interval over seeds) against the share of the fp32 bytes sent."""
     runs = style.read(results, "equal_bytes")
     points = style.read(results, "equal_bytes", "pareto.csv")
     fig, (ax,) = style.figure(width=style.TEXT, height=4.2)
@@ -36,12 +36,10 @@ def draw(results: Path) -> Figure:
     for row in points[points["method"] != "none"].itertuples(index=False):
         mine = runs[(runs["variant"] == row.variant) & (runs["status"] == "ok")]
         look = style.look(mine.iloc[0])
-        low, high = mine["gap_nats"].min(), mine["gap_nats"].max()
-        spread = [[row.gap_nats - low], [high - row.gap_nats]]
         size = 6 if look.marker == "*" else 5
         label = None if look.label in named else look.label
         marks = look.marks() | {"markersize": size, "elinewidth": 0.8}
-        ax.errorbar(row.percent, row.gap_nats, yerr=spread, label=label, **marks)
+        ax.errorbar(row.percent, row.gap_nats, yerr=style.half_interval(mine["gap_nats"]), label=label, **marks)
         named.add(look.label)
         if text := detail(mine.iloc[0]):
             texts[row.percent, row.gap_nats] = text
@@ -60,7 +58,6 @@ def draw(results: Path) -> Figure:
     style.annotate(
         fig,
         list(points["n"]),
-        bars="bars: min to max",
         scale=results.name,
         extra="\n".join(part for part in ("grey line: Pareto front of the means", style.untested(runs)) if part),
     )

@@ -40,7 +40,6 @@ def draw(results: Path) -> Figure:
     style.annotate(
         fig,
         list(seeds),
-        bars="bars: min to max",
         scale=results.name,
         extra="(a): one uncompressed run, means over windows of 20 iterations",
     )
@@ -69,7 +68,7 @@ def entropies(ax: Axes, experts: pd.DataFrame) -> None:
 
 
 def gaps(ax: Axes, runs: pd.DataFrame) -> None:
-    """Mean and range over seeds; filled with the experts compressed, open with the experts dense."""
+    """Mean and 95 % t interval over seeds; filled with the experts compressed, open with the experts dense."""
     fine = runs[(runs["status"] == "ok") & (runs["method"] != "none")]
     for _, pair in fine.groupby(["method", "rank", "factor_dtype"], sort=False, dropna=False):
         look = style.look(pair.iloc[0])
@@ -77,10 +76,9 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
         for compressed, mine in pair.groupby("compress_experts"):
             x, y = 100 * mine["bytes_ratio"].mean(), mine["gap_nats"].mean()
             ends.append((x, y))
-            spread = [[y - mine["gap_nats"].min()], [mine["gap_nats"].max() - y]]
             label = look.label if compressed else None
             marks = look.marks(filled=bool(compressed)) | {"markersize": 6, "elinewidth": 0.8}
-            ax.errorbar(x, y, yerr=spread, label=label, **marks)
+            ax.errorbar(x, y, yerr=style.half_interval(mine["gap_nats"]), label=label, **marks)
         if len(ends) == 2:
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)

@@ -49,7 +49,7 @@ def draw(results: Path) -> Figure:
     style.annotate(
         fig,
         counts,
-        bars="(c) bars: min to max",
+        bars=f"(c) {style.INTERVAL}",
         scale=results.name,
         extra="(a) slowest stage, median over steps, bars: quartiles; line: fit T(r) = a·r + c.\n"
         "(b) of the second half, medians over windows (mean) and steps (worker), bars: quartiles."
@@ -117,8 +117,7 @@ def loss(ax: Axes, table: pd.DataFrame) -> None:
     fine = table[table["status"] == "ok"]
     rows = fine[fine["rank"].notna()].groupby("rank")["validation_perplexity"]
     mean = rows.mean()
-    spread = [mean - rows.min(), rows.max() - mean]
-    ax.errorbar(mean.index, mean, yerr=spread, label=look.label, **look.marks("-"))
+    ax.errorbar(mean.index, mean, yerr=rows.apply(style.half_interval), label=look.label, **look.marks("-"))
     dense = fine.loc[fine["rank"].isna(), "validation_perplexity"]
     if len(dense):
         ax.axhline(dense.mean(), color=base.colour, linewidth=1.0, linestyle="--", label="uncompressed")

@@ -157,7 +157,7 @@ def spread(n: int | Sequence[int], what: str = "seeds", bars: str = INTERVAL, *,
     text = "–".join(str(k) for k in (counts if len(counts) < 3 else (counts[0], counts[-1])))
     line = f"n = {text} {what}" if counts != [1] else f"n = 1 {what.rstrip('s')}, no spread"
     if counts != [1] and bars:
-        line += f"; {bars}"
+        line += f"; {bars}" + (", none where n = 1" if counts[0] == 1 and "t interval" in bars else "")
     return line + (f"; scale {scale}" if scale else "")
 
 
