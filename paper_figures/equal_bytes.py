@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from paper_figures import style
+from paper_figures import names, style
 
 TABLES = ("equal_bytes/table.csv", "equal_bytes/pareto.csv")
 CAPTION = """\
@@ -54,7 +55,9 @@ def draw(results: Path) -> Figure:
     ax.margins(y=0.06)
     ax.set_xlabel(style.share_of_bytes())
     ax.set_ylabel("validation loss above uncompressed\n(nats; linear below 0.01)")
-    fig.legend(*style.handles(ax), loc="outside upper center", ncols=4, columnspacing=1.0)
+    bold = {"weight": "bold", "size": style.FONT}
+    fig.legend(*style.handles(ax), title=textwrap.fill(seen(points, runs), 92), title_fontproperties=bold,
+               loc="outside upper center", ncols=4, columnspacing=1.0)  # fmt: skip
     style.annotate(
         fig,
         list(points["n"]),
@@ -64,6 +67,13 @@ def draw(results: Path) -> Figure:
     fig.draw_without_rendering()  # the layout decides where points are
     write(ax, texts)
     return fig
+
+
+def seen(points: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """In words: the variant of fewest bytes that loses no more than EDGC."""
+    edgc = runs.loc[(runs["method"] == "edgc") & (runs["policy"] == "cqm"), "variant"]
+    means = {"bytes_ratio_mean": points["percent"] / 100, "gap_nats_mean": points["gap_nats"]}
+    return names.seen(points.assign(edgc=points["variant"].isin(edgc), **means))
 
 
 def write(ax: Axes, texts: dict[tuple[float, float], str]) -> None:

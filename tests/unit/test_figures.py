@@ -407,6 +407,23 @@ def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
     assert style.spread([1, 3]) == "n = 1–3 seeds; bars: 95 % t interval of the mean, none where n = 1"
 
 
+def test_titles_follow_from_the_tables() -> None:
+    saved = {"int4": [9, 9, 9], "bf16": [1, 1, 1], "edgc": [2, 99, 2], "edgc_unaligned": [2, 2, 99]}
+    rows = [{"case": k, "method": name, "saved_percent": x} for name, of in saved.items() for k, x in enumerate(of)]
+    simulated = importlib.import_module("paper_figures.break_even")
+    assert simulated.title(pd.DataFrame(rows), ["case"]) == "SIMULATED: EDGC saves most in 2 of 3 cases"
+    rows = [row for row in rows if row["method"] != "edgc_unaligned"]
+    assert simulated.title(pd.DataFrame(rows), ["case"]) == "SIMULATED: int4 saves most in 2 of 3 cases, EDGC in 1"
+    verdicts = pd.DataFrame({"verdict": ["on par", "on par", "different", "not decided", None]})
+    said = importlib.import_module("paper_figures.zero_shot").seen(verdicts)
+    assert said == "Of 4 runs and tasks 2 are on par with uncompressed, 1 differ, 1 are not decided"
+    names = ["EDGC (CQM)", "cheap and bad", "cheap and good"]
+    points = pd.DataFrame({"variant": names, "label": names, "percent": [40, 3, 10], "gap_nats": [0.02, 0.3, 0.01]})
+    runs = pd.DataFrame({"variant": names, "method": ["edgc", "sign", "powersgd"], "policy": ["cqm", "cqm", "cqm"]})
+    title = importlib.import_module("paper_figures.equal_bytes").seen(points, runs)
+    assert title == "cheap and good loses no more in the mean than EDGC (CQM) and sends 10 % of the bytes, not 40 %"
+
+
 def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
     assert {"methods", "zero_shot", "gpt2_2p5b_v100", "break_even"} < set(FIGURES)
     assert all(len(caption(name).split()) > 25 for name in (*FIGURES, *BENCHMARKS))
