@@ -71,8 +71,7 @@ def draw(results: Path) -> Figure:
     style.letter(axes[: len(clusters)])
     bold = {"weight": "bold", "size": style.FONT}
     words = title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"])
-    where = {"loc": "outside upper center", "ncols": 3}
-    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, **where)
+    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=3)
     style.note(
         fig,
         "Model, not measured. Full lines: gradients reduced after backward; dashed: beside it. GPT2-12.1B, TP4 x PP4, "

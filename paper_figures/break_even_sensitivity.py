@@ -46,9 +46,8 @@ def draw(results: Path) -> Figure:
     for ax in axes[::columns]:
         ax.set_ylabel("assumption changed")
     style.letter(axes[: len(clusters)])
-    bold = {"weight": "bold", "size": style.FONT}
-    where = {"loc": "outside upper center", "ncols": 2}
-    fig.legend(*style.handles(axes[0]), title=title(table), title_fontproperties=bold, **where)
+    bold, words = {"weight": "bold", "size": style.FONT}, title(table)
+    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=2)
     ranges = table.drop_duplicates("assumption").set_index("assumption")[["low", "high"]]
     named = [f"{WORDS[name]} {row['low']} to {row['high']}" for name, row in ranges.iterrows()]
     style.note(

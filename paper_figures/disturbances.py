@@ -41,8 +41,7 @@ def draw(results: Path) -> Figure:
     axes[0].set(ylim=(len(cases) - 0.5, -0.5), ylabel="disturbance")
     style.letter(axes)
     bold, words = {"weight": "bold", "size": style.FONT}, title(table, ["case", "overlap"])
-    where = {"loc": "outside upper center", "ncols": 3}
-    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, **where)
+    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=3)
     style.note(
         fig,
         f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "

@@ -371,7 +371,8 @@ def test_settings_without_tables_are_named_in_place_of_being_drawn(tables: Path,
     fig = module.draw(found)
     try:
         assert [ax.get_title(loc="left").partition(":")[0] for ax in fig.axes] == ["(a) GPT, one stage", "(b) BERT"]
-        assert "No tables yet: warm-up of 20 %, two stages, four replicas." in fig.texts[-1].get_text().replace("\n", " ")
+        note = fig.texts[-1].get_text().replace("\n", " ")
+        assert "No tables yet: warm-up of 20 %, two stages, four replicas." in note
         assert any(text.get_text().startswith("n = ") for text in fig.axes[1].texts)
     finally:
         plt.close(fig)
@@ -399,9 +400,11 @@ def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
     fig, (ax,) = style.figure()
     try:
         module.loss(ax, seeds)
-        (several, one) = [bar[:, 1] for bar in ax.containers[0].lines[2][0].get_segments()]
-        assert several == pytest.approx([11 - 4.30265 / 3**0.5, 11 + 4.30265 / 3**0.5], rel=1e-5)
-        assert np.isnan(one).all()
+        (mean,) = ax.containers
+        (bars,) = mean.lines[2]  # type: ignore[attr-defined]
+        several, one = bars.get_segments()
+        assert several[:, 1] == pytest.approx([11 - 4.30265 / 3**0.5, 11 + 4.30265 / 3**0.5], rel=1e-5)
+        assert not np.isfinite(one).any()
     finally:
         plt.close(fig)
     assert style.spread([1, 3]) == "n = 1–3 seeds; bars: 95 % t interval of the mean, none where n = 1"
