@@ -1,7 +1,8 @@
 """Figures of studies and benchmarks, one file each, drawn from tables alone.
 
 A figure is a file here that says ``TABLES``, the tables that it reads, and ``CAPTION``, its text in the report (in
-reStructuredText), and has ``draw(results: Path) -> Figure``. Tables of studies are named ``study/table.csv``, below the
+reStructuredText), and has ``draw(results: Path) -> Figure``. ``OPTIONAL`` names those of its tables without which it
+can be drawn, and says so in its note. Tables of studies are named ``study/table.csv``, below the
 folder of a scale; those of a benchmark lie in its folder, the first one is shown beside the figure. Files without
 ``TABLES`` hold what figures share. Both are read here without importing a figure, so that planning needs no plotting
 library.
@@ -19,6 +20,8 @@ _READ: dict[str, tuple[str, ...]] = {
 }
 # figure -> tables of studies that it reads
 INPUTS = {name: tables for name, tables in _READ.items() if all("/" in table for table in tables)}
+# figure -> those of them of which it draws what is there; the workflow makes them all the same
+OPTIONAL = {name: tuple(constant(FOLDER / f"{name}.py", "OPTIONAL") or ()) for name in INPUTS}
 # figure -> studies whose tables it reads
 FIGURES = {name: tuple(dict.fromkeys(table.partition("/")[0] for table in tables)) for name, tables in INPUTS.items()}
 # figure of a benchmark -> files in the benchmark's folder that it reads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from paper_figures import style
@@ -33,12 +34,21 @@ def label(method: str) -> str:
     return f"PowerSGD r={rank} int8" if kind == "factors_int8" else LABELS[method]
 
 
+def title(table: pd.DataFrame, case: list[str]) -> str:
+    """Which method saves most in the most cases, and in how many EDGC does; ``case``: the columns that make one."""
+    best = table.loc[table.groupby(case)["saved_percent"].idxmax(), "method"].str.replace("edgc.*", "edgc", regex=True)
+    first = best.value_counts().index[0]
+    won, name = f"in {(best == first).sum()} of {len(best)} cases", "EDGC" if first == "edgc" else label(first)
+    edgc = "" if first == "edgc" else f", EDGC in {(best == 'edgc').sum()}"
+    return f"SIMULATED: {name} saves most {won}{edgc}"
+
+
 def draw(results: Path) -> Figure:
     """A panel per cluster; lines: reductions after backward, pale: beside it."""
     table = style.read(results, STUDY)
     assert set(table["kind"]) == {"simulated"}
     clusters = list(table["cluster"].unique())
-    fig, axes = style.figure(2, -(-len(clusters) // 2), width=style.TEXT, height=4.6, sharey=True)
+    fig, axes = style.figure(2, -(-len(clusters) // 2), width=style.TEXT, height=5.0, sharey=True)
     for ax, cluster in zip(axes, clusters, strict=False):
         rows = table[(table["cluster"] == cluster) & (table["method"] != "none")]
         for (method, overlap), line in rows.groupby(["method", "overlap"], sort=False):
@@ -51,7 +61,7 @@ def draw(results: Path) -> Figure:
         ax.axhline(0, color="#444444", linewidth=0.6)
         ax.set_xscale("log")
         style.plain(ax.xaxis, [tick for tick in (1, 10, 100, 400) if tick <= rows["gbits_per_second"].max()])
-        ax.set_title(rows["label"].iloc[0])
+        ax.set_title(f"SIMULATED\n{rows['label'].iloc[0]}")
         sites = rows["link"].iloc[0] == "sites"
         ax.set_xlabel("link between the sites (Gbit/s)" if sites else "bandwidth of a node (Gbit/s)")
     for ax in axes[len(clusters) :]:
@@ -59,7 +69,9 @@ def draw(results: Path) -> Figure:
     for ax in axes[:: -(-len(clusters) // 2)]:
         ax.set_ylabel("SIMULATED: step time saved (%)")
     style.letter(axes[: len(clusters)])
-    fig.legend(*style.handles(axes[0]), loc="outside upper center", ncols=3)
+    bold = {"weight": "bold", "size": style.FONT}
+    words = title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"])
+    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=3)
     style.note(
         fig,
         "Model, not measured. Full lines: gradients reduced after backward; dashed: beside it. GPT2-12.1B, TP4 x PP4, "

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
-from paper_figures.break_even import label
+from paper_figures.break_even import label, title
 from paper_figures.families import by_name
 
 TABLES = ("break_even/disturbances.csv",)
@@ -33,14 +33,15 @@ def draw(results: Path) -> Figure:
     assert set(table["kind"]) == {"simulated"}
     table = table[table["method"] != "none"]
     cases = list(table["label"].unique())
-    fig, axes = style.figure(1, 2, width=style.TEXT, height=0.3 * len(cases) + 1.9, sharey=True)
+    fig, axes = style.figure(1, 2, width=style.TEXT, height=0.3 * len(cases) + 2.1, sharey=True)
     for ax, overlap in zip(axes, (False, True), strict=True):
         panel(ax, table[table["overlap"] == overlap], cases)
         ax.set(title=f"SIMULATED: {'beside' if overlap else 'after'} backward", xlabel="step time saved (%)")
     axes[0].set_yticks(range(len(cases)), cases)
     axes[0].set(ylim=(len(cases) - 0.5, -0.5), ylabel="disturbance")
     style.letter(axes)
-    fig.legend(*style.handles(axes[0]), loc="outside upper center", ncols=3)
+    bold, words = {"weight": "bold", "size": style.FONT}, title(table, ["case", "overlap"])
+    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=3)
     style.note(
         fig,
         f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "

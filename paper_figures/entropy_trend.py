@@ -63,7 +63,7 @@ def draw(results: Path) -> Figure:
     style.annotate(
         fig,
         list(counts),
-        bars="lines: mean, bands: min to max over seeds",
+        bars="lines: mean, bands: 95 % t interval of the mean",
         scale=results.name,
         extra="Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single\n"
         "parameters (first seed), thick lines the mean of their group.",
@@ -91,9 +91,8 @@ def entropy(ax: Axes, rows: pd.DataFrame) -> None:
         line: dict[str, Any] = {"color": look.colour, "linestyle": look.line, "linewidth": wide}
         ax.plot(table.index, table.mean(axis=1), label=look.label, **line)
         if table.shape[1] > 1:
-            ax.fill_between(
-                table.index, table.min(axis=1), table.max(axis=1), color=look.colour, alpha=0.2, linewidth=0
-            )
+            mean, half = table.mean(axis=1), table.apply(style.half_interval, axis=1)
+            ax.fill_between(table.index, mean - half, mean + half, color=look.colour, alpha=0.2, linewidth=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from paper_figures import style
+from paper_figures import names, style
 
 TABLES = ("equal_bytes/table.csv", "equal_bytes/pareto.csv")
 CAPTION = """\
@@ -27,7 +28,7 @@ LINEAR = 0.01  # nats; the gap's axis is linear below and logarithmic above
 
 
 def draw(results: Path) -> Figure:
-    """Gap to uncompressed training (mean and range over seeds) against the share of the fp32 bytes sent."""
+    """Gap to uncompressed training (mean and 95 % t interval over seeds) against the share of the fp32 bytes sent."""
     runs = style.read(results, "equal_bytes")
     points = style.read(results, "equal_bytes", "pareto.csv")
     fig, (ax,) = style.figure(width=style.TEXT, height=4.2)
@@ -36,12 +37,10 @@ def draw(results: Path) -> Figure:
     for row in points[points["method"] != "none"].itertuples(index=False):
         mine = runs[(runs["variant"] == row.variant) & (runs["status"] == "ok")]
         look = style.look(mine.iloc[0])
-        low, high = mine["gap_nats"].min(), mine["gap_nats"].max()
-        spread = [[row.gap_nats - low], [high - row.gap_nats]]
         size = 6 if look.marker == "*" else 5
         label = None if look.label in named else look.label
         marks = look.marks() | {"markersize": size, "elinewidth": 0.8}
-        ax.errorbar(row.percent, row.gap_nats, yerr=spread, label=label, **marks)
+        ax.errorbar(row.percent, row.gap_nats, yerr=style.half_interval(mine["gap_nats"]), label=label, **marks)
         named.add(look.label)
         if text := detail(mine.iloc[0]):
             texts[row.percent, row.gap_nats] = text
@@ -56,17 +55,25 @@ def draw(results: Path) -> Figure:
     ax.margins(y=0.06)
     ax.set_xlabel(style.share_of_bytes())
     ax.set_ylabel("validation loss above uncompressed\n(nats; linear below 0.01)")
-    fig.legend(*style.handles(ax), loc="outside upper center", ncols=4, columnspacing=1.0)
+    bold = {"weight": "bold", "size": style.FONT}
+    fig.legend(*style.handles(ax), title=textwrap.fill(seen(points, runs), 92), title_fontproperties=bold,
+               loc="outside upper center", ncols=4, columnspacing=1.0)  # fmt: skip
     style.annotate(
         fig,
         list(points["n"]),
-        bars="bars: min to max",
         scale=results.name,
         extra="\n".join(part for part in ("grey line: Pareto front of the means", style.untested(runs)) if part),
     )
     fig.draw_without_rendering()  # the layout decides where points are
     write(ax, texts)
     return fig
+
+
+def seen(points: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """In words: the variant of fewest bytes that loses no more than EDGC."""
+    edgc = runs.loc[(runs["method"] == "edgc") & (runs["policy"] == "cqm"), "variant"]
+    means = {"bytes_ratio_mean": points["percent"] / 100, "gap_nats_mean": points["gap_nats"]}
+    return names.seen(points.assign(edgc=points["variant"].isin(edgc), **means))
 
 
 def write(ax: Axes, texts: dict[tuple[float, float], str]) -> None:

@@ -23,7 +23,7 @@ those above 0.075 are named below the figure in place of being drawn. Runs witho
 figure and stay in ``methods/table.csv``. So are policies that did not act: their runs are those of a fixed
 rank, and of the policy nothing was tested. Differences smaller than the bars say nothing."""
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
-NAMED = 8  # points with a name, of all methods
+NAMED = 6  # points with a name, of all methods
 
 
 # Where the worst method is so far off that the others would lie on one line, it is named below the figure instead.
@@ -38,7 +38,7 @@ def draw(results: Path) -> Figure:
     near = shown[shown["gap_nats_mean"] < NEAR]
     cut = shown["gap_nats_mean"].max() > FAR and len(near) > 1
     near = near if cut else shown
-    fig, (ax,) = style.figure(width=style.TEXT, height=4.0)
+    fig, (ax,) = style.figure(height=5.6)
     points(ax, near, runs)
     ax.axhline(0, color="#444444", linewidth=0.6)
     low, high = 100 * near["bytes_ratio_mean"].min(), 100 * near["bytes_ratio_mean"].max()
@@ -51,8 +51,8 @@ def draw(results: Path) -> Figure:
         ax.set_ylim(max(-NEAR / 3, min(-0.05 * NEAR, 1.1 * ends.min())), NEAR)
     spoken = names.chosen(near, near["gap_nats_mean"].max() + 1, NAMED)
     bold = {"weight": "bold", "size": style.FONT}
-    fig.legend(*style.handles(ax), title=textwrap.fill(names.seen(spoken), 92), title_fontproperties=bold,
-               loc="outside upper center", ncols=4, columnspacing=1.0)  # fmt: skip
+    fig.legend(*style.handles(ax), title=textwrap.fill(names.seen(spoken), 46), title_fontproperties=bold,
+               loc="outside upper center", ncols=2, columnspacing=1.0)  # fmt: skip
     said = (off_the_scale(shown[~shown["variant"].isin(near["variant"])]), lost(runs), style.untested(runs))
     style.annotate(
         fig,

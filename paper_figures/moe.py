@@ -40,7 +40,6 @@ def draw(results: Path) -> Figure:
     style.annotate(
         fig,
         list(seeds),
-        bars="bars: min to max",
         scale=results.name,
         extra="(a): one uncompressed run, means over windows of 20 iterations",
     )
@@ -64,26 +63,29 @@ def entropies(ax: Axes, experts: pd.DataFrame) -> None:
     rest = first[first["expert"].isna()].groupby("window")["entropy"].mean()
     label = "attention, mean of all layers"
     ax.plot(rest.index, rest, color="#000000", linestyle="--", linewidth=1.2, label=label)
-    ax.set(title="entropy per expert", xlabel="iteration")
+    apart = mine.groupby("window")["entropy"].agg(lambda of: of.max() - of.min()).mean()
+    ax.set(title=f"experts are {apart:.1f} nats apart (mean range)", xlabel="iteration")
     ax.set_ylabel(f"entropy of the gradient\n({KIND}, histogram, nats)")
 
 
 def gaps(ax: Axes, runs: pd.DataFrame) -> None:
-    """Mean and range over seeds; filled with the experts compressed, open with the experts dense."""
+    """Mean and 95 % t interval over seeds; filled with the experts compressed, open with the experts dense."""
     fine = runs[(runs["status"] == "ok") & (runs["method"] != "none")]
+    costs = []
     for _, pair in fine.groupby(["method", "rank", "factor_dtype"], sort=False, dropna=False):
         look = style.look(pair.iloc[0])
         ends = []
         for compressed, mine in pair.groupby("compress_experts"):
             x, y = 100 * mine["bytes_ratio"].mean(), mine["gap_nats"].mean()
             ends.append((x, y))
-            spread = [[y - mine["gap_nats"].min()], [mine["gap_nats"].max() - y]]
             label = look.label if compressed else None
             marks = look.marks(filled=bool(compressed)) | {"markersize": 6, "elinewidth": 0.8}
-            ax.errorbar(x, y, yerr=spread, label=label, **marks)
+            ax.errorbar(x, y, yerr=style.half_interval(mine["gap_nats"]), label=label, **marks)
         if len(ends) == 2:
+            costs.append(ends[1][1] - ends[0][1])  # dense first
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set(title="cost of compressing experts", xlabel=style.share_of_bytes())
+    more = f"{min(costs):+.2f} to {max(costs):+.2f} nats".replace("-", "−") if costs else "one kind only"
+    ax.set(title=f"compressing experts: {more}", xlabel=style.share_of_bytes())
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)

@@ -1,13 +1,18 @@
-"""EDGC beside its own ranks in another order, in every setting."""
+"""EDGC beside its own ranks in another order, in every setting that has tables."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
-from paper_figures.policies import differences, ranks
+from paper_figures.hero import SAME, SEEDS
+from paper_figures.policies import differences
+from paper_figures.ranks_over_time import course
 
 STUDIES = {
     "policies": "GPT, one stage",
@@ -33,27 +38,88 @@ TABLES = (
     "policies_bert/pairs.csv",
     "policies_bert/curves.csv",
 )
+# A setting is drawn where its tables are; the target of this figure makes those of all.
+OPTIONAL = (
+    "policies_late/comparisons.csv",
+    "policies_late/pairs.csv",
+    "policies_late/curves.csv",
+    "policies_two_stages/comparisons.csv",
+    "policies_two_stages/pairs.csv",
+    "policies_two_stages/curves.csv",
+    "policies_four_replicas/comparisons.csv",
+    "policies_four_replicas/pairs.csv",
+    "policies_four_replicas/curves.csv",
+    "policies_bert/comparisons.csv",
+    "policies_bert/pairs.csv",
+    "policies_bert/curves.csv",
+)
 CAPTION = """\
-**The same question in every setting.** Left: ranks of stage 0, EDGC's of every seed and, for the first one, those of
-the runs that send its bytes in another order. Right: validation loss of EDGC less that of each rival, paired by seed
-(nats; left of zero EDGC is better); filled markers are fp32 factors, open ones int8, and the shaded band is the margin
-within which two one-sided tests call both on par."""
+**The same question in every setting.** A panel a setting that has tables; those that have none yet are named below the
+figure. Validation loss of EDGC less that of each rival, paired by seed (nats; left of zero EDGC is better); bars are
+95 % t intervals, small dots seeds. "Both orders" is the mean of EDGC's own ranks reversed and shuffled, "falling" is
+the same ranks sorted. In the shaded band two one-sided tests call both on par. Open markers are int8 factors, shown
+where there are at least five seeds."""
+RIVALS = ("no compression", "fixed rank", "placebos", "falling")
 
 
 def draw(results: Path) -> Figure:
-    """A row a setting: ranks, and differences from every rival."""
-    fig, axes = style.figure(len(STUDIES), 2, width=style.TEXT, height=2.6 * len(STUDIES), width_ratios=[4, 5])
-    counts = []
-    for place, (study, title) in enumerate(STUDIES.items()):
-        left, right = axes[2 * place : 2 * place + 2]
-        found, pairs = (style.read(results, study, f"{name}.csv") for name in ("comparisons", "pairs"))
-        mine = found[found["variant"].isin(["cqm", "cqm_int8"]) & (found["rival"] != "no compression")]
-        ranks(left, style.read(results, study, "curves.csv"))
-        differences(right, mine, pairs)
-        left.set(title=f"{title}: rank of stage 0")
-        counts += list(mine["n"])
+    """A panel a setting: differences from every rival, with the number of seeds."""
+    drawn = [study for study in STUDIES if study == "policies" or there(results, study)]
+    found = {study: chosen(style.read(results, study, "comparisons.csv")) for study in drawn}
+    rows = [len(one) for one in found.values()]
+    fig, axes = style.figure(len(drawn), 1, height=1.7 + sum(0.42 + 0.2 * n for n in rows), sharex=True,
+                             height_ratios=[max(1, n) for n in rows])  # fmt: skip
+    for ax, (study, mine) in zip(axes, found.items(), strict=True):
+        differences(ax, mine, style.read(results, study, "pairs.csv"))
+        seeds(ax, mine)
+        ax.set_title(f"{STUDIES[study]}: ranks {ranks(style.read(results, study, 'curves.csv'))}", x=-0.5)
+        ax.set_xlabel("")
+    axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
+    style.plain_linear(axes[-1].xaxis)
     style.letter(axes)
-    drawn, labels = style.handles(axes[0])
-    fig.legend(drawn, labels, loc="outside upper center", ncols=5, columnspacing=1.0)
-    style.annotate(fig, counts, bars="bars: 95 % t interval of the mean, dots: seeds", scale=results.name)
+    fig.suptitle(textwrap.fill(title(found), 46), x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+    missing = [words for study, words in STUDIES.items() if study not in drawn]
+    style.annotate(
+        fig,
+        [n for mine in found.values() for n in mine["n"]] or 0,
+        bars="bars: 95 % t interval, dots: seeds",
+        scale=results.name,
+        extra=f"No tables yet: {', '.join(missing)}." if missing else "",
+    )
     return fig
+
+
+def there(results: Path, study: str) -> bool:
+    """Whether all tables of a setting are under ``results``."""
+    return all(style.there(results, table) for table in TABLES if table.startswith(f"{study}/"))
+
+
+def chosen(found: pd.DataFrame) -> pd.DataFrame:
+    """EDGC against ``RIVALS`` in their order, fp32 factors first; int8 where there are seeds enough."""
+    mine = found[found["variant"].isin(["cqm", "cqm_int8"]) & found["rival"].isin(RIVALS)]
+    mine = mine[(mine["factor_dtype"] == "fp32") | (mine["n"] >= SEEDS)]
+    order = mine["rival"].map(RIVALS.index) + len(RIVALS) * (mine["factor_dtype"] != "fp32")
+    return mine.assign(order=order).sort_values("order", kind="stable")
+
+
+def seeds(ax: Axes, rows: pd.DataFrame) -> None:
+    """The number of seeds at the right of every row."""
+    for place, n in enumerate(rows["n"]):
+        ax.annotate(f"n = {n:.0f}", (1.0, place), (3, 0), ("axes fraction", "data"), "offset points",
+                    va="center", fontsize=style.MIN_FONT)  # fmt: skip
+
+
+def ranks(curves: pd.DataFrame) -> str:
+    """In words: the ranks that EDGC used, all stages and seeds."""
+    stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
+    return course(curves[curves["variant"] == "cqm"], stages)
+
+
+def title(found: dict[str, pd.DataFrame]) -> str:
+    """In how many of the settings EDGC beats the fixed rank that sends as many bytes."""
+    against = [mine[(mine["rival"] == "fixed rank") & (mine["factor_dtype"] == "fp32")] for mine in found.values()]
+    known = [one.iloc[0] for one in against if one["difference_high"].notna().any()]
+    if not known:
+        return "EDGC against other ways to send as many bytes"
+    won = sum(row["difference_high"] < 0 for row in known)
+    return f"EDGC beats {SAME} in {won} of {len(known)} settings"

@@ -34,7 +34,7 @@ def draw(results: Path) -> Figure:
     table = style.read(results, "rank_sweep")
     timings = style.read(results, "rank_sweep", "timings.csv")
     fit = style.read(results, "rank_sweep", "fit.csv")
-    fig, axes = style.figure(1, 3, width=style.TEXT, height=2.75)
+    fig, axes = style.figure(3, 1, height=7.2)
     seconds(axes[0], timings, fit)
     errors(axes[1], table)
     loss(axes[2], table)
@@ -49,7 +49,7 @@ def draw(results: Path) -> Figure:
     style.annotate(
         fig,
         counts,
-        bars="(c) bars: min to max",
+        bars=f"(c) {style.INTERVAL}",
         scale=results.name,
         extra="(a) slowest stage, median over steps, bars: quartiles; line: fit T(r) = a·r + c.\n"
         "(b) of the second half, medians over windows (mean) and steps (worker), bars: quartiles."
@@ -86,7 +86,7 @@ def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
     ax.set_ylabel("time per step (ms)")
     ax.set_ylim(bottom=0)
     ax.set_title("time")
-    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, columnspacing=0.8)
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.34), ncols=2, columnspacing=0.8)
 
 
 def errors(ax: Axes, table: pd.DataFrame) -> None:
@@ -109,7 +109,7 @@ def errors(ax: Axes, table: pd.DataFrame) -> None:
         ax.set_title(f"compression error {shown.min():.2f} to {shown.max():.2f}")
         room = 0.5 * max(0.02, 1 - shown.min())  # as far below the smallest as half its distance from 1
         ax.set_ylim(max(0.0, min(shown.min() - room, ax.get_ylim()[0])), max(1 + room / 4, ax.get_ylim()[1]))
-    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.34), ncols=2, columnspacing=0.8)
 
 
 def loss(ax: Axes, table: pd.DataFrame) -> None:
@@ -117,12 +117,11 @@ def loss(ax: Axes, table: pd.DataFrame) -> None:
     fine = table[table["status"] == "ok"]
     rows = fine[fine["rank"].notna()].groupby("rank")["validation_perplexity"]
     mean = rows.mean()
-    spread = [mean - rows.min(), rows.max() - mean]
-    ax.errorbar(mean.index, mean, yerr=spread, label=look.label, **look.marks("-"))
+    ax.errorbar(mean.index, mean, yerr=rows.apply(style.half_interval), label=look.label, **look.marks("-"))
     dense = fine.loc[fine["rank"].isna(), "validation_perplexity"]
     if len(dense):
         ax.axhline(dense.mean(), color=base.colour, linewidth=1.0, linestyle="--", label="uncompressed")
     ax.set(ylabel="validation perplexity", title="quality")
     if len(dense) and len(mean):
         ax.set_title(f"nearest to dense: r = {(mean - dense.mean()).abs().idxmin():g}")
-    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.28))
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.34), ncols=2, columnspacing=0.8)

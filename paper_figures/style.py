@@ -47,7 +47,6 @@ FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
 INTERVAL = "bars: 95 % t interval of the mean"
 
-
 PAPER: dict[str, Any] = {}
 SIZES = ("font.size", "axes.labelsize", "axes.titlesize", "xtick.labelsize", "ytick.labelsize")
 SLIDES: dict[str, Any] = dict.fromkeys(SIZES, 9.0) | {
@@ -157,7 +156,7 @@ def spread(n: int | Sequence[int], what: str = "seeds", bars: str = INTERVAL, *,
     text = "–".join(str(k) for k in (counts if len(counts) < 3 else (counts[0], counts[-1])))
     line = f"n = {text} {what}" if counts != [1] else f"n = 1 {what.rstrip('s')}, no spread"
     if counts != [1] and bars:
-        line += f"; {bars}"
+        line += f"; {bars}" + (", none where n = 1" if counts[0] == 1 and "t interval" in bars else "")
     return line + (f"; scale {scale}" if scale else "")
 
 
@@ -241,12 +240,16 @@ def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
     from experiments.common import written_tables
 
     path = results / study / table
-    if not path.is_file() and path.with_suffix(".parquet").is_file():
-        return written_tables.read_parquet(path.with_suffix(".parquet"))
-    if not path.is_file():
+    if not there(results, f"{study}/{table}"):
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)
-    return written_tables.read(path)
+    return written_tables.read(path) if path.is_file() else written_tables.read_parquet(path.with_suffix(".parquet"))
+
+
+def there(results: Path, table: str) -> bool:
+    """Whether ``study/table.csv`` is under ``results``, as CSV or as Parquet."""
+    path = results / table
+    return path.is_file() or path.with_suffix(".parquet").is_file()
 
 
 def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:

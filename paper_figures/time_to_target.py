@@ -18,13 +18,13 @@ every step the compute time of uncompressed training, compression and decompress
 and its bytes divided by the bandwidth, with no latency and nothing hidden behind backward. The target is
 what the uncompressed run of the same seed reaches after 90 % of its iterations; runs that never reach it
 are counted in words. Left of 100 % a method arrives earlier than uncompressed training. Markers are means
-over the seeds that arrive, bars their range. The times are of small models on a CPU: a GPU computes and
-compresses faster, and the bandwidths shift with it."""
+over the seeds that arrive, bars 95 % t intervals; one seed has no bar. The times are of small models on a CPU:
+a GPU computes and compresses faster, and the bandwidths shift with it."""
 TICKS = (1, 3, 10, 30, 100, 300, 1000)
 
 
 def draw(results: Path) -> Figure:
-    """A panel per bandwidth, a line per variant: mean and range over seeds of the time, in % of uncompressed."""
+    """A panel per bandwidth, a line per variant: mean and 95 % t interval over seeds, in % of uncompressed."""
     times = style.read(results, "methods", "time_to_target.csv")
     runs = style.read(results, "methods").drop_duplicates("variant").set_index("variant")
     times["percent"] = 100 * times["of_uncompressed"]
@@ -54,7 +54,6 @@ def draw(results: Path) -> Figure:
     style.annotate(
         fig,
         list(reached[reached > 0]),
-        bars="bars: min to max",
         scale=results.name,
         extra="Modelled network: measured compute and compression, bytes / bandwidth, no latency, no overlap. Target: "
         "the uncompressed\nrun's validation loss after 90 % of its iterations."
@@ -75,13 +74,11 @@ def label(name: str, runs: pd.DataFrame) -> str:
 
 
 def panel(ax: Axes, times: pd.DataFrame, variants: list[str], runs: pd.DataFrame) -> None:
-    """One bandwidth: a marker with its range for each variant that reaches the target."""
+    """One bandwidth: a marker with its interval for each variant that reaches the target."""
     ax.axvline(100, color="#444444", linewidth=0.6)
     for place, variant in enumerate(variants):
         mine = times[times["variant"] == variant]
         found = mine["percent"].dropna()
         look = style.look(runs.loc[variant])
         if len(found):
-            mean = found.mean()
-            spread = [[mean - found.min()], [found.max() - mean]]
-            ax.errorbar(mean, place, xerr=spread, **look.marks())
+            ax.errorbar(found.mean(), place, xerr=style.half_interval(found), **look.marks())

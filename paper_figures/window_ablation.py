@@ -72,7 +72,7 @@ def draw(results: Path) -> Figure:
     extra = "(b), (c): first seed."
     if notes:
         extra += " Missing points in (a): " + ";\n".join(notes[:2]) + "."
-    style.annotate(fig, counts, bars="(a) bars: min to max", scale=results.name, extra=extra)
+    style.annotate(fig, counts, bars=f"(a) {style.INTERVAL}", scale=results.name, extra=extra)
     return fig
 
 
@@ -82,7 +82,7 @@ def correlation(ax: Axes, table: pd.DataFrame) -> None:
         rows = fine.dropna(subset=[column]).groupby("window")[column]
         mean = rows.mean()
         if len(mean):
-            error = [mean - rows.min(), rows.max() - mean]
+            error = rows.apply(style.half_interval)
             ax.errorbar(mean.index, mean, yerr=error, color=colour, marker=marker, linestyle=line, label=label)
     ax.axhline(PAPER, color="#444444", linewidth=0.9, linestyle=":", label=f"paper: {PAPER} at w = 1000")
     ax.set_xscale("log")

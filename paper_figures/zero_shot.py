@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from paper_figures import style
 TABLES = ("zero_shot/table.csv", "methods/table.csv")
 CAPTION = """\
 **Zero-shot evaluation.** Every final model of the methods study on tasks made from held-out text, by
-lm-eval. Top: score against chance and against always giving the most frequent answer. Bottom: gap to the
+lm-eval. Left: score against chance and against always giving the most frequent answer. Right: gap to the
 uncompressed run of the same seed with its 90 % interval; on par means that the whole interval lies in the
 shaded margin, which was stated beforehand. Of EDGC that says nothing where its policy did not act, which is
 named below the figure."""
@@ -38,19 +39,23 @@ UNITS = {
 
 
 def draw(results: Path) -> Figure:
-    """One column of panels per task, on the first metric of the task's table rows."""
+    """One row of panels per task, on the first metric of the task's table rows."""
     table = style.read(results, "zero_shot")
     tasks = list(dict.fromkeys(table["task"]))
     labels = list(dict.fromkeys(table["label"]))
-    height = 1.5 + 0.48 * len(labels)
-    fig, axes = style.figure(2, len(tasks), width=style.TEXT, height=height, sharey=True)
-    for column, task in enumerate(tasks):
+    height = 2.2 + len(tasks) * (0.62 + 0.15 * len(labels))
+    fig, axes = style.figure(len(tasks), 2, height=height, sharey=True)
+    drawn = []
+    for place, task in enumerate(tasks):
         rows = table[table["task"] == task]
-        rows = rows[rows["metric"] == rows["metric"].iloc[0]]
-        scores(axes[column], rows, labels)
-        gaps(axes[len(tasks) + column], rows, labels)
-        axes[column].set_title(title(task))
-    style.letter(axes[: len(tasks)])
+        drawn.append(rows[rows["metric"] == rows["metric"].iloc[0]])
+        scores(axes[2 * place], drawn[-1], labels)
+        gaps(axes[2 * place + 1], drawn[-1], labels)
+        axes[2 * place].set_title(title(task))
+    for ax in axes:
+        style.plain_linear(ax.xaxis, 3)
+    style.letter(axes[::2])
+    fig.suptitle(textwrap.fill(seen(pd.concat(drawn)), 46), x=0.01, ha="left", fontsize=8.5, fontweight="bold")
     ok = table[table["status"] == "ok"]
     runs = table.drop_duplicates("run")
     missing = [
@@ -65,9 +70,9 @@ def draw(results: Path) -> Figure:
         list(ok.drop_duplicates("run").groupby("variant").size()),
         bars="one marker per seed",
         scale=results.name,
-        extra=f"Documents: {documents}.\nTop: bars: ± 1 standard error over documents; dotted: chance; dashed: "
-        "always the most frequent answer.\nBottom: gap to uncompressed of the same seed; bars: 90 % interval, paired "
-        "over documents;\nshaded: margin within which a whole interval means on par."
+        extra=f"Documents: {documents}.\nLeft: bars: ± 1 standard error over documents; dotted: chance; dashed: "
+        "always the most frequent answer.\nRight: gap to uncompressed of the same seed; bars: 90 % interval, paired "
+        "over documents; shaded: margin within which a whole interval means on par."
         + (f"\nNo model: {', '.join(missing)}." if missing else "")
         + (f"\n{idle}" if idle else ""),
     )
@@ -77,6 +82,14 @@ def draw(results: Path) -> Figure:
 def title(task: str) -> str:
     """A task's name for people; other tasks than ours keep lm-eval's."""
     return TITLES.get(task, task)
+
+
+def seen(rows: pd.DataFrame) -> str:
+    """In words: how many of the gaps drawn are on par with uncompressed and how many differ."""
+    known = rows["verdict"].dropna()
+    par, other = (known == "on par").sum(), (known == "different").sum()
+    rest = len(known) - par - other
+    return f"Of {len(known)} runs and tasks {par} are on par with uncompressed, {other} differ, {rest} are not decided"
 
 
 def spread_seeds(rows: pd.DataFrame, labels: list[str]) -> Iterator[tuple[float, style.Family, pd.Series]]:

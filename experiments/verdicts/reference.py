@@ -116,8 +116,12 @@ def save_so_far(study: str, names: Sequence[str], fresh: Path, reference: Path) 
         packed = reference / study / archive.SO_FAR
         analyse(study, scratch / study, archive.unpack(packed, scratch / study))
         written = [packed, *update_study(study, scratch, reference)]
-        for found in archive.replay(reference, [study], Path(folder) / "again" / fresh.name, write=True):
-            written += [found[0]] if found[1] != archive.SAME else []
+        again = Path(folder) / "again" / fresh.name
+        drawn = [*archive.replay(reference, [study], again, write=True)]
+        for name, needed in paper_figures.FIGURES.items():
+            if study in needed and set(needed) != {study}:  # those of several studies that are kept already
+                drawn += archive.redraw(name, reference, again, write=True)
+        written += [path for path, found in drawn if found != archive.SAME]
     return ended, written
 
 

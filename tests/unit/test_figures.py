@@ -22,7 +22,8 @@ from edgc.config import methods
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
 from experiments.spec import matrix
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption, style
+from experiments.verdicts import details
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, style
 from paper_figures.__main__ import main, render
 from paper_figures.families import by_name
 from tests.unit import synthetic_runs as synthetic
@@ -360,6 +361,70 @@ def test_a_figure_reads_the_tables_that_it_says(tables: Path, name: str, monkeyp
     monkeypatch.setattr(style, "read", noted)
     plt.close(importlib.import_module(f"paper_figures.{name}").draw(tables))
     assert sorted(found) == sorted(INPUTS[name])
+
+
+def test_settings_without_tables_are_named_in_place_of_being_drawn(tables: Path, tmp_path: Path) -> None:
+    module = importlib.import_module("paper_figures.policies_settings")
+    found = tmp_path / "ci"
+    for study in ("policies", "policies_bert"):
+        (found / study).symlink_to(tables / study)
+    fig = module.draw(found)
+    try:
+        assert [ax.get_title(loc="left").partition(":")[0] for ax in fig.axes] == ["(a) GPT, one stage", "(b) BERT"]
+        note = fig.texts[-1].get_text().replace("\n", " ")
+        assert "No tables yet: warm-up of 20 %, two stages, four replicas." in note
+        assert any(text.get_text().startswith("n = ") for text in fig.axes[1].texts)
+    finally:
+        plt.close(fig)
+    assert set(OPTIONAL["policies_settings"]) < set(INPUTS["policies_settings"])
+    assert not details.missing("policies_settings", found)
+    (found / "policies").unlink()
+    assert details.missing("policies_settings", found)
+    with pytest.raises(UserError, match="study policies is missing"):
+        module.draw(found)
+
+
+def test_the_title_of_the_settings_counts_those_in_which_edgc_is_better() -> None:
+    module = importlib.import_module("paper_figures.policies_settings")
+    better, worse, unknown = (hero_rows(*ends) for ends in ((-0.004, -0.001), (0.001, 0.002), (0.001, 0.002)))
+    unknown[["difference_low", "difference_high"]] = float("nan")
+    found = {"a": module.chosen(better), "b": module.chosen(worse), "c": module.chosen(unknown)}
+    assert module.title(found).endswith("in 1 of 2 settings")
+    assert "settings" not in module.title({"c": found["c"]})
+    assert list(found["a"]["rival"][:4]) == list(module.RIVALS)
+
+
+def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
+    module = importlib.import_module("paper_figures.rank_sweep")
+    seeds = pd.DataFrame({"status": "ok", "rank": [4, 4, 4, 8], "validation_perplexity": [10.0, 11.0, 12.0, 9.0]})
+    fig, (ax,) = style.figure()
+    try:
+        module.loss(ax, seeds)
+        (mean,) = ax.containers
+        (bars,) = mean.lines[2]  # type: ignore[attr-defined]
+        several, one = bars.get_segments()
+        assert several[:, 1] == pytest.approx([11 - 4.30265 / 3**0.5, 11 + 4.30265 / 3**0.5], rel=1e-5)
+        assert not np.isfinite(one).any()
+    finally:
+        plt.close(fig)
+    assert style.spread([1, 3]) == "n = 1–3 seeds; bars: 95 % t interval of the mean, none where n = 1"
+
+
+def test_titles_follow_from_the_tables() -> None:
+    saved = {"int4": [9, 9, 9], "bf16": [1, 1, 1], "edgc": [2, 99, 2], "edgc_unaligned": [2, 2, 99]}
+    rows = [{"case": k, "method": name, "saved_percent": x} for name, of in saved.items() for k, x in enumerate(of)]
+    simulated = importlib.import_module("paper_figures.break_even")
+    assert simulated.title(pd.DataFrame(rows), ["case"]) == "SIMULATED: EDGC saves most in 2 of 3 cases"
+    rows = [row for row in rows if row["method"] != "edgc_unaligned"]
+    assert simulated.title(pd.DataFrame(rows), ["case"]) == "SIMULATED: int4 saves most in 2 of 3 cases, EDGC in 1"
+    verdicts = pd.DataFrame({"verdict": ["on par", "on par", "different", "not decided", None]})
+    said = importlib.import_module("paper_figures.zero_shot").seen(verdicts)
+    assert said == "Of 4 runs and tasks 2 are on par with uncompressed, 1 differ, 1 are not decided"
+    names = ["EDGC (CQM)", "cheap and bad", "cheap and good"]
+    points = pd.DataFrame({"variant": names, "label": names, "percent": [40, 3, 10], "gap_nats": [0.02, 0.3, 0.01]})
+    runs = pd.DataFrame({"variant": names, "method": ["edgc", "sign", "powersgd"], "policy": ["cqm", "cqm", "cqm"]})
+    title = importlib.import_module("paper_figures.equal_bytes").seen(points, runs)
+    assert title == "cheap and good loses no more in the mean than EDGC (CQM) and sends 10 % of the bytes, not 40 %"
 
 
 def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
