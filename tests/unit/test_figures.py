@@ -366,6 +366,7 @@ def test_a_figure_reads_the_tables_that_it_says(tables: Path, name: str, monkeyp
 def test_settings_without_tables_are_named_in_place_of_being_drawn(tables: Path, tmp_path: Path) -> None:
     module = importlib.import_module("paper_figures.policies_settings")
     found = tmp_path / "ci"
+    found.mkdir()
     for study in ("policies", "policies_bert"):
         (found / study).symlink_to(tables / study)
     fig = module.draw(found)
