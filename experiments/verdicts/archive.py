@@ -134,7 +134,8 @@ def replay(reference: Path, studies: Sequence[str], scratch: Path, *, write: boo
     from experiments.analyse.__main__ import analyse
 
     for study in studies:
-        archive = next(iter(archived(reference, study, (NAME, SO_FAR))))
+        whole = reference / study / NAME  # the tables are of it also where a study has grown since
+        archive = whole if whole.is_file() else reference / study / SO_FAR
         analyse(study, scratch / study, unpack(archive, scratch / study))
         for path in sorted((reference / study).glob("*.csv")):
             table = scratch / study / path.name
@@ -213,7 +214,8 @@ def replay_command(
     Without ``--study`` also figures of what has no runs, such as benchmarks, from their tables.
     """
     reference = results / "reference" / scale
-    names = [path.parent.name for path in archived(reference, study, (NAME, SO_FAR)) if _has_tables(path)]
+    archives = archived(reference, study, (NAME, SO_FAR))
+    names = list(dict.fromkeys(path.parent.name for path in archives if _has_tables(path)))
     different = 0
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / scale
