@@ -33,18 +33,21 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
 
 def rates(table: pd.DataFrame) -> pd.DataFrame:
     """Per label and rate the mean loss over the seeds that all of the label's rates have, nan where a run failed, and
-    what the rate costs beyond the label's best: the mean of differences paired by seed with its 95 % interval."""
+    what the rate costs beyond the label's best: the mean of differences paired by seed with its 95 % interval. Rates
+    without a common seed, as those of a study that has only begun, have n = 0."""
     rows: list[dict[str, Any]] = []
     for label, trials in table.groupby("label", sort=False):
         seeds = set.intersection(*(set(group["seed"]) for _, group in trials.groupby("lr")))
-        tried = trials[trials["seed"].isin(seeds)]
-        losses = tried.pivot_table(index="seed", columns="lr", values="validation_loss", dropna=False)
-        losses.loc[:, ~tried.groupby("lr")["status"].agg(lambda status: (status == "ok").all())] = math.nan
+        losses = trials.pivot_table(index="seed", columns="lr", values="validation_loss", dropna=False)
+        losses = losses.loc[sorted(seeds)]
+        ended = trials[trials["seed"].isin(seeds) & (trials["status"] == "ok")].groupby("lr").size()
+        n_ok = ended.reindex(losses.columns, fill_value=0)
+        losses.loc[:, n_ok < len(seeds)] = math.nan
         lowest = losses[losses.mean().idxmin()] if losses.notna().any(axis=None) else math.nan
-        for rate, group in tried.groupby("lr"):
+        for rate in losses:
             found, over = interval(losses[rate]), interval(losses[rate] - lowest)
             rows.append(
-                {"label": label, "lr": rate, "n": len(seeds), "n_ok": int((group["status"] == "ok").sum())}
+                {"label": label, "lr": rate, "n": len(seeds), "n_ok": n_ok[rate]}
                 | {f"validation_loss_{key}": found[key] for key in SPREAD}
                 | {"costs_nats": over["mean"], "costs_low": over["low"], "costs_high": over["high"]}
             )

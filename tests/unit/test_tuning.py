@@ -72,6 +72,14 @@ def test_only_seeds_that_every_rate_has_count() -> None:
     assert found["lr"] == 0.004 and found["n"] == 1
 
 
+def test_rates_without_a_common_seed_are_listed_and_none_is_found() -> None:
+    """A study that has only begun."""
+    found = tuning.rates(table({(0.001, 1): 4.0, (0.002, 2): 3.9}))
+    assert found["lr"].tolist() == [0.001, 0.002] and found["n"].tolist() == [0, 0]
+    [chosen] = tuning.best(found)
+    assert math.isnan(chosen["lr"]) and not chosen["found"]
+
+
 def test_nothing_is_found_where_everything_diverged() -> None:
     [found] = tuning.best(tuning.rates(table({(rate, 1): None for rate in RATES})))
     assert math.isnan(found["lr"]) and not found["found"]
