@@ -39,20 +39,7 @@ TABLES = (
     "policies_bert/curves.csv",
 )
 # A setting is drawn where its tables are; the target of this figure makes those of all.
-OPTIONAL = (
-    "policies_late/comparisons.csv",
-    "policies_late/pairs.csv",
-    "policies_late/curves.csv",
-    "policies_two_stages/comparisons.csv",
-    "policies_two_stages/pairs.csv",
-    "policies_two_stages/curves.csv",
-    "policies_four_replicas/comparisons.csv",
-    "policies_four_replicas/pairs.csv",
-    "policies_four_replicas/curves.csv",
-    "policies_bert/comparisons.csv",
-    "policies_bert/pairs.csv",
-    "policies_bert/curves.csv",
-)
+OPTIONAL = ("policies_late", "policies_two_stages", "policies_four_replicas", "policies_bert")
 CAPTION = """\
 **The same question in every setting.** A panel a setting that has tables; those that have none yet are named below the
 figure. Validation loss of EDGC less that of each rival, paired by seed (nats; left of zero EDGC is better); bars are
