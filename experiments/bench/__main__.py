@@ -13,7 +13,18 @@ import torch
 import typer
 
 from edgc.errors import UserError
-from experiments.bench import engine, engine_table, machine, network, pipeline_steps, race, stages, step_profile, steps
+from experiments.bench import (
+    again,
+    engine,
+    engine_table,
+    machine,
+    network,
+    pipeline_steps,
+    race,
+    stages,
+    step_profile,
+    steps,
+)
 from experiments.bench.gpt import Size
 from experiments.bench.options import device_of, numbers, words
 from experiments.bench.terminal import RESULTS, Results, measuring, need_testbed, show, write
@@ -213,6 +224,14 @@ def validate_pipeline_steps(
     tables = {"pipeline": table, "pipeline_rounds": found.rounds, "pipeline_probes": found.probes}
     write(folder, "pipeline", host, plan, tables, sent=found.sent, summary=steps.summary(table))
     show(table, ["mbit_per_s", "micro_batches", "method", "used"], ["seconds", "seconds_predicted", "error"])
+
+
+@app.command("predict")
+@main_guard
+def predict_again(folder: Annotated[Path, typer.Argument(help="RESULTS/<machine>")]) -> None:
+    """Predict the steps that `steps` and `pipeline` have measured in FOLDER again, by the model as it is now."""
+    for path in again.predict_again(folder):
+        print(path)
 
 
 @app.command("race")

@@ -1,6 +1,7 @@
 """What :mod:`experiments.simulation.iteration_model` predicts for a step of pipeline stages with replicas (DP x PP).
 
 As in :mod:`experiments.bench.step_model`, it is told only what was measured apart from the steps that it is to predict.
+A stage that sends activations or their gradients waits until they have gone, as Megatron's schedule does on a CPU.
 """
 
 from __future__ import annotations
@@ -57,15 +58,16 @@ def predict(compute: Compute, traffic: Traffic, links: Links, micro_batches: int
     if not len(compute.forward) == len(compute.backward) == len(traffic.sent):
         raise ValueError(f"{len(traffic.sent)} stages send, but {len(compute.forward)} compute")
     between = links[SEND].seconds(traffic.activations)
+    last = len(compute.forward) - 1
     stages = tuple(
         Stage(
-            forward=(forward + compute.beside / 2,),
-            backward=(backward + compute.beside / 2,),
-            to_next=between,
-            to_previous=between,
+            forward=(forward + compute.beside / 2 + (between if index < last else 0.0),),
+            backward=(backward + compute.beside / 2 + (between if index > 0 else 0.0),),
             buckets=(Bucket(compress=overhead, messages=messages_of(sent, links)),),
         )
-        for forward, backward, sent in zip(compute.forward, compute.backward, traffic.sent, strict=True)
+        for index, (forward, backward, sent) in enumerate(
+            zip(compute.forward, compute.backward, traffic.sent, strict=True)
+        )
     )
     after = compute.rest + (links[ALL_REDUCE].seconds(traffic.embedding) if traffic.embedding else 0.0)
     return Model(stages=stages, micro_batches=micro_batches, after=after).run().seconds

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from scipy.optimize import brentq
 
 from experiments.bench.collectives import Sent
 from experiments.simulation.iteration_model import Bucket, Message, Model, Stage
@@ -74,8 +75,9 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
 
     Args:
         sent: per bucket, in the order in which they are complete.
-        overhead: seconds of the processor in a step, beside the compute; it is spread over the buckets as they were
-            cut, and delays backward.
+        overhead: seconds of the processor in a step, beside the compute. They are spread over the buckets as these
+            were cut, and within a bucket evenly: before its messages, between them (a second factor is computed from
+            the mean of the first) and after them. What comes before and between delays backward.
 
     Raises:
         ValueError: the buckets that are sent are not the compute's.
@@ -83,11 +85,13 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
     if len(sent) != len(compute.complete):
         raise ValueError(f"{len(sent)} buckets are sent, but {len(compute.complete)} become complete")
     shares = np.diff([0.0, *compute.complete])
-    buckets = tuple(
-        Bucket(share=complete, compress=overhead * share / compute.complete[-1], messages=messages_of(messages, links))
-        for complete, share, messages in zip(compute.complete, shares, sent, strict=True)
-    )
-    stage = Stage(forward=(compute.forward,), backward=(compute.backward,), buckets=buckets)
+    buckets = []
+    for complete, share, of_bucket in zip(compute.complete, shares, sent, strict=True):
+        messages = messages_of(of_bucket, links)
+        part = overhead * share / compute.complete[-1] / (len(messages) + 1)
+        behind = part if messages else 0.0
+        buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
+    stage = Stage(forward=(compute.forward,), backward=(compute.backward,), buckets=tuple(buckets))
     return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
 
 
@@ -98,4 +102,13 @@ def messages_of(sent: Iterable[Sent], links: Links) -> tuple[Message, ...]:
 
 def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:
     """What a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
-    return max(0.0, seconds - predict(compute, sent, links))
+
+    def missing(overhead: float) -> float:
+        return seconds - predict(compute, sent, links, overhead)
+
+    if missing(0.0) <= 0:
+        return 0.0
+    most = seconds
+    while missing(most) > 0:  # where all but the last part of it is hidden behind messages
+        most *= 2
+    return float(brentq(missing, 0.0, most))

@@ -45,12 +45,14 @@ class Bucket:
         chunk: model chunk they belong to.
         share: of that chunk's last backward step after which they are complete, in (0, 1].
         compress, decompress: seconds of this device before the first and after the last message.
+        between: seconds of this device after each message that another one follows, which has to wait for it.
         messages: collectives, one after another.
     """
 
     chunk: int = 0
     share: float = 1.0
     compress: float = 0.0
+    between: float = 0.0
     decompress: float = 0.0
     messages: tuple[Message, ...] = ()
 
@@ -183,8 +185,10 @@ def reduce(stage: Stage, spans: Sequence[Span], *, overlap: bool = False) -> tup
     for bucket in sorted(stage.buckets, key=complete):
         spent += bucket.compress
         link = max(link, complete(bucket) + spent)
-        for message in bucket.messages:
-            link = link + message.latency + message.seconds
+        for index, message in enumerate(bucket.messages):
+            pause = bucket.between if index else 0.0
+            link = link + pause + message.latency + message.seconds
+            spent += pause
         decompress += bucket.decompress
     computed = end + (spent if overlap else 0.0)
     return computed, max(link, computed) + decompress

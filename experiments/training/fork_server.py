@@ -23,6 +23,6 @@ from edgc.megatron.cpu_shims import without_compiler  # noqa: E402 (torch takes 
 warnings.filterwarnings("ignore", module=r"megatron\.")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 with without_compiler():
-    import torch._dynamo  # an optimizer imports it when it is made: once here instead of in every rank
+    import torch._dynamo  # noqa: F401 (an optimizer imports it when it is made: here once, not in every rank)
 
     from experiments.training.train import work as work

@@ -51,11 +51,11 @@ def test_steps_counted_by_hand() -> None:
     # Compression comes between, the embedding's sum after all.
     sent = traffic((20.0,), (), embedding=5.0)
     assert predict(COMPUTE, sent, links(replicas=slow), 4, 0.5) == pytest.approx(15 + 0.5 + 2.1 + 0.6 + 0.25)
-    # With two micro-batches stage 0 sends two activations (0 to 1, 1 to 2) and gets gradients after each of stage 1's
-    # steps: 1 + 0.3 + 3 + 0.3 + 2 | the second: stage 1 works until 7.3, stage 0 from 7.6 to 9.6.
+    # With two micro-batches, whose activations take 0.3 s: stage 0 is busy until 1.3 and 2.6, stage 1 from 1.3 to 4.6
+    # and to 7.9, with what it sends back; then stage 0 works until 9.9.
     between = Link(latency=0.1, bandwidth=10.0)
     sent = traffic((), (), activations=2.0)
-    assert predict(COMPUTE, sent, links(between=between), 2) == pytest.approx(9.6 + 0.25)
+    assert predict(COMPUTE, sent, links(between=between), 2) == pytest.approx(9.9 + 0.25)
     with pytest.raises(ValueError, match="1 stages send, but 2 compute"):
         predict(COMPUTE, traffic(()), links(), 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from experiments.bench import network_worker, steps, testbed
-from experiments.bench.__main__ import app
+from experiments.bench.__main__ import REFERENCE, app
 from experiments.bench.children import ranks
 from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Sent
 from experiments.bench.gpt import Size
@@ -62,8 +63,12 @@ def test_steps_counted_by_hand() -> None:
     assert predict(COMPUTE, reduced((10.0,), (5.0,)), LINKS) == pytest.approx(3.6 + 0.25)
     # 40 bytes take until 1.5 + 4.1 = 5.6, and the link is not free before.
     assert predict(COMPUTE, reduced((40.0,), (5.0,)), LINKS) == pytest.approx(6.2 + 0.25)
-    # Two messages of a bucket, and 0.4 s of overhead, of which a quarter precedes the first bucket's.
-    assert predict(COMPUTE, reduced((2.0, 2.0), (1.0, 1.0)), LINKS, 0.4) == pytest.approx(3.0 + 0.4 + 0.4 + 0.25)
+    # Two messages of a bucket, and 1.2 s of overhead: a quarter of it in the first bucket, 0.1 s before, between and
+    # after its messages, and 0.3 s each in the second. Backward ends at 3 + 0.2 + 0.6; the second bucket's messages
+    # begin at 3 + 0.2 + 0.3 and take 0.2 + 0.3 + 0.2, until 4.2; 0.1 + 0.3 come after all.
+    assert predict(COMPUTE, reduced((2.0, 2.0), (1.0, 1.0)), LINKS, 1.2) == pytest.approx(4.2 + 0.4 + 0.25)
+    # All of it before, where nothing is sent.
+    assert predict(COMPUTE, ((), ()), LINKS, 0.4) == pytest.approx(3.0 + 0.4 + 0.25)
     # An exchange of 0.7 s and a gathering of 0.8 s.
     sent = ((), ((ALL_TO_ALL, 10.0), (ALL_GATHER, 4.0)))
     assert predict(COMPUTE, sent, LINKS) == pytest.approx(3.0 + 0.7 + 0.8 + 0.25)
@@ -199,3 +204,19 @@ def test_messages_of_real_workers_are_what_the_methods_count(tmp_path: Path) -> 
                     assert ({ALL_TO_ALL, ALL_GATHER} <= {kind for kind, _ in sent}) == small, name
                 if options.get("method") is None:
                     assert all(len(bucket) >= 2 for bucket in first[0]), "P and Q"
+
+
+def test_predictions_that_are_kept_follow_from_the_rounds_beside_them(tmp_path: Path) -> None:
+    """After a change of the model: `python -m experiments.bench predict results/reference/bench/MACHINE`."""
+    kept = [path.parent for path in REFERENCE.glob("*/steps.json")]
+    assert kept
+    for folder in kept:
+        own = tmp_path / folder.name
+        own.mkdir()
+        for path in (path for name in ("steps", "pipeline") for path in folder.glob(f"{name}*.*")):
+            shutil.copy(path, own)
+        done = CliRunner().invoke(app, ["predict", str(own)])
+        assert done.exit_code == 0, done.output
+        for path in map(Path, done.stdout.split()):
+            assert path.read_text() == (folder / path.name).read_text(), path
+    assert CliRunner().invoke(app, ["predict", str(tmp_path)]).exit_code == 2

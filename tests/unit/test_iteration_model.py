@@ -128,6 +128,23 @@ def test_overlap_never_loses_when_compression_is_free(model: Model) -> None:
     assert replace(free, overlap=True).run().seconds <= replace(free, overlap=False).run().seconds + 1e-9
 
 
+def test_a_pause_between_messages_holds_up_what_follows() -> None:
+    def ends(overlap: bool) -> tuple[float, float]:
+        buckets = (
+            Bucket(
+                share=0.5, between=0.25, messages=(Message(seconds=1.0), Message(seconds=1.0), Message(seconds=1.0))
+            ),
+            Bucket(share=1.0, between=9.0, messages=(Message(seconds=0.5),)),
+        )
+        stage = Stage(forward=(1.0,), backward=(2.0,), buckets=buckets)
+        found = Model(stages=(stage,), micro_batches=1, overlap=overlap).run()
+        return found.computed[0], found.reduced[0]
+
+    # Two pauses; beside backward they lengthen it. After a last message there is none.
+    assert ends(overlap=True) == pytest.approx((3.0 + 0.5, 2.0 + 3.5 + 0.5))
+    assert ends(overlap=False) == pytest.approx((3.0, 3.0 + 3.5 + 0.5))
+
+
 def test_buckets_in_numbers() -> None:
     buckets = (
         Bucket(share=1.0, compress=0.5, decompress=0.25, messages=(Message(seconds=1.0), Message(latency=0.5))),
