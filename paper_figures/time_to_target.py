@@ -58,6 +58,7 @@ def draw(results: Path) -> Figure:
         fig,
         list(reached[reached > 0]),
         scale=results.name,
+        bars=f"{style.INTERVAL} where every seed arrives",
         extra="Modelled network: measured compute and compression, bytes / bandwidth, no latency, no overlap. Target: "
         "the uncompressed\nrun's validation loss after 90 % of its iterations."
         + never([str(runs.loc[name, "label"]) for name in slowest[slowest.isna()].index]),
