@@ -64,13 +64,13 @@ def ignore() -> None:
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
     """Around a whole program: it ends without taking down its libraries, which takes a second and saves nothing."""
-    code: str | int | None = None
+    code = 0
     try:
         yield
     except SystemExit as end:
-        code = end.code
-        if isinstance(code, str):
+        if isinstance(end.code, str):
             raise
+        code = end.code or 0
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code or 0)
+    os._exit(code)

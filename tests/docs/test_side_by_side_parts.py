@@ -136,7 +136,7 @@ def test_the_page_of_the_methods_says_whether_the_policy_acted() -> None:
     for study, variant in (("policies", "cqm"), ("methods", "edgc_cqm")):
         table = pd.read_csv(RESULTS / "workstation" / study / "table.csv")
         rows = table[(table["variant"] == variant) & (table["status"] == "ok")]
-        assert f"study `{study}`, workstation, EDGC (CQM): in {acting.seeds_acted(rows)} of {len(rows)} seeds;" in text
+        assert f"| `{study}` | workstation | EDGC (CQM) | {acting.seeds_acted(rows)} of {len(rows)} |" in text
 
 
 def test_hours_are_steps_times_the_papers_iterations() -> None:

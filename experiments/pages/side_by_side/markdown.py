@@ -22,6 +22,14 @@ def bullets(texts: Sequence[str]) -> str:
     return "\n".join(f"- {' '.join(text.split())}" for text in texts)
 
 
+def outline(texts: Sequence[tuple[str, str]]) -> str:
+    """A heading a text, and under it the text's parts, which semicolons separate, a line each."""
+    lines = []
+    for heading, text in texts:
+        lines += [f"- {heading}", *(f"    - {part}" for part in " ".join(text.split()).split("; "))]
+    return "\n".join(lines)
+
+
 def link(text: str, target: Path, page: Path) -> str:
     """A link from the file ``page`` to the file ``target``, relative as on GitHub."""
     return f"[{text}]({relative(target, page)})"

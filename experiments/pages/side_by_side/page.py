@@ -122,19 +122,19 @@ def _verdict(page: Page, verdicts: dict[str, dict[str, ClaimRow]]) -> str:
             kind = row.kind.upper()
             rows.append([f"{row.claim} (`{claim}`)", row.paper, scale, ours, n, kind, f"**{row.verdict}**", evidence])
             if row.note:
-                notes.append(f"`{claim}`, {scale}: {row.note}")
+                notes.append((f"`{claim}`, {scale}", row.note))
     header = ["claim", "paper", "scale", "ours (95 % interval)", "n (seeds)", "kind", "verdict", "evidence"]
     table = markdown.table(header, rows)
-    return f"{table}\n\nWhat each verdict rests on:\n\n{markdown.bullets(notes)}" if notes else table
+    return f"{table}\n\nWhat each verdict rests on:\n\n{markdown.outline(notes)}" if notes else table
 
 
 def _acted(policies: Iterable[Policy], results: Path, where: object) -> str:
     """In how many seeds EDGC's policy acted, of the runs that a page is about."""
-    lines = []
+    lines, silent = [], []
     for policy in policies:
         frame = comparison.read(results / policy.scale, f"{policy.study}/table.csv", where)
         if not acting.recorded(frame):
-            lines.append(f"study `{policy.study}`, {policy.scale}: its tables do not say")
+            silent.append(f"study `{policy.study}`, {policy.scale}: its tables do not say")
             continue
         wanted = policy.variants or tuple(frame["variant"].unique())
         for name in wanted:
@@ -144,14 +144,17 @@ def _acted(policies: Iterable[Policy], results: Path, where: object) -> str:
                 raise UserError(f"unknown variant {name!r} of {policy.study}", where=where, fix=fix)
             seeds = acting.seeds_acted(rows)
             if seeds is not None:
-                said = f"in {seeds} of {len(rows)} seeds; {acting.account(rows)}"
-                lines.append(f"study `{policy.study}`, {policy.scale}, {rows['label'].iloc[0]}: {said}")
+                inside = ", ".join(f"{value:.0%}" for value in rows["windows_inside"])
+                ranks = ", ".join(f"{value:g}" for value in rows["ranks_used"])
+                said = [f"`{policy.study}`", policy.scale, str(rows["label"].iloc[0]), f"{seeds} of {len(rows)}"]
+                lines.append([*said, ranks, inside])
     about = (
         "**Did EDGC's policy act?** It does where its rank moves: at least three ranks in use, and the rank strictly "
         "inside its limits in at least 30 % of the windows. Where it does not in two thirds of the seeds, the runs are "
         "those of a fixed rank and say nothing of the policy."
     )
-    return f"{about}\n\n{markdown.bullets(lines)}"
+    header = ["study", "scale", "run", "acted in seeds", "ranks used, by seed", "windows inside the limits, by seed"]
+    return "\n\n".join([about, *([markdown.table(header, lines)] if lines else []), *silent])
 
 
 def _index(spec: Pages, place: Place, verdicts: dict[str, dict[str, ClaimRow]]) -> str:
