@@ -43,7 +43,8 @@ def predicted(name: str, folder: Path, record: dict[str, Any]) -> pd.DataFrame:
     if name == "steps":
         sent = {int(workers): methods for workers, methods in record["sent"].items()}
         return steps.table(steps.Measured(rounds.fillna({"complete": ""}), probes, sent))
-    settings = {key: tuple(value) if isinstance(value, list) else value for key, value in record["settings"].items()}
-    return pipeline_steps.table(
-        pipeline_steps.Plan(**settings), pipeline_steps.Measured(rounds, probes, record["sent"])
-    )
+    settings: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in record["settings"].items()
+    }
+    found = pipeline_steps.Measured(rounds, probes, record["sent"])
+    return pipeline_steps.table(pipeline_steps.Plan(**settings), found)
