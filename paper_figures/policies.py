@@ -36,7 +36,7 @@ def draw(results: Path) -> Figure:
     fig, axes = style.figure(2, 1, height=5.8, height_ratios=[2, 3])
     ranks(axes[0], style.read(results, "policies", "curves.csv"))
     mine = found[(found["policy"] == "cqm") & found["variant"].isin(["cqm", "cqm_int8"])]
-    differences(axes[1], mine[mine["rival"] != "no compression"], pairs)
+    differences(axes[1], mine[~mine["rival"].isin(["no compression", "fp32 factors"])], pairs)
     style.letter(axes)
     drawn, labels = style.handles(axes[0])
     bold = {"weight": "bold", "size": style.FONT}

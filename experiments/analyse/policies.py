@@ -2,7 +2,8 @@
 
 A *placebo* of a policy is its own ranks in an order that follows nothing: reversed in time or shuffled. It sends the
 same bytes, so a policy that is worth following beats it. ``falling`` puts the same ranks in descending order, which
-follows nothing either but is known to be a good order. ``fixed rank`` stands still at the policy's bytes.
+follows nothing either but is known to be a good order. ``fixed rank`` stands still at the policy's bytes. ``fp32
+factors`` is the same policy without quantised factors; it sends more bytes.
 
 A difference is the policy's validation loss less its rival's, of the same seed, in nats: below 0 the policy is better.
 Shuffles of a seed are averaged first. The verdict is that of two one-sided tests within the margin of the loss
@@ -40,8 +41,10 @@ RESULTS = (
     "anchors.csv",
 )
 DETAILS = ("curves.csv",)
+FP32 = "fp32"
 RIVALS = {"even": "fixed rank", "reversed": "reversed", "shuffled": "shuffled", "falling": "falling"}
 PLACEBOS = ("reversed", "shuffled")
+WIDER = "fp32 factors"
 PAIR = ["variant", "label", "policy", "factor_dtype", "rival", "seed", "status", "difference_nats", "bytes_over_rival"]
 PAIR += ["same_start", "acted", "ranks_used", "windows_inside"]
 
@@ -60,7 +63,8 @@ def follows_something(run: Run) -> bool:
 
 
 def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    """``run`` beside uncompressed training and beside every run of its seed that follows it, shuffles averaged."""
+    """``run`` beside uncompressed training, beside every run of its seed that follows it, shuffles averaged, and beside
+    the one that differs from it in its factors alone."""
     of_seed = [other for other in runs if other.seed == run.seed]
     rivals = {"no compression": [other for other in of_seed if other.plain]}
     for other in of_seed:
@@ -70,6 +74,9 @@ def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     placebos = [rivals[name] for name in PLACEBOS if name in rivals]
     if len(placebos) > 1:
         rivals["placebos"] = [other for group in placebos for other in group]
+    settings, dtype = _but_factors(run)
+    if dtype != FP32:
+        rivals[WIDER] = [other for other in of_seed if _but_factors(other) == (settings, FP32)]
     for name, group in rivals.items():
         fine = [other for other in group if other.ok] if run.ok else []
         losses = [other.number("validation_loss") for other in fine]
@@ -83,6 +90,12 @@ def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             "same_start": all(same_start(run, other) for other in fine) if fine else None,
             **acting(run),
         }
+
+
+def _but_factors(run: Run) -> tuple[dict[str, Any], str]:
+    """A run's compression without its type of factors, and that type."""
+    settings = dict(run.compression)
+    return settings, str(settings.pop("factor_dtype", FP32))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -125,6 +125,22 @@ def test_a_policy_is_compared_over_the_seeds_that_it_and_its_rival_have(tmp_path
     assert found.loc[("cqm", "shuffled"), ["n", "seeds_acted", "verdict"]].tolist() == [3, 2, "not decided"]
 
 
+def test_a_policy_with_quantised_factors_is_compared_with_itself_without(tmp_path: Path) -> None:
+    folder = synthetic.write_policies(tmp_path)
+    settings = synthetic.edgc() | synthetic.POLICIES["cqm"][0] | {"factor_dtype": "int8"}
+    for seed in (1, 2, 3):
+        synthetic.write_run(
+            folder, study="policies", variant="cqm_int8", seed=seed, loss=4.99, compression=settings, bytes_ratio=0.05
+        )
+    analyse("policies", folder)
+    rows = pd.read_csv(folder / "pairs.csv").set_index(["variant", "rival", "seed"])
+    cqm = pd.read_csv(folder / "table.csv").query("variant == 'cqm'").set_index("seed")["validation_loss"]
+    for seed in (1, 2, 3):
+        row = rows.loc[("cqm_int8", "fp32 factors", seed)]
+        assert row["difference_nats"] == pytest.approx(4.99 - cqm[seed])
+    assert "fp32 factors" not in rows.loc["cqm"].index and "fp32 factors" not in rows.loc["loss"].index
+
+
 def test_the_same_start_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     folder = synthetic.write_policies(tmp_path)
     for name in ("even", "reversed"):  # as bred from one warm-up; one of them differs in the last bit of one loss
