@@ -75,8 +75,8 @@ keep-claims: venv ## judge the claims by what is kept in results/reference/SCALE
 	@$(PY) -m experiments.verdicts.claims --scale $(SCALE) --results results/reference --print
 
 .PHONY: save
-save: venv ## keep the runs of STUDY that have ended, and what they show, before the others have, to be committed
-	@$(KEEP) --study '$(STUDY)' --so-far
+save: venv ## keep the runs of STUDY that have ended, and what they show (ARGS=--replace: for those of an earlier time)
+	@$(KEEP) --study '$(STUDY)' --so-far $(ARGS)
 
 # The text first: runs have to be younger, or they would be made again.
 .PHONY: restore

@@ -103,14 +103,22 @@ def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) ->
     return [*written, reference / study / archive.NAME]
 
 
-def save_so_far(study: str, names: Sequence[str], fresh: Path, reference: Path) -> tuple[int, list[Path]]:
+def save_so_far(
+    study: str, names: Sequence[str], fresh: Path, reference: Path, *, replace: bool = False
+) -> tuple[int, list[Path]]:
     """Keep those of the runs ``names`` that have ended, and the tables and figures that follow from them alone.
+
+    Where all runs of the study were kept once, the tables stay those of these, unless ``replace`` says that they go.
 
     Returns how many have ended, and what was written. Raises as :func:`experiments.verdicts.archive.save`.
     """
     from experiments.analyse.__main__ import analyse
 
     ended = archive.save(study, names, fresh, reference)
+    whole = reference / study / archive.NAME
+    if whole.is_file() and not replace:
+        return ended, [reference / study / archive.SO_FAR]
+    whole.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / fresh.name
         packed = reference / study / archive.SO_FAR
@@ -152,6 +160,9 @@ def main(
     so_far: Annotated[
         bool, typer.Option(help="with --study: those of its runs that have ended, and what they show")
     ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="with --so-far: the runs of an earlier time go, with their tables")
+    ] = False,
 ) -> None:
     """Copy the tables that the regression check compares, or those of one study, with their provenance."""
     fresh, known = results / scale, reference or results / "reference" / scale
@@ -159,8 +170,10 @@ def main(
         if study is None:
             raise UserError("--so-far needs a study", fix="give its name with --study")
         names = [run.name for run in matrix.runs(study, scale)]
-        ended, written = save_so_far(study, names, fresh, known)
+        ended, written = save_so_far(study, names, fresh, known, replace=replace)
         print(f"{study}: {ended} of {len(names)} runs have ended", *written, sep="\n")
+        if (known / study / archive.NAME).is_file():
+            print(f"its tables stay those of {archive.NAME}; --replace makes them of these runs")
         return
     written = update_study(study, fresh, known) if study else update(load_tolerances(tolerances), fresh, known)
     if study and runs:

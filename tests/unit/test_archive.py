@@ -106,6 +106,18 @@ def test_what_has_ended_shows_its_tables_and_they_follow_from_it(study: Path, tm
     assert kept / STUDY / "table.csv" in found and set(found.values()) == {archive.SAME}
 
 
+def test_tables_of_an_earlier_time_go_only_if_asked(study: Path, tmp_path: Path) -> None:
+    kept, (_, second, *others) = tmp_path / "reference" / "ci", names(study)
+    whole = kept / STUDY / archive.NAME
+    whole.parent.mkdir(parents=True)
+    whole.write_bytes(archive.pack(study, names(study)))
+    (study / second / "status").unlink()
+    assert reference.save_so_far(STUDY, names(study), study.parent, kept)[1] == [kept / STUDY / archive.SO_FAR]
+    assert whole.is_file() and not (kept / STUDY / "table.csv").exists()
+    reference.save_so_far(STUDY, names(study), study.parent, kept, replace=True)
+    assert not whole.exists() and len(pd.read_csv(kept / STUDY / "table.csv")) == len(others) + 1
+
+
 def test_what_was_saved_goes_when_the_study_is_finished(study: Path, tmp_path: Path) -> None:
     kept = tmp_path / "reference" / "ci"
     archive.save(STUDY, names(study), study.parent, kept)
