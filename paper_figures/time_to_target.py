@@ -19,8 +19,8 @@ every step the compute time of uncompressed training, compression and decompress
 and its bytes divided by the bandwidth, with no latency and nothing hidden behind backward. The target is
 what the uncompressed run of the same seed reaches after 90 % of its iterations; runs that never reach it
 are counted in words. Left of 100 % a method arrives earlier than uncompressed training. Markers are means
-over the seeds that arrive, bars 95 % t intervals, drawn where every seed arrives: the others' mean is of the
-lucky ones. The times are of small models on a CPU:
+over the seeds that arrive, bars 95 % t intervals, drawn where every seed arrives: the other means
+leave out the seeds that do not. The times are of small models on a CPU:
 a GPU computes and compresses faster, and the bandwidths shift with it."""
 TICKS = (1, 3, 10, 30, 100, 300, 1000)
 

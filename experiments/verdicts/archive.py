@@ -35,7 +35,7 @@ Compared = tuple[Path, str]  # a committed file, and how it came out
 SAME, DIFFERENT = "same", "DIFFERENT"
 FIGURES = ("{}.png", "{}-*.svg")  # files of a figure that are committed
 NAME = "runs.tar.xz"
-SO_FAR = "runs-so-far.tar.xz"  # of a study of which only some have ended; its tables are of these if there are no NAME
+SO_FAR = "runs-so-far.tar.xz"  # of a study of which only some have ended; its tables are of these where no NAME is
 FIRST = ("run.yaml", "metrics.jsonl", "summary.json")  # `status` is unpacked last: a run with one is whole
 LAST = "status"
 app = typer.Typer(add_completion=False)
