@@ -75,8 +75,9 @@ def pairs(run: Run, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     if len(placebos) > 1:
         rivals["placebos"] = [other for group in placebos for other in group]
     settings, dtype = _but_factors(run)
-    if dtype != FP32:
-        rivals[WIDER] = [other for other in of_seed if _but_factors(other) == (settings, FP32)]
+    wider = [other for other in of_seed if _but_factors(other) == (settings, FP32)]
+    if dtype != FP32 and wider:
+        rivals[WIDER] = wider
     for name, group in rivals.items():
         fine = [other for other in group if other.ok] if run.ok else []
         losses = [other.number("validation_loss") for other in fine]

@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 
 from edgc.errors import UserError
-from experiments.bench import machine, pipeline_steps, steps
+from experiments.bench import pipeline_steps, steps
+from experiments.bench.terminal import write_table
 from experiments.common.files import atomic_write
 
 PROGRAMS = ("steps", "pipeline")
@@ -28,8 +29,7 @@ def predict_again(folder: Path) -> list[Path]:
             continue
         record = json.loads(described.read_text(encoding="utf-8"))
         table = predicted(name, folder, record)
-        text = machine.label(table, record["machine"]).to_csv(index=False, lineterminator="\n", float_format="%.6g")
-        atomic_write(folder / f"{name}.csv", text)
+        write_table(folder / f"{name}.csv", table, record["machine"])
         atomic_write(described, json.dumps(record | {"summary": steps.summary(table)}, indent=1) + "\n")
         written += [folder / f"{name}.csv", described]
     if not written:

@@ -62,11 +62,16 @@ def write(
     """Tables, and the machine and the settings behind them (and ``more``) as ``name``.json; each file whole or not at
     all."""
     for key, table in tables.items():
-        text = machine.label(table, host).to_csv(index=False, lineterminator="\n", float_format="%.6g")
-        atomic_write(folder / f"{key}.csv", text)
+        write_table(folder / f"{key}.csv", table, host)
     described = {"machine": host, "settings": asdict(plan), **more}
     atomic_write(folder / f"{name}.json", json.dumps(described, indent=1) + "\n")
     print(folder)
+
+
+def write_table(path: Path, table: pd.DataFrame, host: Mapping[str, Any]) -> None:
+    """One table with the columns that say on which machine, whole or not at all."""
+    text = machine.label(table, host).to_csv(index=False, lineterminator="\n", float_format="%.6g")
+    atomic_write(path, text)
 
 
 def show(table: pd.DataFrame, columns: list[str], values: list[str]) -> None:
