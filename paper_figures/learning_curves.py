@@ -93,7 +93,10 @@ def name_of(variants: pd.DataFrame, variant: str) -> str:
     row = variants.loc[variant]
     if variants["label"].is_unique:
         return str(row["label"])
-    return f"learning rate {row['lr']:g}" if "lr" in row else variant
+    if "lr" not in row:
+        return variant
+    rate = f"learning rate {row['lr']:g}"
+    return rate if variants["label"].nunique() == 1 else f"{row['label']}:\n{rate}"
 
 
 def groups(variants: pd.DataFrame) -> list[list[str]]:
