@@ -115,8 +115,9 @@ def test_make_help_says_what_is_kept(tmp_path: Path) -> None:
 def test_kept_durations_can_be_read() -> None:
     for path in (ROOT / "results" / "reference").glob("*/" + durations.NAME):
         found = durations.read(path)
-        assert found and min(found.values()) > 0
-        assert any(step.rule == "train" and step.study in matrix.studies() for step in found)
+        assert found and min(found.values()) >= 0  # tenths of a second: a table that is only copied takes 0.0
+        trained = [seconds for step, seconds in found.items() if step.rule == "train" and step.study in matrix.studies()]
+        assert trained and min(trained) > 0
     assert {durations.ALL, durations.TESTS} <= {step.rule for step in durations.kept("ci")}
 
 
