@@ -39,6 +39,7 @@ from experiments.common.processes import die_with_parent
 from experiments.spec import matrix
 from experiments.training.run_folder import RunFolder
 from workflows import events, jobs
+from workflows.launches import FEWEST, LaunchServer
 from workflows.progress import Display, Steps
 from workflows.targets import check_targets
 
@@ -95,7 +96,14 @@ def unlock(arguments: list[str]) -> None:
     subprocess.run([*arguments, "--unlock", "--quiet"], cwd=ROOT, check=True, capture_output=True)
 
 
-def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm: bool, display: Display | None) -> int:
+def run_snakemake(
+    arguments: list[str],
+    handle: IO[str],
+    folder: Path,
+    on_slurm: bool,
+    display: Display | None,
+    launches: LaunchServer,
+) -> int:
     """Run Snakemake to its end; after signal n, which ends it and all its jobs, returns 128 + n.
 
     Ctrl-C does not reach Snakemake, which would report every job that it ends: it is killed, its jobs are stopped, and
@@ -109,7 +117,8 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
         if not on_slurm:
             interrupts.ignore()
 
-    environment, files = os.environ | {jobs.MARK: str(folder.resolve())}, [handle.fileno()]
+    environment = os.environ | launches.environment | {jobs.MARK: str(folder.resolve())}
+    files = [handle.fileno()]
     if display is not None:
         environment[events.PIPE] = str(display.events)
         files.append(display.events)
@@ -150,6 +159,8 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
             code = process.wait(timeout=0.2)
         if display is not None:
             display.refresh()
+            if not on_slurm and display.steps.to_train() >= FEWEST:
+                launches.start()
     jobs.stop(folder)
     if stopped or code < 0:
         return 128 + (stopped or -code)
@@ -243,12 +254,12 @@ def main(
         settings = ["--rerun-incomplete", "--quiet", "host", "reason", *config]
         # Under Slurm it would limit the jobs of all nodes together.
         arguments = [*snakemake, *([] if on_slurm else parallel), *settings, *extra, "--", *wanted]
-        if slurm.only_looks(extra):
-            code = run_snakemake(arguments, handle, folder, on_slurm, None)
-        else:
-            live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-            with Display(Steps(scale, folder, 0 if on_slurm else cores), live=live) as display:
-                code = run_snakemake(arguments, handle, folder, on_slurm, display)
+        with contextlib.ExitStack() as stack:
+            display, launches = None, stack.enter_context(LaunchServer())
+            if not slurm.only_looks(extra):
+                live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+                display = stack.enter_context(Display(Steps(scale, folder, 0 if on_slurm else cores), live=live))
+            code = run_snakemake(arguments, handle, folder, on_slurm, display, launches)
     if code == interrupts.EXIT:
         print(kept_words(folder, scale), file=sys.stderr)
         raise SystemExit(code)

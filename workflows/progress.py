@@ -75,6 +75,11 @@ class Steps:
         left = self.estimate.seconds_left(now) if self.estimate else None
         return "" if left is None or left == 0 else f"; about {in_words(left)} left"
 
+    def to_train(self) -> int:
+        """Runs that the workflow trains, whether they have ended or not; 0 before it has planned."""
+        with self.lock:
+            return sum(step.rule == "train" for step in self.jobs.values())
+
     def count(self) -> str:
         return f"[{self.estimate.done}/{len(self.jobs)}]" if self.estimate else ""
 

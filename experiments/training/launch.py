@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 
 from experiments.common import interrupts
+from experiments.training import launch_client
 
 if __name__ == "__main__":
     interrupts.while_starting()
@@ -24,10 +25,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # After Ctrl-C the launcher leaves its semaphores to this process, which would warn before it removes them.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
 
+if __name__ == "__main__":
+    launch_client.hand_over()
+
+import contextlib
 import json
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import util
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -239,7 +246,21 @@ def main(
         print(f"{chosen.study}/{chosen.name}: {status}")
 
 
-if __name__ == "__main__":
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Around a launch: the sockets of multiprocessing and the logs of the elastic agent go with it."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+
+
+def program() -> None:
+    """The whole command; the process ends with it."""
     interrupts.while_training()
-    with interrupts.leaving_at_once():
+    with interrupts.leaving_at_once(), nothing_left_behind():
         typer.run(main)
+
+
+if __name__ == "__main__":
+    program()

@@ -11,10 +11,12 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import time
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
+from typing import Any
 
 from edgc.errors import UserError
 from experiments.cluster.nodes import EXIT_LOST_PEER
@@ -30,6 +32,7 @@ from experiments.training.run_folder import hold_as_rank
 LOST_PEER = re.compile(r"connection (reset|closed|refused)|broken pipe|remote process exited", re.IGNORECASE)
 LOST_PEER_SECONDS = 3.0
 MEETING = 300  # seconds until the launchers of all nodes must have met
+imported = False  # whether this process has imported what the ranks need: it is a copy of the launch server
 
 
 def check_devices(run: RunConfig, nodes: int) -> int:
@@ -88,10 +91,33 @@ def warm_up(nodes: int) -> None:
 
     Not a plain fork: the agent runs threads, and a lock that one of them holds stays locked in a forked child.
     """
-    if nodes == 1:
+    if nodes == 1 and imported:
+        _fork_from_here()
+    elif nodes == 1:
         multiprocessing.set_forkserver_preload(["experiments.training.fork_server"])
         with interrupts.held_back():  # the server begins with it held back too, and leaves it to this process
             forkserver.ensure_running()
+
+
+def _fork_from_here() -> None:
+    """Have multiprocessing fork the ranks from a copy of this process instead of from one that imports all anew.
+
+    multiprocessing starts its server as a new program only, so it is told of one that runs.
+    """
+    address = str(Path(util.get_temp_dir()) / "ranks")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen()
+        alive, kept = os.pipe()  # the server ends when no process holds `kept` any more
+        pid = os.fork()
+        if not pid:
+            die_with_parent(signal.SIGKILL)()
+            os.close(kept)
+            forkserver.main(listening.fileno(), alive, [])
+            os._exit(0)
+    os.close(alive)
+    server: Any = forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, kept, pid
 
 
 def start_ranks(
@@ -113,6 +139,7 @@ def start_ranks(
         rendezvous: ``host:port`` of node 0 when there are several.
         address: name or address under which the other nodes reach this one; by default its host name.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     per_node = check_devices(run, nodes)
@@ -129,6 +156,7 @@ def start_ranks(
         max_restarts=0,
         start_method="forkserver" if _forks(nodes) else "spawn",
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=util.get_temp_dir()),
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C ends ranks faster: experiments.common.interrupts
     )
     elastic_launch(config, _rank_main)(run, data, attempt)

@@ -116,7 +116,9 @@ def test_kept_durations_can_be_read() -> None:
     for path in (ROOT / "results" / "reference").glob("*/" + durations.NAME):
         found = durations.read(path)
         assert found and min(found.values()) >= 0  # tenths of a second: a table that is only copied takes 0.0
-        trained = [seconds for step, seconds in found.items() if step.rule == "train" and step.study in matrix.studies()]
+        trained = [
+            seconds for step, seconds in found.items() if step.rule == "train" and step.study in matrix.studies()
+        ]
         assert trained and min(trained) > 0
     assert {durations.ALL, durations.TESTS} <= {step.rule for step in durations.kept("ci")}
 
