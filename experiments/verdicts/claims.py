@@ -4,7 +4,8 @@
 ``--results results/reference`` judges by what is committed.
 
 The claims and the rules behind the verdicts stand in ``results/paper_claims.yaml`` and were written before the runs.
-Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence states. The verdicts:
+Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence states, and
+``extrapolated`` where measured values are carried on to what the claim is about. The verdicts:
 ``supported``, ``partly``, ``not supported``; ``not tested`` where EDGC's policy did not act
 (:mod:`experiments.analyse.acting`), so that the runs are those of a fixed rank and say nothing of it; ``not testable
 here`` where this scale has no evidence, or too little.
@@ -161,7 +162,8 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
         return row | {"note": f"no evidence: {reason}"}
     depth = 3 if root.parent.name == "reference" else 2
     evidence = Path(*root.parts[-depth:], found.evidence).as_posix()
-    row |= {"kind": found.kind, "n": found.n, "evidence": evidence, "note": found.note, **found.counts}
+    kind = "extrapolated" if found.extrapolated else found.kind
+    row |= {"kind": kind, "n": found.n, "evidence": evidence, "note": found.note, **found.counts}
     if found.kind != claim.kind:
         return row | {"note": f"the claim asks for {claim.kind} evidence, this is {found.kind}"}
     value = claim.combine(found.values)

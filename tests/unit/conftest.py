@@ -1,0 +1,6 @@
+"""No limit of time for an example of a property: machines are shared, so how long one takes says nothing of the code."""
+
+from hypothesis import settings
+
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
