@@ -1,4 +1,4 @@
-"""No limit of time for an example of a property: machines are shared, so how long one takes says nothing of the code."""
+"""No limit of time for an example of a property: machines are shared, and how long one takes says nothing."""
 
 from hypothesis import settings
 
