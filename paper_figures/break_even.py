@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -48,8 +49,8 @@ def draw(results: Path) -> Figure:
     table = style.read(results, STUDY)
     assert set(table["kind"]) == {"simulated"}
     clusters = list(table["cluster"].unique())
-    fig, axes = style.figure(2, -(-len(clusters) // 2), width=style.TEXT, height=5.0, sharey=True)
-    for ax, cluster in zip(axes, clusters, strict=False):
+    fig, axes = style.figure(len(clusters), 1, height=1.6 + 1.5 * len(clusters), sharey=True)
+    for ax, cluster in zip(axes, clusters, strict=True):
         rows = table[(table["cluster"] == cluster) & (table["method"] != "none")]
         for (method, overlap), line in rows.groupby(["method", "overlap"], sort=False):
             family = by_name(str(method))
@@ -61,21 +62,18 @@ def draw(results: Path) -> Figure:
         ax.axhline(0, color="#444444", linewidth=0.6)
         ax.set_xscale("log")
         style.plain(ax.xaxis, [tick for tick in (1, 10, 100, 400) if tick <= rows["gbits_per_second"].max()])
-        ax.set_title(f"SIMULATED\n{rows['label'].iloc[0]}")
+        ax.set_title(f"SIMULATED: {rows['label'].iloc[0]}")
         sites = rows["link"].iloc[0] == "sites"
         ax.set_xlabel("link between the sites (Gbit/s)" if sites else "bandwidth of a node (Gbit/s)")
-    for ax in axes[len(clusters) :]:
-        ax.set_visible(False)
-    for ax in axes[:: -(-len(clusters) // 2)]:
-        ax.set_ylabel("SIMULATED: step time saved (%)")
-    style.letter(axes[: len(clusters)])
+        ax.set_ylabel("step time saved (%)")
+    style.letter(axes)
     bold = {"weight": "bold", "size": style.FONT}
-    words = title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"])
-    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=3)
+    words = textwrap.fill(title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"]), 46)
+    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=2)
     style.note(
         fig,
         "Model, not measured. Full lines: gradients reduced after backward; dashed: beside it. GPT2-12.1B, TP4 x PP4, "
-        "H100;\na replica keeps its batch. EDGC: mean of a run with 10 % warm-up, mean rank half-way between r_min "
-        f"and\nr_max (assumed); scale {results.name}",
+        "H100; a replica keeps its batch. EDGC: mean of a run with 10 % warm-up, mean rank half-way between r_min "
+        f"and r_max (assumed); scale {results.name}",
     )
     return fig

@@ -101,7 +101,7 @@ def draw(results: Path, study: str) -> Figure:
     steps, traces = (style.read(results, study, name) for name in ("steps.csv", "traces.csv"))
     traces["seconds"] = traces["seconds_communication"] + traces["seconds_compress"]
 
-    fig, (top, alone, bottom, beside) = style.figure(2, 2, width=style.TEXT, height=5.2, sharex=True)
+    fig, (top, bottom, alone, beside) = style.figure(4, 1, height=9.0, sharex=True)
     _draw_panel(top, table, "seconds")
     _draw_traces(top, traces, "seconds")
     top.set(yscale="log", ylabel="gradient time per step (s)", title=f"SIMULATED: {facts['title']}")
@@ -118,22 +118,21 @@ def draw(results: Path, study: str) -> Figure:
         ax.axhline(time_claim, color="#000000", linewidth=0.9, linestyle=(0, (4, 1.5)), label=label)
         ax.set_ylabel("step time saved (%)")
         ax.set_title(f"SIMULATED: reduced {'beside' if overlap else 'after'} backward")
-    for ax in (bottom, beside):
-        ax.set_xlabel("bandwidth of a node (Gbit/s per direction)")
-    style.letter([top, alone, bottom, beside])
+    beside.set_xlabel("bandwidth of a node (Gbit/s per direction)")
+    style.letter([top, bottom, alone, beside])
 
     handles: dict[str, Any] = {}
     for ax in (top, bottom, alone):
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, columnspacing=1.0)
+    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=2, columnspacing=1.0)
     split = f"TP{degree['tensor']} PP{degree['pipeline']} DP{degree['data']}"
     style.note(
         fig,
-        f"Model, not measured ({split}). (a), (c): communication and compression of the slowest stage. (b), (d): a "
-        "step under 1F1B,\na device at the assumed share of its peak, against uncompressed with as much overlap. "
-        "EDGC: mean of a run with 10 % warm-up;\nr_max where compression stops paying, r_min = r_max/4, "
-        "mean rank half-way (assumed).\nThin: ranks of its controller if entropy moves over the run as in a small one "
+        f"Model, not measured ({split}). (a), (b): communication and compression of the slowest stage. (c), (d): a "
+        "step under 1F1B, a device at the assumed share of its peak, against uncompressed with as much overlap. "
+        "EDGC: mean of a run with 10 % warm-up; r_max where compression stops paying, r_min = r_max/4, "
+        "mean rank half-way (assumed). Thin: ranks of its controller if entropy moves over the run as in a small one "
         "that was recorded.",
     )
     return fig

@@ -14,8 +14,8 @@ from paper_figures.ranks_over_time import course, limits, panel
 
 TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
-**Entropy and the rank that follows it, over the run.** Left: mean of the sampled entropies over the last
-window (nats), per stage. Right: the rank in use; grey: no rank is in use yet; dashed and dotted: r_max
+**Entropy and the rank that follows it, over the run.** Above: mean of the sampled entropies over the last
+window (nats), per stage. Below: the rank in use; grey: no rank is in use yet; dashed and dotted: r_max
 and r_min. The paper says that the entropy of gradients falls through training; CQM then lowers the rank.
 Where entropy rises after warm-up instead, CQM asks for more than r_max and the rank stays there. The paper's
 own courses are described here, not drawn: this project has no numbers of them."""
@@ -23,7 +23,7 @@ GIVEN = ("fixed", "schedule")
 
 
 def draw(results: Path) -> Figure:
-    """A row per variant: entropy (left) and rank (right) against iteration, a line per stage and seed."""
+    """Two panels per variant: entropy (above) and rank (below) against iteration, a line per stage and seed."""
     curves = style.read(results, "methods", "curves.csv")
     runs = style.read(results, "methods")
     mine = runs[(runs["method"] == "edgc") & ~runs["policy"].isin(GIVEN)]
@@ -31,21 +31,19 @@ def draw(results: Path) -> Figure:
     if not variants:
         raise UserError("no EDGC run in the methods study", where=results / "methods" / "table.csv")
     stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
-    height = 1.0 + 1.15 * len(variants)
-    fig, axes = style.figure(len(variants), 2, width=style.TEXT, height=height, sharex=True)
+    fig, axes = style.figure(2 * len(variants), 1, height=1.2 + 2.4 * len(variants), sharex=True)
     for number, variant in enumerate(variants):
-        left, right = axes[2 * number : 2 * number + 2]
+        above, below = axes[2 * number : 2 * number + 2]
         rows = curves[curves["variant"] == variant]
         label = str(mine.loc[mine["variant"] == variant, "label"].iloc[0])
-        entropies(left, rows, stages)
-        panel(right, rows, stages)
-        limits(right, mine[mine["variant"] == variant])
-        left.set(title=f"{label}, entropy", ylabel="entropy (nats)")
-        right.set(title=f"{label}, rank: {course(rows, stages)}", ylabel="rank r")
-        right.set_ylim(bottom=0)
-    for ax in axes[-2:]:
-        ax.set_xlabel("iteration")
-    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=5, columnspacing=1.0)
+        entropies(above, rows, stages)
+        panel(below, rows, stages)
+        limits(below, mine[mine["variant"] == variant])
+        above.set(title=f"{label}, entropy", ylabel="entropy (nats)")
+        below.set(title=f"its rank: {course(rows, stages)}", ylabel="rank r")
+        below.set_ylim(bottom=0)
+    axes[-1].set_xlabel("iteration")
+    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=3, columnspacing=1.0)
     style.letter(axes)
     seeds = mine.groupby("variant")["seed"].nunique()
     style.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)

@@ -18,7 +18,7 @@ CAPTION = """\
 **GPT2-12.1B on 64 H100, simulated.** Nothing here was measured; every input and its source is in
 ``gpt2_12p1b_h100/summary.json``. (a) Time of one step's data-parallel gradient communication, compression
 included, on the slowest stage, for a range of network bandwidths, because the paper does not give its
-network. (c) What each method saves of it against uncompressed fp32. (b), (d) What it saves of a whole step:
+network. (b) What each method saves of it against uncompressed fp32. (c), (d) What it saves of a whole step:
 1F1B with computation at an assumed share of the device's peak, reductions after backward or beside it. The
 dashed line is the paper's saving of training time: where EDGC's curve crosses it, the paper's number would
 follow from this model. Thin lines: EDGC with the ranks that its controller takes when it is told the
