@@ -518,7 +518,8 @@ def test_scales_evaluate_what_the_study_says() -> None:
     assert not paper.held_out
     assert ci.held_out
     assert ci.standard == []
-    assert matrix.evaluation("zero_shot", "workstation") == ci
+    assert ci.batch_size == 16
+    assert matrix.evaluation("zero_shot", "workstation") == ci.model_copy(update={"batch_size": 1})
 
 
 def test_digest_covers_version_files_and_rows(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
