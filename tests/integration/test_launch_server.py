@@ -16,11 +16,19 @@ import pytest
 
 from experiments.training import launch_client, launch_server
 from experiments.training.launch_client import SOCKET
-from tests.integration.launching import Launcher, changed, children_of, prepared, ranks_of, repeatable, runs
-from tests.integration.launching import wait_for_steps as wait_for
+from tests.integration.launching import (
+    ROOT,
+    Launcher,
+    changed,
+    children_of,
+    prepared,
+    ranks_of,
+    repeatable,
+    runs,
+    wait_for_steps,
+)
 
 __all__ = ["prepared"]
-ROOT = Path(__file__).resolve().parents[2]
 LONG = {"iterations": 100_000, "eval_interval": 100_000}
 
 
@@ -40,6 +48,14 @@ class Served(Launcher):
 
     def launches(self) -> list[int]:
         return children_of(self.server)
+
+    def start_long(self, variant: str) -> tuple[dict[str, Any], subprocess.Popen[str], int, list[int]]:
+        """A run that is training and would for long: its settings, the job, and the launch and ranks that it has."""
+        values = changed(variant=variant, train=LONG)
+        process = self.start(values)
+        wait_for_steps(self.path(values), 2)
+        (launch,) = self.launches()
+        return values, process, launch, ranks_of(launch)
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +85,13 @@ def until(done: Any, seconds: float = 60.0) -> None:
 def test_a_run_is_the_same_with_the_server_and_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = Path(tempfile.mkdtemp(prefix="t-"))  # a short path: sockets lie in it
     monkeypatch.setenv("TMPDIR", str(temporary))
-    values = changed(variant="served", parallel={"data": 2}, compression={"method": "powersgd", "rank": 2})
+    settings: dict[str, Any] = {"parallel": {"data": 2}, "compression": {"method": "powersgd", "rank": 2}}
+    values, other = changed(variant="served", **settings), changed(variant="alone", **settings)
     process = served.start(values)
     until(lambda: served.launches() or process.poll() is not None)
     assert served.launches()  # it was taken, not launched by itself
     assert process.wait(600) == 0
     alone = Launcher(served.results, served.folder)
-    other = changed(variant="alone", parallel={"data": 2}, compression={"method": "powersgd", "rank": 2})
     assert alone.run(other)[0] == 0
     assert repeatable(served.path(values)) == repeatable(alone.path(other))
     assert not list(temporary.iterdir())
@@ -89,11 +105,7 @@ def test_bad_input_is_the_same_line_and_code(served: Served) -> None:
 
 
 def test_an_interrupt_ends_the_launch_and_the_server_goes_on(served: Served) -> None:
-    values = changed(variant="interrupted", train=LONG)
-    process = served.start(values)
-    wait_for(served.path(values), 2)
-    (launch,) = served.launches()
-    ranks = ranks_of(launch)
+    values, process, launch, ranks = served.start_long("interrupted")
     assert len(ranks) == 2
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -107,11 +119,7 @@ def test_an_interrupt_ends_the_launch_and_the_server_goes_on(served: Served) -> 
 
 
 def test_a_killed_job_takes_its_launch_with_it(served: Served) -> None:
-    values = changed(variant="killed", train=LONG)
-    process = served.start(values)
-    wait_for(served.path(values), 2)
-    (launch,) = served.launches()
-    ranks = ranks_of(launch)
+    _, process, launch, ranks = served.start_long("killed")
     process.kill()
     process.wait()
     until(lambda: not any(map(runs, [launch, *ranks])))
@@ -119,10 +127,7 @@ def test_a_killed_job_takes_its_launch_with_it(served: Served) -> None:
 
 
 def test_a_stopped_job_stops_its_launch(served: Served) -> None:
-    values = changed(variant="stopped", train=LONG)
-    process = served.start(values)
-    wait_for(served.path(values), 2)
-    (launch,) = served.launches()
+    _, process, launch, _ = served.start_long("stopped")
     process.send_signal(signal.SIGTSTP)
 
     def state() -> str:
