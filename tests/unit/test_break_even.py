@@ -173,8 +173,8 @@ def test_figures_say_that_they_are_simulated(written: Path, name: str, tmp_path:
     import importlib
 
     fig = importlib.import_module(f"paper_figures.{name}").draw(written)
-    words = [ax.get_ylabel() + ax.get_xlabel() for ax in fig.axes if ax.get_visible()]
-    assert any("SIMULATED" in text for text in words)
+    panels = [ax.get_title(loc="left") + ax.get_ylabel() + ax.get_xlabel() for ax in fig.axes if ax.get_visible()]
+    assert panels and all("SIMULATED" in words for words in panels)
     assert any("Model, not measured" in text.get_text() for text in fig.texts)
 
 
