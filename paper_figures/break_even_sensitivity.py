@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -37,22 +39,18 @@ def draw(results: Path) -> Figure:
     table = style.read(results, STUDY, "sensitivity.csv")
     table = table[table["overlap"] & table["method"].isin(METHODS)]
     clusters = list(table["cluster"].unique())
-    columns = -(-len(clusters) // 2)
-    fig, axes = style.figure(2, columns, width=style.TEXT, height=5.6, sharey=True)
-    for ax, cluster in zip(axes, clusters, strict=False):
+    fig, axes = style.figure(len(clusters), 1, height=1.9 + 2.1 * len(clusters), sharex=True)
+    for ax, cluster in zip(axes, clusters, strict=True):
         panel(ax, table[table["cluster"] == cluster])
-    for ax in axes[len(clusters) :]:
-        ax.set_visible(False)
-    for ax in axes[::columns]:
-        ax.set_ylabel("assumption changed")
-    style.letter(axes[: len(clusters)])
-    bold, words = {"weight": "bold", "size": style.FONT}, title(table)
+    axes[-1].set_xlabel("step time saved (%)")
+    style.letter(axes)
+    bold, words = {"weight": "bold", "size": style.FONT}, textwrap.fill(title(table), 46)
     fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=2)
     ranges = table.drop_duplicates("assumption").set_index("assumption")[["low", "high"]]
     named = [f"{WORDS[name]} {row['low']} to {row['high']}" for name, row in ranges.iterrows()]
     style.note(
         fig,
-        "Model, not measured. Dotted: as assumed; open marker: low value, full: high. Reductions beside backward,\n"
+        "Model, not measured. Dotted: as assumed; open marker: low value, full: high. Reductions beside backward, "
         f"at the bandwidth in the title; scale {results.name}\n" + ", ".join(named),
     )
     return fig
@@ -83,6 +81,8 @@ def panel(ax: Axes, rows: pd.DataFrame) -> None:
         base = rows[rows["method"] == method]["saved_percent"].iloc[0]
         ax.axvline(base, color=by_name(method).colour, linewidth=0.8, linestyle=":")
     ax.set_yticks(range(len(WORDS)), list(WORDS.values()))
-    ax.set(ylim=(len(WORDS) - 0.5, -0.5), xlabel="SIMULATED: step time saved (%)")
+    ax.set(ylim=(len(WORDS) - 0.5, -0.5), ylabel="assumption changed")
     first = rows.iloc[0]
-    ax.set_title(f"{first['label']}\n{first['gbits_per_second']:g} Gbit/s")
+    words = f"SIMULATED: {first['label']}, {first['gbits_per_second']:g} Gbit/s"
+    # A number stays on its line: 10 240 GPUs.
+    ax.set_title(textwrap.fill(re.sub(r"(?<=\d) (?=[\dG])", "\u00a0", words), 19))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -33,20 +34,22 @@ def draw(results: Path) -> Figure:
     assert set(table["kind"]) == {"simulated"}
     table = table[table["method"] != "none"]
     cases = list(table["label"].unique())
-    fig, axes = style.figure(1, 2, width=style.TEXT, height=0.3 * len(cases) + 2.1, sharey=True)
+    fig, axes = style.figure(2, 1, height=0.6 * len(cases) + 2.9, sharex=True)
     for ax, overlap in zip(axes, (False, True), strict=True):
         panel(ax, table[table["overlap"] == overlap], cases)
-        ax.set(title=f"SIMULATED: {'beside' if overlap else 'after'} backward", xlabel="step time saved (%)")
-    axes[0].set_yticks(range(len(cases)), cases)
-    axes[0].set(ylim=(len(cases) - 0.5, -0.5), ylabel="disturbance")
+        ax.set(title=f"SIMULATED:\n{'beside' if overlap else 'after'} backward")
+        ax.set_yticks(range(len(cases)), [textwrap.fill(case, 15) for case in cases])
+        ax.set(ylim=(len(cases) - 0.5, -0.5), ylabel="disturbance")
+    axes[-1].set_xlabel("step time saved (%)")
     style.letter(axes)
-    bold, words = {"weight": "bold", "size": style.FONT}, title(table, ["case", "overlap"])
-    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=3)
+    bold = {"weight": "bold", "size": style.FONT}
+    words = textwrap.fill(title(table, ["case", "overlap"]), 46)
+    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=2)
     style.note(
         fig,
         f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "
-        "where nothing else is said.\nOf the uncompressed step with the same disturbance, mean over the run. EDGC: "
-        f"ranks of its controller\nif entropy moves as in a small run that was recorded; scale {results.name}",
+        "where nothing else is said. Of the uncompressed step with the same disturbance, mean over the run. EDGC: "
+        f"ranks of its controller if entropy moves as in a small run that was recorded; scale {results.name}",
     )
     return fig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -30,7 +31,7 @@ def draw(results: Path) -> Figure:
     table = table[(table["group"] == "<all>") & (table["estimator"] == ESTIMATOR) & (table["status"] == "ok")]
     labels = dict(zip(trend["variant"], trend["label"], strict=True))
     colours = dict(zip(labels, sns.color_palette("colorblind", len(labels)), strict=True))
-    fig, (curves, ends) = style.figure(1, 2, width=style.TEXT, height=2.2 + 0.26 * len(labels))
+    fig, (curves, ends) = style.figure(2, 1, height=3.9 + 0.32 * len(labels))
     for place, (variant, label) in enumerate(labels.items()):
         line(curves, trend[trend["variant"] == variant], colours[variant], label)
         row = table[table["variant"] == variant]
@@ -48,17 +49,17 @@ def draw(results: Path) -> Figure:
     curves.set(title="course", xlabel="iteration", ylabel="entropy since\nthe first probe (nats)")
     ends.axvline(0, color="#444444", linewidth=0.6)
     ends.set(title="lowest and last", xlabel="entropy since the first probe (nats)", ylabel="condition")
-    ends.set_yticks(range(len(labels)), list(labels.values()))
+    ends.set_yticks(range(len(labels)), [textwrap.fill(label, 16) for label in labels.values()])
     ends.set_ylim(len(labels) - 0.5, -0.5)
-    for ax in (curves, ends):
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, columnspacing=0.8)
+    fig.legend(*style.handles(curves), loc="outside upper center", ncols=2, columnspacing=0.8)
+    ends.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=0.8)
     style.letter([curves, ends])
     style.annotate(
         fig,
         list(trend.groupby("variant")["seed"].nunique()),
         bars="lines: mean over seeds, markers: runs",
         scale=results.name,
-        extra="Histogram estimate, mean over the matrices weighted by size, before clipping.\n"
+        extra="Histogram estimate, mean over the matrices weighted by size, before clipping. "
         "(b): of the smoothed course.",
     )
     return fig

@@ -24,10 +24,10 @@ centring on zero, which includes a mere fall of σ. (d): mean absolute Pearson c
 matrices of the same shape in different layers of a stage."""
 LAYER_GROUPS = ("qkv", "projection", "fc1", "fc2")
 PANELS = (
-    ("skewness", "skewness", "skewness\n(no unit, log beyond ±1)", 1.0),
-    ("excess_kurtosis", "excess kurtosis", "excess kurtosis\n(no unit, log above 1)", 1.0),
-    ("near_zero", "mass near zero", "entries with |g| < 0.001 σ₀\n(%)", 100.0),
-    ("correlation_layers", "correlation between layers", "mean |Pearson correlation|\n(no unit)", 1.0),
+    ("skewness", "skewness (log beyond ±1)", "no unit", 1.0),
+    ("excess_kurtosis", "excess kurtosis (log above 1)", "no unit", 1.0),
+    ("near_zero", "mass near zero: |g| < 0.001 σ₀", "% of the entries", 100.0),
+    ("correlation_layers", "correlation between layers", "mean |Pearson|, no unit", 1.0),
 )
 
 
@@ -35,7 +35,7 @@ def draw(results: Path) -> Figure:
     """Skewness, excess kurtosis, share near zero, correlation between layers; a line per variant."""
     trend = style.read(results, "entropy_trend", "trend.csv")
     trend = trend[trend["variant"].isin(PLAIN)]
-    fig, axes = style.figure(2, 2, width=style.TEXT, height=4.4, sharex=True)
+    fig, axes = style.figure(4, 1, height=6.6, sharex=True)
     for ax, (column, title, unit, factor) in zip(axes, PANELS, strict=True):
         for index, (variant, rows) in enumerate(trend.groupby("variant", sort=False)):
             line(ax, rows, column, factor, look(str(variant), str(rows["architecture"].iloc[0]), index))
@@ -45,12 +45,11 @@ def draw(results: Path) -> Figure:
     drawn = trend[trend["group"].isin([*LAYER_GROUPS, "embedding"])]
     symmetric_log(axes[0], drawn["skewness"], low=-2, high=2)
     symmetric_log(axes[1], drawn["excess_kurtosis"], low=0, high=10)
-    for ax in axes[2:]:
-        ax.set_xlabel("iteration")
+    axes[-1].set_xlabel("iteration")
     axes[2].set_ylim(bottom=0)
     axes[3].set_ylim(bottom=0)
     handles, labels = style.handles(axes[0])
-    fig.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+    fig.legend(handles, labels, loc="outside upper center", ncols=2, columnspacing=1.0)
     style.letter(axes)
     counts = list(trend.groupby("variant")["seed"].nunique())
     style.annotate(
@@ -58,7 +57,7 @@ def draw(results: Path) -> Figure:
         counts,
         bars="mean over seeds",
         scale=results.name,
-        extra="Thick: mean over the matrices of the layers, weighted by size; bands: range over qkv, projection,\n"
+        extra="Thick: mean over the matrices of the layers, weighted by size; bands: range over qkv, projection, "
         "fc1, fc2. Thin dotted: word embedding. "
         "σ₀: standard deviation of the same parameter's gradient at the first probe.",
     )

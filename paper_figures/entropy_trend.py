@@ -34,18 +34,18 @@ def draw(results: Path) -> Figure:
     norms = style.read(results, "entropy_trend", "norms.csv")
     trend = trend[trend["variant"].isin(PLAIN)]
     variants = list(dict.fromkeys(trend["variant"]))
-    fig, axes = style.figure(3, len(variants), width=style.TEXT, height=6.6, sharex="col", sharey="row")
-    grid = np.array(axes, dtype=object).reshape(3, len(variants))
+    fig, parts = style.stacked([2.0, 2.5, 1.9])
+    grid = np.array([np.ravel(part.subplots(1, len(variants), sharey=True)) for part in parts], dtype=object)
     for column, variant in enumerate(variants):
         rows = trend[trend["variant"] == variant]
         entropy(grid[0, column], rows[rows["group"] == "<all>"])
         sigmas(grid[1, column], parameters[parameters["variant"] == variant])
         clipping(grid[2, column], norms[norms["variant"] == variant])
-        grid[0, column].set_title(f"{rows['label'].iloc[0]}: {moved(rows[rows['group'] == '<all>'])}")
-        grid[1, column].set_title(f"{rows['label'].iloc[0]}: log σ per parameter")
-        grid[2, column].set(title=f"{rows['label'].iloc[0]}: gradient norm", xlabel="iteration")
+        grid[0, column].set_title(f"{rows['label'].iloc[0]}, 2nd half:\n{moved(rows[rows['group'] == '<all>'])}")
+        grid[1, column].set_title(f"{rows['label'].iloc[0]}, log σ")
+        grid[2, column].set_title(f"{rows['label'].iloc[0]}, norm")
         for ax in grid[:, column]:
-            ax.tick_params(labelbottom=ax is grid[2, column])
+            ax.set_xlabel("iteration")
     for ax, text in zip(
         grid[:, 0],
         (
@@ -56,8 +56,8 @@ def draw(results: Path) -> Figure:
         strict=True,
     ):
         ax.set_ylabel(text)
-    for row in grid:
-        row[-1].legend(*style.handles(*row), loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    for part, row in zip(parts, grid, strict=True):
+        part.legend(*style.handles(*row), loc="outside upper center", ncols=3, columnspacing=0.8, handlelength=1.5)
     style.letter(list(grid.flat))
     counts = trend.groupby("variant")["seed"].nunique()
     style.annotate(
@@ -65,7 +65,7 @@ def draw(results: Path) -> Figure:
         list(counts),
         bars="lines: mean, bands: 95 % t interval of the mean",
         scale=results.name,
-        extra="Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single\n"
+        extra="Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single "
         "parameters (first seed), thick lines the mean of their group.",
     )
     return fig
@@ -77,7 +77,7 @@ def moved(rows: pd.DataFrame) -> str:
     if len(mean) < 2:
         return "entropy"
     change = mean.iloc[-1] - mean[mean.index >= mean.index[-1] / 2].iloc[0]
-    return f"{change:+.2g} nats in 2nd half"
+    return f"{change:+.2g} nats".replace("-", "−")
 
 
 def entropy(ax: Axes, rows: pd.DataFrame) -> None:

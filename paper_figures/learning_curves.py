@@ -10,65 +10,113 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from paper_figures import style
 from paper_figures.methods import lost
 
-MOST = 8  # variants in a row of panels
-BLACK = "#000000"
-COLUMNS = (
-    ("iteration", "train_loss", "iteration"),
-    ("sent", "train_loss", "bytes sent so far\n({unit}, log scale)"),
-    ("iteration", "above", "iteration"),
-)
-ABOVE = (-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1)  # ticks, nats
+MOST = 6  # variants in a row of panels
+BLACK, GREY = "#000000", "#8c8c8c"
+THIN: dict[str, Any] = {"linewidth": 0.4, "alpha": 0.35}  # a run
+THICK: dict[str, Any] = {"linewidth": 1.2}  # the mean over the seeds
+BYTES = "bytes sent ({unit})"
+LOSS, ABOVE = "loss (nats)", "loss above\nuncompressed (nats)"
+TICKS = (-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1)  # of ABOVE
 LINEAR = 0.01  # nats; the axis of differences is linear below and logarithmic above
 CUT = 0.1  # share of the run after which the loss axis starts
 
 
 def draw(results: Path, study: str) -> Figure:
-    """A row per group of variants, a line per run: loss over iterations and over bytes, and, where the study has an
+    """Loss over iterations of every run; then a row per group of variants: loss over bytes and, where the study has an
     uncompressed variant, which is drawn in every row, the training loss above that of the same seed."""
     curves = style.read(results, study, "curves.csv")
     runs = style.read(results, study)
     variants = runs.drop_duplicates("variant").set_index("variant")
-    plain = [name for name in variants.index if variants["method"].nunique() > 1 and variants["method"][name] == "none"]
-    rows = groups(variants.drop(plain[:1]))
+    several = variants["method"].nunique() > 1
+    plain = [name for name in variants.index if several and variants["method"][name] == "none"][:1]
+    rows = groups(variants.drop(plain))
     unit, size = ("GB", 1e9) if curves["bytes"].max() > 2e9 else ("MB", 1e6)
     curves = curves.assign(validation_loss=np.log(curves["validation_perplexity"]), sent=curves["bytes"] / size)
-    curves["above"] = above(curves, plain[:1])
-    columns = COLUMNS if plain else COLUMNS[:2]
-    height = 1.0 + sum(max(1.5, 0.3 + 0.16 * (len(row) + 1)) for row in rows)
-    fig, axes = style.figure(len(rows), len(columns), width=style.TEXT, height=height, sharex="col", sharey="col")
-    for number, row in enumerate(rows):
-        own = dict(zip(row, sns.color_palette("colorblind", MOST), strict=False))
-        mine = axes[len(columns) * number : len(columns) * (number + 1)]
-        for ax, (x, y, _) in zip(mine, columns, strict=True):
-            for variant, colour in {**dict.fromkeys(plain[:1], BLACK), **own}.items():
-                lines(ax, curves[curves["variant"] == variant], x, y, colour, name_of(variants, variant))
-            ax.set_ylabel("loss above\nuncompressed (nats)" if y == "above" else "loss (nats)")
-        mine[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    low, high = limits(curves)
-    for ax, (x, y, label) in zip(axes[-len(columns) :], columns, strict=True):
-        ax.set_xlabel(label.format(unit=unit))
-        if x == "sent":
-            least = curves.loc[curves["iteration"] >= CUT * curves["iteration"].max(), "sent"].min()
-            log_bytes(ax, 0.8 * least, 1.2 * curves["sent"].max())
-        if y == "above":
-            least, most = curves["above"].min(), min(curves["above"].max(), 3.0)
-            ax.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
-            ax.set_yticks(ABOVE, [f"{tick:g}" for tick in ABOVE])
-            ax.set_ylim(min(1.3 * least, -LINEAR), max(1.3 * most, LINEAR))
-        else:
-            ax.set_ylim(low, high)
-    style.letter(axes)
-    extra = f"Lines: training loss, trailing mean; circles: validation loss. Losses above {high:.2f} are cut off."
+    curves["above"] = above(curves, plain)
+    looks = [looks_of(variants, plain, row) for row in rows]
+    fig, (overview, *parts) = style.stacked([2.1, *(1.6 + 0.15 * legend_lines(row) for row in looks)])
+    every(overview, curves, plain, limits(curves))
+    for part, row in zip(parts, looks, strict=True):
+        pair(part, curves, row, bool(plain))
+        if not variants["label"].is_unique:
+            part.legends[0].set_title(variants["label"][next(iter(row))])
+        part.axes[0].set_xlabel(BYTES.format(unit=unit))
+    style.letter(fig.axes)
+    high = limits(curves)[1]
+    extra = f"Training loss, trailing mean; thin: runs, thick: mean over seeds. Losses above {high:.2f} are cut off."
     if missing := lost(runs):
         extra += f"\n{missing}"
     seeds = list(runs.groupby("variant")["seed"].nunique())
     style.annotate(fig, seeds, bars="every run is a line", scale=results.name, extra=extra)
     return fig
+
+
+def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, tuple[str, Any]]:
+    """Label and colour of each variant of a row; uncompressed training is black in every row."""
+    colours = dict(zip(row, sns.color_palette("colorblind", MOST), strict=False))
+    return {
+        name: (name_of(variants, name), colour) for name, colour in [*((p, BLACK) for p in plain), *colours.items()]
+    }
+
+
+def legend_columns(looks: dict[str, tuple[str, Any]]) -> int:
+    """As many columns of a legend as fit a column of a page."""
+    longest = max(len(label) for label, _ in looks.values())
+    return 3 if longest < 17 else 2 if longest < 26 else 1
+
+
+def legend_lines(looks: dict[str, tuple[str, Any]]) -> int:
+    """Lines of text that the legend of a row is high."""
+    return 1 + -(-len(looks) // legend_columns(looks))
+
+
+def every(part: SubFigure, curves: pd.DataFrame, plain: list[str], shown: tuple[float, float]) -> None:
+    """Training loss of every run over iterations, and its validation losses: how alike the variants are."""
+    ax = part.subplots()
+    others = ~curves["variant"].isin(plain)
+    name = "every other run" if plain else "every run"
+    for label, colour, mine in ((name, GREY, curves[others]), ("no compression", BLACK, curves[~others])):
+        if mine.empty:
+            continue
+        for number, (_, run) in enumerate(mine.groupby(["variant", "seed"])):
+            ax.plot(run["iteration"], run["train_loss"], color=colour, linewidth=0.5, label=None if number else label)
+        at = mine.dropna(subset=["validation_loss"])
+        ax.plot(at["iteration"], at["validation_loss"], "o", color=colour, markersize=2.5, label=f"{label}, validation")
+    ax.set(title="training loss", xlabel="iteration", ylabel=LOSS, ylim=shown)
+    part.legend(*style.handles(ax), loc="outside upper center", ncols=2, columnspacing=0.8)
+
+
+def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, tuple[str, Any]], excess: bool) -> None:
+    """One group of variants, left: loss over bytes sent; right: loss above uncompressed, or loss, over iterations."""
+    left, right = part.subplots(1, 2)
+    for name, (label, colour) in looks.items():
+        lines(left, curves[curves["variant"] == name], "sent", "train_loss", colour, label)
+        lines(right, curves[curves["variant"] == name], "iteration", "above" if excess else "train_loss", colour, label)
+    late = curves[curves["iteration"] >= CUT * curves["iteration"].max()]
+    log_bytes(left, 0.8 * late["sent"].min(), 1.2 * curves["sent"].max())
+    for ax in (left, right):
+        ax.set(ylabel=LOSS, ylim=limits(curves))
+    right.set_xlabel("iteration")
+    if excess:
+        least, most = curves["above"].min(), min(curves["above"].max(), 3.0)
+        right.set_ylabel(ABOVE)
+        right.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
+        low, high = min(1.3 * least, -LINEAR), max(1.3 * most, LINEAR)
+        ticks = [tick for tick in TICKS if low <= tick <= high]
+        right.set_yticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
+        right.set_ylim(low, high)
+    part.legend(
+        *style.handles(left),
+        loc="outside upper center",
+        ncols=legend_columns(looks),
+        columnspacing=0.8,
+        handlelength=1.2,
+    )
 
 
 def log_bytes(ax: Axes, low: float, high: float) -> None:
@@ -93,14 +141,13 @@ def name_of(variants: pd.DataFrame, variant: str) -> str:
     row = variants.loc[variant]
     if variants["label"].is_unique:
         return str(row["label"])
-    if "lr" not in row:
-        return variant
-    rate = f"learning rate {row['lr']:g}"
-    return rate if variants["label"].nunique() == 1 else f"{row['label']}:\n{rate}"
+    return f"learning rate {row['lr']:g}" if "lr" in row else variant
 
 
 def groups(variants: pd.DataFrame) -> list[list[str]]:
-    """Variants by method, methods with few of them together, in rows of at most ``MOST``."""
+    """Variants by method, or by label where there is one method; few of one kind together; at most ``MOST`` a row."""
+    if variants["method"].nunique() == 1 and not variants["label"].is_unique:
+        return [list(group.index) for _, group in variants.groupby("label", sort=False)]
     by = [list(group.index) for _, group in variants.groupby("method", sort=False)]
     many = [names for names in by if len(names) > 2]
     few = [name for names in by if len(names) <= 2 for name in names]
@@ -112,14 +159,16 @@ def groups(variants: pd.DataFrame) -> list[list[str]]:
 
 
 def lines(ax: Axes, curves: pd.DataFrame, x: str, y: str, colour: Any, label: str) -> None:
-    """The runs of one variant, a line each; beside losses the validation losses as circles."""
-    for number, (_, run) in enumerate(curves.groupby("seed")):
+    """The runs of one variant, a thin line each, and the mean over its seeds."""
+    for _, run in curves.groupby("seed"):
         run = run.dropna(subset=[y])
-        named = label if number == 0 else None
-        ax.plot(run[x], run[y], color=colour, linewidth=0.8, alpha=0.7, label=named)
-        if y != "above":
-            at = run.dropna(subset=["validation_loss"])
-            ax.plot(at[x], at["validation_loss"], "o", color=colour, markersize=2)
+        ax.plot(run[x], run[y], color=colour, **THIN)
+    # Where a seed has stopped, the mean of the others would jump.
+    mean = curves.groupby("iteration")[[x] if x == y else list({x, y} - {"iteration"})].agg(
+        lambda v: v.mean(skipna=False)
+    )
+    mean = mean[curves.groupby("iteration")["seed"].nunique() == curves["seed"].nunique()].dropna().reset_index()
+    ax.plot(mean[x], mean[y], color=colour, label=label, **THICK)
 
 
 def limits(curves: pd.DataFrame) -> tuple[float, float]:

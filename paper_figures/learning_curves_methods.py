@@ -10,11 +10,11 @@ from paper_figures import learning_curves
 
 TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
-**Learning curves: all methods.** Training loss (trailing mean of ten steps) and validation loss
-of every run, against iterations (left) and against the gradient bytes sent so far (middle); right, the training
-loss minus that of the uncompressed run of the same seed at the same iteration, on the same batches (linear
-below 0.01 nats). Black: uncompressed training. The steep start is cut off; runs without a result are named
-below the figure."""
+**Learning curves: all methods.** (a): training loss (trailing mean of ten steps) of every run against
+iterations, and its validation losses. Below, a row per group of variants; left: the training loss against the
+gradient bytes sent so far; right: the training loss minus that of the uncompressed run of the same seed at the
+same iteration, on the same batches (linear below 0.01 nats). Thin: a run; thick: mean over the seeds. Black:
+uncompressed training. The steep start is cut off; runs without a result are named below the figure."""
 
 
 def draw(results: Path) -> Figure:

@@ -10,9 +10,10 @@ from paper_figures import learning_curves
 
 TABLES = ("tuning/curves.csv", "tuning/table.csv")
 CAPTION = """\
-**Learning curves: learning rates of uncompressed training.** Training loss (trailing mean of ten steps) and
-validation loss of every run, against iterations (left) and against the gradient bytes sent so far (right). The
-steep start is cut off; runs without a result are named below the figure."""
+**Learning curves: learning rates of uncompressed training.** (a): training loss (trailing mean of ten steps)
+of every run against iterations, and its validation losses. Below, a row per setting, against the gradient bytes
+sent so far (left) and against iterations (right). Thin: a run; thick: mean over the seeds. The steep start is cut
+off; runs without a result are named below the figure."""
 
 
 def draw(results: Path) -> Figure:

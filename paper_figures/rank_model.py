@@ -53,7 +53,7 @@ def draw(results: Path) -> Figure:
     errors = style.read(results, "rank_model", "errors.csv")
     stiffness = style.read(results, "rank_model", "stiffness.csv")
     curves = style.read(results, "rank_model", "cqm.csv")
-    fig, axes = style.figure(1, 3, width=style.TEXT, height=3.0)
+    fig, axes = style.figure(3, 1, height=8.2)
     variant = shown(table)
     mine = table[(table["variant"] == variant) & (table["status"] == "ok")]
     over_training(axes[0], errors[errors["variant"] == variant])
@@ -69,7 +69,7 @@ def draw(results: Path) -> Figure:
         (style.handles(axes[0]), (lines, [label for label, _ in drawn_kinds]), style.handles(axes[2])),
         strict=True,
     ):
-        ax.legend(drawn, labels, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+        ax.legend(drawn, labels, loc="upper center", bbox_to_anchor=(0.45, -0.24), ncols=2, columnspacing=0.8)
     label = mine["label"].iloc[0] if len(mine) else "no finished run"
     style.annotate(
         fig,
@@ -77,7 +77,7 @@ def draw(results: Path) -> Figure:
         bars="",
         scale=results.name,
         extra=f"(a), (b): {label}, matrices of the layers, medians; bands and bars: quartiles, of M with PowerSGD's "
-        "error.\n(a): ranks above the one in use. (b): after warm-up; vertical: the rank in use. (c): no limits, not "
+        "error. (a): ranks above the one in use. (b): after warm-up; vertical: the rank in use. (c): no limits, not "
         "rounded.",
     )
     return fig

@@ -44,13 +44,13 @@ def draw(results: Path) -> Figure:
     fine = table[(table["status"] == "ok") & (table["sampling"] == sampling)]
     cost = timings[(timings["status"] == "ok") & (timings["sampling"] == sampling)].copy()
     cost["percent"] = 100 + cost["change_percent"]
-    fig, axes = style.figure(2, 3, width=style.TEXT, height=6.8)
+    fig, axes = style.figure(6, 1, height=12.8, gridspec_kw={"height_ratios": [1, 1, 1, 2, 2, 2]})
     worst = min(WORST_CC, fine["cc"].min()), max(WORST_NATS, fine["rmse_nats"].max()), 100.0
     grid(axes[0], fine, "cc", "CC (no unit)", "{:.3f}", (1.0, worst[0]))
     grid(axes[1], fine, "rmse_nats", "RMSE of windows (nats)", "{:.3f}", (0.0, worst[1]))
     grid(axes[2], cost, "percent", "time of the estimate (%)", "{:.1f}", (0.0, worst[2]))
     for ax in axes[:3]:
-        ax.set(xlabel="β, share of entries read (no unit)", ylabel="α, share of iterations")
+        ax.set(xlabel="β, share of entries read (no unit)", ylabel="α, share of\niterations")
     error(axes[3], style.read(results, "sampling_ablation", "sampling_error.csv"))
     windows(axes[4], style.read(results, "sampling_ablation", "grid.csv"))
     seconds(axes[5], style.read(results, "sampling_ablation", "grid_timings.csv"))
@@ -59,7 +59,7 @@ def draw(results: Path) -> Figure:
         style.plain(ax.xaxis, RATES)
         ax.set_xlabel("β, share of entries read (no unit)")
         # Six lines of text hide data wherever they are put inside.
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.22), ncols=2, columnspacing=0.8)
     style.letter(axes)
     counts = list(fine.groupby(["alpha", "beta"]).size())
     decided = fine.dropna(subset=["decisions_differing"])

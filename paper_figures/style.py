@@ -19,7 +19,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.container import ErrorbarContainer
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -130,6 +130,14 @@ def figure(
     height = height if height is not None else 0.72 * width * rows / columns
     fig, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **options)
     return fig, list(axes.flat)
+
+
+def stacked(heights: Sequence[float], *, width: float = COLUMN) -> tuple[Figure, list[SubFigure]]:
+    """A themed figure and its parts, one above the other, each with panels and a legend of its own. Inches."""
+    use()
+    fig = plt.figure(figsize=(width, sum(heights) + 0.6))
+    parts = fig.subfigures(len(heights), 1, height_ratios=list(heights), squeeze=False)
+    return fig, list(parts.flat)
 
 
 def letter(axes: Sequence[Axes]) -> None:

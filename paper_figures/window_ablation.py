@@ -35,7 +35,7 @@ def draw(results: Path) -> Figure:
     own = everything.drop_duplicates("window")["variant"]
     table = everything[everything["variant"].isin(own)]
     paths = style.read(results, "window_ablation", "trajectories.csv")
-    fig, axes = style.figure(1, 3, width=style.TEXT, height=3.0)
+    fig, axes = style.figure(3, 1, height=7.8)
     correlation(axes[0], table)
     lengths = sorted(table["window"].unique())
     colours = dict(zip(lengths, sns.color_palette("viridis", len(lengths) + 1), strict=False))
@@ -64,14 +64,14 @@ def draw(results: Path) -> Figure:
     for ax in axes[1:]:
         ax.set_xlim(left=0)
         ax.set_xlabel("iteration")
-    axes[1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=2, columnspacing=0.8)
-    axes[2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.26), ncols=2, columnspacing=0.8)
+    axes[1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3, columnspacing=0.8)
+    axes[2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, columnspacing=0.8)
     style.letter(axes)
     counts = list(table[table["status"] == "ok"].groupby("window").size())
     notes = sorted({str(text) for text in table["cc_note"].dropna() if text})
     extra = "(b), (c): first seed."
     if notes:
-        extra += " Missing points in (a): " + ";\n".join(notes[:2]) + "."
+        extra += " Missing points in (a): " + "; ".join(notes[:2]) + "."
     style.annotate(fig, counts, bars=f"(a) {style.INTERVAL}", scale=results.name, extra=extra)
     return fig
 
@@ -92,4 +92,4 @@ def correlation(ax: Axes, table: pd.DataFrame) -> None:
         ax.set_xlim(ticks[0] / 1.4, ticks[-1] * 1.4)
     ax.set_ylim(top=1.02)
     ax.set(xlabel="window w (iterations)", ylabel="CC (Pearson, no unit)", title="sampled against full")
-    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.26))
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.45, -0.24), ncols=2, columnspacing=0.8)

@@ -32,13 +32,13 @@ def draw(results: Path) -> Figure:
     means = style.read(results, "window_ablation", "correlation_summary.csv")
     runs, means = (frame[frame["stage"] == 0] for frame in (runs, means))
     spans = list(dict.fromkeys(runs["span"])) or ["after warm-up"]
-    fig, axes = style.figure(1, len(spans), width=style.TEXT, height=3.0, sharex=True, sharey=True)
+    fig, axes = style.figure(len(spans), 1, height=0.8 + 2.1 * len(spans), sharex=True, sharey=True)
     for ax, span in zip(axes, spans, strict=True):
         panel(ax, runs[runs["span"] == span], means[means["span"] == span])
-        ax.set(title=span, xlabel="samples in a window")
-    axes[0].set_ylabel("CC (Pearson, no unit)")
+        ax.set(title=span, ylabel="CC (Pearson, no unit)")
+    axes[-1].set_xlabel("samples in a window")
     style.letter(axes)
-    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=4, columnspacing=1.0)
+    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=2, columnspacing=1.0)
     mine = runs[runs["alpha"] == ALPHA]
     style.annotate(
         fig,
