@@ -41,7 +41,7 @@ def draw(results: Path) -> Figure:
     threads = sorted(alone["threads"].unique())
     one = alone[alone["threads"] == threads[0]]
     clock = "cpu" if (one["device"].iloc[0] == "cpu" and threads[0] == 1) else "wall"
-    fig, axes = style.figure(2, 2, width=style.TEXT, height=5.4)
+    fig, axes = style.figure(4, 1, height=10.0)
     times(axes[0], one, clock)
     speedups(axes[1], alone, threads)
     floors(axes[2], one)
@@ -51,7 +51,7 @@ def draw(results: Path) -> Figure:
         style.plain(ax.xaxis, sorted(good["rank"].unique()))
         ax.set_xlim(good["rank"].min() / 1.2, good["rank"].max() * 1.2)
     style.letter(axes)
-    fig.legend(*style.handles(axes[0], axes[2]), loc="outside upper center", ncols=4, columnspacing=1.0)
+    fig.legend(*style.handles(axes[0], axes[2]), loc="outside upper center", ncols=2, columnspacing=1.0)
     machine = table["machine"].iloc[0]
     style.annotate(
         fig,
@@ -84,7 +84,7 @@ def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
     for allocator, line in ALLOCATORS.items():
         rows = one[(one["engine"] == "torch") & (one["allocator"] == allocator)]
         if not rows.empty:
-            label = f"{TORCH.label}, {ALLOCATOR_LABELS[allocator]}"
+            label = f"torch, {ALLOCATOR_LABELS[allocator]}"
             bars(ax, rows, column, TORCH, label, line)
     first = one[one["allocator"] == one["allocator"].iloc[0]]
     for dtype, look in OURS.items():

@@ -30,13 +30,11 @@ def draw(results: Path) -> Figure:
     table = style.read_benchmark(results / "network.csv", "the network benchmark", "bench-network (root only)")
     rates = sorted(table["mbit_per_s"].unique(), key=lambda rate: rate or float("inf"))
     methods = list(dict.fromkeys(table["method"]))
-    fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.19 * len(methods) + 1.1, sharey=True)
+    fig, axes = style.figure(1, len(rates), height=0.3 * len(methods) + 1.4, sharey=True)
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
-        ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="seconds per step")
-        ax.set_ylim(len(methods) - 0.5, -0.5)  # from the top down
-    axes[0].set_yticks(range(len(methods)), [LABELS.get(name, name) for name in methods])
-    axes[0].set_ylabel("method")
+        ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
+    style.names_above(axes, [LABELS.get(name, name) for name in methods])
     style.letter(axes)
     style.annotate(
         fig,

@@ -29,14 +29,14 @@ def draw(results: Path) -> Figure:
     rates = sorted(summary["mbit_per_s"].unique())
     slowest = summary[summary["mbit_per_s"] == rates[0]]
     order = list(slowest.sort_values(["of_uncompressed", "place"], na_position="last", kind="stable")["method"])
-    fig, axes = style.figure(1, len(rates), width=style.TEXT, height=0.22 * len(order) + 1.2, sharey=True)
+    fig, axes = style.figure(1, len(rates), height=0.3 * len(order) + 2.0, sharey=True)
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
-        ax.set(title=f"{rate:g} Mbit/s", xlabel="time to the loss\n(uncompressed = 1)")
-        ax.set_ylim(len(order) - 0.5, -0.5)
+        ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
+    bold = {"fontsize": style.FONT, "weight": "bold"}
+    fig.suptitle("Time to the loss (uncompressed = 1), links of", x=0.02, ha="left", **bold)
     labels = dict(zip(summary["method"], summary["label"], strict=True))
-    axes[0].set_yticks(range(len(order)), [labels[name] for name in order])
-    axes[0].set_ylabel("method")
+    style.names_above(axes, [labels[name] for name in order])
     style.letter(axes)
     style.annotate(
         fig,
@@ -57,7 +57,9 @@ def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str])
         if len(own):
             ax.plot(row["of_uncompressed"], place, marker=look.marker, color=look.colour, markersize=6)
         text = f"{row['place']:.0f}"
-        if row["reached"] < row["seeds"]:
+        if not row["reached"]:
+            text += " (never)"
+        elif row["reached"] < row["seeds"]:
             text += f" ({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
         at = max([*own, 0.02])
         ax.annotate(text, (at, place), xytext=(7, 0), textcoords="offset points", va="center")

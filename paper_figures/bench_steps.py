@@ -30,22 +30,22 @@ def draw(results: Path) -> Figure:
     )
     steps = table[table["used"] == "validation"]
     layouts = list(dict.fromkeys(steps["layout"]))
-    fig, axes = style.figure(1, len(layouts), width=style.TEXT, height=3.4, sharey=True, sharex=True)
+    fig, axes = style.figure(len(layouts), 1, height=1.6 + 2.0 * len(layouts), sharey=True, sharex=True)
     low, high = 0.8 * steps["seconds"].min(), 1.25 * steps["seconds"].max()
     for ax, layout in zip(axes, layouts, strict=True):
         own = steps[steps["layout"] == layout]
         residuals(ax, own)
-        ax.set(xscale="log", xlim=(low, high), xlabel="measured seconds per step")
+        ax.set(xscale="log", xlim=(low, high), ylabel="predicted / measured − 1 (%)")
         ax.set_title(f"{layout}, {len(own)} steps")
         style.plain(ax.xaxis, [tick for tick in TICKS if low < tick < high])
-    axes[0].set_ylabel("predicted / measured − 1 (%)")
+    axes[-1].set_xlabel("measured seconds per step")
     least = min(-BANDS[0][0], 100 * steps["error"].min())
     axes[0].set_ylim(1.1 * least, max(BANDS[0][0], 115 * steps["error"].max()))
     found = dict(zip(*reversed(style.handles(*axes)), strict=True))
     share, bold = (steps["error"] < 0).mean(), {"weight": "bold", "size": style.FONT}
-    title = f"The prediction is too low in {100 * share:.0f} % of the {len(steps)} steps"
+    title = f"The prediction is too low\nin {100 * share:.0f} % of the {len(steps)} steps"
     fig.legend(found.values(), found.keys(), title=title, title_fontproperties=bold, loc="outside upper center",
-               ncols=4, columnspacing=1.0)  # fmt: skip
+               ncols=2, columnspacing=0.8)  # fmt: skip
     style.letter(axes)
     errors = steps["error"].abs()
     style.annotate(

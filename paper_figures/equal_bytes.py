@@ -31,7 +31,7 @@ def draw(results: Path) -> Figure:
     """Gap to uncompressed training (mean and 95 % t interval over seeds) against the share of the fp32 bytes sent."""
     runs = style.read(results, "equal_bytes")
     points = style.read(results, "equal_bytes", "pareto.csv")
-    fig, (ax,) = style.figure(width=style.TEXT, height=4.2)
+    fig, (ax,) = style.figure(height=5.2)
     named: set[str] = set()
     texts: dict[tuple[float, float], str] = {}
     for row in points[points["method"] != "none"].itertuples(index=False):
@@ -56,8 +56,8 @@ def draw(results: Path) -> Figure:
     ax.set_xlabel(style.share_of_bytes())
     ax.set_ylabel("validation loss above uncompressed\n(nats; linear below 0.01)")
     bold = {"weight": "bold", "size": style.FONT}
-    fig.legend(*style.handles(ax), title=textwrap.fill(seen(points, runs), 92), title_fontproperties=bold,
-               loc="outside upper center", ncols=4, columnspacing=1.0)  # fmt: skip
+    fig.legend(*style.handles(ax), title=textwrap.fill(seen(points, runs), 46), title_fontproperties=bold,
+               loc="outside upper center", ncols=2, columnspacing=1.0)  # fmt: skip
     style.annotate(
         fig,
         list(points["n"]),

@@ -27,15 +27,15 @@ def draw(results: Path) -> Figure:
     """(a) entropy per expert over iterations, (b) gap to uncompressed training against bytes."""
     experts = style.read(results, "moe", "experts.csv")
     runs = style.read(results, "moe")
-    fig, (left, right) = style.figure(1, 2, width=style.TEXT, height=3.6)
-    entropies(left, experts)
-    gaps(right, runs)
-    style.letter([left, right])
-    drawn, labels = style.handles(left, right)
+    fig, (above, below) = style.figure(2, 1, height=5.6)
+    entropies(above, experts)
+    gaps(below, runs)
+    style.letter([above, below])
+    drawn, labels = style.handles(above, below)
     for text, fill in (("experts compressed", "#888888"), ("experts dense", "white")):
         drawn.append(Line2D([], [], color="#888888", marker="o", markerfacecolor=fill, linestyle=""))
         labels.append(text)
-    fig.legend(drawn, labels, loc="outside upper center", ncols=4, columnspacing=1.0)
+    fig.legend(drawn, labels, loc="outside upper center", ncols=2, columnspacing=1.0)
     seeds = runs[runs["status"] == "ok"].groupby("variant")["seed"].nunique()
     style.annotate(
         fig,
@@ -64,7 +64,7 @@ def entropies(ax: Axes, experts: pd.DataFrame) -> None:
     label = "attention, mean of all layers"
     ax.plot(rest.index, rest, color="#000000", linestyle="--", linewidth=1.2, label=label)
     apart = mine.groupby("window")["entropy"].agg(lambda of: of.max() - of.min()).mean()
-    ax.set(title=f"experts are {apart:.1f} nats apart (mean range)", xlabel="iteration")
+    ax.set(title=f"experts are {apart:.1f} nats apart\n(mean range)", xlabel="iteration")
     ax.set_ylabel(f"entropy of the gradient\n({KIND}, histogram, nats)")
 
 
@@ -86,6 +86,6 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
     more = f"{min(costs):+.2f} to {max(costs):+.2f} nats".replace("-", "−") if costs else "one kind only"
-    ax.set(title=f"compressing experts: {more}", xlabel=style.share_of_bytes())
+    ax.set(title=f"compressing experts:\n{more}", xlabel=style.share_of_bytes())
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)

@@ -35,7 +35,7 @@ def draw(results: Path) -> Figure:
     table = pd.read_csv(results / "stages.csv").set_index("variant")
     found = pd.read_csv(results / "stages_iterations.csv")
     found["finish_ms"] = 1e3 * found["finish_seconds"]
-    fig, axes = style.figure(1, 2, width=style.TEXT, height=2.5, width_ratios=[3, 2])
+    fig, axes = style.figure(2, 1, height=4.9)
     stages(axes[0], found)
     spread(axes[1], found, table)
     style.letter(axes)

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import blended_transform_factory
 
 from edgc.errors import UserError
 from paper_figures.families import (
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ARCHITECTURES", "ESTIMATORS", "FAMILIES", "MARKERS", "Family", "family", "look", "stage_colours"]
 
-COLUMN = 3.35  # inches, one column of a two-column page
-TEXT = 7.0  # inches, full text width
+COLUMN = 3.35  # inches, one column of a two-column page: every figure is as wide
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
 INTERVAL = "bars: 95 % t interval of the mean"
@@ -123,19 +123,19 @@ def use() -> None:
 
 
 def figure(
-    rows: int = 1, columns: int = 1, *, width: float = COLUMN, height: float | None = None, **options: object
+    rows: int = 1, columns: int = 1, *, height: float | None = None, **options: object
 ) -> tuple[Figure, list[Axes]]:
-    """A themed figure at its print size and its axes, row by row. Width and height are inches."""
+    """A themed figure at its print size and its axes, row by row. ``height``: inches."""
     use()
-    height = height if height is not None else 0.72 * width * rows / columns
-    fig, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **options)
+    height = height if height is not None else 0.72 * COLUMN * rows / columns
+    fig, axes = plt.subplots(rows, columns, figsize=(COLUMN, height), squeeze=False, **options)
     return fig, list(axes.flat)
 
 
-def stacked(heights: Sequence[float], *, width: float = COLUMN) -> tuple[Figure, list[SubFigure]]:
+def stacked(heights: Sequence[float]) -> tuple[Figure, list[SubFigure]]:
     """A themed figure and its parts, one above the other, each with panels and a legend of its own. Inches."""
     use()
-    fig = plt.figure(figsize=(width, sum(heights) + 0.6))
+    fig = plt.figure(figsize=(COLUMN, sum(heights) + 0.6))
     parts = fig.subfigures(len(heights), 1, height_ratios=list(heights), squeeze=False)
     return fig, list(parts.flat)
 
@@ -144,6 +144,21 @@ def letter(axes: Sequence[Axes]) -> None:
     """Put (a), (b), ... before the titles of the panels."""
     for index, ax in enumerate(axes):
         ax.set_title(f"({chr(ord('a') + index)}) {ax.get_title(loc='left')}".rstrip())
+
+
+def names_above(axes: Sequence[Axes], names: Sequence[str]) -> None:
+    """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
+    the panels the names would take most of a column's width."""
+    fig = axes[0].figure
+    axes[0].set_yticks([])
+    axes[0].set(ylabel="method", ylim=(len(names) - 0.55, -0.8))
+    across = blended_transform_factory(fig.transFigure, axes[-1].transData)
+    for place, name in enumerate(names):
+        text = axes[-1].text(0.08, place - 0.27, name, transform=across, fontsize=MIN_FONT, va="bottom")
+        text.set_in_layout(False)
+        outline(text)
+    for ax in axes:
+        ax.grid(axis="y", visible=False)
 
 
 def note(fig: Figure, text: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import blended_transform_factory
 
 from paper_figures import style
 
@@ -49,18 +48,10 @@ def draw(results: Path) -> Figure:
     axes[0].set_xscale("log")
     for ax in axes:
         style.plain(ax.xaxis, [tick for tick in TICKS if low <= tick <= high])
-        ax.grid(axis="y", visible=False)
     # Whether a run arrives does not depend on the network.
     rows = times[times["megabits"] == bandwidths[0]]
     names = [label(str(runs.loc[name, "label"]), rows[rows["variant"] == name]) for name in variants]
-    # A name stands above its row, over all panels: beside them it would take more than half of a column's width.
-    axes[0].set_yticks([])
-    axes[0].set(ylabel="method", ylim=(len(variants) - 0.55, -0.8))
-    across = blended_transform_factory(fig.transFigure, axes[-1].transData)
-    for place, name in enumerate(names):
-        text = axes[-1].text(0.08, place - 0.27, name, transform=across, fontsize=style.MIN_FONT, va="bottom")
-        text.set_in_layout(False)
-        style.outline(text)
+    style.names_above(axes, names)
     reached = rows.groupby("variant")["percent"].count()
     style.annotate(
         fig,

@@ -42,8 +42,8 @@ def draw(results: Path) -> Figure:
     settings = json.loads((results / "stages.json").read_text())["settings"]
     spans[["start", "end"]] *= 1e3
     variants = [name for name in LABELS if name in set(spans["variant"])]
-    height = 0.85 + len(variants) * (0.42 + 0.2 * spans["stage"].nunique())
-    fig, axes = style.figure(len(variants), 1, width=style.TEXT, height=height, sharex=True)
+    height = 1.7 + len(variants) * (0.42 + 0.2 * spans["stage"].nunique())
+    fig, axes = style.figure(len(variants), 1, height=height, sharex=True)
     last = float(spans["end"].max())
     for ax, variant in zip(axes, variants, strict=True):
         chosen = spans[(spans["variant"] == variant) & (spans["replica"] == 0)]
@@ -58,16 +58,17 @@ def draw(results: Path) -> Figure:
         title="One training iteration, links with injected delays",
         title_fontproperties={"weight": "bold", "size": style.FONT},
         loc="outside upper center",
-        ncols=4,
+        ncols=2,
+        columnspacing=0.8,
     )
     counted = sorted(set(shares.groupby("variant")["iteration"].nunique()))
     slow, fast = settings["megabytes"] / settings["slowdown"], settings["megabytes"]
     style.note(
         fig,
         f"Measured; links slowed down by INJECTED delays: stage 0 to {slow:g} MB/s, the others to {fast:g} MB/s. "
-        f"One replica of {settings['data']}.\n"
+        f"One replica of {settings['data']}. "
         f"Of {'/'.join(map(str, counted))} iterations the one with the median duration; ticks: end of each stage's "
-        "reduction.\n"
+        "reduction. "
         f"{spans['machine'].iloc[0]}, shared by {settings['pipeline'] * settings['data']} processes; "
         f"torch {spans['torch'].iloc[0]}",
     )

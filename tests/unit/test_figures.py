@@ -74,7 +74,7 @@ def test_panels_are_filled_labelled_and_legible(tables: Path, name: str) -> None
         fig.canvas.draw()
         panels = data_panels(fig)
         assert panels
-        assert fig.get_figwidth() in (style.COLUMN, style.TEXT)
+        assert fig.get_figwidth() == style.COLUMN
         width, height = fig.canvas.get_width_height()
         for ax in panels:
             assert has_data(ax), ax.get_title(loc="left")
