@@ -132,7 +132,8 @@ def _close(value: float, written: object) -> bool:
 def _interval(claim: Claim, found: Measured) -> str:
     if found.gap is not None and all(map(math.isfinite, found.gap)):
         mean, low, high = found.gap
-        return f"{mean:+.4f} nats, {low:+.4f} to {high:+.4f}"
+        which = "most: " if claim.statistic == "each" and len(found.values) > 1 else ""
+        return f"{which}{mean:+.4f} nats, {low:+.4f} to {high:+.4f}"
     numbers = [value for value in found.values if not isinstance(value, str)]
     if claim.statistic != "mean" or not len(numbers) == found.n > 1:
         return ""

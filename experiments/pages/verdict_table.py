@@ -12,7 +12,7 @@ from experiments.pages.references import BadReference
 
 TITLES = ("claim", "paper", "ours (95 % interval; simulated: range)", "n", "kind", "verdict", "evidence")
 
-DIGITS = re.compile(r"\d+\.\d{3,}")
+DIGITS = re.compile(r"\d+\.\d{2,}")
 
 
 @functools.lru_cache
@@ -33,7 +33,7 @@ def verdict_table(scale: str, page: str = "README.md") -> str:
 
 
 def _cells(row: ClaimRow) -> tuple[str, ...]:
-    ours = DIGITS.sub(lambda found: f"{float(found[0]):.4g}", row.ours)
+    ours = DIGITS.sub(lambda found: f"{float(found[0]):.3g}", row.ours)
     ours = f"{ours} ({row.interval})" if row.interval else ours
     evidence = f"[{row.study}]({row.evidence.href})" if row.evidence else row.study
     count = f"{row.n}" if row.n else row.counts

@@ -14,6 +14,7 @@ here`` where this scale has no evidence, or too little.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ from edgc.errors import UserError
 from experiments.analyse.tables import write_table
 from experiments.common.acting import NOT_TESTED
 from experiments.common.cli import main_guard
+from experiments.common.equivalence import NOT_DECIDED
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, validate
 from experiments.verdicts import ranges
@@ -110,20 +112,26 @@ class Claim(Settings):
         return self
 
     def combine(self, values: Sequence[Value]) -> Value:
-        """One value out of several, by the claim's statistic; of a range its two ends, of each the different words."""
+        """One value out of several, by the claim's statistic; of a range its two ends, of each how often."""
         if self.statistic == "worst":
             order = (SUPPORTED, PARTLY, NOT_SUPPORTED)
             return max(values, key=lambda value: order.index(self.rule.verdict(value)))
         if self.statistic == "each":
-            return ", ".join(dict.fromkeys(str(value) for value in values))
+            times = Counter(map(str, values))
+            many = f" of {len(values)} settings"
+            return (
+                ", ".join(f"{word} in {n}" for word, n in times.items()) + many if len(values) > 1 else str(values[0])
+            )
         numbers = [value for value in values if not isinstance(value, str)]
         if self.statistic == "range":
             return ranges.text(numbers)
         return STATISTICS[self.statistic](numbers)
 
     def verdict(self, values: Sequence[Value]) -> str:
-        """By the rule: of a range, and of each, supported where all values hold, partly where some do."""
+        """By the rule: of a range, and of each, supported where all values hold, partly where some do; of each those
+        that are decided count."""
         if self.statistic in ("range", "each"):
+            values = [value for value in values if value != NOT_DECIDED]
             holding = sum(map(self.rule.supported.holds, values))
             found = SUPPORTED if holding == len(values) else PARTLY if holding else NOT_SUPPORTED
         else:

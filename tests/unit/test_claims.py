@@ -257,9 +257,13 @@ def rivals(differences: dict[str, float], verdicts: dict[str, str], n: int = 3) 
     [
         ({"policies": "better"}, "better", "supported"),
         ({"policies": "on par"}, "on par", "not supported"),
-        ({"policies": "better", "policies_bert": "on par"}, "better, on par", "partly"),
+        ({"policies": "better", "policies_bert": "on par"}, "better in 1, on par in 1 of 2 settings", "partly"),
         ({"policies": "better", "policies_bert": "not tested"}, "better", "supported"),  # there it did not act
-        ({"policies": "better", "policies_bert": "not decided"}, "better", "supported"),
+        (
+            {"policies": "better", "policies_bert": "not decided"},
+            "better in 1, not decided in 1 of 2 settings",
+            "supported",
+        ),
         ({"policies": "not decided"}, None, "not testable here"),
         ({"policies": "not tested"}, "not tested", "not tested"),
     ],
@@ -296,7 +300,8 @@ def test_accuracy_where_the_rank_moves_is_judged_setting_by_setting(
     assert claims.judge(known["accuracy_preserved"], "ci", tmp_path)["verdict"] == "not tested"
     found = claims.judge(known["accuracy_preserved_acting"], "workstation", tmp_path)
     assert (found["verdict"], found["n"]) == (verdict, 3)
-    assert found["our_value"] == ", ".join(dict.fromkeys(words))
+    once = f"{words[0]} in 1, {words[1]} in 1"
+    assert found["our_value"] == f"{f'{words[0]} in 2' if words[0] == words[1] else once} of 2 settings"
     assert "policies_bert, n = 3, acted in 3: against no compression +0.0080 nats" in found["note"]
     assert "at 40.0 % of the bytes of fp32, 80.0 % of bf16's" in found["note"]
 
