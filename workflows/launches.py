@@ -31,9 +31,9 @@ class LaunchServer:
     def __enter__(self) -> LaunchServer:
         return self
 
-    def start(self) -> None:
-        """Start it, the first time."""
-        if self.process is None:
+    def start(self, runs: int) -> None:
+        """Start it, unless it has been or there are too few ``runs`` to train."""
+        if self.process is None and runs >= FEWEST:
             # Without the mark of a job: it is no job, and those that it forks end with the job that waits for them.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.training.launch_server"],

@@ -39,7 +39,7 @@ from experiments.common.processes import die_with_parent
 from experiments.spec import matrix
 from experiments.training.run_folder import RunFolder
 from workflows import events, jobs
-from workflows.launches import FEWEST, LaunchServer
+from workflows.launches import LaunchServer
 from workflows.progress import Display, Steps
 from workflows.targets import check_targets
 
@@ -159,8 +159,8 @@ def run_snakemake(
             code = process.wait(timeout=0.2)
         if display is not None:
             display.refresh()
-            if not on_slurm and display.steps.to_train() >= FEWEST:
-                launches.start()
+            if not on_slurm:
+                launches.start(display.steps.to_train())
     jobs.stop(folder)
     if stopped or code < 0:
         return 128 + (stopped or -code)

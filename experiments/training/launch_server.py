@@ -22,8 +22,6 @@ from experiments.common.files import ROOT
 from experiments.common.processes import die_with_parent
 from experiments.training.launch_client import HANDED_ON, MESSAGE_BYTES, SOCKET, installation
 
-LOOK_SECONDS = 0.05  # between two looks at which launches have ended
-
 
 def main() -> None:
     """Serve until the workflow ends; where ranks cannot be forked, because there is a GPU, not at all."""
@@ -48,6 +46,7 @@ def main() -> None:
         server = Server(listening)
         training_code()  # remembered: no launch works it out again
         signal.signal(signal.SIGTERM, server.end)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a launch has ended: the server wakes
         server.serve()
 
 
@@ -59,6 +58,11 @@ class Server:
         self.launches: dict[socket.socket, int] = {}
         self.code = _times_of_code()
         self.ending = False
+        self.woken, waker = socket.socketpair()  # readable once a signal has come
+        for end in (self.woken, waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        self.waker = waker
 
     def end(self, *_: object) -> None:
         """As soon as no launch is running: a signal to the whole group ends those first."""
@@ -66,20 +70,25 @@ class Server:
 
     def serve(self) -> None:
         while self.launches or not self.ending:
-            ready, _, _ = select.select([self.listening, *self.launches], [], [], LOOK_SECONDS)
+            ready, _, _ = select.select([self.listening, self.woken, *self.launches], [], [])
             for connection in ready:
-                if connection is self.listening:
+                if connection is self.woken:
+                    connection.recv(4096)
+                elif connection is self.listening:
                     self._take(connection.accept()[0])
                 else:  # who waits for a launch says nothing more, so it has gone
                     os.kill(self.launches[connection], signal.SIGKILL)
             self._look()
 
     def _take(self, connection: socket.socket) -> None:
+        files: list[int] = []
         try:
             message, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
             request = json.loads(message)
         except (OSError, ValueError):  # gone, or too long for one message
             connection.close()
+            for file in files:
+                os.close(file)
             return
         if request["installation"] != installation() or self.code != _times_of_code():
             _tell(connection, {})
@@ -91,8 +100,8 @@ class Server:
             _tell(connection, {"launch": pid})
         else:
             os.setpgid(0, 0)
-            self.listening.close()
-            for other in (connection, *self.launches):
+            signal.set_wakeup_fd(-1)
+            for other in (self.listening, self.woken, self.waker, connection, *self.launches):
                 other.close()
             _launch(request, files)
         for file in files:
@@ -130,7 +139,7 @@ def _launch(request: Mapping[str, Any], files: list[int]) -> NoReturn:
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
-    for number in HANDED_ON:
+    for number in (*HANDED_ON, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     os.chdir(request["folder"])
     os.environ.clear()

@@ -106,7 +106,8 @@ def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) ->
 def save_so_far(
     study: str, names: Sequence[str], fresh: Path, reference: Path, *, replace: bool = False
 ) -> tuple[int, list[Path]]:
-    """Keep those of the runs ``names`` that have ended, and the tables and figures that follow from them alone.
+    """Keep those of the runs ``names`` that have ended, and the tables and figures that follow from them alone; as the
+    study's whole archive once all have.
 
     Where all runs of the study were kept once, the tables stay those of these, unless ``replace`` says that they go.
 
@@ -122,6 +123,8 @@ def save_so_far(
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / fresh.name
         packed = reference / study / archive.SO_FAR
+        if ended == len(names):
+            packed = packed.replace(whole)
         analyse(study, scratch / study, archive.unpack(packed, scratch / study))
         written = [packed, *update_study(study, scratch, reference)]
         again = Path(folder) / "again" / fresh.name

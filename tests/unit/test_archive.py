@@ -107,15 +107,23 @@ def test_what_has_ended_shows_its_tables_and_they_follow_from_it(study: Path, tm
 
 
 def test_tables_of_an_earlier_time_go_only_if_asked(study: Path, tmp_path: Path) -> None:
-    kept, (_, second, *others) = tmp_path / "reference" / "ci", names(study)
+    kept, everything = tmp_path / "reference" / "ci", names(study)
     whole = kept / STUDY / archive.NAME
     whole.parent.mkdir(parents=True)
-    whole.write_bytes(archive.pack(study, names(study)))
-    (study / second / "status").unlink()
-    assert reference.save_so_far(STUDY, names(study), study.parent, kept)[1] == [kept / STUDY / archive.SO_FAR]
+    whole.write_bytes(archive.pack(study, everything))
+    (study / everything[1] / "status").unlink()
+    assert reference.save_so_far(STUDY, everything, study.parent, kept)[1] == [kept / STUDY / archive.SO_FAR]
     assert whole.is_file() and not (kept / STUDY / "table.csv").exists()
-    reference.save_so_far(STUDY, names(study), study.parent, kept, replace=True)
-    assert not whole.exists() and len(pd.read_csv(kept / STUDY / "table.csv")) == len(others) + 1
+    reference.save_so_far(STUDY, everything, study.parent, kept, replace=True)
+    assert not whole.exists() and len(pd.read_csv(kept / STUDY / "table.csv")) == len(everything) - 1
+
+
+def test_the_last_run_that_is_saved_makes_the_archive_whole(study: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "reference" / "ci"
+    ended, written = reference.save_so_far(STUDY, names(study), study.parent, kept)
+    assert ended == len(names(study)) and kept / STUDY / archive.NAME in written
+    assert [path.name for path in archive.archived(kept, STUDY, (archive.NAME, archive.SO_FAR))] == [archive.NAME]
+    assert set(dict(archive.replay(kept, [STUDY], tmp_path / "again" / "ci")).values()) == {archive.SAME}
 
 
 def test_what_was_saved_goes_when_the_study_is_finished(study: Path, tmp_path: Path) -> None:
