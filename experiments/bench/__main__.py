@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from edgc.errors import UserError
 from experiments.bench import (
     again,
     engine,
     engine_table,
+    keeping,
     machine,
     network,
     pipeline_steps,
@@ -33,14 +33,6 @@ from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 
 REFERENCE = Path("results/reference/bench")
-KEPT = (
-    *("engine", "engine_rounds", "engine_kernels", "network", "network_rounds"),
-    *(f"{table}-{model}" for model in engine.MODELS for table in ("engine", "engine_rounds", "engine_kernels")),
-    *("step_profile", "step_profile_steps", "step_profile_kernels"),
-    *("stages", "stages_iterations", "timeline", "timeline_spans"),
-    *("steps", "steps_rounds", "steps_probes", "pipeline", "pipeline_rounds", "pipeline_probes"),
-    *("race", "race_summary"),
-)
 
 app = typer.Typer(add_completion=False, help=__doc__)
 LAYERS = "transformer layers whose gradients are reduced (default: 3, or the model's)"
@@ -293,16 +285,8 @@ def time_stages(
 @main_guard
 def keep(results: Results = RESULTS, reference: Path = REFERENCE) -> None:
     """Copy the tables and figures of every machine from RESULTS to REFERENCE, where they can be committed."""
-    folders = [path for path in sorted(results.glob("*")) if path.is_dir()]
-    if not folders:
-        raise UserError("there are no results of a benchmark", where=results, fix="run: make bench")
-    for folder in folders:
-        tables = (folder / f"{name}.csv" for name in KEPT)
-        for path in (*tables, *folder.glob("*.json"), *folder.glob("figures/*.png")):
-            if path.is_file():
-                target = reference / folder.name / path.relative_to(folder)
-                atomic_write(target, path.read_bytes())
-                print(target)
+    for path in keeping.keep(results, reference):
+        print(path)
 
 
 if __name__ == "__main__":
