@@ -21,10 +21,10 @@ def render(name: str, results: Path, out: Path) -> list[Path]:
         raise UserError(f"unknown figure {name}", fix=nearest(name, KNOWN, "known figures"))
     if not results.is_dir():
         raise UserError("results folder is missing", where=results, fix="give the folder of one scale, e.g. results/ci")
-    from paper_figures import style
+    from paper_figures import saving
 
     module = importlib.import_module(f"paper_figures.{name}")
-    written = style.save(module.draw(results), out, name)
+    written = saving.save(module.draw(results), out, name)
     return [*written, *(module.pages(results, out) if hasattr(module, "pages") else [])]
 
 

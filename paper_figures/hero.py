@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments.common.acting import NOT_TESTED
 from experiments.common.files import atomic_write
-from paper_figures import style
+from paper_figures import saving, style
 from paper_figures.families import FAMILIES
 
 TABLES = ("policies/comparisons.csv",)
@@ -141,6 +141,6 @@ def pages(results: Path, out: Path) -> list[Path]:
     for page in PAGE:
         path = out / f"hero-{page}.svg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, style.svg(drawn(results, page)))
+        atomic_write(path, saving.svg(drawn(results, page)))
         written.append(path)
     return written

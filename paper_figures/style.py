@@ -1,10 +1,8 @@
-"""One look for every figure: sizes, colours, markers, notes, reading and saving."""
+"""One look for every figure: sizes, colours, markers, notes, and the tables it reads."""
 
 from __future__ import annotations
 
-import io
 import math
-import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -282,42 +280,3 @@ def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:
     if not path.is_file():
         raise UserError(f"there is no table of {what}", where=path, fix=f"make it with: make {make}")
     return pd.read_csv(path, keep_default_na=False, na_values=[""])
-
-
-def svg(fig: Figure) -> bytes:
-    """The figure as SVG, the same bytes at every drawing; closes it."""
-    buffer = io.BytesIO()
-    fig.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, facecolor=fig.get_facecolor())
-    plt.close(fig)
-    return buffer.getvalue()
-
-
-def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
-    """Write ``name.pdf``, ``.svg`` and ``.png`` (200 dpi, or the style's) at the print size, atomically.
-
-    The bytes hold no time stamp.
-    """
-    out_dir = Path(out_dir)
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the figure folder: {error}", where=out_dir, fix="choose another --out") from None
-    written = []
-    metadata: dict[str, dict[str, None]] = {
-        "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
-        "svg": {"Date": None, "Creator": None},
-        "png": {"Software": None},
-    }
-    for kind, data in metadata.items():
-        path = out_dir / f"{name}.{kind}"
-        temporary = out_dir / f".{name}.{os.getpid()}.{kind}"
-        try:
-            fig.savefig(temporary, format=kind, metadata=data)
-            temporary.replace(path)
-        except OSError as error:
-            raise UserError(f"cannot write the figure: {error}", where=path, fix="choose another --out") from None
-        finally:
-            temporary.unlink(missing_ok=True)
-        written.append(path)
-    plt.close(fig)
-    return written

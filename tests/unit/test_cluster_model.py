@@ -266,7 +266,7 @@ def test_cluster_config_refuses_a_share_above_one() -> None:
 
 def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path) -> None:
     pytest.importorskip("seaborn")
-    from paper_figures import cluster, style
+    from paper_figures import cluster, saving
 
     study = "gpt2_2p5b_v100"
     cluster_model.main(study=study, out=tmp_path / study)
@@ -274,7 +274,7 @@ def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path) -> 
     for ax in figure.axes:
         assert "SIMULATED" in ax.get_title(loc="left")
         assert len(ax.get_lines()) >= 7
-    assert [path.stat().st_size > 10_000 for path in style.save(figure, tmp_path, study)] == [True] * 3
+    assert [path.stat().st_size > 10_000 for path in saving.save(figure, tmp_path, study)] == [True] * 3
     path = tmp_path / study / "table.csv"
     write_text(path, path.read_text().replace("simulated", "measured"))
     with pytest.raises(UserError, match="not simulated"):
