@@ -55,6 +55,7 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "median": statistics.median,
 }
+NOTHING = "-"  # what a page shows of a value that is missing
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
@@ -76,7 +77,8 @@ class Written:
 
     def text(self, rows: Sequence[Row]) -> str:
         """The value of these rows as a page shows it. Raises :class:`BadReference`."""
-        return " to ".join(self._one(value) for value in self._values(rows))
+        parts = [self._one(value) for value in self._values(rows)]
+        return " to ".join(parts) if set(parts) != {NOTHING} else NOTHING
 
     def _values(self, rows: Sequence[Row]) -> list[Any]:
         over = OVER_ROWS.fullmatch(self.what)
@@ -108,7 +110,7 @@ class Written:
                 sign, by = CHANGE.fullmatch(change).groups()  # type: ignore[union-attr]
                 changed = changed * float(by) if sign == "*" else changed + float(by)
         if not math.isfinite(changed):
-            return "-" if math.isnan(changed) else "always"  # a limit that is never met
+            return NOTHING if math.isnan(changed) else "always"  # a limit that is never met
         if self.form == "words" or (self.form or "").endswith("d"):
             if changed != int(changed):
                 raise BadReference(f"{changed:g} is not a whole number", "use a format such as .1f")

@@ -59,6 +59,8 @@ def test_the_pages_have_markers() -> None:
         ("ci/t.csv variant=b loss .0f", "0"),
         ("ci/t.csv variant=a seed<2 low..high .2f", "0.25 to 0.75"),
         ("ci/t.csv variant=b high .2f", "-"),
+        ("ci/t.csv variant=b low..high .2f", "-0.06 to -"),
+        ("ci/t.csv variant=b high..high .2f", "-"),
         ("ci/t.csv variant=a range(loss) .1f", "0.5 to 1.5"),
         ("ci/t.csv mean(high) .3f", "1.375"),
         ("ci/t.csv max(loss) .1f", "1.5"),
