@@ -93,6 +93,8 @@ def _outcome(run: RunConfig, folder: RunFolder, nodes: int, start: Callable[[], 
         _, first = failure.get_first_failure()
         if first.exitcode == EXIT_BAD_INPUT:
             folder.discard()
+            with contextlib.suppress(OSError):
+                folder.path.rmdir()  # unless there is something in it
             raise SystemExit(EXIT_BAD_INPUT) from None
         gone = first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER
         try:

@@ -7,6 +7,7 @@ a server that has imported Megatron once; with CUDA, or over several nodes, they
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -31,6 +32,7 @@ from experiments.training.run_folder import hold_as_rank
 # What gloo and NCCL say in a rank whose peer was killed or has crashed.
 LOST_PEER = re.compile(r"connection (reset|closed|refused)|broken pipe|remote process exited", re.IGNORECASE)
 LOST_PEER_SECONDS = 3.0
+AGENT = "torch.distributed.elastic.multiprocessing.api"  # logger
 MEETING = 300  # seconds until the launchers of all nodes must have met
 imported = False  # whether this process has imported what the ranks need: it is a copy of the launch server
 
@@ -67,8 +69,11 @@ def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path) -> 
         summary = work(run, *data, attempt)
     except UserError as error:
         if os.environ.get("RANK") == "0":
+            # What only the built model tells, such as its largest rank, is raised by the library, which knows no file.
+            file = study_path(run.study)
+            if error.where is None and file.is_file():
+                error = UserError(error.message, where=file, fix=error.fix)
             print(f"error: {error}", file=sys.stderr, flush=True)
-        # Skip the agent's traceback: the line above says it all.
         os._exit(EXIT_BAD_INPUT)
     except RuntimeError as error:
         if not LOST_PEER.search(str(error)):
@@ -78,6 +83,11 @@ def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path) -> 
         os._exit(EXIT_LOST_PEER)
     if summary is not None:
         atomic_write(attempt / "summary.json", json.dumps(summary))
+
+
+def _not_said_twice(record: logging.LogRecord) -> bool:
+    """Not the agent's traceback of how a rank ended: the rank has said why, and the launcher says what follows."""
+    return not str(record.msg).startswith("failed (exitcode")
 
 
 def _forks(nodes: int) -> bool:
@@ -143,6 +153,7 @@ def start_ranks(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     per_node = check_devices(run, nodes)
+    logging.getLogger(AGENT).addFilter(_not_said_twice)
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,

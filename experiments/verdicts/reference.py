@@ -175,7 +175,7 @@ def main(
         names = [run.name for run in matrix.runs(study, scale)]
         ended, written = save_so_far(study, names, fresh, known, replace=replace)
         print(f"{study}: {ended} of {len(names)} runs have ended", *written, sep="\n")
-        if (known / study / archive.NAME).is_file():
+        if all((known / study / name).is_file() for name in (archive.NAME, archive.SO_FAR)):
             print(f"its tables stay those of {archive.NAME}; --replace makes them of these runs")
         return
     written = update_study(study, fresh, known) if study else update(load_tolerances(tolerances), fresh, known)

@@ -182,6 +182,15 @@ def test_bad_input_is_one_line_and_touches_nothing(launcher: Launcher, change: d
     assert not launcher.path(values).exists()
 
 
+def test_bad_input_that_only_ranks_find_is_one_line_too(launcher: Launcher) -> None:
+    values = changed(variant="bad", compression={"method": "edgc", "window": 10, "r_max": 4096})
+    code, stderr = launcher.run(values)
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    assert code == 2 and len(lines) == 1, stderr
+    assert lines[0].startswith("error: r_max = 4096 is not below the largest rank") and "; use an r_max" in lines[0]
+    assert not launcher.path(values).exists()
+
+
 @pytest.mark.parametrize(
     ("name", "keep"),
     [("train.bin", -2), ("validation.idx", -8), ("tokenizer.json", 100), ("data.yaml", -1), ("index", -8)],
