@@ -20,7 +20,7 @@ CAPTION = """\
 **The compression engine beside torch's PowerSGD hook**, on the gradients of a GPT, same rank, same error:
 (a) time, (b) speed-up, (c) time over what this machine needs for the products and passes alone, (d) where
 the time goes. Medians over rounds, quartiles as bars."""
-TORCH = Family("torch", "torch powerSGD_hook", "#0072B2", "s")
+TORCH = Family("torch", "torch", "#0072B2", "s")
 OURS = {
     "fp32": Family("fp32", "edgc, fp32 factors", FAMILIES["edgc"].colour, "D"),
     "bf16": Family("bf16", "edgc, bf16 factors", "#E69F00", "^", "--"),
@@ -84,7 +84,7 @@ def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
     for allocator, line in ALLOCATORS.items():
         rows = one[(one["engine"] == "torch") & (one["allocator"] == allocator)]
         if not rows.empty:
-            label = f"torch, {ALLOCATOR_LABELS[allocator]}"
+            label = f"{TORCH.label}, {ALLOCATOR_LABELS[allocator]}"
             bars(ax, rows, column, TORCH, label, line)
     first = one[one["allocator"] == one["allocator"].iloc[0]]
     for dtype, look in OURS.items():

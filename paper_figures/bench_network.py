@@ -34,7 +34,7 @@ def draw(results: Path) -> Figure:
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
         ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
-    style.names_above(axes, [LABELS.get(name, name) for name in methods])
+    style.names_above(fig, axes, [LABELS.get(name, name) for name in methods])
     style.letter(axes)
     style.annotate(
         fig,

@@ -33,10 +33,9 @@ def draw(results: Path) -> Figure:
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
         ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
-    bold = {"fontsize": style.FONT, "weight": "bold"}
-    fig.suptitle("Time to the loss (uncompressed = 1), links of", x=0.02, ha="left", **bold)
     labels = dict(zip(summary["method"], summary["label"], strict=True))
-    style.names_above(axes, [labels[name] for name in order])
+    title = "Time to the loss (uncompressed = 1), links of"
+    style.names_above(fig, axes, [labels[name] for name in order], title)
     style.letter(axes)
     style.annotate(
         fig,

@@ -42,10 +42,9 @@ def draw(results: Path) -> Figure:
     least = min(-BANDS[0][0], 100 * steps["error"].min())
     axes[0].set_ylim(1.1 * least, max(BANDS[0][0], 115 * steps["error"].max()))
     found = dict(zip(*reversed(style.handles(*axes)), strict=True))
-    share, bold = (steps["error"] < 0).mean(), {"weight": "bold", "size": style.FONT}
-    title = f"The prediction is too low\nin {100 * share:.0f} % of the {len(steps)} steps"
-    fig.legend(found.values(), found.keys(), title=title, title_fontproperties=bold, loc="outside upper center",
-               ncols=2, columnspacing=0.8)  # fmt: skip
+    share = (steps["error"] < 0).mean()
+    title = f"The prediction is too low in {100 * share:.0f} % of the {len(steps)} steps"
+    style.title_legend(fig, found.values(), found.keys(), title, columnspacing=0.8)
     style.letter(axes)
     errors = steps["error"].abs()
     style.annotate(

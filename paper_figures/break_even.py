@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -67,9 +66,8 @@ def draw(results: Path) -> Figure:
         ax.set_xlabel("link between the sites (Gbit/s)" if sites else "bandwidth of a node (Gbit/s)")
         ax.set_ylabel("step time saved (%)")
     style.letter(axes)
-    bold = {"weight": "bold", "size": style.FONT}
-    words = textwrap.fill(title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"]), 46)
-    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=2)
+    words = title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"])
+    style.title_legend(fig, *style.handles(axes[0]), words)
     style.note(
         fig,
         "Model, not measured. Full lines: gradients reduced after backward; dashed: beside it. GPT2-12.1B, TP4 x PP4, "

@@ -44,8 +44,7 @@ def draw(results: Path) -> Figure:
         panel(ax, table[table["cluster"] == cluster])
     axes[-1].set_xlabel("step time saved (%)")
     style.letter(axes)
-    bold, words = {"weight": "bold", "size": style.FONT}, textwrap.fill(title(table), 46)
-    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=2)
+    style.title_legend(fig, *style.handles(axes[0]), title(table))
     ranges = table.drop_duplicates("assumption").set_index("assumption")[["low", "high"]]
     named = [f"{WORDS[name]} {row['low']} to {row['high']}" for name, row in ranges.iterrows()]
     style.note(

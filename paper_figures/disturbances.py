@@ -42,9 +42,7 @@ def draw(results: Path) -> Figure:
         ax.set(ylim=(len(cases) - 0.5, -0.5), ylabel="disturbance")
     axes[-1].set_xlabel("step time saved (%)")
     style.letter(axes)
-    bold = {"weight": "bold", "size": style.FONT}
-    words = textwrap.fill(title(table, ["case", "overlap"]), 46)
-    fig.legend(*style.handles(axes[0]), title=words, title_fontproperties=bold, loc="outside upper center", ncols=2)
+    style.title_legend(fig, *style.handles(axes[0]), title(table, ["case", "overlap"]))
     style.note(
         fig,
         f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -55,9 +54,7 @@ def draw(results: Path) -> Figure:
     ax.margins(y=0.06)
     ax.set_xlabel(style.share_of_bytes())
     ax.set_ylabel("validation loss above uncompressed\n(nats; linear below 0.01)")
-    bold = {"weight": "bold", "size": style.FONT}
-    fig.legend(*style.handles(ax), title=textwrap.fill(seen(points, runs), 46), title_fontproperties=bold,
-               loc="outside upper center", ncols=2, columnspacing=1.0)  # fmt: skip
+    style.title_legend(fig, *style.handles(ax), seen(points, runs), columnspacing=1.0)
     style.annotate(
         fig,
         list(points["n"]),

@@ -40,14 +40,16 @@ def draw(results: Path, study: str) -> Figure:
     curves["above"] = above(curves, plain)
     looks = [looks_of(variants, plain, row) for row in rows]
     fig, (overview, *parts) = style.stacked([2.1, *(1.6 + 0.15 * legend_lines(row) for row in looks)])
-    every(overview, curves, plain, limits(curves))
-    for part, row in zip(parts, looks, strict=True):
-        pair(part, curves, row, bool(plain))
+    # What is compared with the same uncompressed runs has the same axes; other rows, as BERT and GPT, have their own.
+    own = [curves if plain else curves[curves["variant"].isin(list(row))] for row in looks]
+    low, high = (end(ends) for end, ends in zip((min, max), zip(*map(limits, own), strict=True), strict=True))
+    every(overview, curves, plain, (low, high))
+    for part, row, mine in zip(parts, looks, own, strict=True):
+        pair(part, mine, row, bool(plain))
         if not variants["label"].is_unique:
             part.legends[0].set_title(variants["label"][next(iter(row))])
         part.axes[0].set_xlabel(BYTES.format(unit=unit))
     style.letter(fig.axes)
-    high = limits(curves)[1]
     extra = f"Training loss, trailing mean; thin: runs, thick: mean over seeds. Losses above {high:.2f} are cut off."
     if missing := lost(runs):
         extra += f"\n{missing}"
@@ -58,10 +60,8 @@ def draw(results: Path, study: str) -> Figure:
 
 def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, tuple[str, Any]]:
     """Label and colour of each variant of a row; uncompressed training is black in every row."""
-    colours = dict(zip(row, sns.color_palette("colorblind", MOST), strict=False))
-    return {
-        name: (name_of(variants, name), colour) for name, colour in [*((p, BLACK) for p in plain), *colours.items()]
-    }
+    colours = [*(BLACK for _ in plain), *sns.color_palette("colorblind", len(row))]
+    return {name: (name_of(variants, name), colour) for name, colour in zip([*plain, *row], colours, strict=True)}
 
 
 def legend_columns(looks: dict[str, tuple[str, Any]]) -> int:
@@ -92,7 +92,8 @@ def every(part: SubFigure, curves: pd.DataFrame, plain: list[str], shown: tuple[
 
 
 def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, tuple[str, Any]], excess: bool) -> None:
-    """One group of variants, left: loss over bytes sent; right: loss above uncompressed, or loss, over iterations."""
+    """One group of variants, left: loss over bytes sent; right: loss above uncompressed, or loss, over iterations. The
+    axes have room for all ``curves``."""
     left, right = part.subplots(1, 2)
     for name, (label, colour) in looks.items():
         lines(left, curves[curves["variant"] == name], "sent", "train_loss", colour, label)
@@ -146,11 +147,10 @@ def name_of(variants: pd.DataFrame, variant: str) -> str:
 
 def groups(variants: pd.DataFrame) -> list[list[str]]:
     """Variants by method, or by label where there is one method; few of one kind together; at most ``MOST`` a row."""
-    if variants["method"].nunique() == 1 and not variants["label"].is_unique:
-        return [list(group.index) for _, group in variants.groupby("label", sort=False)]
-    by = [list(group.index) for _, group in variants.groupby("method", sort=False)]
-    many = [names for names in by if len(names) > 2]
-    few = [name for names in by if len(names) <= 2 for name in names]
+    trials = variants["method"].nunique() == 1 and not variants["label"].is_unique
+    by = [list(group.index) for _, group in variants.groupby("label" if trials else "method", sort=False)]
+    many = [names for names in by if trials or len(names) > 2]
+    few = [name for names in by if names not in many for name in names]
     rows = []
     for names in (*many, few):
         count = math.ceil(len(names) / MOST)
@@ -164,11 +164,10 @@ def lines(ax: Axes, curves: pd.DataFrame, x: str, y: str, colour: Any, label: st
         run = run.dropna(subset=[y])
         ax.plot(run[x], run[y], color=colour, **THIN)
     # Where a seed has stopped, the mean of the others would jump.
-    mean = curves.groupby("iteration")[[x] if x == y else list({x, y} - {"iteration"})].agg(
-        lambda v: v.mean(skipna=False)
-    )
-    mean = mean[curves.groupby("iteration")["seed"].nunique() == curves["seed"].nunique()].dropna().reset_index()
-    ax.plot(mean[x], mean[y], color=colour, label=label, **THICK)
+    rows = curves.dropna(subset=[y])
+    by = rows.groupby("iteration")
+    means = by[sorted({x, y} - {"iteration"})].mean()[by.size() == rows["seed"].nunique()].reset_index()
+    ax.plot(means[x], means[y], color=colour, label=label, **THICK)
 
 
 def limits(curves: pd.DataFrame) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -50,9 +49,7 @@ def draw(results: Path) -> Figure:
         ends = near["gap_nats_low"].fillna(near["gap_nats_min"])
         ax.set_ylim(max(-NEAR / 3, min(-0.05 * NEAR, 1.1 * ends.min())), NEAR)
     spoken = names.chosen(near, near["gap_nats_mean"].max() + 1, NAMED)
-    bold = {"weight": "bold", "size": style.FONT}
-    fig.legend(*style.handles(ax), title=textwrap.fill(names.seen(spoken), 46), title_fontproperties=bold,
-               loc="outside upper center", ncols=2, columnspacing=1.0)  # fmt: skip
+    style.title_legend(fig, *style.handles(ax), names.seen(spoken), columnspacing=1.0)
     said = (off_the_scale(shown[~shown["variant"].isin(near["variant"])]), lost(runs), style.untested(runs))
     style.annotate(
         fig,

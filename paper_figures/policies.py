@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -39,10 +38,7 @@ def draw(results: Path) -> Figure:
     differences(axes[1], mine[~mine["rival"].isin(["no compression", "fp32 factors"])], pairs)
     style.letter(axes)
     drawn, labels = style.handles(axes[0])
-    bold = {"weight": "bold", "size": style.FONT}
-    words = textwrap.fill(title(chosen(found)), 46)
-    where = {"loc": "outside upper center", "ncols": 3, "columnspacing": 1.0}
-    fig.legend(drawn, labels, title=words, title_fontproperties=bold, **where)
+    style.title_legend(fig, drawn, labels, title(chosen(found)), ncols=3, columnspacing=1.0)
     bars = "(b) bars: 95 % t interval of the mean, dots: seeds"
     style.annotate(fig, list(mine["n"]), bars=bars, scale=results.name)
     return fig

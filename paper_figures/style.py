@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ __all__ = ["ARCHITECTURES", "ESTIMATORS", "FAMILIES", "MARKERS", "Family", "fami
 COLUMN = 3.35  # inches, one column of a two-column page: every figure is as wide
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
+BOLD: dict[str, Any] = {"weight": "bold", "size": FONT}
+TITLE = 46  # characters of a title in bold that fit a column
 INTERVAL = "bars: 95 % t interval of the mean"
 
 PAPER: dict[str, Any] = {}
@@ -144,10 +146,23 @@ def letter(axes: Sequence[Axes]) -> None:
         ax.set_title(f"({chr(ord('a') + index)}) {ax.get_title(loc='left')}".rstrip())
 
 
-def names_above(axes: Sequence[Axes], names: Sequence[str]) -> None:
+def title_legend(fig: Figure, drawn: Iterable[Any], labels: Iterable[str], title: str, **options: Any) -> None:
+    """The legend above all panels, in two columns where nothing else is said, under a title that says what is seen."""
+    fig.legend(
+        list(drawn),
+        list(labels),
+        title=textwrap.fill(title, TITLE),
+        title_fontproperties=BOLD,
+        loc="outside upper center",
+        **({"ncols": 2} | options),
+    )
+
+
+def names_above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = "") -> None:
     """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
-    the panels the names would take most of a column's width."""
-    fig = axes[0].figure
+    the panels the names would take most of a column's width. ``title`` stands above the panels'."""
+    if title:
+        fig.suptitle(title, fontproperties=BOLD, x=0.02, ha="left")
     axes[0].set_yticks([])
     axes[0].set(ylabel="method", ylim=(len(names) - 0.55, -0.8))
     across = blended_transform_factory(fig.transFigure, axes[-1].transData)

@@ -40,8 +40,6 @@ def draw(results: Path) -> Figure:
         panel(ax, times[times["megabits"] == megabits], variants, runs)
         speed = f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
         ax.set(title=speed, xlabel="%")
-    bold = {"fontsize": style.FONT, "weight": "bold"}
-    fig.suptitle("Time in % of uncompressed training,\nmodelled network of", x=0.02, ha="left", **bold)
     shown = times["percent"].dropna()
     low, high = (min(100, shown.min()) / 1.3, max(100, shown.max()) * 1.3) if len(shown) else (50.0, 200.0)
     axes[0].set_xlim(low, high)
@@ -51,7 +49,7 @@ def draw(results: Path) -> Figure:
     # Whether a run arrives does not depend on the network.
     rows = times[times["megabits"] == bandwidths[0]]
     names = [label(str(runs.loc[name, "label"]), rows[rows["variant"] == name]) for name in variants]
-    style.names_above(axes, names)
+    style.names_above(fig, axes, names, "Time in % of uncompressed training,\nmodelled network of")
     reached = rows.groupby("variant")["percent"].count()
     style.annotate(
         fig,

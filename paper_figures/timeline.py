@@ -53,14 +53,9 @@ def draw(results: Path) -> Figure:
     axes[-1].set_xlabel("time in the iteration (ms)")
     style.letter(axes)
     shown = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
-    fig.legend(
-        handles=[*shown, Patch(fc="white", ec="#888888", lw=0.5, label="idle")],
-        title="One training iteration, links with injected delays",
-        title_fontproperties={"weight": "bold", "size": style.FONT},
-        loc="outside upper center",
-        ncols=2,
-        columnspacing=0.8,
-    )
+    shown.append(Patch(fc="white", ec="#888888", lw=0.5, label="idle"))
+    title = "One training iteration, links with injected delays"
+    style.title_legend(fig, shown, [str(patch.get_label()) for patch in shown], title, columnspacing=0.8)
     counted = sorted(set(shares.groupby("variant")["iteration"].nunique()))
     slow, fast = settings["megabytes"] / settings["slowdown"], settings["megabytes"]
     style.note(

@@ -246,6 +246,27 @@ def test_learning_curves_show_every_run_and_what_it_lies_above_uncompressed(tabl
     assert found["above"]["fixed_8"].to_numpy() == pytest.approx(expected.to_numpy(), nan_ok=True)
 
 
+def test_trials_of_another_kind_have_axes_of_their_own(tables: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ci" / "tuning"
+    folder.mkdir(parents=True)
+    curves, runs = (pd.read_csv(tables / "tuning" / name) for name in ("curves.csv", "table.csv"))
+    far = runs["variant"].iloc[-1]
+    runs.loc[runs["variant"] == far, "label"] = "BERT"
+    mine = curves["variant"] == far
+    curves.loc[mine, "train_loss"] += 20.0
+    curves.loc[mine, "validation_perplexity"] *= np.exp(20.0)
+    curves.to_csv(folder / "curves.csv", index=False)
+    runs.to_csv(folder / "table.csv", index=False)
+    fig = importlib.import_module("paper_figures.learning_curves_tuning").draw(tmp_path / "ci")
+    try:
+        for ax in fig.axes:
+            low, high = ax.get_ylim()
+            ends = [line.get_ydata()[-1] for line in ax.lines if len(line.get_xdata()) > 20]
+            assert ends and all(low <= end <= high for end in ends), ax.get_title(loc="left")
+    finally:
+        plt.close(fig)
+
+
 def test_rows_of_learning_curves_hold_every_variant_once() -> None:
     module = importlib.import_module("paper_figures.learning_curves")
     methods_of = {f"p{k}": "powersgd" for k in range(11)} | {"q": "quantize", "s": "sign", "e1": "edgc", "e2": "edgc"}
