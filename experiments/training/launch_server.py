@@ -58,11 +58,10 @@ class Server:
         self.launches: dict[socket.socket, int] = {}
         self.code = _times_of_code()
         self.ending = False
-        self.woken, waker = socket.socketpair()  # readable once a signal has come
-        for end in (self.woken, waker):
-            end.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        self.waker = waker
+        self.woken, self.waker = socket.socketpair()  # readable once a signal has come
+        self.woken.setblocking(False)
+        self.waker.setblocking(False)
+        signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
 
     def end(self, *_: object) -> None:
         """As soon as no launch is running: a signal to the whole group ends those first."""
