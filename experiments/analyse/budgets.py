@@ -2,7 +2,7 @@
 
 Runs with the same label are trials of one method. Each method has been tried as often as the others, so none is shown
 at its authors' rate beside one that was tuned here. With one seed a trial is a trial: ``best.csv`` says which settings
-are worth running with more.
+are worth running with more. Where the best trial is of a policy that did not act, ``verdict`` says ``not tested``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 import pandas as pd
 
 from experiments.analyse import methods
+from experiments.analyse.acting import acting
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, result, write_tables
+from experiments.common.acting import NOT_TESTED, acted
 
 RESULTS = ("table.csv", "best.csv")
 DETAILS = ("curves.csv",)
@@ -27,6 +29,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     rows = [
         identity(run)
         | {"method": run.method, "lr": run.config["train"]["lr"], "beta1": run.config["train"].get("adam_beta1")}
+        | acting(run)
         | result(run)
         for run in runs
     ]
@@ -44,7 +47,8 @@ def _means(table: pd.DataFrame) -> pd.DataFrame:
     for key, mine in table.groupby(by, sort=False):
         fine = (mine["status"] == "ok").all()
         means = {name: mine[name].mean() if fine else math.nan for name in MEANS}
-        rows.append(dict(zip(by, key, strict=True)) | {"n": len(mine)} | means)
+        verdict = NOT_TESTED if acted(mine) is False else ""
+        rows.append(dict(zip(by, key, strict=True)) | {"n": len(mine)} | means | {"verdict": verdict})
     return pd.DataFrame(rows)
 
 
@@ -59,7 +63,7 @@ def best(means: pd.DataFrame, base: float) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"label": label, "trials": len(trials), "trials_ok": int(losses.notna().sum())}
         if losses.notna().any():
             chosen = trials.loc[losses.idxmin()]
-            row |= {key: chosen[key] for key in ("variant", "lr", "n", *MEANS)}
+            row |= {key: chosen[key] for key in ("variant", "lr", "n", *MEANS, "verdict")}
             row |= {"above_best_nats": losses.min() - base, "first_nats": losses.iloc[0] - base}
         rows.append(row)
     return rows

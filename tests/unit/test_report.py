@@ -120,7 +120,8 @@ def test_every_number_of_the_board_is_that_of_its_table(kept: Kept) -> None:
         trials = row.study == "budgets"  # the best trial of each method, over the best without compression
         assert row.bytes == line["bytes_ratio" if trials else "bytes_ratio_mean"] and row.bytes_bf16 == 2 * row.bytes
         assert row.gap == line["above_best_nats" if trials else "gap_nats_mean"]
-        assert not trials or (row.verdict == "" and row.low is None), "trials decide nothing"
+        assert not trials or (row.verdict in ("", "not tested") and row.low is None), "trials decide nothing"
+        assert not trials or row.family != "edgc" or row.verdict == "not tested", "its rank hardly moved in them"
         if row.variant != "none" and row.n > 1:
             assert (row.low, row.high) == (line["gap_nats_low"], line["gap_nats_high"])
         assert float(row.shown["bytes"].removesuffix(" %")) / 100 == pytest.approx(row.bytes, rel=5.1e-3)
