@@ -1,7 +1,7 @@
 """Theirs and ours in one table, on the same axes.
 
 The paper's rows are its runs as the studies' files have them, with values of claims where one is known; everything else
-of the paper reads "not known here". Our rows are those of a committed table.
+of the paper reads "not known here", once a row. Our rows are those of a committed table.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ def _claimed() -> dict[str, float | str]:
 
 
 def _once(row: list[str]) -> list[str]:
-    """A row of which nothing is known says so once."""
-    return [row[0], UNKNOWN, *[""] * (len(row) - 2)] if set(row[1:]) == {UNKNOWN} else row
+    """A row says once that values are not known; the other cells of that kind are empty."""
+    first = row.index(UNKNOWN) if UNKNOWN in row else len(row)
+    return [cell if cell != UNKNOWN or at == first else "" for at, cell in enumerate(row)]
 
 
 def _of_paper(column: Column, run: RunConfig | None, spread: dict[str, list[Any]], where: object) -> list[str]:
