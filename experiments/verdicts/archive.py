@@ -231,8 +231,10 @@ def replay_command(
 @app.command("restore")
 @main_guard
 def restore_command(scale: Scale = "ci", study: Study = None, results: Results = Path("results")) -> None:
-    """Put the committed runs into the results folder."""
-    for path in archived(results / "reference" / scale, study, (NAME, SO_FAR)):
+    """Put the committed runs into the results folder; of a study whose runs are made anew, those of this time."""
+    kept = archived(results / "reference" / scale, study, (NAME, SO_FAR))
+    newest = {path.parent: path for path in sorted(kept, key=lambda path: path.name == SO_FAR)}
+    for path in newest.values():
         print(f"{path.parent.name}: {len(unpack(path, results / scale / path.parent.name))} runs")
 
 

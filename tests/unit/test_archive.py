@@ -118,6 +118,21 @@ def test_tables_of_an_earlier_time_go_only_if_asked(study: Path, tmp_path: Path)
     assert not whole.exists() and len(pd.read_csv(kept / STUDY / "table.csv")) == len(everything) - 1
 
 
+def test_of_runs_made_anew_those_of_this_time_come_back(study: Path, tmp_path: Path) -> None:
+    kept, everything = tmp_path / "reference" / "ci", names(study)
+    atomic_write(kept / STUDY / archive.NAME, archive.pack(study, everything))
+    (study / everything[1] / "status").unlink()
+    (study / everything[0] / "run.yaml").write_text("seed: of this time", encoding="utf-8")
+    reference.save_so_far(STUDY, everything, study.parent, kept)
+    done = CliRunner().invoke(archive.app, ["restore", "--scale", "ci", "--results", str(tmp_path), "--study", "other"])
+    assert done.exit_code == 2 and "no runs are kept of other" in done.output
+    study.parent.rename(tmp_path / "before")
+    done = CliRunner().invoke(archive.app, ["restore", "--scale", "ci", "--results", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (study / everything[0] / "run.yaml").read_text("utf-8") == "seed: of this time"
+    assert names(study) == sorted(set(everything) - {everything[1]}, reverse=True)
+
+
 def test_the_last_run_that_is_saved_makes_the_archive_whole(study: Path, tmp_path: Path) -> None:
     kept = tmp_path / "reference" / "ci"
     ended, written = reference.save_so_far(STUDY, names(study), study.parent, kept)
