@@ -458,6 +458,14 @@ def test_titles_follow_from_the_tables() -> None:
     runs = pd.DataFrame({"variant": names, "method": ["edgc", "sign", "powersgd"], "policy": ["cqm", "cqm", "cqm"]})
     title = importlib.import_module("paper_figures.equal_bytes").seen(points, runs)
     assert title == "cheap and good loses no more in the mean than EDGC (CQM) and sends 10 % of the bytes, not 40 %"
+    ways = ["edgc", "sign", "powersgd", "none"]
+    means = pd.DataFrame({"label": [*names, "no compression"], "method": ways, "edgc": [True, False, False, False]})
+    means = means.assign(bytes_ratio_mean=[0.4, 0.03, 0.1, 1.0], gap_nats_mean=[0.02, 0.3, 0.01, 0.0])
+    seen = importlib.import_module("paper_figures.methods").seen
+    decided = means.assign(verdict=["worse", "worse", "not decided", None])
+    assert seen(decided, decided[:3]) == title
+    undecided = means.assign(verdict=["not decided", "worse", "not decided", None])
+    assert seen(undecided, means[:3]) == "Of 3 methods 2 are not decided: seeds differ as much as methods"
 
 
 def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
