@@ -8,6 +8,8 @@ stage), and ``<model>`` (all entries pooled into one distribution).
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ import pandas as pd
 
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, slope, thin
-from experiments.analyse.tables import together, with_identity, write_tables
+from experiments.analyse.tables import summarise, together, with_identity, write_tables
 from experiments.analyse.trend import ESTIMATORS, describe, steep_end
 
-RESULTS = ("table.csv", "moments.csv")
+RESULTS = ("table.csv", "summary.csv", "moments.csv", "moments_summary.csv")
 DETAILS = ("trend.csv", "parameters.csv", "norms.csv")
 MODEL = "<model>"
 ALL = "<all>"
@@ -42,13 +44,18 @@ NORMAL = 0.5 * np.log(2 * np.pi * np.e)  # entropy of a normal distribution minu
 WARM_UP = 0.1  # share of the run after which EDGC may compress: CQM takes its reference there
 SHAPE_COLUMNS = ("sigma", "log_sigma", "skewness", "excess_kurtosis", "zero_fraction", "near_zero",
                  "correlation_previous", "correlation_layers", "gradient_norm")  # fmt: skip
+IDENTITY = ("variant", "label", "architecture")
+TREND_COLUMNS = ("start", "minimum", "iteration_minimum", "end")  # summarised over seeds
+MOMENT_COLUMNS = ("near_zero_start", "near_zero_end", "excess_kurtosis_min", "excess_kurtosis_max",
+                  "correlation_layers_early", "correlation_layers_late")  # fmt: skip
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write the five tables of the study.
+    """Write the tables of the study.
 
-    ``table.csv``: entropy per group and estimator. ``moments.csv``: the rest per group. ``trend.csv``: everything per
-    probe and group. ``parameters.csv``: log sigma per probe and parameter. ``norms.csv``: gradient norm per step.
+    ``table.csv``: entropy per run, group and estimator. ``moments.csv``: the rest per run and group. ``summary.csv``
+    and ``moments_summary.csv``: the same over seeds. ``trend.csv``: everything per probe and group. ``parameters.csv``:
+    log sigma per probe and parameter. ``norms.csv``: gradient norm per step.
     """
     names = ("moments", "trend", "parameters", "norms", "table")
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
@@ -68,7 +75,24 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         frames["parameters"].append(label(parameters[kept]))
         frames["table"].append(label(entropies(trend, parameters)))
         frames["moments"].append(label(moments(trend, run)))
-    return write_tables(out, {name: together(found) for name, found in frames.items()})
+    tables = {name: together(found) for name, found in frames.items()}
+    tables["summary"] = over_seeds(tables["table"], ("estimator", "group"), TREND_COLUMNS, "verdict")
+    tables["moments_summary"] = over_seeds(tables["moments"], ("group",), MOMENT_COLUMNS, "centring")
+    return write_tables(out, tables)
+
+
+def over_seeds(table: pd.DataFrame, keys: Sequence[str], columns: Sequence[str], word: str) -> pd.DataFrame:
+    """Per variant and ``keys`` the mean and range of ``columns``, and what ``word`` says in how many of the seeds."""
+    by = [*IDENTITY, *keys]
+    known = table.reindex(columns=[*by, "status", *columns, word])
+    said = known.groupby(by, sort=False, dropna=False)[word].agg(words)
+    return summarise(known, columns, by).merge(said.reset_index(), on=by)
+
+
+def words(found: pd.Series) -> str:
+    """``falls (2), rises (1)``; one word alone where all agree."""
+    counts = Counter(found.dropna())
+    return next(iter(counts), "") if len(counts) < 2 else "; ".join(f"{word} ({n})" for word, n in counts.items())
 
 
 def group_of(parameter: str) -> str:

@@ -257,15 +257,19 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
 
 
 def entropies(trend: pd.DataFrame) -> pd.DataFrame:
-    """Columns ``run``, ``share`` (of the run) and ``entropy`` (nats) of the layers' matrices."""
-    rows = trend[trend["group"] == GROUP]
+    """Columns ``run``, ``share`` (of the run) and ``entropy`` (nats) of the layers' matrices; first seed per variant.
+
+    A mean over seeds would be smoother than what a controller sees.
+    """
+    first = trend["seed"] == trend.groupby("variant")["seed"].transform("min")
+    rows = trend[(trend["group"] == GROUP) & first]
     share = rows["iteration"] / rows.groupby("variant")["iteration"].transform("max")
     return pd.DataFrame({"run": rows["variant"], "share": share.round(6), "entropy": rows[ENTROPY].round(6)})
 
 
 @main_guard
 def main(trend: Annotated[Path, typer.Argument(help="trend.csv of study entropy_trend")]) -> None:
-    """Write recorded_entropy.csv: the entropy of every run of the study, uncompressed GPTs and a BERT."""
+    """Write recorded_entropy.csv: the entropy of a run of every variant of the study, uncompressed GPTs and a BERT."""
     atomic_write(PATH, entropies(pd.read_csv(trend)).to_csv(index=False, lineterminator="\n"))
 
 

@@ -506,6 +506,22 @@ def test_trend_needs_four_probes_and_ignores_missing_ones() -> None:
     assert (found["probes"], found["verdict"]) == (5, "falls")
 
 
+def test_seeds_of_a_condition_are_summarised_with_what_each_says() -> None:
+    rows = [
+        {"variant": "gpt", "label": "GPT", "architecture": "gpt", "group": group, "seed": seed, "status": status,
+         "start": -float(seed), "verdict": verdict}
+        for group in ("<all>", "qkv")
+        for seed, status, verdict in [(1, "ok", "falls"), (2, "ok", "falls, then rises"), (3, "ok", "falls"),
+                                      (4, "failed", None)]
+    ]  # fmt: skip
+    found = entropy_trend.over_seeds(pd.DataFrame(rows), ("group",), ("start",), "verdict").set_index("group")
+    assert list(found.index) == ["<all>", "qkv"]
+    row = found.loc["qkv"]
+    assert (row["n"], row["n_ok"], row["start_mean"], row["start_min"], row["start_max"]) == (4, 3, -2.0, -3.0, -1.0)
+    assert row["verdict"] == "falls (2); falls, then rises (1)"
+    assert entropy_trend.words(pd.Series(["falls", "falls"])) == "falls"
+
+
 def test_a_run_without_probes_keeps_its_row(tmp_path: Path) -> None:
     synthetic.write_run(tmp_path, study="entropy_trend", variant="gpt", probe_every=10)
     synthetic.write_run(tmp_path, study="entropy_trend", variant="bert", architecture="bert", status="failed")
@@ -513,6 +529,8 @@ def test_a_run_without_probes_keeps_its_row(tmp_path: Path) -> None:
     table = pd.read_csv(tmp_path / "table.csv")
     assert list(table.loc[table["variant"] == "bert", "status"]) == ["failed"]
     assert list(table.loc[table["variant"] == "bert", "verdict"]) == ["no probes"]
+    summary = pd.read_csv(tmp_path / "moments_summary.csv").set_index(["variant", "group"])
+    assert summary.loc[("bert", "<all>"), "n_ok"] == 0 and summary.loc[("gpt", "<all>"), "n_ok"] == 1
 
 
 def test_a_torn_last_line_of_a_failed_run_is_left_out(tmp_path: Path) -> None:

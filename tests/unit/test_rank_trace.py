@@ -54,7 +54,7 @@ def test_the_recorded_entropies_are_those_of_the_kept_runs(tmp_path: Path) -> No
     trends = []
     for name in archive.unpack(REFERENCE / "runs.tar.xz", tmp_path):
         run = load_run(tmp_path / name)
-        trends.append(trajectories(grouped(run.tensors)).assign(variant=run.variant))
+        trends.append(trajectories(grouped(run.tensors)).assign(variant=run.variant, seed=run.seed))
     found = rank_trace.entropies(pd.concat(trends, ignore_index=True))
     kept = pd.read_csv(rank_trace.PATH)
     assert set(kept["run"]) == set(found["run"]) == set(recorded())
