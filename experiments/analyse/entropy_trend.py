@@ -47,7 +47,8 @@ SHAPE_COLUMNS = ("sigma", "log_sigma", "skewness", "excess_kurtosis", "zero_frac
 IDENTITY = ("variant", "label", "architecture")
 TREND_COLUMNS = ("start", "minimum", "iteration_minimum", "end")  # summarised over seeds
 MOMENT_COLUMNS = ("near_zero_start", "near_zero_end", "excess_kurtosis_min", "excess_kurtosis_max",
-                  "correlation_layers_early", "correlation_layers_late")  # fmt: skip
+                  "excess_kurtosis_start", "excess_kurtosis_end", "correlation_layers_early",
+                  "correlation_layers_late", "correlation_previous_early", "correlation_previous_late")  # fmt: skip
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:

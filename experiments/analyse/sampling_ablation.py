@@ -14,18 +14,21 @@ from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, result, summarise, write_tables
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
 
-RESULTS = ("table.csv", "summary.csv", "timings.csv", "grid.csv", "sampling_error.csv", "correlation_summary.csv")
+RESULTS = ("table.csv", "summary.csv", "timings.csv", "timings_summary.csv", "grid.csv", "sampling_error.csv",
+           "correlation_summary.csv")  # fmt: skip
 DETAILS = ("grid_timings.csv",)
 SUMMARISED = ("cc", "cc_after_warmup", "bias_nats", "rmse_nats", "sample_bias_nats", "sample_rmse_nats",
               "decisions_differing", "validation_loss")  # fmt: skip
+TIMED = ("seconds_entropy_mean", "seconds_step_mean", "share_of_step", "change_percent")
 KEYS = ["variant", "label", "alpha", "beta", "sampling", "estimator"]
 SKIPPED_STEPS = 5  # first calls allocate
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (per run), ``summary.csv`` (per setting) and ``timings.csv`` (cost of the estimate); of runs
-    that recorded every rule ``grid.csv``, ``sampling_error.csv``, ``grid_timings.csv``
-    (:mod:`experiments.analyse.sampling_grid`) and ``correlation_summary.csv`` (per rule, over seeds)."""
+    """Write ``table.csv`` and ``timings.csv`` (cost of the estimate) per run, ``summary.csv`` and
+    ``timings_summary.csv`` per setting; of runs that recorded every rule ``grid.csv``, ``sampling_error.csv``,
+    ``grid_timings.csv`` (:mod:`experiments.analyse.sampling_grid`) and ``correlation_summary.csv`` (per rule, over
+    seeds)."""
     runs, gridded = [run for run in runs if run.method == "edgc"], [run for run in runs if len(run.samplings)]
     full = {(run.seed, settings(run)["estimator"]): run for run in runs if is_full(run) and run.ok}
     rows = [
@@ -49,6 +52,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         "table": table,
         "summary": summarise(table, SUMMARISED, KEYS),
         "timings": timings,
+        "timings_summary": summarise(pd.DataFrame(timings), TIMED, KEYS),
         "grid": [row for run in gridded for row in sampling_grid.fidelity(run, rules)] if rules else [],
         "sampling_error": [row for run in gridded for row in sampling_grid.errors(run)],
         "correlation_summary": correlation.summary(pd.DataFrame(found), sampling_grid.RULE) if found else [],

@@ -7,7 +7,7 @@ r_max, ends warm-up, moves stage 0 and aligns the other stages as it would there
 entropy of a large model moves over a run as that of a model of a million parameters did, and that the network does not
 change.
 
-``python -m experiments.simulation.rank_trace TREND`` writes ``recorded_entropy.csv`` from the ``trend.csv`` of study
+``python -m experiments.simulation.rank_trace TREND`` writes ``recorded_entropy.csv`` from the table ``trend`` of study
 ``entropy_trend``.
 """
 
@@ -31,6 +31,7 @@ from edgc.control.plan import Ranks
 from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
 from edgc.measurement.report import Report
+from experiments.common import written_tables
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.simulation import cluster_step
@@ -268,9 +269,13 @@ def entropies(trend: pd.DataFrame) -> pd.DataFrame:
 
 
 @main_guard
-def main(trend: Annotated[Path, typer.Argument(help="trend.csv of study entropy_trend")]) -> None:
+def main(trend: Annotated[Path, typer.Argument(help="trend.csv or .parquet of study entropy_trend")]) -> None:
     """Write recorded_entropy.csv: the entropy of a run of every variant of the study, uncompressed GPTs and a BERT."""
-    atomic_write(PATH, entropies(pd.read_csv(trend)).to_csv(index=False, lineterminator="\n"))
+    if not trend.is_file():
+        fix = "run the study, or give results/reference/workstation/entropy_trend/trend.parquet"
+        raise UserError("there is no such table", where=trend, fix=fix)
+    table = written_tables.read_parquet(trend) if trend.suffix == ".parquet" else written_tables.read(trend)
+    atomic_write(PATH, entropies(table).to_csv(index=False, lineterminator="\n"))
 
 
 if __name__ == "__main__":

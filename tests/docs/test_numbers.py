@@ -196,7 +196,10 @@ def test_the_table_of_verdicts_says_what_claims_csv_says() -> None:
         shown, written = (number.findall(text) for text in (ours, claim["our_value"]))
         assert [float(value) for value in shown] == pytest.approx([float(value) for value in written], rel=5e-3)
         assert number.sub("", ours.removesuffix(" %")) == number.sub("", claim["our_value"]) or not claim["our_value"]
-        assert re.fullmatch(r"((most: )?[+-]\d\.\d{4} nats, [+-]\d\.\d{4} to [+-]\d\.\d{4}\))?", interval), line
+        if plain := re.fullmatch(r"(-?[\d.]+) to (-?[\d.]+)\)", interval):
+            assert float(plain[1]) < float(claim["our_value"]) < float(plain[2]), line
+        else:
+            assert re.fullmatch(r"((most: )?[+-]\d\.\d{4} nats, [+-]\d\.\d{4} to [+-]\d\.\d{4}\))?", interval), line
         if claim["evidence"]:
             target = re.search(r"\]\(([^)]+)\)", cells[6])
             assert target and (ROOT / "docs" / target[1]).resolve() == ROOT / claim["evidence"]
