@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,17 +54,20 @@ def _draw_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
 
 
 def _name_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
-    """The names of the recorded runs at the left ends of their lines; those that lie together share one text."""
+    """The names of the recorded runs below the left ends of their lines; those that lie together share one text."""
     left = traces[traces["gbits_per_second"] == traces["gbits_per_second"].min()].sort_values(column)
     groups: list[list[int]] = []
     for place, value in enumerate(left[column]):
-        if not groups or value - left[column].iloc[groups[-1][0]] > TOGETHER:
+        if not groups or value - left[column].iloc[place - 1] > TOGETHER:
             groups.append([])
         groups[-1].append(place)
     for group in groups:
-        names = ", ".join(str(name).replace("_", " ") for name in left["entropy"].iloc[group])
-        at = left["gbits_per_second"].iloc[0], left[column].iloc[group].max()
-        text = ax.annotate(textwrap.fill(names, 30), at, (6, 2), textcoords="offset points", va="bottom")
+        names = [str(name).replace("_", " ") for name in left["entropy"].iloc[group]]
+        words = ", ".join(names) if len(names) < 4 else f"{len(names)} runs, {names[0]} to {names[-1]}"
+        low = left[column].iloc[group].min()
+        side = "top" if low > 12 else "bottom"  # there is no room below the lowest lines
+        at = left["gbits_per_second"].iloc[0], low
+        text = ax.annotate(words, at, (6, -2 if side == "top" else 2), textcoords="offset points", va=side)
         text.set_fontsize(style.MIN_FONT)
         style.outline(text)
 
