@@ -77,3 +77,4 @@ def differences(ax: Axes, found: pd.DataFrame, pairs: pd.DataFrame) -> None:
     ax.set_yticks(range(len(found)), [f"{kind}: {said}" for kind, said in zip(kinds, found["verdict"], strict=True)])
     ax.set(ylim=(len(found) - 0.5, -0.5), title="EDGC less its rival")
     ax.set(xlabel="validation loss of EDGC\nless that of the rival (nats)", ylabel="rival: EDGC is")
+    style.plain_linear(ax.xaxis, 4)
