@@ -58,6 +58,7 @@ def test_the_recorded_entropies_are_those_of_the_kept_runs(tmp_path: Path) -> No
     found = rank_trace.entropies(pd.concat(trends, ignore_index=True))
     kept = pd.read_csv(rank_trace.PATH)
     assert set(kept["run"]) == set(found["run"]) == set(recorded())
+    assert set(found.groupby("run").size()) == {len(found) // found["run"].nunique()}, "one seed of each"
     both = kept.merge(found, on=["run", "share"], how="outer", suffixes=("", "_found"))
     assert len(both) == len(kept) == len(found)
     assert (both["entropy"] - both["entropy_found"]).abs().max() < 1e-5
@@ -69,6 +70,22 @@ def test_a_mean_of_a_window_is_the_integral(start: float, length: float) -> None
     at = np.linspace(start, start + length, 20001)
     expected = float(np.interp(at, entropy.shares, entropy.entropy).mean())
     assert entropy.mean(start, start + length) == pytest.approx(expected, abs=1e-3)
+
+
+def test_recorded_entropies_come_from_a_table_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("gpt", seed, "<layers>", at, -float(seed)) for seed in (2, 3) for at in (1, 10)]
+    trend = pd.DataFrame(rows, columns=["variant", "seed", "group", "iteration", rank_trace.ENTROPY])
+    monkeypatch.setattr(rank_trace, "PATH", tmp_path / "recorded.csv")
+    with pytest.raises(SystemExit, match="2"):
+        rank_trace.main(tmp_path / "trend.csv")
+    said = capsys.readouterr().err
+    assert "there is no such table" in said and said.count("\n") == 1 and not rank_trace.PATH.exists()
+    for name in ("trend.csv", "trend.parquet"):
+        trend.to_csv(tmp_path / name, index=False) if name.endswith("csv") else trend.to_parquet(tmp_path / name)
+        rank_trace.main(tmp_path / name)
+        assert recorded() == {"gpt": Recorded((0.1, 1.0), (-2.0, -2.0))}, "the first seed alone"
 
 
 def test_constant_entropy_keeps_the_largest_rank_that_pays() -> None:
