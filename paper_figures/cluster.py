@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NONE, EDGC, BAND = "none", "edgc", ("edgc_r_min", "edgc_r_max")
 TOGETHER = 12.0  # percentage points
+ROOM = 12.0  # percentage points that a text below a line needs above the axis
 OPEN = ":"  # the higher of two fixed ranks: dotted, open markers; the ranks between them are in the table
 
 
@@ -54,7 +55,7 @@ def _draw_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
 
 
 def _name_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
-    """The names of the recorded runs below the left ends of their lines; those that lie together share one text."""
+    """The names of the recorded runs at the left ends of their lines; those that lie together share one text."""
     left = traces[traces["gbits_per_second"] == traces["gbits_per_second"].min()].sort_values(column)
     groups: list[list[int]] = []
     for place, value in enumerate(left[column]):
@@ -65,7 +66,7 @@ def _name_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
         names = [str(name).replace("_", " ") for name in left["entropy"].iloc[group]]
         words = ", ".join(names) if len(names) < 4 else f"{len(names)} runs, {names[0]} to {names[-1]}"
         low = left[column].iloc[group].min()
-        side = "top" if low > 12 else "bottom"  # there is no room below the lowest lines
+        side = "top" if low > ROOM else "bottom"
         at = left["gbits_per_second"].iloc[0], low
         text = ax.annotate(words, at, (6, -2 if side == "top" else 2), textcoords="offset points", va=side)
         text.set_fontsize(style.MIN_FONT)

@@ -276,16 +276,18 @@ def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
     from experiments.common import written_tables
 
     path = results / study / table
-    if not there(results, f"{study}/{table}"):
+    found = written_tables.kept(path)
+    if found is None:
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)
-    return written_tables.read(path) if path.is_file() else written_tables.read_parquet(path.with_suffix(".parquet"))
+    return written_tables.read(found)
 
 
 def there(results: Path, table: str) -> bool:
     """Whether ``study/table.csv`` is under ``results``, as CSV or as Parquet."""
-    path = results / table
-    return path.is_file() or path.with_suffix(".parquet").is_file()
+    from experiments.common import written_tables
+
+    return written_tables.kept(results / table) is not None
 
 
 def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:

@@ -64,10 +64,17 @@ def check(path: Path) -> None:
         raise damaged(path, problem)
 
 
+def kept(path: Path) -> Path | None:
+    """The file that holds a table: ``path``, else the Parquet file of its name; None where neither is there."""
+    return next((found for found in (path, path.with_suffix(".parquet")) if found.is_file()), None)
+
+
 def read(path: Path, **options: Any) -> pd.DataFrame:
-    """A table by pandas, whose ``options`` are given on; ``UserError`` where it was cut short or altered."""
+    """A table by pandas, whose ``options`` for CSV are given on; ``UserError`` where it was cut short or altered."""
     import pandas as pd
 
+    if path.suffix == ".parquet":
+        return read_parquet(path)
     check(path)
     try:
         return pd.read_csv(path, **options)

@@ -138,7 +138,7 @@ def _interval(claim: Claim, found: Measured) -> str:
     if claim.statistic != "mean" or not len(numbers) == found.n > 1:
         return ""
     limits = interval(numbers)
-    return f"{limits['low']:.3g} to {limits['high']:.3g}"
+    return f"{limits['low']:.4g} to {limits['high']:.4g}"
 
 
 def _seeds(table: pd.DataFrame | None) -> list[int]:

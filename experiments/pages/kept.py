@@ -110,12 +110,9 @@ class Kept:
 
     def table(self, relative: str) -> pd.DataFrame | None:
         """A table below the folder, CSV or Parquet, None where there is none; ``UserError`` where it is damaged."""
-        path = self.root / relative
-        if not path.is_file():
-            packed = path.with_suffix(".parquet")
-            return written_tables.read_parquet(packed) if packed.is_file() else None
+        path = written_tables.kept(self.root / relative)
         # "none" is the name of a method, not a missing value.
-        return written_tables.read(path, keep_default_na=False, na_values=["", "nan"])
+        return written_tables.read(path, keep_default_na=False, na_values=["", "nan"]) if path else None
 
     @cached_property
     def studies(self) -> dict[str, Study]:

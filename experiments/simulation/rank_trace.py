@@ -271,11 +271,11 @@ def entropies(trend: pd.DataFrame) -> pd.DataFrame:
 @main_guard
 def main(trend: Annotated[Path, typer.Argument(help="trend.csv or .parquet of study entropy_trend")]) -> None:
     """Write recorded_entropy.csv: the entropy of a run of every variant of the study, uncompressed GPTs and a BERT."""
-    if not trend.is_file():
+    found = written_tables.kept(trend)
+    if found is None:
         fix = "run the study, or give results/reference/workstation/entropy_trend/trend.parquet"
         raise UserError("there is no such table", where=trend, fix=fix)
-    table = written_tables.read_parquet(trend) if trend.suffix == ".parquet" else written_tables.read(trend)
-    atomic_write(PATH, entropies(table).to_csv(index=False, lineterminator="\n"))
+    atomic_write(PATH, entropies(written_tables.read(found)).to_csv(index=False, lineterminator="\n"))
 
 
 if __name__ == "__main__":

@@ -49,4 +49,4 @@ def missing(name: str, results: Path) -> Sequence[str]:
     """The tables that figure ``name`` needs and that are not under ``results``, as CSV or as Parquet."""
     optional = paper_figures.OPTIONAL[name]
     tables = [results / table for table in paper_figures.INPUTS[name] if table not in optional]
-    return [str(path) for path in tables if not path.is_file() and not path.with_suffix(".parquet").is_file()]
+    return [str(path) for path in tables if written_tables.kept(path) is None]

@@ -94,7 +94,7 @@ def test_the_interval_of_a_claim_is_that_of_the_values_that_were_judged(tmp_path
     ]
     synthetic_report.write(tmp_path / "sampling_ablation" / "timings.csv", rows)
     # The t quantile of two degrees of freedom, 4.3027, times 2 / sqrt(3).
-    assert claim_rows.interval_of(tmp_path, claim, "-92") == "-97 to -87"
+    assert claim_rows.interval_of(tmp_path, claim, "-92") == "-96.97 to -87.03"
     assert claim_rows.interval_of(tmp_path, claim, "-91") == "", "the table is not the one that was judged"
     synthetic_report.write(tmp_path / "sampling_ablation" / "timings.csv", rows[:1])
     assert claim_rows.interval_of(tmp_path, claim, "-90") == "", "one seed has none"
