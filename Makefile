@@ -38,7 +38,7 @@ help: ## list the targets and settings
 	@[ ! -f '$(DURATIONS)' ] || awk -F , '$(HOW_LONG)' '$(DURATIONS)'
 
 .PHONY: reproduce
-reproduce: venv ## run every study, then figures, claims and report; a second call does only what is missing
+reproduce: venv ## run the main studies, then figures, claims and report; a second call does only what is missing
 	@$(PIPELINE) all $(ARGS)
 
 .PHONY: slurm

@@ -16,6 +16,7 @@ from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval
 from experiments.analyse.tables import bf16_ratio, write_tables
 from experiments.common.acting import NOT_TESTED, acted
+from experiments.common.equivalence import NOT_DECIDED
 
 RESULTS = ("table.csv", "summary.csv", "time_to_target.csv", "timings.csv", "pareto.csv", "levels.csv")
 DETAILS = ("curves.csv",)
@@ -104,4 +105,4 @@ def verdict(found: dict[str, float]) -> str:
     """What the interval of a difference (:func:`experiments.analyse.statistics.interval`) says: more is worse."""
     if found["low"] > 0:
         return "worse"
-    return "better" if found["high"] < 0 else "not distinguishable"
+    return "better" if found["high"] < 0 else NOT_DECIDED

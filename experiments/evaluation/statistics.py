@@ -75,7 +75,7 @@ def mcnemar(better: int, worse: int) -> float:
 
 
 def interval_base(found: Gap) -> tuple[float, float]:
-    """(centre, standard error) of the equivalence test.
+    """(centre, standard error) of the equivalence test, and of the paired t test.
 
     Accuracies get half a document more in each cell of the table right/wrong x right/wrong (Agresti and Min,
     Statistics in Medicine 24, 2005): with no document answered differently the plain interval would have no
@@ -90,15 +90,16 @@ def interval_base(found: Gap) -> tuple[float, float]:
 
 
 def paired_p(found: Gap, seeds: int) -> tuple[str, float]:
-    """(test, p value) of no difference: McNemar's for the accuracies of one pair of models, else paired t."""
+    """(test, p value) of no difference: McNemar's for the accuracies of one pair of models, else paired t, with the
+    centre and the standard error of the equivalence test."""
     n = len(found.shares)
     if found.metric in ACCURACIES and seeds == 1:
         differences = [round(n * share + found.value) for share in found.shares]
         return MCNEMAR, mcnemar(differences.count(1), differences.count(-1))
-    error = spread(found.shares)
+    centre, error = interval_base(found)
     if error == 0:
-        return PAIRED_T, 1.0 if found.value == 0 else 0.0
-    return PAIRED_T, float(2 * stats.t.sf(abs(found.value) / error, n - 1))
+        return PAIRED_T, 1.0 if centre == 0 else 0.0
+    return PAIRED_T, float(2 * stats.t.sf(abs(centre) / error, n - 1))
 
 
 def judge(found: Gap, rule: Equivalence, seeds: int = 1) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -26,13 +27,15 @@ from experiments.verdicts.evidence import COUNTS, Measured, Missing
 from paper_figures import INPUTS
 
 VERDICTS = (SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTED, NOT_TESTABLE)
+DECIMALS = re.compile(r"\d+\.\d{2,}")
 SINGULAR = {"entropies": "entropy"}
 
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """What the table shows of a claim. Texts are those of ``claims.csv``; ``interval`` is the 95 % t interval over
-    seeds where our value is a mean of seeds, or rests on one."""
+    """What the table shows of a claim. Texts are those of ``claims.csv``, numbers to three digits; ``interval`` is the
+    95 % t interval over seeds where our value is a mean of seeds, or rests on one. ``n`` are seeds, ``3 to 10`` where
+    settings have different numbers of them. ``studies`` are those whose tables ``evidence`` names."""
 
     id: str
     claim: str
@@ -42,12 +45,13 @@ class ClaimRow:
     interval: str
     unit: str
     kind: str
-    n: int
+    n: str
     counts: str
     note: str
     study: str
+    studies: list[str]
     seeds: list[int]
-    evidence: Link | None
+    evidence: list[Link]
     figure: str | None
 
 
@@ -67,8 +71,9 @@ def rows(kept: Kept, figures: Iterable[str]) -> list[ClaimRow] | None:
 
 def _row(kept: Kept, line: dict[str, Any], claim: Claim | None, figures: set[str]) -> ClaimRow:
     given = {key: "" if pd.isna(value) else value for key, value in line.items()}
-    path = str(given["evidence"])
-    evidence = _below(kept.root, path) if path else None
+    paths = [path for key in ("evidence", "beside") for path in str(given.get(key, "")).split("; ") if path]
+    tables = {below: path for path in paths if (below := _below(kept.root, path))}
+    evidence = next(iter(tables), None)
     study = evidence.partition("/")[0] if evidence else claim.study if claim else ""
     unit = str(given["unit"])
     return ClaimRow(
@@ -76,18 +81,32 @@ def _row(kept: Kept, line: dict[str, Any], claim: Claim | None, figures: set[str
         claim=str(given["claim"]),
         verdict=str(given["verdict"]),
         paper=_with_unit(given["paper_value"], unit),
-        ours=_with_unit(given["our_value"], unit) if given["our_value"] != "" else "",
-        interval=interval_of(kept.root, claim, given["our_value"]) if claim else "",
+        ours=rounded(_with_unit(given["our_value"], unit)) if given["our_value"] != "" else "",
+        interval=rounded(interval_of(kept.root, claim, given["our_value"])) if claim else "",
         unit=unit,
         kind=str(given["kind"]),
-        n=int(given["n"] or 0),
+        n=_seed_count(given["n"], given.get("n_most", "")),
         counts=", ".join(counted(int(given[name]), name) for name in COUNTS if given.get(name)),
         note=str(given["note"]),
         study=study,
-        seeds=_seeds(kept.table(evidence) if evidence else None),
-        evidence=kept.link(kept.root / evidence, path) if evidence and (kept.root / evidence).is_file() else None,
+        studies=list(dict.fromkeys([below.partition("/")[0] for below in tables] or [study] * bool(study))),
+        seeds=sorted({seed for below in tables for seed in _seeds(kept.table(below))}),
+        evidence=[
+            kept.link(kept.root / below, path) for below, path in tables.items() if (kept.root / below).is_file()
+        ],
         figure=figure_of(evidence, study, figures),
     )
+
+
+def rounded(text: str) -> str:
+    """The text with its decimals cut down to three significant digits."""
+    return DECIMALS.sub(lambda found: f"{float(found[0]):.3g}", text)
+
+
+def _seed_count(fewest: object, most: object) -> str:
+    """``3``, or ``3 to 10``; empty for none."""
+    ends = [f"{int(float(str(n)))}" for n in (fewest, most) if n not in ("", 0)]
+    return " to ".join(ends)
 
 
 def counted(count: int, plural: str) -> str:
@@ -102,12 +121,14 @@ def _below(root: Path, path: str) -> str | None:
 
 
 def _with_unit(value: object, unit: str) -> str:
-    """Numbers with a percent sign where they are percents; other units stand in the row's details."""
+    """Numbers with a percent sign where they are percents, with ``times`` where they are ratios; other units stand in
+    the row's details."""
     text = str(value)
     number = text.removeprefix("-")[:1].isdigit()
     if number and "." in text and " " not in text:
         text = text.rstrip("0").rstrip(".")
-    return f"{text} %" if unit.startswith("%") and number else text
+    sign = "%" if unit.startswith("%") else "times" if unit.startswith("ratio") else ""
+    return f"{text} {sign}" if sign and number else text
 
 
 def interval_of(root: Path, claim: Claim, written: object) -> str:
@@ -117,7 +138,7 @@ def interval_of(root: Path, claim: Claim, written: object) -> str:
         found = MEASURES[claim.measure](root)
     except (Missing, KeyError):  # KeyError: a table of an earlier version lacks a column
         return ""
-    value = claim.combine(found.values)
+    value = claim.combine(found.values, found.things)
     same = value == written if isinstance(value, str) else _close(value, written)
     return _interval(claim, found) if same else ""
 

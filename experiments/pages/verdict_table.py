@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 
 from experiments.common.files import ROOT
 from experiments.pages.claim_rows import ClaimRow, rows
 from experiments.pages.kept import Kept
 from experiments.pages.references import BadReference
 
-TITLES = ("claim", "paper", "ours (95 % interval; simulated: range)", "n", "kind", "verdict", "evidence")
-
-DIGITS = re.compile(r"\d+\.\d{2,}")
+TITLES = ("claim", "verdict", "paper", "ours (95 % interval, or range)", "n", "kind", "evidence")
 
 
 @functools.lru_cache
@@ -33,8 +30,8 @@ def verdict_table(scale: str, page: str = "README.md") -> str:
 
 
 def _cells(row: ClaimRow) -> tuple[str, ...]:
-    ours = DIGITS.sub(lambda found: f"{float(found[0]):.3g}", row.ours)
-    ours = f"{ours} ({row.interval})" if row.interval else ours
-    evidence = f"[{row.study}]({row.evidence.href})" if row.evidence else row.study
-    count = f"{row.n}" if row.n else row.counts
-    return (row.claim, row.paper, ours or "-", count or "-", row.kind.upper(), f"**{row.verdict}**", evidence)
+    ours = f"{row.ours} ({row.interval})" if row.interval else row.ours
+    links = zip(row.studies, row.evidence, strict=True) if row.evidence else ()
+    evidence = ", ".join(f"[{study}]({link.href})" for study, link in links) or row.study
+    count = row.n or row.counts
+    return (row.claim, f"**{row.verdict}**", row.paper, ours or "-", count or "-", row.kind.upper(), evidence)

@@ -163,8 +163,9 @@ def zero_shot_on_par(root: Path) -> Measured:
     found = tuple(str(v) for v in seen["verdict"])
     counts = {"tasks": len(seen)}
     return Measured(
-        found, relative, join(account, *note, at_chance), acted=acted, n=int(seen["n_seeds"].min()), counts=counts
-    )
+        found, relative, join(account, *note, at_chance), acted=acted, n=int(seen["n_seeds"].min()), counts=counts,
+        things="tasks",
+    )  # fmt: skip
 
 
 def _trained(root: Path, models: pd.DataFrame) -> tuple[bool, str]:
@@ -185,13 +186,11 @@ def _trend(root: Path, architecture: str) -> Measured:
     rows = fine[described & (fine["verdict"] != "too few probes")]
     if rows.empty:
         raise Missing(f"no {architecture} run with enough histogram probes in {relative}")
-    r = rows.iloc[0]
-    note = (
-        f"{r['variant']}-s{r['seed']}: {r['start']:.2f} at the start, {r['minimum']:.2f} at iteration "
-        f"{r['iteration_minimum']:.0f}, {r['end']:.2f} nats at the end; log sigma fell after the steep phase in "
-        f"{100 * r['share_log_sigma_fell_after']:.0f} % of the parameters"
-    )
-    return Measured(tuple(str(v) for v in rows["verdict"]), relative, join(note, lost), **_runs_of(rows))
+    notes = [
+        f"{name}: {r['start'].mean():.2f} nats at the start, {r['end'].mean():.2f} at the end"
+        for name, r in rows.groupby("variant", sort=False)
+    ]
+    return Measured(tuple(str(v) for v in rows["verdict"]), relative, join(*notes, lost), **_runs_of(rows))
 
 
 def entropy_trend_gpt(root: Path) -> Measured:
@@ -216,11 +215,12 @@ def zero_centring(root: Path) -> Measured:
     rows = rows.dropna(subset=["centring"])
     if rows.empty:
         raise Missing(f"no share near zero in {relative}")
-    note = ", ".join(
-        f"{r['variant']}-s{r['seed']}: {100 * r['near_zero_start']:.3g} to {100 * r['near_zero_end']:.3g} %"
-        for _, r in rows.iterrows()
-    )
-    return Measured(tuple(str(v) for v in rows["centring"]), relative, join(note, lost), **_runs_of(rows))
+    notes = [
+        f"{name}: {100 * r['near_zero_start'].mean():.2g} % at the start, {100 * r['near_zero_end'].mean():.2g} % at the "
+        f"end, {', '.join(r['centring'].unique())}"
+        for name, r in rows.groupby("variant", sort=False)
+    ]
+    return Measured(tuple(str(v) for v in rows["centring"]), relative, join(*notes, lost), **_runs_of(rows))
 
 
 def _early_over_late(root: Path, architecture: str) -> Measured:
@@ -229,12 +229,12 @@ def _early_over_late(root: Path, architecture: str) -> Measured:
     rows = rows[rows["correlation_layers_late"] > 0]
     if rows.empty:
         raise Missing(f"no correlation between layers of a {architecture} run in {relative}")
-    note = ", ".join(
-        f"{r['variant']}-s{r['seed']}: {r['correlation_layers_early']:.3f} to {r['correlation_layers_late']:.3f}"
-        for _, r in rows.iterrows()
-    )
+    notes = [
+        f"{name}: {r['correlation_layers_early'].mean():.3f} early, {r['correlation_layers_late'].mean():.3f} late"
+        for name, r in rows.groupby("variant", sort=False)
+    ]
     ratio = rows["correlation_layers_early"] / rows["correlation_layers_late"]
-    return Measured(numbers(ratio), relative, join(note, lost), **_runs_of(rows))
+    return Measured(numbers(ratio), relative, join(*notes, lost), **_runs_of(rows))
 
 
 def correlation_early_over_late_gpt(root: Path) -> Measured:

@@ -35,7 +35,7 @@ from experiments.verdicts.evidence import COUNTS, Measured, Missing
 
 CLAIMS = ROOT / "results" / "paper_claims.yaml"
 ABOUT = ("id", "claim", "version", "paper_value", "our_value", "unit", "kind", "scale")
-COLUMNS = (*ABOUT, "n", *COUNTS, "verdict", "evidence", "note")  # n: seeds
+COLUMNS = (*ABOUT, "n", "n_most", *COUNTS, "verdict", "evidence", "beside", "note")  # n: seeds
 SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
 Value = float | str
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -111,21 +111,24 @@ class Claim(Settings):
             raise ValueError("of each, partly means that some values hold; leave `partly` out")
         return self
 
-    def combine(self, values: Sequence[Value]) -> Value:
-        """One value out of several, by the claim's statistic; of a range its two ends, of each how often."""
+    def combine(self, values: Sequence[Value], things: str = "runs") -> Value:
+        """What stands for several values: their mean or median; of words how often each was found among the
+        ``things``; where the rule looks at one end of the numbers, both ends."""
+        if self.statistic in ("worst", "each"):
+            times = Counter(map(str, values)).most_common()
+            found = ", ".join(f"{word} in {n}" for word, n in times)
+            return f"{found} of {len(values)} {things}" if len(values) > 1 else str(values[0])
+        numbers = [value for value in values if not isinstance(value, str)]
+        if self.statistic == "range" or (self.statistic in ("min", "max") and len(set(numbers)) > 1):
+            return ranges.text(numbers)
+        return STATISTICS[self.statistic](numbers)
+
+    def judged(self, values: Sequence[Value]) -> Value:
+        """The one of several values that the rule looks at."""
         if self.statistic == "worst":
             order = (SUPPORTED, PARTLY, NOT_SUPPORTED)
             return max(values, key=lambda value: order.index(self.rule.verdict(value)))
-        if self.statistic == "each":
-            times = Counter(map(str, values))
-            many = f" of {len(values)} settings"
-            return (
-                ", ".join(f"{word} in {n}" for word, n in times.items()) + many if len(values) > 1 else str(values[0])
-            )
-        numbers = [value for value in values if not isinstance(value, str)]
-        if self.statistic == "range":
-            return ranges.text(numbers)
-        return STATISTICS[self.statistic](numbers)
+        return STATISTICS[self.statistic]([value for value in values if not isinstance(value, str)])
 
     def verdict(self, values: Sequence[Value]) -> str:
         """By the rule: of a range, and of each, supported where all values hold, partly where some do; of each those
@@ -135,7 +138,7 @@ class Claim(Settings):
             holding = sum(map(self.rule.supported.holds, values))
             found = SUPPORTED if holding == len(values) else PARTLY if holding else NOT_SUPPORTED
         else:
-            found = self.rule.verdict(self.combine(values))
+            found = self.rule.verdict(self.judged(values))
         return PARTLY if found == SUPPORTED and self.at_best == PARTLY else found
 
 
@@ -169,12 +172,14 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
     except Missing as reason:
         return row | {"note": f"no evidence: {reason}"}
     depth = 3 if root.parent.name == "reference" else 2
-    evidence = Path(*root.parts[-depth:], found.evidence).as_posix()
+    place = Path(*root.parts[-depth:])
+    evidence, beside = (place / found.evidence).as_posix(), "; ".join((place / one).as_posix() for one in found.beside)
     kind = "extrapolated" if found.extrapolated else found.kind
-    row |= {"kind": kind, "n": found.n, "evidence": evidence, "note": found.note, **found.counts}
+    row |= {"kind": kind, "n": found.n, "n_most": found.n_most, "evidence": evidence, "beside": beside or None}
+    row |= {"note": found.note, **found.counts}
     if found.kind != claim.kind:
         return row | {"note": f"the claim asks for {claim.kind} evidence, this is {found.kind}"}
-    value = claim.combine(found.values)
+    value = claim.combine(found.values, found.things)
     row["our_value"] = value if isinstance(value, str) else float(f"{value:.6g}")
     if found.acted is False:
         return row | {"verdict": NOT_TESTED}
@@ -221,7 +226,8 @@ def print_table(rows: Sequence[dict[str, Any]], scale: str) -> None:
         ours = "" if row["our_value"] is None else str(row["our_value"])
         verdict = f"[{colours[row['verdict']]}]{row['verdict']}[/]"
         note = f"\n[dim]{escape(str(row['note']))}[/]" if row["note"] else ""
-        cells = (str(row["paper_value"]), ours, row["unit"], row["kind"], ", ".join([str(row["n"]), *counts]))
+        seeds = f"{row['n']} to {row['n_most']}" if row["n_most"] else str(row["n"])
+        cells = (str(row["paper_value"]), ours, row["unit"], row["kind"], ", ".join([seeds, *counts]))
         table.add_row(escape(row["claim"]) + note, *(escape(str(cell)) for cell in cells), verdict)
     console = Console()
     Console(width=None if console.is_terminal else 140).print(table)

@@ -28,10 +28,13 @@ class Measured:
     kind: str = "measured"
     extrapolated: bool = False  # to what the claim is about: then a claim is supported in part at best
     acted: bool | None = None  # whether the policy did that the claim is about; None: it is about none
-    n: int = 0  # seeds
+    n: int = 0  # seeds; where settings have different numbers of them, the fewest
+    n_most: int | None = None  # and the most, where that is another number
+    beside: tuple[str, ...] = ()  # tables that the values are from, too, as ``evidence`` names one
     counts: dict[str, int] = field(default_factory=dict)  # of other things, by ``COUNTS``
     grid: tuple[Place, ...] = ()  # of simulated values: what each is of
     assumed: tuple[tuple[float, float], ...] = ()  # (bandwidth, value) at the mean rank that is assumed
+    things: str = "runs"  # what each of the values is of
     gap: tuple[float, float, float] | None = None  # of words that judge one: its mean and 95 % t interval, nats
 
 

@@ -57,6 +57,9 @@ def _by_setting(root: Path, rival: str, beside: Sequence[str] = ()) -> Measured:
         return Measured((NOT_TESTED,), "policies/comparisons.csv", join(*notes), acted=False)
     relative, most = max(decided.items(), key=lambda item: item[1]["difference_nats"])
     gap = (most["difference_nats"], most["difference_low"], most["difference_high"])
-    words = tuple(str(row["verdict"]) for row in found.values())
-    # Seeds and interval are those of the setting that the evidence names, the one with the largest difference.
-    return Measured(words, relative, join(*notes), acted=True, n=int(most["n"]), gap=gap)
+    words, seeds = tuple(str(row["verdict"]) for row in found.values()), [int(row["n"]) for row in found.values()]
+    # The interval is that of the setting that the evidence names, the one with the largest difference.
+    return Measured(
+        words, relative, join(*notes), acted=True, gap=gap, things="settings", beside=tuple(name for name in found if name != relative),
+        n=min(seeds), n_most=max(seeds) if max(seeds) > min(seeds) else None,
+    )  # fmt: skip

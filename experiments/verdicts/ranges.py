@@ -6,7 +6,7 @@ bandwidths the paper's number lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 Place = tuple[str, float]  # recorded entropy, Gbit/s per node
@@ -34,17 +34,24 @@ def crossed(points: Sequence[tuple[float, float]], number: float) -> list[str]:
     ]
 
 
+def alike(found: Mapping[str, str]) -> list[str]:
+    """``a, b words`` for each of the words that entropies have, in the order in which they come."""
+    names: dict[str, list[str]] = {}
+    for name, words in found.items():
+        names.setdefault(words, []).append(name)
+    return [f"{', '.join(which)} {words}" for words, which in names.items() if words]
+
+
 def account(values: Sequence[float], grid: Sequence[Place], holds: Callable[[float], bool], number: float) -> str:
     """Where the rule holds, and where ``number`` itself lies, in words."""
     found = by_entropy(values, grid)
-    named = [
-        f"{name} at {', '.join(f'{gbits:g}' for gbits, value in points if holds(value))} Gbit/s"
-        for name, points in found.items()
-        if any(holds(value) for _, value in points)
-    ]
-    between = [f"{name} {where}" for name, points in found.items() for where in crossed(points, number)]
-    where = f"holds for {sum(map(holds, values))} of {len(values)} values" + (f" ({'; '.join(named)})" if named else "")
-    return f"{where}; {number:g} % itself {', '.join(between) or 'at no bandwidth'}"
+    where = {name: [f"{gbits:g}" for gbits, value in points if holds(value)] for name, points in found.items()}
+    named = alike({name: f"at {', '.join(gbits)} Gbit/s" if gbits else "" for name, gbits in where.items()})
+    between = alike({name: ", ".join(crossed(points, number)) for name, points in found.items()})
+    holding = f"the rule holds for {sum(map(holds, values))} of {len(values)} values"
+    if named:
+        holding += f": {', and '.join(named)}"
+    return f"{holding}; {number:g} % itself: {', and '.join(between) or 'at no bandwidth'}"
 
 
 def beside(assumed: Sequence[tuple[float, float]], number: float) -> str:

@@ -174,8 +174,8 @@ def test_a_run_that_compresses_between_stages_is_no_baseline(root: Path) -> None
     [
         ([0.10, 0.11, 0.12], "worse"),
         ([-0.10, -0.11, -0.12], "better"),
-        ([0.1, -0.1, 0.02], "not distinguishable"),
-        ([0.1], "not distinguishable"),
+        ([0.1, -0.1, 0.02], "not decided"),
+        ([0.1], "not decided"),
         ([], "reference"),
     ],
 )

@@ -148,7 +148,13 @@ def test_pooling_keeps_the_documents_as_units() -> None:
     both = es.pooled([one, other])
     assert both.value == pytest.approx((one.value + other.value) / 2)
     plain = [200 * share + both.value for share in both.shares]
-    assert es.judge(both, RULE, 2).p_value == pytest.approx(stats.ttest_1samp(plain, 0).pvalue)
+    # Half a document more in each of the four cells; every document twice, so that these halves are whole ones.
+    more = np.array([*plain, *plain, 1, -1, 0, 0])
+    t = abs(more.mean()) / (more.std() / math.sqrt(202))
+    found = es.judge(both, RULE, 2)
+    assert found.p_value == pytest.approx(2 * stats.t.sf(t, 199))
+    # One standard error for both: what excludes zero at 90 % is what p < 0.1 says.
+    assert (found.low <= 0 <= found.high) == (found.p_value >= 0.1)
     assert es.judge(both, RULE, 2).test == es.PAIRED_T
 
 

@@ -62,10 +62,10 @@ def test_every_claim_has_a_row_with_its_values(made: tuple[str, Any]) -> None:
     for row, line in zip(rows, synthetic_report.CLAIMS, strict=True):
         text = words(row)
         assert line["verdict"] in text and " ".join(str(line["claim"]).split()) in text
-        assert str(line["kind"]).upper() in text and (line["our_value"] or "–") in text
+        assert str(line["kind"]).upper() in text and claim_rows.rounded(str(line["our_value"] or "–")) in text
         assert (row.get("class").split() == ["claim", "simulated"]) == (line["kind"] == "simulated")
     simulated, measured = (words(row) for row in rows[:2])
-    assert "-46.45 %" in simulated and "-27.62 to -1.486 %" in simulated and "6 bandwidths" in simulated
+    assert "-46.45 %" in simulated and "-27.6 to -1.49 %" in simulated and "6 bandwidths" in simulated
     assert "1, 2" in measured and "0123456789 + changes" in measured, "seeds and commit"
     assert rows[0].xpath(".//*[@data-image='figure-gpt2_12p1b_h100']")
     assert rows[1].xpath(".//a[@href='methods/table.csv']")
@@ -75,14 +75,19 @@ def test_committed_claims_are_shown_as_they_are(kept: Kept) -> None:
     table = pd.read_csv(kept.root / "claims.csv")
     found = claim_rows.rows(kept, [])
     assert found is not None
-    assert [(row.id, row.claim, row.verdict, row.n) for row in found] == [
-        (line.id, line.claim, line.verdict, line.n) for line in table.itertuples()
+    assert [(row.id, row.claim, row.verdict) for row in found] == [
+        (line.id, line.claim, line.verdict) for line in table.itertuples()
     ]
     for row, line in zip(found, table.to_dict("records"), strict=True):
-        for shown, value in ((row.paper, line["paper_value"]), (row.ours, line["our_value"])):
-            number = shown.removesuffix(" %")
-            # Where a claim is not testable there is no value.
-            assert number == ("" if pd.isna(value) else str(value)) or float(number) == float(value)
+        assert row.paper.removesuffix(" %") in (str(line["paper_value"]), f"{line['paper_value']}".removesuffix(".0"))
+        # Where a claim is not testable there is no value.
+        written = "" if pd.isna(line["our_value"]) else claim_rows.rounded(str(line["our_value"]))
+        number = row.ours.removesuffix(" %").removesuffix(" times")
+        assert number == written or float(number) == float(written)
+        ends = [line["n"]] if pd.isna(line["n_most"]) else [line["n"], line["n_most"]]
+        assert row.n == " to ".join(f"{int(n)}" for n in ends if n)
+        tables = f"{line['evidence']}; {line['beside']}" if not pd.isna(line["beside"]) else str(line["evidence"])
+        assert [link.name for link in row.evidence] == ([] if pd.isna(line["evidence"]) else tables.split("; "))
 
 
 def test_the_interval_of_a_claim_is_that_of_the_values_that_were_judged(tmp_path: Path) -> None:

@@ -113,17 +113,14 @@ def _verdict(page: Page, verdicts: dict[str, dict[str, ClaimRow]]) -> str:
             if row is None:
                 continue
             ours = f"{row.ours} ({row.interval})" if row.interval else row.ours
-            n = "; ".join(part for part in (str(row.n) if row.n else "", row.counts) if part)
-            evidence = (
-                f"[{'/'.join(row.evidence.name.split('/')[-2:])}]({row.evidence.href})"
-                if row.evidence
-                else settings.NONE
-            )
+            n = "; ".join(part for part in (row.n, row.counts) if part)
+            links = [f"[{'/'.join(link.name.split('/')[-2:])}]({link.href})" for link in row.evidence]
+            evidence = ", ".join(links) or settings.NONE
             kind = row.kind.upper()
             rows.append([f"{row.claim} (`{claim}`)", row.paper, scale, ours, n, kind, f"**{row.verdict}**", evidence])
             if row.note:
                 notes.append((f"`{claim}`, {scale}", row.note))
-    header = ["claim", "paper", "scale", "ours (95 % interval)", "n (seeds)", "kind", "verdict", "evidence"]
+    header = ["claim", "paper", "scale", "ours (95 % interval, or range)", "n (seeds)", "kind", "verdict", "evidence"]
     table = markdown.table(header, rows)
     return f"{table}\n\nWhat each verdict rests on:\n\n{markdown.outline(notes)}" if notes else table
 
