@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -39,8 +40,22 @@ def main(
     from paper_figures import style
 
     style.choose(look)
-    for one in FIGURES if name == "all" else [name]:
-        print("  ".join(str(path) for path in render(one, results, out or results / "figures")))
+    if name != "all":
+        print("  ".join(str(path) for path in render(name, results, out or results / "figures")))
+        return
+    missing = [left for one in FIGURES if (left := drawn(one, results, out or results / "figures")) is not None]
+    if len(missing) == len(FIGURES):
+        raise missing[0]
+
+
+def drawn(name: str, results: Path, out: Path) -> UserError | None:
+    """Draw one of all figures; where its tables are missing, say so and return why."""
+    try:
+        print("  ".join(str(path) for path in render(name, results, out)))
+    except UserError as reason:
+        print(f"left out {name}: {reason}", file=sys.stderr)
+        return reason
+    return None
 
 
 if __name__ == "__main__":

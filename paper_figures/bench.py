@@ -20,12 +20,13 @@ CAPTION = """\
 **The compression engine beside torch's PowerSGD hook**, on the gradients of a GPT, same rank, same error:
 (a) time, (b) speed-up, (c) time over what this machine needs for the products and passes alone, (d) where
 the time goes. Medians over rounds, quartiles as bars."""
-TORCH = Family("torch", "torch", "#0072B2", "s")
+# What is compared here is who computes PowerSGD: torch is grey, ours looks as its factors do everywhere.
+TORCH = Family("torch", "torch", "#8C8C8C", "X")
 OURS = {
-    "fp32": Family("fp32", "edgc, fp32 factors", FAMILIES["edgc"].colour, "D"),
-    "bf16": Family("bf16", "edgc, bf16 factors", "#E69F00", "^", "--"),
-    "int8": Family("int8", "edgc, int8 factors", "#AA3377", "v", "-."),
-    "int4": Family("int4", "edgc, int4 factors", "#009E73", "P", ":"),
+    "fp32": Family("fp32", "edgc, fp32 factors", FAMILIES["powersgd"].colour, "s"),
+    "bf16": Family("bf16", "edgc, bf16 factors", FAMILIES["factors_bf16"].colour, "8", "--"),
+    "int8": Family("int8", "edgc, int8 factors", FAMILIES["factors_int8"].colour, "H", "-."),
+    "int4": Family("int4", "edgc, int4 factors", FAMILIES["factors_int4"].colour, "*", ":"),
 }
 ALLOCATORS = {"default": "-", "thp": "--", "kept": ":"}
 ALLOCATOR_LABELS = {"default": "default allocator", "thp": "huge pages", "kept": "heap kept"}
@@ -125,8 +126,7 @@ def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> None:
     ax.axhline(1, color="#444444", linewidth=0.6)
     seen = f"speed-up {min(found):.1f} to {max(found):.1f}, by torch's allocator" if found else "speed-up"
     ax.set(ylabel="torch's time / edgc's (no unit)", title=seen)
-    ax.set_ylim(top=1.5 * ax.get_ylim()[1])  # room for the legend
-    ax.legend(*style.handles(ax), loc="upper right", ncols=2, columnspacing=0.8)
+    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.45, -0.26), ncols=2, columnspacing=0.8)
 
 
 def floors(ax: Axes, one: pd.DataFrame) -> None:

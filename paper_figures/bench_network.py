@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
-from paper_figures.families import FAMILIES, Family
+from paper_figures.families import FAMILIES, Family, by_name
 
 TABLES = ("network.csv",)
 CAPTION = """\
@@ -19,8 +19,7 @@ LOOKS = {
     "compute": Family("compute", "no communication", "#999999", "|"),
     "dense": FAMILIES["none"],
     "bf16": FAMILIES["bf16"],
-    "torch": FAMILIES["powersgd"],
-    "edgc": FAMILIES["edgc"],
+    "torch": Family("torch", "torch", "#8C8C8C", "X"),
 }
 LABELS = {"compute": "no communication"}
 
@@ -52,15 +51,16 @@ def panel(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:
     """One dot a method; a method that failed says so in its line."""
     for place, name in enumerate(methods):
         row = rows.loc[name]
-        look = LOOKS[row["hook"]]
+        look = LOOKS.get(row["hook"]) or by_name(f"powersgd_{row['factor_dtype']}")
         if row["status"] != "ok":
             at = ax.get_yaxis_transform()
-            ax.annotate("failed", (0.02, place), xycoords=at, va="center", color=look.colour)
+            said = ax.annotate("failed", (0.06, place), xycoords=at, va="center", color=look.colour)
+            style.outline(said)
             continue
         error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
         ax.errorbar(row["seconds"], place, xerr=error, markersize=5, **look.marks())
     for name, line in (("dense", (0, (4, 2))), ("compute", (0, (1, 1)))):
         if name in rows.index:
             ax.axvline(rows.loc[name, "seconds"], color="#444444", linewidth=0.8, linestyle=line, zorder=0)
-    ax.set_xlim(left=0)
+    ax.set_xlim(0, 1.08 * rows["seconds_q3"].max())
     ax.grid(axis="y", visible=False)

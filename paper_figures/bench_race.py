@@ -16,7 +16,7 @@ CAPTION = """\
 **Time to a fixed validation loss over slow links, by the clock**: the ci model with two data-parallel
 workers in network namespaces. The loss is what the uncompressed run of the same seed has after three
 quarters of its iterations; time is that of the steps, without start-up and evaluation. Markers are means
-over seeds, dots the runs, numbers the places. A method of which a run never got there says so and comes
+over seeds, dots the runs, numbers the means. A method of which a run never got there says so and comes
 last."""
 
 
@@ -34,18 +34,27 @@ def draw(results: Path) -> Figure:
         panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
         ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
     labels = dict(zip(summary["method"], summary["label"], strict=True))
-    title = "Time to the loss (uncompressed = 1), links of"
+    title = f"{seen(summary, rates)};\nlinks of"
     style.names_above(fig, axes, [labels[name] for name in order], title)
     style.letter(axes)
     style.annotate(
         fig,
-        list(summary["reached"].astype(int)),
-        bars="dots: runs, markers: means",
-        extra="measured, two workers; order: time at the slowest limit, number: place at this one; "
+        list(summary.loc[summary["reached"] > 0, "reached"].astype(int)),
+        bars="dots: runs, markers and numbers: means",
+        extra="measured, two workers, uncompressed = 1; order: time at the slowest limit; "
         "the loss: what the uncompressed run of the seed has at three quarters of its iterations"
         f"\n{runs['machine'].iloc[0]}; torch {runs['torch'].iloc[0]}",
     )
     return fig
+
+
+def seen(summary: pd.DataFrame, rates: list[float]) -> str:
+    """In words: the quickest method at the slowest link and at the fastest."""
+    slow, fast = (summary[summary["mbit_per_s"] == rate].nsmallest(1, "of_uncompressed").iloc[0]
+                  for rate in (rates[0], rates[-1]))  # fmt: skip
+    if slow["method"] == fast["method"]:
+        return f"{slow['label']} is the quickest"
+    return f"{slow['label']} is the quickest at\n{rates[0]:g} Mbit/s, {fast['label']} at {rates[-1]:g} Mbit/s"
 
 
 def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str]) -> None:
@@ -54,14 +63,15 @@ def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str])
         own = runs[runs["method"] == name]["of_uncompressed"].dropna()
         ax.plot(own, [place] * len(own), ".", color=look.colour, markersize=3, alpha=0.7)
         if len(own):
-            ax.plot(row["of_uncompressed"], place, marker=look.marker, color=look.colour, markersize=6)
-        text = f"{row['place']:.0f}"
+            ax.plot(row["of_uncompressed"], place, markersize=6, **look.marks())
+        text = f"{row['of_uncompressed']:.2f}" if len(own) else ""
         if not row["reached"]:
-            text += " (never)"
+            text += "never there"
         elif row["reached"] < row["seeds"]:
             text += f" ({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
         at = max([*own, 0.02])
-        ax.annotate(text, (at, place), xytext=(7, 0), textcoords="offset points", va="center")
+        name = ax.annotate(text.strip(), (at, place), xytext=(7, 0), textcoords="offset points", va="center")
+        style.outline(name)
     ax.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, 1.35 * max(1.0, summary["highest"].max()))
     ax.grid(axis="y", visible=False)

@@ -40,7 +40,7 @@ def draw(results: Path) -> Figure:
         style.plain(ax.xaxis, [tick for tick in TICKS if low < tick < high])
     axes[-1].set_xlabel("measured seconds per step")
     least = min(-BANDS[0][0], 100 * steps["error"].min())
-    axes[0].set_ylim(1.1 * least, max(BANDS[0][0], 115 * steps["error"].max()))
+    axes[0].set_ylim(1.1 * least, max(1.1 * BANDS[0][0], 115 * steps["error"].max()))
     found = dict(zip(*reversed(style.handles(*axes)), strict=True))
     share = (steps["error"] < 0).mean()
     title = f"The prediction is too low in {100 * share:.0f} % of the {len(steps)} steps"
@@ -52,7 +52,8 @@ def draw(results: Path) -> Figure:
         list(steps["rounds"].astype(int)),
         what="rounds",
         bars="bars: quartiles",
-        extra=f"{len(errors)} steps, error of the prediction: median {errors.median():.1%}, worst {errors.max():.1%}; "
+        extra=f"{len(errors)} steps, error of the prediction: median {steps['error'].median():+.1%}, its size "
+        f"{errors.median():.1%} and at worst {errors.max():.1%}; "
         "the slower the link the darker"
         f"\n{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}",
     )

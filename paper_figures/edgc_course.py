@@ -15,7 +15,7 @@ from paper_figures.ranks_over_time import course, limits, panel
 TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
 **Entropy and the rank that follows it, over the run.** Above: mean of the sampled entropies over the last
-window (nats), per stage. Below: the rank in use; grey: no rank is in use yet; dashed and dotted: r_max
+window (nats), per stage. Below: the rank in use; grey: no rank is in use yet; thin grey lines: r_max
 and r_min. The paper says that the entropy of gradients falls through training; CQM then lowers the rank.
 Where entropy rises after warm-up instead, CQM asks for more than r_max and the rank stays there. The paper's
 own courses are described here, not drawn: this project has no numbers of them."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
+from paper_figures.families import ARCHITECTURES, Line
 
 TABLES = ("entropy_trend/trend.csv", "entropy_trend/table.csv")
 CAPTION = """\
@@ -20,6 +22,14 @@ variant changes one condition of GPT: batch size, learning-rate schedule, clippi
 Where it was lowest and where it ended: left of zero it has fallen, a last value right of the lowest says
 that it rose again. CQM lowers its rank only while the entropy falls."""
 ESTIMATOR = "histogram"
+# Of conditions other than an architecture.
+OTHERS: tuple[tuple[str, Line], ...] = (
+    ("#009E73", "--"),
+    ("#CC79A7", "-."),
+    ("#000000", ":"),
+    ("#8C6D00", (0, (6, 2))),
+    ("#56B4E9", (0, (3, 1, 1, 1, 1, 1))),
+)
 POINTS = (("minimum", "lowest", "v"), ("end", "at the end", "o"))
 
 
@@ -30,10 +40,11 @@ def draw(results: Path) -> Figure:
     trend = trend[trend["group"] == "<all>"]
     table = table[(table["group"] == "<all>") & (table["estimator"] == ESTIMATOR) & (table["status"] == "ok")]
     labels = dict(zip(trend["variant"], trend["label"], strict=True))
-    colours = dict(zip(labels, sns.color_palette("colorblind", len(labels)), strict=True))
+    looks = looks_of(list(labels))
+    colours = {name: colour for name, (colour, _) in looks.items()}
     fig, (curves, ends) = style.figure(2, 1, height=3.9 + 0.32 * len(labels))
     for place, (variant, label) in enumerate(labels.items()):
-        line(curves, trend[trend["variant"] == variant], colours[variant], label)
+        line(curves, trend[trend["variant"] == variant], looks[variant], label)
         row = table[table["variant"] == variant]
         for column, name, marker in POINTS:
             change = row[column] - row["start"]
@@ -46,7 +57,7 @@ def draw(results: Path) -> Figure:
                 label=name if place == 0 else None,
             )
     curves.axhline(0, color="#444444", linewidth=0.6)
-    curves.set(title="course", xlabel="iteration", ylabel="entropy since\nthe first probe (nats)")
+    curves.set(title=seen(table), xlabel="iteration", ylabel="entropy since\nthe first probe (nats)")
     ends.axvline(0, color="#444444", linewidth=0.6)
     ends.set(title="lowest and last", xlabel="entropy since the first probe (nats)", ylabel="condition")
     ends.set_yticks(range(len(labels)), [textwrap.fill(label, 16) for label in labels.values()])
@@ -65,8 +76,22 @@ def draw(results: Path) -> Figure:
     return fig
 
 
-def line(ax: Axes, rows: pd.DataFrame, colour: tuple[float, float, float], label: str) -> None:
+def seen(table: pd.DataFrame) -> str:
+    """In words: in how many runs the entropy rose again, by the rule of the table."""
+    rose = (table["rises_again"] == "yes").sum()
+    return f"it rises again in {rose} of {len(table)} runs"
+
+
+def looks_of(variants: Sequence[str]) -> dict[str, tuple[str, Line]]:
+    """Colour and dashes of each condition: GPT and BERT as in every figure, the others told apart by both."""
+    own = {name: (look.colour, "-") for name, look in ARCHITECTURES.items() if name in variants}
+    others = [name for name in variants if name not in own]
+    return own | dict(zip(others, itertools.cycle(OTHERS), strict=False))
+
+
+def line(ax: Axes, rows: pd.DataFrame, look: tuple[str, Line], label: str) -> None:
     """The mean over seeds of the change since the first probe."""
+    colour, dashes = look
     values = rows.pivot_table(index="iteration", columns="seed", values=f"entropy_{ESTIMATOR}")
     mean = (values - values.iloc[0]).mean(axis=1)
-    ax.plot(mean.index, mean, color=colour, label=label)
+    ax.plot(mean.index, mean, color=colour, linestyle=dashes, label=label)

@@ -46,6 +46,11 @@ def draw(results: Path) -> Figure:
     symmetric_log(axes[0], drawn["skewness"], low=-2, high=2)
     symmetric_log(axes[1], drawn["excess_kurtosis"], low=0, high=10)
     axes[-1].set_xlabel("iteration")
+    shares = 100 * drawn["near_zero"]
+    if shares.max() > 20:  # most of an embedding is near zero: on one scale with it the layers would lie on the axis
+        axes[2].set_yscale("symlog", linthresh=1, linscale=0.6)
+        style.plain(axes[2].yaxis, [tick for tick in (0, 1, 3, 10, 30, 100) if tick <= 1.6 * shares.max()])
+        axes[2].set_title("|g| < 0.001 σ₀ (log above 1 %)")
     axes[2].set_ylim(bottom=0)
     axes[3].set_ylim(bottom=0)
     handles, labels = style.handles(axes[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,8 @@ def draw(results: Path) -> Figure:
         extra="\n".join(part for part in ("grey line: Pareto front of the means", style.untested(runs)) if part),
     )
     fig.draw_without_rendering()  # the layout decides where points are
-    write(ax, texts)
+    centres = [(row.percent, row.gap_nats) for row in points[points["method"] != "none"].itertuples(index=False)]
+    write(ax, texts, centres)
     return fig
 
 
@@ -73,22 +75,21 @@ def seen(points: pd.DataFrame, runs: pd.DataFrame) -> str:
     return names.seen(points.assign(edgc=points["variant"].isin(edgc), **means))
 
 
-def write(ax: Axes, texts: dict[tuple[float, float], str]) -> None:
-    """Put each text beside its point, on the first side where it covers neither another text nor another point."""
-    taken: list[Bbox] = []
-    sides = [(x, y) for x in (4, -4) for y in (4, -5)]
-    centres = {point: ax.transData.transform(point) for point in texts}
-    points = {point: Bbox([centre - 4, centre + 4]) for point, centre in centres.items()}
+def write(ax: Axes, texts: dict[tuple[float, float], str], centres: Sequence[tuple[float, float]]) -> None:
+    """Put each text beside its point, on the side where it covers least of other texts, markers and the frame."""
+    taken = [Bbox([at - 4, at + 4]) for at in map(ax.transData.transform, centres)]
+    sides = [(x, y) for y in (4, -5, 11, -12) for x in (4, -4)]
     for point, text in texts.items():
-        others = [*taken, *(box for other, box in points.items() if other != point)]
+        found = []
         for side in sides:
             label = beside(ax, point, text, side)
-            if not any(label.get_window_extent().overlaps(other) for other in others):
-                break
+            box = label.get_window_extent()
+            outside = box.width * box.height - names.shared(box, ax.bbox)
+            found.append((sum(names.shared(box, other) for other in taken) + 3 * outside + abs(side[1]), side, box))
             label.remove()
-        else:
-            label = beside(ax, point, text, sides[0])
-        taken.append(label.get_window_extent())
+        _, side, box = min(found, key=lambda one: one[0])
+        beside(ax, point, text, side)
+        taken.append(box)
 
 
 def beside(ax: Axes, point: tuple[float, float], text: str, offset: tuple[float, float]) -> Annotation:
@@ -106,7 +107,7 @@ def detail(run: pd.Series) -> str:
     if run["method"] in ("topk", "randomk"):
         return f"{100 * run['density']:g} %"
     if run["method"] == "quantize":
-        return f"int{run['bits']:g}" + (" stochastic" if run["rounding"] == "stochastic" else "")
+        return f"int{run['bits']:g}" + (" stoch." if run["rounding"] == "stochastic" else "")
     if run["method"] == "edgc":
         return "spectral" if run["policy"] == "spectral" else "CQM"
     return ""

@@ -121,10 +121,13 @@ def family(name: str, policy: str | None = None) -> Family:
 
 
 def by_name(name: str) -> Family:
-    """As :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``, ``powersgd_r32_int4``."""
+    """As :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``, ``powersgd_r32_int4``,
+    ``edgc_cqm_int8``."""
     for dtype in FACTOR_BITS.keys() - {"fp32"}:
         if name.startswith(f"factors_{dtype}") or (name.startswith("powersgd") and name.endswith(f"_{dtype}")):
             return FAMILIES[f"factors_{dtype}"]
+        if name.startswith("edgc") and name.endswith(f"_{dtype}"):
+            return FAMILIES[f"edgc_{dtype}"]
     return FAMILIES[f"quantize_{name}"] if f"quantize_{name}" in FAMILIES else family(name)
 
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure, SubFigure
 
 from paper_figures import style
 from paper_figures.methods import lost
+from paper_figures.policies import ORDERS
 
 MOST = 6  # variants in a row of panels
 BLACK, GREY = "#000000", "#8c8c8c"
@@ -60,8 +61,21 @@ def draw(results: Path, study: str) -> Figure:
 
 def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, tuple[str, Any]]:
     """Label and colour of each variant of a row; uncompressed training is black in every row."""
-    colours = [*(BLACK for _ in plain), *sns.color_palette("colorblind", len(row))]
-    return {name: (name_of(variants, name), colour) for name, colour in zip([*plain, *row], colours, strict=True)}
+    colours: dict[str, Any] = dict.fromkeys(plain, BLACK)
+    free = sns.color_palette("colorblind")
+    for name in row:  # as everywhere; where two would have one colour, the second takes one that is free
+        own = colour_of(variants, name)
+        colours[name] = own if own not in colours.values() else free.pop(0)
+    return {name: (name_of(variants, name), colour) for name, colour in colours.items()}
+
+
+def colour_of(variants: pd.DataFrame, variant: str) -> str:
+    """The colour that a variant has in every figure: that of its order of ranks, else of its method."""
+    orders = {name.removesuffix("_1"): colour for name, colour, _ in ORDERS.values()}
+    order = next((colour for name, colour in orders.items() if variant.split("_")[0] == name), None)
+    run = variants.loc[variant]
+    known = {"policy", "factor_dtype", "one_sided"} <= set(run.index)  # not in every study's table
+    return order or (style.look(run) if known else style.family(str(run["method"]))).colour
 
 
 def legend_columns(looks: dict[str, tuple[str, Any]]) -> int:

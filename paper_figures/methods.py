@@ -49,7 +49,8 @@ def draw(results: Path) -> Figure:
         ends = near["gap_nats_low"].fillna(near["gap_nats_min"])
         ax.set_ylim(max(-NEAR / 3, min(-0.05 * NEAR, 1.1 * ends.min())), NEAR)
     spoken = names.chosen(near, near["gap_nats_mean"].max() + 1, NAMED)
-    style.title_legend(fig, *style.handles(ax), seen(near, spoken), columnspacing=1.0)
+    cut_off(ax, near)
+    style.title_legend(fig, *style.handles(ax), seen(shown, spoken), columnspacing=1.0)
     said = (off_the_scale(shown[~shown["variant"].isin(near["variant"])]), lost(runs), style.untested(runs))
     style.annotate(
         fig,
@@ -64,13 +65,24 @@ def draw(results: Path) -> Figure:
     return fig
 
 
-def seen(drawn: pd.DataFrame, spoken: pd.DataFrame) -> str:
+def seen(shown: pd.DataFrame, spoken: pd.DataFrame) -> str:
     """In words: the method of fewest bytes that loses no more than EDGC; where most are not decided, that alone."""
-    verdicts = drawn.loc[drawn["method"] != "none", "verdict"]
-    undecided = int((verdicts == "not decided").sum())
-    if 2 * undecided <= len(verdicts):
+    verdicts = shown.loc[shown["method"] != "none", "verdict"]
+    times = {word: int((verdicts == word).sum()) for word in ("worse", "on par", "better", "not decided", "not tested")}
+    if 2 * times["not decided"] <= len(verdicts):
         return names.seen(spoken)
-    return f"Of {len(verdicts)} methods {undecided} are not decided: seeds differ as much as methods"
+    told = ", ".join(f"{n} {word}" for word, n in times.items() if n)
+    return f"Of {len(verdicts)} methods against no compression: {told}"
+
+
+def cut_off(ax: Axes, drawn: pd.DataFrame) -> None:
+    """An arrowhead where a bar goes on beyond the frame."""
+    low, high = ax.get_ylim()
+    for _, row in drawn.iterrows():
+        for end, edge, mark in (("low", low, 7), ("high", high, 6)):  # 6, 7: carets whose base is at the point
+            if (row[f"gap_nats_{end}"] < low) if end == "low" else (row[f"gap_nats_{end}"] > high):
+                beyond = {"marker": mark, "color": "#444444", "markersize": 3, "clip_on": False}
+                ax.plot(100 * row["bytes_ratio_mean"], edge, **beyond)
 
 
 def off_the_scale(rows: pd.DataFrame) -> str:

@@ -85,7 +85,9 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
             costs.append(ends[1][1] - ends[0][1])  # dense first
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    more = f"{min(costs):+.2f} to {max(costs):+.2f} nats".replace("-", "−") if costs else "one kind only"
+    more = (
+        f"means differ by {min(costs):+.2f} to {max(costs):+.2f} nats".replace("-", "−") if costs else "one kind only"
+    )
     ax.set(title=f"compressing experts:\n{more}", xlabel=style.share_of_bytes())
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)

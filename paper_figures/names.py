@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.patheffects import Normal, Stroke
 from matplotlib.transforms import Bbox
 
 from paper_figures import style
 
 FAR, NEAR = 2.0, 12.0  # square pixels that a point of distance is worth; points from which a line leads to a name
+STRANGE = 60.0  # square pixels that a name is worth beside a marker that is not its own
 ALIKE = 0.15, 0.004  # rows so near each other, in ln(bytes) and in nats, get one name
 # where a name may stand: points from its marker, and how it is aligned there
 PLACES = tuple(
@@ -60,6 +62,9 @@ def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]
     thin line leads to one that stands far away."""
     ax.figure.canvas.draw()  # or where things are is not known yet
     taken = [box for _, row in points.iterrows() for box in boxes(ax, row)]
+    marks = ax.transData.transform(
+        [(100 * row["bytes_ratio_mean"], row["gap_nats_mean"]) for _, row in points.iterrows()]
+    )
     for row, name in names:
         at = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
         text = ax.annotate(name, at, (0, 0), textcoords="offset points", va="center", fontsize=style.MIN_FONT)
@@ -69,18 +74,32 @@ def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]
             text.set(position=place, horizontalalignment=align)
             box = text.get_window_extent()
             inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
-            hidden = sum(weight * _shared(box, other) for other, weight in taken)
-            found.append(((not inside, hidden + FAR * np.hypot(*place)), place, align, box))
+            hidden = sum(weight * shared(box, other) for other, weight in taken)
+            away = FAR * np.hypot(*place) + STRANGE * nearer(box, marks, ax.transData.transform(at))
+            found.append(((not inside, hidden + away), place, align, box))
         _, place, align, box = min(found, key=lambda one: one[0])
         text.set(position=place, horizontalalignment=align)
         taken.append((box, 3.0))
         if abs(place[1]) > NEAR:
-            end = 0, place[1] - np.sign(place[1]) * style.MIN_FONT / 2
-            line = {"arrowstyle": "-", "color": "#888888", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
-            ax.annotate("", at, end, textcoords="offset points", arrowprops=line)
+            # From beside the point, or the line would lie on the point's own bar.
+            side = {"left": 3, "right": -3, "center": 3}[align]
+            end = place[0] + side, place[1] - np.sign(place[1]) * style.MIN_FONT / 2
+            line = {"arrowstyle": "-", "color": "#222222", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+            arrow = ax.annotate("", at, end, textcoords="offset points", arrowprops=line)
+            arrow.arrow_patch.set_path_effects([Stroke(linewidth=1.8, foreground="white"), Normal()])
 
 
-def _shared(one: Bbox, other: Bbox) -> float:
+def nearer(box: Bbox, marks: np.ndarray, own: np.ndarray) -> int:
+    """How many markers stand nearer to a name than its own does."""
+
+    def off(at: np.ndarray) -> float:
+        return float(np.hypot(max(box.x0 - at[0], 0, at[0] - box.x1), max(box.y0 - at[1], 0, at[1] - box.y1)))
+
+    mine = off(own)
+    return sum(off(mark) < mine - 1 for mark in marks)
+
+
+def shared(one: Bbox, other: Bbox) -> float:
     """Square pixels that both cover."""
     both = Bbox.intersection(one, other)
     return float(both.width * both.height) if both is not None else 0.0

@@ -17,7 +17,8 @@ CAPTION = """\
 **Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed share one uncompressed
 warm-up. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
 shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
-paired by seed (nats; left of zero EDGC is better); in the shaded band two one-sided tests call both on par. "Both
+paired by seed (nats; left of zero EDGC is better); on par where the 90 % interval, narrower than
+the bars, lies in the shaded band. "Both
 orders" is the mean of reversed and shuffled. A row that says "not tested" is of a policy that hardly moved: the rule
 is in ``experiments/analyse/acting.py``."""
 ORDERS = {
@@ -26,6 +27,7 @@ ORDERS = {
     "shuffled": ("shuffled_1", "#999933", ":"),
     "falling": ("falling", "#117733", "-."),
 }
+MARKS = {"fixed rank": "s", "reversed": "<", "shuffled": ">", "falling": "v"}
 
 
 def draw(results: Path) -> Figure:
@@ -57,17 +59,29 @@ def ranks(ax: Axes, curves: pd.DataFrame) -> None:
     ax.set(title="rank of stage 0", xlabel="iteration", ylabel="rank r", ylim=(0, None))
 
 
+def looks(rival: str) -> tuple[str, str]:
+    """Colour and marker of a rival; both orders together have a look of their own."""
+    if rival in ORDERS:
+        return ORDERS[rival][1], MARKS[rival]
+    if rival == "placebos":
+        return "#882255", "P"
+    none = FAMILIES["none"]
+    return none.colour, none.marker
+
+
 def differences(ax: Axes, found: pd.DataFrame, pairs: pd.DataFrame) -> None:
     """A row a rival; the shaded band is the margin of equality."""
     for place, row in enumerate(found.itertuples(index=False)):
-        colour = ORDERS.get(row.rival, ("", "#444444", ""))[1]
+        colour, mark = looks(str(row.rival))
         values = pairs.loc[
             (pairs["variant"] == row.variant) & (pairs["rival"] == row.rival), "difference_nats"
         ].dropna()
         ax.plot(values, [place] * len(values), ".", color=colour, markersize=3, linewidth=0, alpha=0.6)
         half = 0.0 if pd.isna(row.difference_high) else row.difference_high - row.difference_nats
         face = colour if row.factor_dtype == "fp32" else "white"
-        ax.errorbar(row.difference_nats, place, xerr=half, color=colour, marker="o", markersize=4, markerfacecolor=face)
+        ax.errorbar(
+            row.difference_nats, place, xerr=half, color=colour, marker=mark, markersize=4, markerfacecolor=face
+        )
     margin = found["margin_nats"].max()
     ax.axvspan(-margin, margin, color="#DDDDDD", zorder=0)
     ax.axvline(0, color="#444444", linewidth=0.6)

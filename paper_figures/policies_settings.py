@@ -44,7 +44,8 @@ CAPTION = """\
 **The same question in every setting.** A panel a setting that has tables; those that have none yet are named below the
 figure. Validation loss of EDGC less that of each rival, paired by seed (nats; left of zero EDGC is better); bars are
 95 % t intervals, small dots seeds. "Both orders" is the mean of EDGC's own ranks reversed and shuffled, "falling" is
-the same ranks sorted. In the shaded band two one-sided tests call both on par. Open markers are int8 factors, shown
+the same ranks sorted. On par: the 90 % interval, narrower than the bars,
+lies in the shaded band. Open markers are int8 factors, shown
 where there are at least five seeds."""
 RIVALS = ("no compression", "fixed rank", "placebos", "falling")
 

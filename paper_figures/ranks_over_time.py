@@ -17,7 +17,7 @@ TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
 **Ranks that EDGC chose.** The rank that EDGC used at every iteration, per pipeline stage and policy. Grey:
 no rank is in use yet: the warm-up, until the entropy is stable, in which gradients are sent whole, in int4 where the
-label says so. Dashed and dotted lines: the limits r_max
+label says so. Thin grey lines: the limits r_max
 and r_min. Later stages are drawn thinner on top of earlier ones, so that equal ranks remain visible. A line
 that stays at a limit means that the model asked for a rank outside it: the method then acts like a fixed
 rank."""
@@ -59,10 +59,10 @@ def course(curves: pd.DataFrame, stages: list[int]) -> str:
 
 def limits(ax: Axes, runs: pd.DataFrame) -> None:
     """r_min and r_max of the controller, where all seeds agree on them."""
-    for column, line in (("r_max", "--"), ("r_min", ":")):
+    for column in ("r_max", "r_min"):
         values = runs[column].dropna().unique()
         if len(values) == 1:
-            ax.axhline(values[0], color="#444444", linewidth=0.8, linestyle=line, zorder=1, label=column)
+            ax.axhline(values[0], color="#777777", linewidth=0.6, zorder=1, label="r_max, r_min")
 
 
 def panel(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:

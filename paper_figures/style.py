@@ -55,6 +55,9 @@ SLIDES: dict[str, Any] = dict.fromkeys(SIZES, 9.0) | {
     "axes.linewidth": 1.0,
     "savefig.dpi": 300,
 }
+WIDER = (
+    1.3  # how much larger slides are drawn than paper: more than their letters grow, so that all fits that fits there
+)
 _chosen: dict[str, Any] = PAPER
 
 
@@ -128,14 +131,20 @@ def figure(
     """A themed figure at its print size and its axes, row by row. ``height``: inches."""
     use()
     height = height if height is not None else 0.72 * COLUMN * rows / columns
-    fig, axes = plt.subplots(rows, columns, figsize=(COLUMN, height), squeeze=False, **options)
+    fig, axes = plt.subplots(rows, columns, figsize=_size(height), squeeze=False, **options)
     return fig, list(axes.flat)
+
+
+def _size(height: float) -> tuple[float, float]:
+    """Width and height in inches of a figure that is ``height`` high on paper."""
+    factor = WIDER if _chosen is SLIDES else 1.0
+    return factor * COLUMN, factor * height
 
 
 def stacked(heights: Sequence[float]) -> tuple[Figure, list[SubFigure]]:
     """A themed figure and its parts, one above the other, each with panels and a legend of its own. Inches."""
     use()
-    fig = plt.figure(figsize=(COLUMN, sum(heights) + 0.6))
+    fig = plt.figure(figsize=_size(sum(heights) + 0.6))
     parts = fig.subfigures(len(heights), 1, height_ratios=list(heights), squeeze=False)
     return fig, list(parts.flat)
 

@@ -6,10 +6,12 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from paper_figures import style
 from paper_figures.families import Line
@@ -47,11 +49,13 @@ def draw(results: Path) -> Figure:
         marks: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5}
         axes[1].plot(at, rows["entropy_full"], color=colour, linewidth=1.0, label=f"{label}, all")
         axes[1].plot(at, rows["entropy"], linestyle="", label="sampled", **marks)
-        look = {"color": colour, "linewidth": 3.2 - 1.0 * index, "drawstyle": "steps-pre"}
+        look = {"color": colour, "linewidth": 1.6, "drawstyle": "steps-pre"}
         axes[2].plot(at, rows["rank"], label=label, **look)
+    # Equal courses lie on each other: every other variant has a colour and dashes of its own.
+    free = itertools.cycle(("#D55E00", "#000000", "#CC79A7", "#0072B2", "#8C6D00"))
     others = first[~first["variant"].isin(own)].groupby("variant", sort=False)
     for (_, rows), line in zip(others, itertools.cycle(LINES), strict=False):
-        look = {"color": colours[rows["length"].iloc[0]], "linestyle": line, "drawstyle": "steps-pre"}
+        look = {"color": next(free), "linestyle": line, "drawstyle": "steps-pre"}
         axes[2].plot(rows["iteration"], rows["rank"], label=rows["label"].iloc[0], **look)
     axes[1].set(title="entropy, stage 0", ylabel="window mean entropy (nats)")
     ranks = first["rank"].dropna()
@@ -61,6 +65,7 @@ def draw(results: Path) -> Figure:
         style.message(axes[2], "never compressed")
     else:
         axes[2].set_ylim(bottom=0)
+        axes[2].yaxis.set_major_locator(MaxNLocator(5, integer=True))
     for ax in axes[1:]:
         ax.set_xlim(left=0)
         ax.set_xlabel("iteration")
@@ -82,7 +87,9 @@ def correlation(ax: Axes, table: pd.DataFrame) -> None:
         rows = fine.dropna(subset=[column]).groupby("window")[column]
         mean = rows.mean()
         if len(mean):
-            error = rows.apply(style.half_interval)
+            # A correlation ends at 1, which a t interval does not know.
+            half = rows.apply(style.half_interval)
+            error = [half, np.minimum(half, 1 - mean)]
             ax.errorbar(mean.index, mean, yerr=error, color=colour, marker=marker, linestyle=line, label=label)
     ax.axhline(PAPER, color="#444444", linewidth=0.9, linestyle=":", label=f"paper: {PAPER} at w = 1000")
     ax.set_xscale("log")

@@ -10,7 +10,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.common import acting
 from paper_figures import style
+from paper_figures.families import by_name
 
 TABLES = ("zero_shot/table.csv", "methods/table.csv")
 CAPTION = """\
@@ -46,6 +48,8 @@ def draw(results: Path) -> Figure:
     height = 2.2 + len(tasks) * (0.62 + 0.15 * len(labels))
     fig, axes = style.figure(len(tasks), 2, height=height, sharey=True)
     drawn = []
+    runs = table.drop_duplicates("run")
+    of_these = style.read(results, "methods").query("variant in @runs.variant")
     for place, task in enumerate(tasks):
         rows = table[table["task"] == task]
         drawn.append(rows[rows["metric"] == rows["metric"].iloc[0]])
@@ -55,13 +59,14 @@ def draw(results: Path) -> Figure:
     for ax in axes:
         style.plain_linear(ax.xaxis, 3)
     style.letter(axes[::2])
-    fig.suptitle(textwrap.fill(seen(pd.concat(drawn)), 46), x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+    told = pd.concat(drawn)
+    told = told[~told["label"].isin(acting.idle(of_these))]
+    fig.suptitle(textwrap.fill(seen(told), 46), x=0.01, ha="left", fontsize=8.5, fontweight="bold")
     ok = table[table["status"] == "ok"]
-    runs = table.drop_duplicates("run")
     missing = [
         f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in runs.iterrows() if row["status"] != "ok"
     ]
-    idle = style.untested(style.read(results, "methods").query("variant in @runs.variant"))
+    idle = style.untested(of_these)
     documents = ", ".join(
         f"{title(str(task))} {rows['documents'].iloc[0]:.0f}" for task, rows in ok.groupby("task", sort=False)
     )
@@ -97,7 +102,7 @@ def spread_seeds(rows: pd.DataFrame, labels: list[str]) -> Iterator[tuple[float,
     for place, label in enumerate(labels):
         runs = rows[rows["label"] == label].sort_values("seed")
         for index, (_, run) in enumerate(runs.iterrows()):
-            look = style.family(f"{run['variant']} {label}")
+            look = by_name(str(run["variant"]))
             yield place + 0.6 * ((index + 0.5) / len(runs) - 0.5), look, run
 
 

@@ -34,13 +34,14 @@ def _linked(page: str, target: str) -> Path | None:
 
 
 def on_config(config: Any) -> Any:
-    """A folder in the navigation, ``paper/``, stands for its pages, ``index.md`` first."""
+    """A folder in the navigation, ``paper/``, stands for its pages: ``index.md``, then the others as it links them."""
     for entry in config.nav or []:
         for title, target in list(entry.items()):
             if isinstance(target, str) and target.endswith("/"):
-                pages = sorted(
-                    (ROOT / "docs" / target).glob("*.md"), key=lambda path: (path.stem != "index", path.stem)
-                )
+                folder = ROOT / "docs" / target
+                linked = [found[2] for found in FOLDER.finditer((folder / "index.md").read_text(encoding="utf-8"))]
+                places = {name: place for place, name in reversed(list(enumerate(["index.md", *linked])))}
+                pages = sorted(folder.glob("*.md"), key=lambda path: (places.get(path.name, len(places)), path.name))
                 entry[title] = [path.relative_to(ROOT / "docs").as_posix() for path in pages]
     return config
 

@@ -68,8 +68,18 @@ def linear(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
     return dict(zip(names, (float(gradient), float(offset), rms, share, r_squared), strict=True))
 
 
+def quickest(timings: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the seed whose median total was the least, for each stage and rank."""
+    total = timings[timings["kind"] == "total"]
+    at = total.groupby(["stage", "rank"], dropna=False)["seconds_median"].idxmin()
+    keys = ["stage", "variant", "seed"]
+    return timings.merge(total.loc[at, keys], on=keys)
+
+
 def fits(timings: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """T(r) per stage and part over all finished seeds, and the rank from which compressing is slower than not.
+    """T(r) per stage and part, of each rank's quickest seed, and the rank from which compressing is slower than not.
+
+    Other work on the machine only adds time, so the seed counts whose median total is the least.
 
     ``rank_where_slower`` solves a r + c = time of the uncompressed reduction of the stage (nan without an
     uncompressed run, inf when no rank is slower, 0 when every rank is). With three distinct ranks or more the
@@ -77,7 +87,7 @@ def fits(timings: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """
     if timings.empty:
         return
-    fine = timings[(timings["status"] == "ok") & timings["seconds_median"].notna()]
+    fine = quickest(timings[(timings["status"] == "ok") & timings["seconds_median"].notna()])
     for (stage, kind), group in fine.groupby(["stage", "kind"], sort=True):
         compressed, dense = group[group["rank"].notna()], group[group["rank"].isna()]
         line = linear(list(compressed["rank"]), list(compressed["seconds_median"]))

@@ -114,6 +114,12 @@ class Kept:
         # "none" is the name of a method, not a missing value.
         return written_tables.read(path, keep_default_na=False, na_values=["", "nan"]) if path else None
 
+    @property
+    def beside(self) -> list[Kept]:
+        """What is kept of other scales, in folders beside this one."""
+        names = [name for name in matrix.scales() if name != self.scale and (self.root.parent / name).is_dir()]
+        return [Kept(self.root.parent / name, self.out) for name in names]
+
     @cached_property
     def studies(self) -> dict[str, Study]:
         """Studies with at least one table here."""

@@ -107,7 +107,7 @@ def contents(kept: Kept) -> dict[str, Any]:
     """What the templates show, images left out."""
     shown = pictures.pictures(kept)
     claims = claim_rows.rows(kept, [picture.name for picture in shown if not picture.group])
-    rows = list(board.rows(kept))
+    rows = [row for one in (kept, *kept.beside) for row in board.rows(one)]
     runs, points = curves.curves(kept)
     figures = {picture.name: picture for picture in shown if not picture.group}
     return {
@@ -120,6 +120,7 @@ def contents(kept: Kept) -> dict[str, Any]:
         "pictures": shown,
         "groups": list(dict.fromkeys(picture.group for picture in shown)),
         "board": rows,
+        "scales": list(dict.fromkeys(row.scale for row in rows)),
         "board_missing": board.missing(kept),
         "families": {key: name for key, name in board.FAMILIES.items() if key in {row.family for row in rows}},
         "all_families": board.FAMILIES,

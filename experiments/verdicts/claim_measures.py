@@ -216,8 +216,8 @@ def zero_centring(root: Path) -> Measured:
     if rows.empty:
         raise Missing(f"no share near zero in {relative}")
     notes = [
-        f"{name}: {100 * r['near_zero_start'].mean():.2g} % at the start, {100 * r['near_zero_end'].mean():.2g} % at the "
-        f"end, {', '.join(r['centring'].unique())}"
+        f"{name}: {100 * r['near_zero_start'].mean():.2g} % at the start, "
+        f"{100 * r['near_zero_end'].mean():.2g} % at the end, {', '.join(r['centring'].unique())}"
         for name, r in rows.groupby("variant", sort=False)
     ]
     return Measured(tuple(str(v) for v in rows["centring"]), relative, join(*notes, lost), **_runs_of(rows))

@@ -60,6 +60,7 @@ def _by_setting(root: Path, rival: str, beside: Sequence[str] = ()) -> Measured:
     words, seeds = tuple(str(row["verdict"]) for row in found.values()), [int(row["n"]) for row in found.values()]
     # The interval is that of the setting that the evidence names, the one with the largest difference.
     return Measured(
-        words, relative, join(*notes), acted=True, gap=gap, things="settings", beside=tuple(name for name in found if name != relative),
+        words, relative, join(*notes), acted=True, gap=gap, things="settings",
+        beside=tuple(name for name in found if name != relative),
         n=min(seeds), n_most=max(seeds) if max(seeds) > min(seeds) else None,
     )  # fmt: skip

@@ -195,7 +195,10 @@ def test_the_table_of_verdicts_says_what_claims_csv_says() -> None:
         number = re.compile(r"-?\d+(?:\.\d+)?")
         shown, written = (number.findall(text) for text in (ours, claim["our_value"]))
         assert [float(value) for value in shown] == pytest.approx([float(value) for value in written], rel=5e-3)
-        assert number.sub("", ours.removesuffix(" %").removesuffix(" times")) == number.sub("", claim["our_value"]) or not claim["our_value"]
+        assert (
+            number.sub("", ours.removesuffix(" %").removesuffix(" times")) == number.sub("", claim["our_value"])
+            or not claim["our_value"]
+        )
         if plain := re.fullmatch(r"(-?[\d.]+) to (-?[\d.]+)\)", interval):
             assert float(plain[1]) < float(claim["our_value"]) < float(plain[2]), line
         else:

@@ -161,7 +161,9 @@ def test_window_claim_is_of_the_papers_samples_and_says_what_is_extrapolated(
     assert "no evidence" in claims.judge(known["window_correlation_whole_run"], "ci", tmp_path)["note"]
     put_correlations(tmp_path, [row for row in rows if row["cc"] != 0.93])
     found = claims.judge(known["window_correlation"], "ci", tmp_path)
-    assert (found["our_value"], found["verdict"]) == ("0.97 to 0.99", "partly"), "what is extrapolated supports in part at best"
+    assert (found["our_value"], found["verdict"]) == ("0.97 to 0.99", "partly"), (
+        "what is extrapolated supports in part at best"
+    )
 
 
 def test_window_claim_prefers_what_is_measured(tmp_path: Path, known: dict[str, claims.Claim]) -> None:

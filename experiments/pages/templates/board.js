@@ -8,19 +8,34 @@ function startBoard() {
   const box = byId("pareto");
   const tip = tooltip(box);
   const studyChoice = byId("board-study");
+  const scaleChoice = byId("board-scale");
   let sorted = { key: null, down: false };
   let active = null; // row number of the point that has the focus
 
-  const mostRows = (study) => rows.filter((row) => row.study === study).length;
-  const studies = [...new Set(rows.map((row) => row.study))];
+  scaleChoice.value = board.scale;
+  // The study that compares methods where there is one, else the one with the most rows.
+  const inScale = (row) => !scaleChoice.value || row.scale === scaleChoice.value;
+  const mostRows = (study) => (study === "methods" ? Infinity : rows.filter((row) => row.study === study && inScale(row)).length);
+  const studies = [...new Set(rows.filter(inScale).map((row) => row.study))];
   studyChoice.value = studies.reduce((best, study) => (mostRows(study) > mostRows(best) ? study : best));
 
   const bytesKey = () => checkedOf("board-bytes");
   function visible() {
     const chosen = new Set([...document.querySelectorAll('input[name="board-family"]:checked')].map((box) => box.value));
-    return rows
-      .map((row, index) => ({ ...row, index }))
-      .filter((row) => chosen.has(row.family) && (!studyChoice.value || row.study === studyChoice.value));
+    return rows.map((row, index) => ({ ...row, index })).filter((row) => chosen.has(row.family) && asked(row));
+  }
+  const asked = (row) => inScale(row) && (!studyChoice.value || row.study === studyChoice.value);
+
+  // Only what has rows at the scale, and in the study, can be chosen.
+  function offer() {
+    for (const option of studyChoice.options) {
+      const none = option.value !== "" && !rows.some((row) => row.study === option.value && inScale(row));
+      option.hidden = option.disabled = none;
+    }
+    if (studyChoice.selectedOptions[0]?.disabled) studyChoice.value = "";
+    for (const box of document.querySelectorAll('input[name="board-family"]')) {
+      box.closest("label").hidden = !rows.some((row) => row.family === box.value && asked(row));
+    }
   }
 
   function compare(a, b) {
@@ -54,6 +69,7 @@ function startBoard() {
     return [
       row.label,
       ...(several ? [`study ${row.study}`] : []),
+      ...(scaleChoice.value ? [] : [`scale ${row.scale}`]),
       `${families[row.family]}, n = ${row.shown.n}`,
       `${row.shown.bytes} of fp32 bytes, ${row.shown.bytes_bf16} of bf16`,
       `loss ${row.shown.gap} nats${row.shown.interval ? ` (${row.shown.interval})` : ""}`,
@@ -94,12 +110,9 @@ function startBoard() {
     const clip = `url(#${box.id}-clip)`;
     shape(svg, "rect", { class: "margin", "clip-path": clip, x: pad.left, width: width - pad.left - pad.right,
       y: y(margin), height: y(-margin) - y(margin) });
-    const fronts = [...new Set(points.map((row) => row.study))].map((study) =>
-      frontOf(points.filter((row) => row.study === study), key));
-    for (const front of fronts) {
-      const path = front.map((row, k) => `${k ? `H ${x(100 * row[key])} V` : `M ${x(100 * row[key])}`} ${y(row.gap)}`);
-      shape(svg, "path", { class: "front", "clip-path": clip, d: path.join(" ") });
-    }
+    const together = (row) => `${row.scale}/${row.study}`;
+    const fronts = [...new Set(points.map(together))].map((place) =>
+      frontOf(points.filter((row) => together(row) === place), key));
     const places = points
       .map((row) => ({ row, x: x(100 * row[key]), y: y(row.gap) }))
       .sort((a, b) => a.x - b.x || a.y - b.y);
@@ -107,6 +120,10 @@ function startBoard() {
     for (const { row, x: at } of places.filter(({ row }) => row.low !== null)) {
       shape(bars, "line", { class: "bar", "data-row": row.index, x1: at, x2: at, y1: y(row.low), y2: y(row.high),
         stroke: colourOf(row.family) });
+    }
+    for (const front of fronts) {
+      const path = front.map((row, k) => `${k ? `H ${x(100 * row[key])} V` : `M ${x(100 * row[key])}`} ${y(row.gap)}`);
+      shape(svg, "path", { class: "front", "clip-path": clip, d: path.join(" ") });
     }
     const nodes = places.map((place) => point(svg, place, narrow ? 5 : 6));
     const labelled = fronts.flat().map((row) => places.find((place) => place.row === row));
@@ -213,6 +230,7 @@ function startBoard() {
   }
 
   function update() {
+    offer();
     const shown = new Set(visible().map((row) => row.index));
     for (const [index, line] of lines) line.hidden = !shown.has(index);
     for (const head of document.querySelectorAll("#board-table thead th")) {
