@@ -70,8 +70,8 @@ def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str])
         elif row["reached"] < row["seeds"]:
             text += f" ({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
         at = max([*own, 0.02])
-        name = ax.annotate(text.strip(), (at, place), xytext=(7, 0), textcoords="offset points", va="center")
-        style.outline(name)
+        value = ax.annotate(text.strip(), (at, place), xytext=(7, 0), textcoords="offset points", va="center")
+        style.outline(value)
     ax.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, 1.35 * max(1.0, summary["highest"].max()))
     ax.grid(axis="y", visible=False)

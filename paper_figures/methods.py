@@ -81,8 +81,7 @@ def cut_off(ax: Axes, drawn: pd.DataFrame) -> None:
     for _, row in drawn.iterrows():
         for end, edge, mark in (("low", low, 7), ("high", high, 6)):  # 6, 7: carets whose base is at the point
             if (row[f"gap_nats_{end}"] < low) if end == "low" else (row[f"gap_nats_{end}"] > high):
-                beyond = {"marker": mark, "color": "#444444", "markersize": 3, "clip_on": False}
-                ax.plot(100 * row["bytes_ratio_mean"], edge, **beyond)
+                ax.plot(100 * row["bytes_ratio_mean"], edge, marker=mark, color="#444444", markersize=3, clip_on=False)
 
 
 def off_the_scale(rows: pd.DataFrame) -> str:

@@ -86,6 +86,7 @@ def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]
             end = place[0] + side, place[1] - np.sign(place[1]) * style.MIN_FONT / 2
             line = {"arrowstyle": "-", "color": "#222222", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
             arrow = ax.annotate("", at, end, textcoords="offset points", arrowprops=line)
+            assert arrow.arrow_patch is not None  # it has arrowprops
             arrow.arrow_patch.set_path_effects([Stroke(linewidth=1.8, foreground="white"), Normal()])
 
 
