@@ -33,7 +33,7 @@ def draw(results: Path) -> Figure:
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
         ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
-    style.names_above(fig, axes, [LABELS.get(name, name) for name in methods])
+    style.names_above(fig, axes, [LABELS.get(name, name) for name in methods], seen(table, rates))
     style.letter(axes)
     style.annotate(
         fig,
@@ -45,6 +45,19 @@ def draw(results: Path) -> Figure:
         f"\n{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}",
     )
     return fig
+
+
+def seen(table: pd.DataFrame, rates: list[float]) -> str:
+    """In words: the quickest method over the slowest link, and whether any beats dense averaging without a limit."""
+    fine = table[(table["status"] == "ok") & (table["hook"] != "compute")]
+    slow, free = (fine[fine["mbit_per_s"] == rate] for rate in (rates[0], rates[-1]))
+    best = slow.loc[slow["seconds"].idxmin(), "method"]
+    text = f"Quickest at {rates[0]:g} Mbit/s: {best}."
+    if rates[-1] == 0:
+        low_rank = free[~free["hook"].isin(["dense", "bf16"])]
+        wins = int((low_rank["speedup_over_dense_q1"] > 1).sum())
+        text += f"\nWithout a limit {wins} of {len(low_rank)} low ranks beat dense."
+    return text
 
 
 def panel(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:

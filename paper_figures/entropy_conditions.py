@@ -57,12 +57,12 @@ def draw(results: Path) -> Figure:
                 label=name if place == 0 else None,
             )
     curves.axhline(0, color="#444444", linewidth=0.6)
-    curves.set(title=seen(table), xlabel="iteration", ylabel="entropy since\nthe first probe (nats)")
+    curves.set(title="course", xlabel="iteration", ylabel="entropy since\nthe first probe (nats)")
     ends.axvline(0, color="#444444", linewidth=0.6)
     ends.set(title="lowest and last", xlabel="entropy since the first probe (nats)", ylabel="condition")
     ends.set_yticks(range(len(labels)), [textwrap.fill(label, 16) for label in labels.values()])
     ends.set_ylim(len(labels) - 0.5, -0.5)
-    fig.legend(*style.handles(curves), loc="outside upper center", ncols=2, columnspacing=0.8)
+    style.title_legend(fig, *style.handles(curves), seen(table), columnspacing=0.8)
     ends.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=0.8)
     style.letter([curves, ends])
     style.annotate(
@@ -79,7 +79,7 @@ def draw(results: Path) -> Figure:
 def seen(table: pd.DataFrame) -> str:
     """In words: in how many runs the entropy rose again, by the rule of the table."""
     rose = (table["rises_again"] == "yes").sum()
-    return f"it rises again in {rose} of {len(table)} runs"
+    return f"Entropy falls, and rises again in {rose} of {len(table)} runs"
 
 
 def looks_of(variants: Sequence[str]) -> dict[str, tuple[str, Line]]:

@@ -54,7 +54,7 @@ def draw(results: Path) -> Figure:
     axes[2].set_ylim(bottom=0)
     axes[3].set_ylim(bottom=0)
     handles, labels = style.handles(axes[0])
-    fig.legend(handles, labels, loc="outside upper center", ncols=2, columnspacing=1.0)
+    style.title_legend(fig, handles, labels, seen(trend), columnspacing=1.0)
     style.letter(axes)
     counts = list(trend.groupby("variant")["seed"].nunique())
     style.annotate(
@@ -67,6 +67,14 @@ def draw(results: Path) -> Figure:
         "σ₀: standard deviation of the same parameter's gradient at the first probe.",
     )
     return fig
+
+
+def seen(trend: pd.DataFrame) -> str:
+    """In words: how far from normal the layers' gradients are."""
+    layers = trend[trend["group"] == "<layers>"].groupby(["variant", "iteration"])["excess_kurtosis"].mean().dropna()
+    if layers.empty:
+        return "Shape of the gradient distribution"
+    return f"Layers' gradients are not normal: excess kurtosis {layers.min():.1f} to {layers.max():.0f} (normal: 0)"
 
 
 def symmetric_log(ax: Axes, values: pd.Series, *, low: float, high: float) -> None:

@@ -51,12 +51,24 @@ def draw(results: Path, study: str) -> Figure:
             part.legends[0].set_title(variants["label"][next(iter(row))])
         part.axes[0].set_xlabel(BYTES.format(unit=unit))
     style.letter(fig.axes)
+    style.headline(fig, seen(curves, variants, plain))
     extra = f"Training loss, trailing mean; thin: runs, thick: mean over seeds. Losses above {high:.2f} are cut off."
     if missing := lost(runs):
         extra += f"\n{missing}"
     seeds = list(runs.groupby("variant")["seed"].nunique())
     style.annotate(fig, seeds, bars="every run is a line", scale=results.name, extra=extra)
     return fig
+
+
+def seen(curves: pd.DataFrame, variants: pd.DataFrame, plain: list[str]) -> str:
+    """In words: how far from uncompressed training the variants end; without it, which ends lowest."""
+    late = curves[curves["iteration"] > 0.95 * curves["iteration"].max()]
+    if plain:
+        ends = late[~late["variant"].isin(plain)].groupby("variant")["above"].mean().dropna()
+        span = f"{ends.min():+.2f} to {ends.max():+.2f} nats".replace("-", "−")
+        return f"At the end the training loss lies {span} from that of uncompressed training"
+    ends = late.groupby("variant")["train_loss"].mean().dropna()
+    return f"{name_of(variants, str(ends.idxmin()))} ends at the lowest training loss" if len(ends) else "Training loss"
 
 
 def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, tuple[str, Any]]:

@@ -60,6 +60,7 @@ def draw(results: Path) -> Figure:
     by_rank(axes[1], mine)
     cqm(axes[2], curves, stiffness)
     style.letter(axes)
+    style.headline(fig, seen(errors[errors["variant"] == variant]))
     # Runs have either the mean over the workers or, older ones, the first worker's own.
     kinds = {(of, actual) for of, actual in zip(table["of"], table["actual"], strict=True)}
     drawn_kinds = [look for kind, look in ACTUAL.items() if kind in kinds]
@@ -81,6 +82,15 @@ def draw(results: Path) -> Figure:
         "rounded.",
     )
     return fig
+
+
+def seen(errors: pd.DataFrame) -> str:
+    """In words: how far both forms of CQM are off at the end of training, against PowerSGD's error."""
+    rows = errors[(errors["kind"] == LAYERS) & (errors["ranks"] == "above") & (errors["actual"] == "powersgd")]
+    last = rows[rows["window"] == rows["window"].max()].groupby("predictor")["ratio_median"].median()
+    if not {"iid", "anchored"} <= set(last.index):
+        return "Predicted and actual error"
+    return f"At the end σ·g(r) predicts {last['iid']:.2g} times the error, anchored {last['anchored']:.2g} times"
 
 
 def shown(table: pd.DataFrame) -> str:

@@ -167,6 +167,11 @@ def title_legend(fig: Figure, drawn: Iterable[Any], labels: Iterable[str], title
     )
 
 
+def headline(fig: Figure, title: str) -> None:
+    """A title over all panels that says what is seen, where no legend of the figure carries it."""
+    fig.suptitle(textwrap.fill(title, TITLE), fontproperties=BOLD, x=0.01, ha="left")
+
+
 def names_above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = "") -> None:
     """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
     the panels the names would take most of a column's width. ``title`` stands above the panels'."""

@@ -72,6 +72,7 @@ def draw(results: Path) -> Figure:
     axes[1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3, columnspacing=0.8)
     axes[2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, columnspacing=0.8)
     style.letter(axes)
+    style.headline(fig, seen(table))
     counts = list(table[table["status"] == "ok"].groupby("window").size())
     notes = sorted({str(text) for text in table["cc_note"].dropna() if text})
     extra = "(b), (c): first seed."
@@ -79,6 +80,15 @@ def draw(results: Path) -> Figure:
         extra += " Missing points in (a): " + "; ".join(notes[:2]) + "."
     style.annotate(fig, counts, bars=f"(a) {style.INTERVAL}", scale=results.name, extra=extra)
     return fig
+
+
+def seen(table: pd.DataFrame) -> str:
+    """In words: how well the sampled entropy follows the full one after warm-up, over windows of each length."""
+    means = table[table["status"] == "ok"].groupby("window")["cc_after_warmup"].mean().dropna()
+    if means.empty:
+        return "Sampled and full entropy by window length"
+    ends = "–".join(dict.fromkeys(f"{value:.2f}" for value in (means.min(), means.max())))
+    return f"After warm-up the sampled entropy follows the full one with CC {ends}"
 
 
 def correlation(ax: Axes, table: pd.DataFrame) -> None:

@@ -38,7 +38,7 @@ def draw(results: Path) -> Figure:
         ax.set(title=span, ylabel="CC (Pearson, no unit)")
     axes[-1].set_xlabel("samples in a window")
     style.letter(axes)
-    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=2, columnspacing=1.0)
+    style.title_legend(fig, *style.handles(*axes), seen(means), columnspacing=1.0)
     mine = runs[runs["alpha"] == ALPHA]
     style.annotate(
         fig,
@@ -48,6 +48,15 @@ def draw(results: Path) -> Figure:
         extra="" if len(runs) else "No run has enough windows.",
     )
     return fig
+
+
+def seen(means: pd.DataFrame) -> str:
+    """In words: whether CC grew with the samples in a window, where that was measured at ``ALPHA``."""
+    mine = means[(means["alpha"] == ALPHA) & (means["kind"] == "measured")].sort_values(["span", "samples"])
+    courses = [rows["cc_mean"].dropna() for _, rows in mine.groupby("span")]
+    if any(len(course) > 1 for course in courses) and all(course.is_monotonic_increasing for course in courses):
+        return "The more samples in a window, the better sampled and full entropy agree"
+    return "Agreement of sampled and full entropy by samples in a window"
 
 
 def panel(ax: Axes, runs: pd.DataFrame, means: pd.DataFrame) -> None:
