@@ -11,7 +11,7 @@ import typer
 
 from edgc.errors import UserError, nearest
 from experiments.common.cli import main_guard
-from paper_figures import BENCHMARKS, FIGURES
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL
 
 KNOWN = [*FIGURES, *BENCHMARKS]
 
@@ -40,22 +40,20 @@ def main(
     from paper_figures import style
 
     style.choose(look)
-    if name != "all":
-        print("  ".join(str(path) for path in render(name, results, out or results / "figures")))
-        return
-    missing = [left for one in FIGURES if (left := drawn(one, results, out or results / "figures")) is not None]
-    if len(missing) == len(FIGURES):
-        raise missing[0]
+    lacking = {one: missing(one, results) for one in FIGURES} if name == "all" else {name: []}
+    for one, tables in lacking.items():
+        if tables and not all(lacking.values()):  # where no figure has its tables, the first one says which it lacks
+            print(f"left out {one}: no {', '.join(tables)}", file=sys.stderr)
+            continue
+        print("  ".join(str(path) for path in render(one, results, out or results / "figures")))
 
 
-def drawn(name: str, results: Path, out: Path) -> UserError | None:
-    """Draw one of all figures; where its tables are missing, say so and return why."""
-    try:
-        print("  ".join(str(path) for path in render(name, results, out)))
-    except UserError as reason:
-        print(f"left out {name}: {reason}", file=sys.stderr)
-        return reason
-    return None
+def missing(name: str, results: Path) -> list[str]:
+    """The tables without which a figure of a scale cannot be drawn and that are not under ``results``."""
+    from paper_figures import style
+
+    needed = [table for table in INPUTS[name] if table not in OPTIONAL[name]]
+    return [table for table in needed if not style.there(results, table)]
 
 
 if __name__ == "__main__":

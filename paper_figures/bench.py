@@ -23,10 +23,8 @@ the time goes. Medians over rounds, quartiles as bars."""
 # What is compared here is who computes PowerSGD: torch is grey, ours looks as its factors do everywhere.
 TORCH = Family("torch", "torch", "#8C8C8C", "X")
 OURS = {
-    "fp32": Family("fp32", "edgc, fp32 factors", FAMILIES["powersgd"].colour, "s"),
-    "bf16": Family("bf16", "edgc, bf16 factors", FAMILIES["factors_bf16"].colour, "8", "--"),
-    "int8": Family("int8", "edgc, int8 factors", FAMILIES["factors_int8"].colour, "H", "-."),
-    "int4": Family("int4", "edgc, int4 factors", FAMILIES["factors_int4"].colour, "*", ":"),
+    dtype: FAMILIES[key]._replace(label=f"edgc, {dtype} factors")
+    for dtype, key in (("fp32", "powersgd"), *((dtype, f"factors_{dtype}") for dtype in ("bf16", "int8", "int4")))
 }
 ALLOCATORS = {"default": "-", "thp": "--", "kept": ":"}
 ALLOCATOR_LABELS = {"default": "default allocator", "thp": "huge pages", "kept": "heap kept"}

@@ -8,7 +8,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import names, style
+from paper_figures.bench import TORCH
 from paper_figures.families import FAMILIES, Family, by_name
 
 TABLES = ("network.csv",)
@@ -19,7 +20,7 @@ LOOKS = {
     "compute": Family("compute", "no communication", "#999999", "|"),
     "dense": FAMILIES["none"],
     "bf16": FAMILIES["bf16"],
-    "torch": Family("torch", "torch", "#8C8C8C", "X"),
+    "torch": TORCH,
 }
 LABELS = {"compute": "no communication"}
 
@@ -33,7 +34,7 @@ def draw(results: Path) -> Figure:
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
         ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
-    style.names_above(fig, axes, [LABELS.get(name, name) for name in methods], seen(table, rates))
+    names.above(fig, axes, [LABELS.get(name, name) for name in methods], seen(table, rates))
     style.letter(axes)
     style.annotate(
         fig,

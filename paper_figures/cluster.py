@@ -17,6 +17,7 @@ from paper_figures.families import by_name
 if TYPE_CHECKING:
     import pandas as pd
 
+SAVED = "reduction_communication_percent"  # what the paper's claim and ours are about
 NONE, EDGC, BAND = "none", "edgc", ("edgc_r_min", "edgc_r_max")
 TOGETHER = 12.0  # percentage points
 ROOM = 12.0  # percentage points that a text below a line needs above the axis
@@ -93,10 +94,12 @@ def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, 
 
 def seen(traces: pd.DataFrame) -> str:
     """In words: what EDGC saves with the recorded entropies, over all bandwidths."""
-    saved = traces["reduction_communication_percent"].dropna()
+    saved = traces[SAVED].dropna()
     if saved.empty:
-        return "Time of gradient averaging by bandwidth"
-    return f"EDGC with recorded entropies saves {saved.min():.0f} to {saved.max():.0f} % of the communication"
+        return "SIMULATED: time of gradient averaging by bandwidth"
+    return (
+        f"SIMULATED: EDGC with recorded entropies saves {saved.min():.0f} to {saved.max():.0f} % of the communication"
+    )
 
 
 def draw(results: Path, study: str) -> Figure:
@@ -116,10 +119,9 @@ def draw(results: Path, study: str) -> Figure:
     _draw_panel(top, table, "seconds")
     _draw_traces(top, traces, "seconds")
     top.set(yscale="log", ylabel="gradient time per step (s)", title=f"SIMULATED: {facts['title']}")
-    saved = "reduction_communication_percent"  # what the paper's claim and ours are about; (a) has compression, too
-    _draw_panel(bottom, table, saved, skip=(NONE,))
-    _draw_traces(bottom, traces, saved)
-    _name_traces(bottom, traces, saved)
+    _draw_panel(bottom, table, SAVED, skip=(NONE,))
+    _draw_traces(bottom, traces, SAVED)
+    _name_traces(bottom, traces, SAVED)
     bottom.set(ylim=(0, 102), ylabel="time saved (%)")
     bottom.axhline(claim, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"paper: up to {claim:g} %")
     bottom.set_title("SIMULATED: communication time saved")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def drawn(results: Path, page: str) -> Figure:
     forest(ax, rows, page)
     ax.set_xlabel("validation loss: EDGC minus the other (nats;\n0.01 nats are about 1 % of perplexity)")
     ax.set_ylabel("EDGC against")
-    fig.suptitle("\n".join(textwrap.wrap(title(rows), 46)), x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+    style.headline(fig, title(rows))
     fig.get_layout_engine().set(h_pad=0.02)  # type: ignore[union-attr, call-arg]
     style.annotate(fig, list(rows["n"]), bars="bars: 95 % t interval", scale=results.name,
                    extra="Shaded: counts as no difference. Open: the bar holds zero.")  # fmt: skip

@@ -83,8 +83,7 @@ def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[s
 
 def colour_of(variants: pd.DataFrame, variant: str) -> str:
     """The colour that a variant has in every figure: that of its order of ranks, else of its method."""
-    orders = {name.removesuffix("_1"): colour for name, colour, _ in ORDERS.values()}
-    order = next((colour for name, colour in orders.items() if variant.split("_")[0] == name), None)
+    order = next((colour for name, colour, _ in ORDERS.values() if variant.split("_")[0] == name.split("_")[0]), None)
     run = variants.loc[variant]
     known = {"policy", "factor_dtype", "one_sided"} <= set(run.index)  # not in every study's table
     return order or (style.look(run) if known else style.family(str(run["method"]))).colour

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.markers import CARETDOWN, CARETUP
 
 from paper_figures import names, style
 
@@ -78,10 +79,12 @@ def seen(shown: pd.DataFrame, spoken: pd.DataFrame) -> str:
 def cut_off(ax: Axes, drawn: pd.DataFrame) -> None:
     """An arrowhead where a bar goes on beyond the frame."""
     low, high = ax.get_ylim()
-    for _, row in drawn.iterrows():
-        for end, edge, mark in (("low", low, 7), ("high", high, 6)):  # 6, 7: carets whose base is at the point
-            if (row[f"gap_nats_{end}"] < low) if end == "low" else (row[f"gap_nats_{end}"] > high):
-                ax.plot(100 * row["bytes_ratio_mean"], edge, marker=mark, color="#444444", markersize=3, clip_on=False)
+    for beyond, edge, mark in (
+        (drawn["gap_nats_low"] < low, low, CARETDOWN),
+        (drawn["gap_nats_high"] > high, high, CARETUP),
+    ):
+        at = 100 * drawn.loc[beyond, "bytes_ratio_mean"]
+        ax.plot(at, [edge] * len(at), linestyle="", marker=mark, color="#444444", markersize=3, clip_on=False)
 
 
 def off_the_scale(rows: pd.DataFrame) -> str:

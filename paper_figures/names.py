@@ -1,4 +1,4 @@
-"""Names beside the points of a plot of loss against bytes: which ones, and where nothing else stands."""
+"""Names of points: beside those of a plot of loss against bytes, where nothing else stands, and above a row."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.transforms import Bbox
+from matplotlib.transforms import Bbox, blended_transform_factory
 
 from paper_figures import style
 
@@ -112,3 +113,19 @@ def boxes(ax: Axes, row: pd.Series) -> list[tuple[Bbox, float]]:
     ends = [ax.transData.transform((1, row[f"gap_nats_{end}"]))[1] for end in ("low", "high")]
     found = [(Bbox([[x - 5, y - 5], [x + 5, y + 5]]), 3.0)]
     return [*found, (Bbox([[x - 1, ends[0]], [x + 1, ends[1]]]), 1.0)] if np.isfinite(ends).all() else found
+
+
+def above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = "") -> None:
+    """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
+    the panels the names would take most of a column's width. ``title`` stands above the panels'."""
+    if title:
+        fig.suptitle(title, fontproperties=style.BOLD, x=0.02, ha="left")
+    axes[0].set_yticks([])
+    axes[0].set(ylabel="method", ylim=(len(names) - 0.55, -0.8))
+    across = blended_transform_factory(fig.transFigure, axes[-1].transData)
+    for place, name in enumerate(names):
+        text = axes[-1].text(0.08, place - 0.27, name, transform=across, fontsize=style.MIN_FONT, va="bottom")
+        text.set_in_layout(False)
+        style.outline(text)
+    for ax in axes:
+        ax.grid(axis="y", visible=False)

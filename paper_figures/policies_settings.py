@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -65,7 +64,7 @@ def draw(results: Path) -> Figure:
     axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     style.plain_linear(axes[-1].xaxis)
     style.letter(axes)
-    fig.suptitle(textwrap.fill(title(found), 46), x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+    style.headline(fig, title(found))
     missing = [words for study, words in STUDIES.items() if study not in drawn]
     style.annotate(
         fig,

@@ -21,7 +21,6 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import blended_transform_factory
 
 from edgc.errors import UserError
 from paper_figures.families import (
@@ -55,9 +54,7 @@ SLIDES: dict[str, Any] = dict.fromkeys(SIZES, 9.0) | {
     "axes.linewidth": 1.0,
     "savefig.dpi": 300,
 }
-WIDER = (
-    1.3  # how much larger slides are drawn than paper: more than their letters grow, so that all fits that fits there
-)
+WIDER = 1.3  # size of slides over that of paper: more than their letters grow, so that all fits that fits on paper
 _chosen: dict[str, Any] = PAPER
 
 
@@ -170,22 +167,6 @@ def title_legend(fig: Figure, drawn: Iterable[Any], labels: Iterable[str], title
 def headline(fig: Figure, title: str) -> None:
     """A title over all panels that says what is seen, where no legend of the figure carries it."""
     fig.suptitle(textwrap.fill(title, TITLE), fontproperties=BOLD, x=0.01, ha="left")
-
-
-def names_above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = "") -> None:
-    """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
-    the panels the names would take most of a column's width. ``title`` stands above the panels'."""
-    if title:
-        fig.suptitle(title, fontproperties=BOLD, x=0.02, ha="left")
-    axes[0].set_yticks([])
-    axes[0].set(ylabel="method", ylim=(len(names) - 0.55, -0.8))
-    across = blended_transform_factory(fig.transFigure, axes[-1].transData)
-    for place, name in enumerate(names):
-        text = axes[-1].text(0.08, place - 0.27, name, transform=across, fontsize=MIN_FONT, va="bottom")
-        text.set_in_layout(False)
-        outline(text)
-    for ax in axes:
-        ax.grid(axis="y", visible=False)
 
 
 def note(fig: Figure, text: str) -> None:

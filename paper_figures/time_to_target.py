@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import names, style
 
 TABLES = ("methods/time_to_target.csv", "methods/table.csv")
 CAPTION = """\
@@ -48,8 +48,8 @@ def draw(results: Path) -> Figure:
         style.plain(ax.xaxis, [tick for tick in TICKS if low <= tick <= high])
     # Whether a run arrives does not depend on the network.
     rows = times[times["megabits"] == bandwidths[0]]
-    names = [label(str(runs.loc[name, "label"]), rows[rows["variant"] == name]) for name in variants]
-    style.names_above(fig, axes, names, f"{seen(slowest[arrive(times)], runs)}\nMODELLED network of")
+    rivals = [label(str(runs.loc[name, "label"]), rows[rows["variant"] == name]) for name in variants]
+    names.above(fig, axes, rivals, f"{seen(slowest[arrive(times)], runs)}\nMODELLED network of")
     reached = rows.groupby("variant")["percent"].count()
     style.annotate(
         fig,

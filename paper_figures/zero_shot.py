@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def draw(results: Path) -> Figure:
     style.letter(axes[::2])
     told = pd.concat(drawn)
     told = told[~told["label"].isin(acting.idle(of_these))]
-    fig.suptitle(textwrap.fill(seen(told), 46), x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+    style.headline(fig, seen(told))
     ok = table[table["status"] == "ok"]
     missing = [
         f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in runs.iterrows() if row["status"] != "ok"

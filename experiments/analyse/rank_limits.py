@@ -25,18 +25,26 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
 
     ``crossing`` is where a line through T(r) meets the uncompressed time, ``extrapolated`` whether that is outside the
     ranks that were run; ``r_max`` is 0 where no rank is quicker, empty where every rank is. Of several seeds of a rank
-    the quickest counts (:func:`quietest`).
+    the quickest counts (:func:`least`).
     """
     columns = ["stage", "kind", "megabits", "ranks", "seconds_uncompressed", "crossing", "extrapolated"]
     medians = [row for run in runs if run.ok for row in of_run(run)]
-    rows = _rows(quietest(pd.DataFrame(medians))) if medians else []
+    rows = _rows(_quickest(pd.DataFrame(medians))) if medians else []
     return pd.DataFrame(rows, columns=[*columns, "r_max", "r_min"])
 
 
-def quietest(medians: pd.DataFrame) -> pd.DataFrame:
-    """Of each stage and rank the seed whose median reduction took least: other work on the machine only adds time."""
-    seconds = medians["work"] + medians["communicate"]
-    return medians.loc[seconds.groupby([medians["stage"], medians["rank"]], dropna=False).idxmin().sort_values()]
+def least(times: pd.DataFrame, seconds: pd.Series) -> pd.DataFrame:
+    """Of each stage and rank the row of the seed that took least: other work on the machine only adds time.
+
+    Args:
+        times: a row per stage and run, with columns ``stage`` and ``rank`` (nan: uncompressed).
+        seconds: what each row took.
+    """
+    return times.loc[seconds.groupby([times["stage"], times["rank"]], dropna=False).idxmin().sort_values()]
+
+
+def _quickest(medians: pd.DataFrame) -> pd.DataFrame:
+    return least(medians, medians["work"] + medians["communicate"])
 
 
 def _rows(medians: pd.DataFrame) -> Iterator[dict[str, Any]]:

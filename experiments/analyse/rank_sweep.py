@@ -69,17 +69,14 @@ def linear(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
 
 
 def quickest(timings: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the seed whose median total was the least, for each stage and rank."""
+    """The rows of the seed whose median total was the least, for each stage and rank (:func:`rank_limits.least`)."""
     total = timings[timings["kind"] == "total"]
-    at = total.groupby(["stage", "rank"], dropna=False)["seconds_median"].idxmin()
     keys = ["stage", "variant", "seed"]
-    return timings.merge(total.loc[at, keys], on=keys)
+    return timings.merge(rank_limits.least(total, total["seconds_median"])[keys], on=keys)
 
 
 def fits(timings: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """T(r) per stage and part, of each rank's quickest seed, and the rank from which compressing is slower than not.
-
-    Other work on the machine only adds time, so the seed counts whose median total is the least.
 
     ``rank_where_slower`` solves a r + c = time of the uncompressed reduction of the stage (nan without an
     uncompressed run, inf when no rank is slower, 0 when every rank is). With three distinct ranks or more the

@@ -48,7 +48,6 @@ class ClaimRow:
     n: str
     counts: str
     note: str
-    study: str
     studies: list[str]
     seeds: list[int]
     evidence: list[Link]
@@ -88,7 +87,6 @@ def _row(kept: Kept, line: dict[str, Any], claim: Claim | None, figures: set[str
         n=_seed_count(given["n"], given.get("n_most", "")),
         counts=", ".join(counted(int(given[name]), name) for name in COUNTS if given.get(name)),
         note=str(given["note"]),
-        study=study,
         studies=list(dict.fromkeys([below.partition("/")[0] for below in tables] or [study] * bool(study))),
         seeds=sorted({seed for below in tables for seed in _seeds(kept.table(below))}),
         evidence=[
@@ -103,10 +101,9 @@ def rounded(text: str) -> str:
     return DECIMALS.sub(lambda found: f"{float(found[0]):.3g}", text)
 
 
-def _seed_count(fewest: object, most: object) -> str:
+def _seed_count(fewest: Any, most: Any) -> str:
     """``3``, or ``3 to 10``; empty for none."""
-    ends = [f"{int(float(str(n)))}" for n in (fewest, most) if n not in ("", 0)]
-    return " to ".join(ends)
+    return " to ".join(f"{int(n)}" for n in (fewest, most) if n)
 
 
 def counted(count: int, plural: str) -> str:

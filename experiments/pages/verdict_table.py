@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import PurePosixPath
 
 from experiments.common.files import ROOT
 from experiments.pages.claim_rows import ClaimRow, rows
@@ -31,7 +32,7 @@ def verdict_table(scale: str, page: str = "README.md") -> str:
 
 def _cells(row: ClaimRow) -> tuple[str, ...]:
     ours = f"{row.ours} ({row.interval})" if row.interval else row.ours
-    links = zip(row.studies, row.evidence, strict=True) if row.evidence else ()
-    evidence = ", ".join(f"[{study}]({link.href})" for study, link in links) or row.study
+    links = [f"[{PurePosixPath(link.name).parent.name}]({link.href})" for link in row.evidence]
+    evidence = ", ".join(links or row.studies)
     count = row.n or row.counts
     return (row.claim, f"**{row.verdict}**", row.paper, ours or "-", count or "-", row.kind.upper(), evidence)

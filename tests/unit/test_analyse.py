@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments.analyse import entropy_trend, equal_bytes, rank_sweep, runs, statistics, trend, windows
+from experiments.analyse import entropy_trend, equal_bytes, rank_limits, rank_sweep, runs, statistics, trend, windows
 from experiments.analyse.__main__ import analyse, main
 from experiments.spec import matrix
 from tests.unit import synthetic_runs as synthetic
@@ -413,6 +413,30 @@ def test_a_curved_time_shows_in_the_residual() -> None:
     curved = rank_sweep.linear([4, 8, 16], [16.0, 64.0, 256.0])
     assert straight["residual_largest_share"] < 1e-9 < 0.2 < curved["residual_largest_share"]
     assert math.isnan(rank_sweep.linear([4, 4], [1.0, 1.1])["seconds_per_rank"])
+
+
+def test_a_seed_beside_other_work_does_not_move_the_line() -> None:
+    about = {"status": "ok", "stage": 0}
+    rows = [
+        about
+        | {"variant": f"r{rank}", "seed": seed, "rank": rank, "kind": kind}
+        | {"seconds_median": share * (2.0 + (rank or 0.0)) * slow}
+        for rank in (None, 4.0, 8.0, 16.0)
+        for seed, slow in ((1, 1.0 if rank != 8 else 3.0), (2, 3.0 if rank != 8 else 1.0))
+        for kind, share in (("compress", 0.25), ("total", 1.0))
+    ]
+    found = {row["kind"]: row for row in rank_sweep.fits(pd.DataFrame(rows))}
+    for kind, share in (("compress", 0.25), ("total", 1.0)):
+        assert found[kind]["seconds_per_rank"] == pytest.approx(share)
+        assert found[kind]["seconds_uncompressed"] == pytest.approx(2 * share)
+        assert found[kind]["residual_largest_share"] < 1e-9 and found[kind]["points"] == 3
+    medians = pd.DataFrame(
+        {"stage": 0, "rank": rank, "work": 1.0, "communicate": slow * (2.0 + (rank or 0.0)), "bytes": 1e6}
+        for rank in (None, 4.0, 8.0)
+        for slow in (3.0, 1.0)
+    )
+    least = rank_limits.least(medians, medians["work"] + medians["communicate"])
+    assert list(least["communicate"]) == [2.0, 6.0, 10.0]
 
 
 def test_entropy_trend_describes_the_planted_fall_and_rise(root: Path) -> None:

@@ -479,6 +479,24 @@ def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 
 
+def test_all_draws_what_has_its_tables_and_names_the_rest(
+    tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scale = tmp_path / "ci"
+    (scale / "rank_sweep").mkdir(parents=True)
+    for table in INPUTS["rank_sweep"]:
+        (scale / table).write_bytes((tables / table).read_bytes())
+    main("all", scale)
+    said = capsys.readouterr()
+    assert {path.stem for path in (scale / "figures").iterdir()} == {"rank_sweep"}
+    assert "left out methods: no methods/table.csv, methods/summary.csv" in said.err
+    assert said.err.count("left out") == len(FIGURES) - 1
+    (scale / "rank_sweep" / "table.csv").write_text("", encoding="utf-8")  # damaged is not missing
+    with pytest.raises(SystemExit) as stop:
+        main("all", scale)
+    assert stop.value.code == 2
+
+
 def test_bad_input_is_one_line(tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="did you mean methods"):
         render("method", tables, tmp_path)
