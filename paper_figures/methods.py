@@ -83,6 +83,8 @@ def cut_off(ax: Axes, drawn: pd.DataFrame) -> None:
         (drawn["gap_nats_low"] < low, low, CARETDOWN),
         (drawn["gap_nats_high"] > high, high, CARETUP),
     ):
+        if not beyond.any():
+            continue  # the layout would make room for a line without points, wherever that is
         at = 100 * drawn.loc[beyond, "bytes_ratio_mean"]
         ax.plot(at, [edge] * len(at), linestyle="", marker=mark, color="#444444", markersize=3, clip_on=False)
 
