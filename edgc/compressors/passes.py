@@ -239,7 +239,8 @@ class Batched(RowBlocks):
 
     @staticmethod
     def square_sums(batch: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float64).square()
+        # Converted entry by entry: linalg.vector_norm first copies all matrices to fp64, twice the gradients' memory.
+        return torch.stack(torch._foreach_norm(list(batch), 2, dtype=torch.float64)).square()
 
     def load(self, x: Matrices, g: Sequence[Gradient], right: Tensor | None, left: Tensor | None) -> None:
         x.bind(g)

@@ -27,7 +27,7 @@ from experiments.bench import (
 )
 from experiments.bench.gpt import Size
 from experiments.bench.options import device_of, numbers, words
-from experiments.bench.terminal import RESULTS, Results, measuring, need_testbed, show, write
+from experiments.bench.terminal import RESULTS, Results, measuring, need_testbed, save, show, write
 from experiments.bench.timeline import chrome_trace
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
@@ -126,12 +126,20 @@ def profile_step(
         variants=words(variants or default, "--variants", step_profile.VARIANTS),
         traces=trace,
     )
+
     with measuring(results, len(plan.variants), plan.device) as (host, folder, advance):
-        found = step_profile.measure(plan, folder, advance)
+
+        def after(variant: str, found: step_profile.Found) -> None:
+            # After every variant: who ends it early keeps those that were run.
+            tables = {"step_profile": step_profile.table(plan, found)}
+            tables["step_profile_steps"] = step_profile.steps_table(found)
+            tables["step_profile_kernels"] = step_profile.kernels_table(found)
+            save(folder, "step_profile", host, plan, tables)
+            advance(variant)
+
+        found = step_profile.measure(plan, folder, after)
+    print(folder)
     table = step_profile.table(plan, found)
-    tables = {"step_profile": table, "step_profile_steps": step_profile.steps_table(found)}
-    tables["step_profile_kernels"] = step_profile.kernels_table(found)
-    write(folder, "step_profile", host, plan, tables)
     values = "step_ms host_ms kernel_ms compress_ms decompress_ms peak_memory_mib over_ddp_step_ms"
     show(table, ["variant", "status"], values.split())
     if (table["status"] != "ok").any():

@@ -143,10 +143,7 @@ def _over_venv(venv: Path, over: Path, index: str, run: Run) -> None:
     dropped = {key: "" for key in os.environ if key.startswith("PIP_") and key.removeprefix("PIP_") not in kept}
     alone = {**dropped, "PIP_CONFIG_FILE": os.devnull}
     run([python, "-m", "pip", "install", "--quiet", "--index-url", index, f"torch=={pin}"], alone)
-    below = _site_packages(venv)
-    # A path behind its own: what is installed here comes first.
-    line = f"import site; site.addsitedir({str(below)!r})\n"
-    (_site_packages(over) / "edgc_below.pth").write_text(line)
+    _put_below(over, [str(_site_packages(venv))])
 
 
 def _over_given(given: str, over: Path, run: Run) -> str:
@@ -155,24 +152,41 @@ def _over_given(given: str, over: Path, run: Run) -> str:
     if own is None or not own.sees:
         what = "has no torch" if own is None else f"has torch {own.version}, which sees no GPU"
         raise UserError(f"{given} {what}", where="PYTHON", fix="name a Python whose torch runs on this GPU, or none")
-    python = _new_environment(given, over, run, "--system-site-packages")
+    python = _new_environment(given, over, run)
+    # Not --system-site-packages: made from a virtual environment that gives the system's packages, not its own.
+    _put_below(over, _packages_of(given))
     installed = _installed(python)
     missing = [name for name, least in NEEDED.items() if not _will_do(installed.get(_normal(name)), least)]
     if missing:
         wanted = {_normal(name) for name in missing}
         # Pins of the lock for what comes new; what is there stays as it is, torch above all.
         lines = [f"{n}=={v}" for n, v in pins().items() if _normal(n) in wanted or _normal(n) not in installed]
-        lines = [line for line in lines if not line.startswith("torch==")] + [f"torch=={own.version}"]
+        # As pip knows its version: torch itself adds what it was built for.
+        lines = [line for line in lines if not line.startswith("torch==")] + [f"torch=={installed['torch']}"]
         constraints = over / "constraints.txt"
         constraints.write_text("\n".join(lines) + "\n")
         run([python, "-m", "pip", "install", "--quiet", "-c", str(constraints), *missing], {})
     return python
 
 
-def _new_environment(base: str, folder: Path, run: Run, *options: str) -> str:
+def _new_environment(base: str, folder: Path, run: Run) -> str:
     shutil.rmtree(folder, ignore_errors=True)
-    run([base, "-m", "venv", *options, str(folder)], {})
+    run([base, "-m", "venv", str(folder)], {})
     return str(folder / "bin" / "python")
+
+
+def _put_below(over: Path, folders: Iterable[str]) -> None:
+    """Packages of ``folders`` behind those of ``over``: what is installed in ``over`` comes first."""
+    lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
+    (_site_packages(over) / "edgc_below.pth").write_text("".join(lines))
+
+
+def _packages_of(python: str) -> list[str]:
+    """The folders that a Python imports packages from: its own, the user's, the system's where it has access."""
+    code = (
+        "import json, sys; print(json.dumps([p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))]))"
+    )
+    return list(json.loads(_output([python, "-c", code]).splitlines()[-1]))
 
 
 def pins() -> dict[str, str]:

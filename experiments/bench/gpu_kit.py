@@ -156,10 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--make", default="make")
     parser.add_argument("--python", help="a Python whose torch runs on this GPU, instead of an environment of our own")
     parser.add_argument("--full", action="store_true", help="every engine and variant, all repeats; hours, not minutes")
+    parser.add_argument("--minutes", type=float, help="end after so many instead of 25; what is then left is not run")
     parser.add_argument("--only", default="", help=f"parts, with commas, of {', '.join(list(LIMITS)[1:])}")
     parser.add_argument("--results", type=Path, default=Path("results"))
     given = parser.parse_args(arguments)
     try:
+        if given.minutes is not None and not given.minutes > 0:
+            raise UserError(f"--minutes {given.minutes:g} is no time", fix="give a number above 0, or leave it out")
         gpu = gpu_environment.find_gpu()
         wanted = [name for name in given.only.split(",") if name]
         for name in wanted:
@@ -171,13 +174,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rehearsal = gpu is None and given.python is None
     folder = given.results / ("gpu-rehearsal" if rehearsal else "gpu")
     bench = folder / "bench" if rehearsal else given.results / "bench"
+    total = given.minutes * 60 if given.minutes is not None else TOTAL * (FULL if given.full else 1)
     listed = [part for part in parts(not rehearsal, given.full, bench) if not wanted or part.name in wanted]
-    over = given.venv.with_name(given.venv.name + "-gpu")
+    venv = given.venv.absolute()  # programs are started in other folders
+    over = venv.with_name(venv.name + "-gpu")
 
     def ready() -> str:
-        return os.path.abspath(gpu_environment.prepare(given.venv, over, given.make, given.python))  # noqa: PTH100
+        return gpu_environment.prepare(venv, over, given.make, given.python)
 
-    total = TOTAL * (FULL if given.full else 1)
     outcomes = follow(ready, listed, folder, total, lambda text: print(f"== {text}", flush=True))
     python = outcomes[0].said if outcomes[0].status == "ok" else sys.executable
     found = _described(python, "cpu" if rehearsal else "cuda") if outcomes[0].status == "ok" else {}

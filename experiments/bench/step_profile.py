@@ -89,8 +89,9 @@ def settings(variant: str, rank: int) -> dict[str, Any] | None:
     return options | ({"rank": rank} if options["method"] == "powersgd" else {})
 
 
-def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> Found:
-    """Run every variant; ``advance`` is told of each. One that fails is noted, and the others go on.
+def measure(plan: Plan, folder: Path, advance: Callable[[str, Found], None]) -> Found:
+    """Run every variant; ``advance`` is told of each, with all that was found so far. One that fails is noted, and the
+    others go on.
 
     Args:
         folder: where traces are written, ``step_trace_<variant>.json.gz``.
@@ -103,7 +104,7 @@ def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> Found:
             found.facts[variant] = str(error)
             found.steps.pop(variant, None)
             found.kernels.pop(variant, None)
-        advance(variant)
+        advance(variant, found)
     return found
 
 
@@ -146,7 +147,7 @@ def kernels_table(found: Found) -> pd.DataFrame:
 
 
 def table(plan: Plan, found: Found) -> pd.DataFrame:
-    """A row per variant.
+    """A row per variant that was run.
 
     Times in ms, medians over the steps with quartiles in ``_q1`` and ``_q3``: ``step_ms`` from one step's start to its
     end on the device, ``host_ms`` until the host was through with it and could have gone on, the three parts of a step
@@ -155,7 +156,7 @@ def table(plan: Plan, found: Found) -> pd.DataFrame:
     run shows what of that is drift. ``bytes`` are those that a replica of two would send.
     """
     rows = []
-    for variant in plan.variants:
+    for variant in [of for of in plan.variants if of in found.facts]:
         fact = found.facts[variant]
         row: dict[str, Any] = {"device": plan.device, "variant": variant}
         options = settings(variant, plan.rank) or {}

@@ -59,13 +59,20 @@ def need_testbed(delay_ms: float = 0.0) -> None:
 def write(
     folder: Path, name: str, host: Mapping[str, Any], plan: Any, tables: Mapping[str, pd.DataFrame], **more: Any
 ) -> None:
+    """:func:`save`, and the folder on stdout."""
+    save(folder, name, host, plan, tables, **more)
+    print(folder)
+
+
+def save(
+    folder: Path, name: str, host: Mapping[str, Any], plan: Any, tables: Mapping[str, pd.DataFrame], **more: Any
+) -> None:
     """Tables, and the machine and the settings behind them (and ``more``) as ``name``.json; each file whole or not at
     all."""
     for key, table in tables.items():
         write_table(folder / f"{key}.csv", table, host)
     described = {"machine": host, "settings": asdict(plan), **more}
     atomic_write(folder / f"{name}.json", json.dumps(described, indent=1) + "\n")
-    print(folder)
 
 
 def write_table(path: Path, table: pd.DataFrame, host: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ for tensors on a GPU, too; NCCL takes one rank of a communicator for each GPU, s
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -240,9 +239,7 @@ def main(folder: str, rank: str, world: str, parts: str) -> None:
     for name in json.loads(parts):
         results[name] = on_cpu(PARTS[name]())
     torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
+    dist.barrier()  # no rank ends while another still needs it
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 LIMIT = 480.0
+SILENT = ("-X", "faulthandler", "-W", "ignore")  # but for what it dies of
 Ranks = list[dict[str, Any]]
 # Of the losses, relative: rounding of factors or of gradients may fall to the other side on another device.
 CLOSE = {"none": 1e-4, "bf16": 2e-3}
@@ -39,7 +40,7 @@ def launched(folder: Path, environment: dict[str, str]) -> Ranks:
     files = [(folder / f"{rank}.err").open("w") for rank in range(WORLD)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.adapters", str(folder), str(rank), str(WORLD), parts],
+            [sys.executable, *SILENT, "-m", "tests.gpu.adapters", str(folder), str(rank), str(WORLD), parts],
             cwd=ROOT,
             env={**variables, **environment},
             stdout=subprocess.DEVNULL,
@@ -57,7 +58,8 @@ def launched(folder: Path, environment: dict[str, str]) -> Ranks:
         for file in files:
             file.close()
     said = "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(WORLD))
-    assert all(rank.returncode == 0 for rank in ranks), said
+    codes = [rank.returncode for rank in ranks]
+    assert codes == [0] * WORLD, f"exit codes {codes}\n{said}"
     return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(WORLD)]
 
 

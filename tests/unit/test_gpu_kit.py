@@ -154,13 +154,29 @@ def test_to_a_python_of_the_users_only_what_is_missing_is_added(
     installer, over = Installer(), tmp_path / ".venv-gpu"
     python = gpu_environment.prepare(tmp_path / ".venv", over, "make", sys.executable, installer)
     assert python == str(over / "bin" / "python")
-    assert "--system-site-packages" in installer.commands[0]
     assert installer.commands[1][-2:] == ["rich", "pytest"]  # missing, and too old
     constraints = (over / "constraints.txt").read_text().splitlines()
-    assert constraints[-1] == "torch==2.13.0+cu130"
+    # What pip knows of it, without what the build calls itself.
+    assert constraints[-1] == "torch==2.13.0"
     assert f"rich=={gpu_environment.pins()['rich']}" in constraints
     assert f"pytest=={gpu_environment.pins()['pytest']}" in constraints
     assert not any(line.startswith(("numpy==", "pandas==")) for line in constraints), "what is there is to stay"
+
+
+def test_the_packages_of_a_virtual_environment_of_the_users_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's Python is often one: what is made from it sees the system's packages, not its own."""
+    given = below(tmp_path / "theirs")
+    [packages] = (given / "lib").glob("python3*/site-packages")
+    (packages / "torch.py").write_text(TORCH)
+    monkeypatch.setattr(gpu_environment, "_will_do", lambda *_: True)
+    over = tmp_path / ".venv-gpu"
+    python = gpu_environment.prepare(tmp_path / ".venv", over, "make", str(given / "bin" / "python"), Installer())
+    assert Path(python).is_relative_to(over)
+    assert gpu_environment.torch_of(python) == Torch("2.13.0+cu130", "13.0", True)
+    said = subprocess.run([python, "-c", "import other; print(other.value)"], capture_output=True, text=True)
+    assert said.stdout == "7\n"
 
 
 def test_a_python_without_a_torch_for_the_gpu_is_refused(tmp_path: Path) -> None:
@@ -267,6 +283,26 @@ def test_a_rehearsal_says_that_nothing_was_measured(
     assert [part["status"] for part in told["parts"]] == ["ok", "failed with 1"]
     assert told["machine"]["versions"]["torch"] and "commit" in told["machine"]["git"]
     assert not (tmp_path / "bench").exists()
+
+
+def test_it_ends_after_the_minutes_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def follow(ready: object, listed: object, folder: Path, total: float, tell: object) -> list[gpu_kit.Outcome]:
+        seen.append(total)
+        folder.mkdir(parents=True)
+        return [gpu_kit.Outcome(gpu_kit.ENVIRONMENT, "failed", 0.0)]
+
+    monkeypatch.setattr(gpu_kit, "follow", follow)
+    monkeypatch.setattr(gpu_environment, "find_gpu", lambda: None)
+    assert gpu_kit.main(["--minutes", "5", "--only", "tests,step", "--results", str(tmp_path / "results")]) == 1
+    assert seen == [300]
+
+
+def test_no_time_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert gpu_kit.main(["--minutes", "0", "--results", str(tmp_path / "results")]) == 2
+    assert capsys.readouterr().err.startswith("error: --minutes 0 is no time; ")
+    assert not (tmp_path / "results").exists()
 
 
 def test_an_unknown_part_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
