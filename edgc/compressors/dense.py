@@ -50,7 +50,7 @@ class Dense:
         for tensor in tensors:
             self._sizes[tensor.dtype] = self._sizes.get(tensor.dtype, 0) + tensor.numel()
         self._memory: dict[torch.dtype, Tensor] = {}
-        self._copied: list[tuple[Tensor, Tensor]] = []
+        self._copied: list[tuple[list[Tensor], list[Tensor]]] = []
 
     @property
     def room(self) -> Tensor:
@@ -70,17 +70,17 @@ class Dense:
                 size = self._sizes.get(dtype, 0)
                 message = self._buffer(dtype)[: size + extra]
                 parts = message[:size].split([t.numel() for t in group])
-                pairs = [(t, part.view(t.shape)) for t, part in zip(group, parts, strict=True)]
-                for tensor, part in pairs:
-                    part.copy_(tensor)
-                self._copied += pairs
+                places = [part.view(tensor.shape) for tensor, part in zip(group, parts, strict=True)]
+                if group:
+                    torch._foreach_copy_(places, group)
+                    self._copied.append((group, places))
             channel.mean_(message)
             self.messages.append(message)
 
     def unpack(self) -> None:
         """Write the means to where the tensors came from."""
-        for tensor, part in self._copied:
-            tensor.copy_(part)
+        for tensors, places in self._copied:
+            torch._foreach_copy_(tensors, places)
         # Not longer than needed: these are the caller's.
         self.messages, self._copied = [], []
 

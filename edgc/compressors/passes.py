@@ -1,9 +1,9 @@
-"""Passes over whole gradients, as few as there can be, once for a CPU and once for a GPU.
+"""Passes over whole gradients, as few as there can be; those of a GPU are in :mod:`edgc.compressors.batched`.
 
 On a CPU the time goes where memory does. So a pass of PowerSGD walks over blocks of rows that stay in the last-level
 cache while everything is done with them, and nothing is written to memory of its own: M = G + E takes the place of G in
 the gradient's buffer where that is fp32 without gaps. E stays as it was until :meth:`RowBlocks.store`, so a reduction
-can be given up at any time before. On a GPU the host waits for nothing.
+can be given up at any time before.
 
 Factors are left [B, m, r] and right [B, r, n], for B matrices [m, n] of one shape; all products then run along rows.
 B is 1 on a CPU, where batches gain nothing.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from edgc.compressors.base import Gradient
 from edgc.lazy import Tensor, torch
@@ -30,6 +31,7 @@ _SMALLEST, _LARGEST = 1e-24, 1e36  # outside this range squares may have left th
 _FEW = 4096  # entries that are converted to fp64 at a time
 
 Factors = tuple[Tensor, Tensor]  # left, right
+T = TypeVar("T")
 
 
 def square_sum(vector: Tensor) -> float:
@@ -50,13 +52,23 @@ def _careful_sum(vector: Tensor) -> float:
 
 def square_sums(batch: Tensor) -> Tensor:
     """The squared norm of every ``batch[i]``, fp64; each contiguous or the transpose of a contiguous matrix."""
-    return (RowBlocks if host_decides(batch.device) else Batched).square_sums(batch)
+    [sums] = RowBlocks.square_sums([batch]) if host_decides(batch.device) else norms_on_gpu([batch])
+    return sums
+
+
+def norms_on_gpu(batches: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`square_sums` of every batch, launched once; entries are added in fp64 without being copied to it first."""
+    norms = torch._foreach_norm([matrix for batch in batches for matrix in batch], 2, dtype=torch.float64)
+    return list(torch.stack(norms).square().split([len(batch) for batch in batches]))
 
 
 def finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged."""
-    flags = [low.isfinite() & high.isfinite() for low, high in (torch.aminmax(t) for t in tensors if t.numel())]
-    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device="cpu")
+    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
+    if not ends:
+        return torch.ones((), dtype=torch.bool, device="cpu")
+    alike = all(end.dtype == ends[0].dtype for end in ends)
+    return torch.stack(ends if alike else [end.double() for end in ends]).isfinite().all()
 
 
 def within(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,18 +138,34 @@ def batch_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 class RowBlocks:
-    """The three passes of PowerSGD over matrices on a CPU, block by block."""
+    """The three passes of PowerSGD over matrices on a CPU, block by block, one after another."""
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     @staticmethod
-    def square_sums(batch: Tensor) -> Tensor:
-        flat = ((x if x.is_contiguous() else x.mT).reshape(-1) for x in batch)
-        return _fp64([square_sum(x) for x in flat])
+    def portions(groups: Sequence[T]) -> list[Sequence[T]]:
+        """``groups`` in what one call of the other methods is to be given: on a CPU one, which then is in the cache."""
+        return [[group] for group in groups]
 
-    def load(self, x: Matrices, g: Sequence[Gradient], right: Tensor | None, left: Tensor | None) -> None:
-        """M = G + E and the norms, for the gradients ``g``; with factors given, left = M right^T."""
+    @staticmethod
+    def square_sums(batches: Sequence[Tensor]) -> list[Tensor]:
+        """:func:`square_sums` of every batch."""
+        flat = [[(x if x.is_contiguous() else x.mT).reshape(-1) for x in batch] for batch in batches]
+        return [_fp64([square_sum(x) for x in parts]) for parts in flat]
+
+    def load(
+        self,
+        xs: Sequence[Matrices],
+        gradients: Sequence[Sequence[Gradient]],
+        rights: Sequence[Tensor | None],
+        lefts: Sequence[Tensor | None],
+    ) -> None:
+        """M = G + E and the norms, for the gradients of every x; where factors are given, left = M right^T."""
+        for x, g, right, left in zip(xs, gradients, rights, lefts, strict=True):
+            self._load(x, g, right, left)
+
+    def _load(self, x: Matrices, g: Sequence[Gradient], right: Tensor | None, left: Tensor | None) -> None:
         x.bind(g)
         gradient_sq, input_sq = [0.0] * len(x.names), [0.0] * len(x.names)
         for i, rows in _blocks(x):
@@ -159,19 +187,31 @@ class RowBlocks:
         for matrix, basis, factor in zip(x.m, left, out, strict=True):
             torch.mm(basis.mT, matrix, out=factor)
 
-    def store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
-        """E = M - product of ``own`` and, in needed rows at least, G = product of ``mean``; M is gone afterwards.
+    def store(
+        self,
+        xs: Sequence[Matrices],
+        owns: Sequence[Factors],
+        means: Sequence[Factors],
+        errors_sq: Sequence[Tensor],
+        finite: Tensor,
+    ) -> Sequence[Tensor]:
+        """E = M - product of its ``own`` and, in needed rows at least, G = product of its ``mean``, for every x; M is
+        gone afterwards.
 
         What a gradient's type cannot hold of the product goes to E.
 
         Args:
-            error_sq: ||E||^2 as it follows from ||M||^2 - ||own||^2, [B].
-            finite: whether ``mean`` is. On a CPU it must be; on a GPU, where nobody looks, E stays as it was and G
-                becomes NaN if it is not.
+            errors_sq: ||E||^2 as it follows from ||M||^2 - ||own||^2, [B] each.
+            finite: whether the means are. On a CPU they must be; on a GPU, where nobody looks, E stays as it was if
+                they are not, and G is whatever the product of the means is.
 
         Returns:
-            ``error_sq``; on a CPU exact also where that difference is small.
+            ``errors_sq``; on a CPU exact also where that difference is small.
         """
+        each = zip(xs, owns, means, errors_sq, strict=True)
+        return [self._store(x, own, mean, error_sq) for x, own, mean, error_sq in each]
+
+    def _store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor) -> Tensor:
         cancelled = (error_sq < _CANCELLED * x.input_sq).tolist()
         measured = [0.0] * len(x.names)
         narrow = x.gradients[0].dtype != torch.float32
@@ -198,20 +238,22 @@ class RowBlocks:
         return _fp64([exact if small else error for error, small, exact in known])
 
     @staticmethod
-    def keep(mean: Tensor, factor: Tensor, finite: Tensor) -> Tensor:
-        """``factor`` becomes ``mean``, both [B, ., .], scaled by a power of two to a norm of about one each.
+    def keep(means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
+        """Every factor becomes its mean, both [B, ., .], scaled by a power of two to a norm of about one each.
 
         So no scale of the gradients underflows in M Q, and no bit changes. A zero matrix leaves the old factor: from
         zero it could never recover; and so does, on a GPU, one that is not finite.
 
         Returns:
-            Whether all of ``factor`` was replaced, a 0-dim bool tensor; on a GPU nobody has looked at it.
+            Of every factor which of its matrices were replaced, [B] bool; on a GPU nobody has looked at it.
         """
-        norms = RowBlocks.square_sums(mean)
-        for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
-            if norm > 0:
-                torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
-        return (norms > 0).all()
+        replaced = []
+        for mean, factor, norms in zip(means, factors, RowBlocks.square_sums(means), strict=True):
+            for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
+                if norm > 0:
+                    torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
+            replaced.append(norms > 0)
+        return replaced
 
     def _fp32(self, block: Tensor) -> Tensor:
         return block if block.dtype == torch.float32 else self._room(block).copy_(block)
@@ -232,63 +274,3 @@ def _blocks(x: Matrices) -> Iterator[tuple[int, slice]]:
     return (
         (i, slice(start, min(start + height, rows))) for i in range(len(x.names)) for start in range(0, rows, height)
     )
-
-
-class Batched(RowBlocks):
-    """The same passes on a GPU, whole matrices, several at once; the host waits for nothing."""
-
-    @staticmethod
-    def square_sums(batch: Tensor) -> Tensor:
-        # Converted entry by entry: linalg.vector_norm first copies all matrices to fp64, twice the gradients' memory.
-        return torch.stack(torch._foreach_norm(list(batch), 2, dtype=torch.float64)).square()
-
-    def load(self, x: Matrices, g: Sequence[Gradient], right: Tensor | None, left: Tensor | None) -> None:
-        x.bind(g)
-        if not x.in_place:
-            for gradient, m in zip(x.gradients, x.m, strict=True):
-                m.copy_(gradient)
-        x.gradient_sq = x.input_sq = self.square_sums(x.m)
-        if x.error is not None:
-            x.m.add_(x.error)
-            x.input_sq = self.square_sums(x.m)
-        if right is not None and left is not None:
-            torch.bmm(x.m, right.mT, out=left)
-
-    def right_factor(self, x: Matrices, left: Tensor, out: Tensor) -> None:
-        torch.bmm(left.mT, x.m, out=out)
-
-    def store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
-        if x.error is not None:
-            x.m.baddbmm_(*own, alpha=-1)
-        left, right = mean
-        right.masked_fill_(~finite, math.nan)
-        narrow = x.gradients[0].dtype != torch.float32
-        if narrow:
-            for i, gradient in enumerate(x.gradients):
-                result = left[i] @ right[i]
-                x.m[i].add_(result)
-                gradient.copy_(within(result, gradient.dtype))
-                x.m[i].sub_(gradient)
-        if x.error is not None:
-            kept = x.next_error
-            assert kept is not None
-            # Another type than fp32 comes through fp32 as it was.
-            out = kept if kept.dtype == torch.float32 else x.m
-            torch.where(finite, x.m, x.error, out=out)
-            if out is not kept:
-                kept.copy_(out)
-        if not narrow:
-            torch.bmm(left, right, out=x.m)
-            if not x.in_place:
-                for gradient, m in zip(x.gradients, x.m, strict=True):
-                    gradient.copy_(m)
-        return error_sq
-
-    @staticmethod
-    def keep(mean: Tensor, factor: Tensor, finite: Tensor) -> Tensor:
-        norms = Batched.square_sums(mean)
-        # The exponents of norms that are not finite or zero do not matter.
-        scale = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None]
-        good = (norms > 0) & finite
-        torch.where(good[:, None, None], mean * scale, factor, out=factor)
-        return good.all()

@@ -157,7 +157,7 @@ class ActivationCompressor:
             return self._give_up(message, statistics)
         projected = m @ factor.mT
         basis = torch.empty_like(projected)
-        way.orthonormalise(projected[None], basis[None])
+        way.orthonormalise([projected[None]], [basis[None]])
         p.copy_(basis)
         right = (p if p.dtype == torch.float32 else p.float()).mT @ m
         q.copy_(right.mT)
@@ -170,7 +170,7 @@ class ActivationCompressor:
         if error is not None:
             torch.where(ok, m, error, out=error)
             self.errors[name] = error
-        way.passes.keep(right[None], factor[None], ok)
+        way.passes.keep([right[None]], [factor[None]], ok)
         self.factors[name] = factor
         norms = gradient_sq, input_sq, error_sq
         statistics.add_norms(*(float(x) if way.decides else torch.where(ok, x, 0.0) for x in norms))

@@ -87,7 +87,7 @@ def test_the_contract_holds_and_the_results_are_the_cpus(name: str, world: int, 
     for mine, theirs in zip(course.statistics, reference.statistics, strict=True):
         assert mine.compressed == theirs.compressed
         if mine.worker_error is not None:
-            assert mine.worker_error == pytest.approx(theirs.worker_error, rel=0.1, abs=1e-3)
+            assert mine.worker_error == pytest.approx(theirs.worker_error, rel=0.1 if alike else 0.3, abs=1e-3)
         assert int(mine.skipped) == 0
 
 

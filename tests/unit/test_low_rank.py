@@ -12,7 +12,8 @@ from torch import Tensor
 
 from edgc.compressors import Gradient
 from edgc.compressors import passes as module
-from edgc.compressors.passes import Batched, Matrices, RowBlocks, batch_view, square_sum, square_sums
+from edgc.compressors.batched import Batched
+from edgc.compressors.passes import Matrices, RowBlocks, batch_view, square_sum, square_sums
 
 BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
 OK = torch.tensor(True)
@@ -78,7 +79,7 @@ def test_a_reduction_of_one_worker(
     right = draw(count, x.rank, columns, seed=3)
     left = torch.empty(count, rows, x.rank)
     run = passes()
-    run.load(x, named(x, gradients), right, left)
+    run.load([x], [named(x, gradients)], [right], [left])
     if dtype != torch.float32:
         assert not x.in_place
     elif layout == "flat":
@@ -97,7 +98,7 @@ def test_a_reduction_of_one_worker(
     # Another mean than this worker's own factor.
     mean = own + 0.1 * draw(count, x.rank, columns, seed=4)
     error_sq = (x.input_sq - square_sums(own)).clamp(min=0)
-    exact = run.store(x, (basis, own), (basis, mean.clone()), error_sq, OK)
+    [exact] = run.store([x], [(basis, own)], [(basis, mean.clone())], [error_sq], OK)
     result = torch.stack([g.double() for g in gradients])
     assert close(result, basis.double() @ mean.double(), 2e-2 if dtype.itemsize == 2 else 1e-5)
     error = m - basis.double() @ own.double()
@@ -115,12 +116,12 @@ def test_small_errors_are_measured_and_not_a_difference() -> None:
     x = Matrices(["w"], (50, 40), 3, torch.zeros(1, 50, 40))
     basis = left[None]
     run = RowBlocks()
-    run.load(x, named(x, [left @ right + noise]), None, None)
+    run.load([x], [named(x, [left @ right + noise])], [None], [None])
     own = torch.empty(1, 3, 40)
     run.right_factor(x, basis, own)
     truth = float((noise - left @ (left.T @ noise)).double().square().sum())
     known = (x.input_sq - square_sums(own)).clamp(min=0)
-    exact = run.store(x, (basis, own), (basis, own), known, OK)
+    [exact] = run.store([x], [(basis, own)], [(basis, own)], [known], OK)
     assert float(exact) == pytest.approx(truth, rel=0.02)
 
 
@@ -136,8 +137,9 @@ def test_not_finite_on_a_gpu_leaves_the_error_and_ruins_the_gradient(
     gradient[1, 3, 4] = torch.inf
     basis, own = draw(2, 20, 2), draw(2, 2, 30)
     run = Batched()
-    run.load(x, named(x, list(gradient)), own, basis)
-    run.store(x, (basis, own), (draw(2, 20, 2), own.clone()), torch.zeros(2), torch.tensor(False))
+    run.load([x], [named(x, list(gradient))], [own], [basis])
+    broken = torch.full_like(own, torch.nan)  # as the algorithm makes what it was told is not finite
+    run.store([x], [(basis, own)], [(draw(2, 20, 2), broken)], [torch.zeros(2)], torch.tensor(False))
     assert torch.equal(x.error, before)
     assert torch.isnan(gradient).all()
 
@@ -146,9 +148,9 @@ def test_what_a_narrow_gradient_cannot_hold_is_clamped_and_kept() -> None:
     for run in (RowBlocks(), Batched()):
         x = Matrices(["w"], (4, 4), 1, torch.zeros(1, 4, 4))
         gradient = torch.zeros(4, 4, dtype=torch.float16)
-        run.load(x, named(x, [gradient]), None, None)
+        run.load([x], [named(x, [gradient])], [None], [None])
         large = (torch.full((1, 4, 1), 1e3), torch.full((1, 1, 4), 1e3))
-        run.store(x, large, large, torch.zeros(1), OK)
+        run.store([x], [large], [large], [torch.zeros(1)], OK)
         assert x.error is not None
         assert (gradient == 65504).all()
         assert (x.error == 0 + -1e6 + 1e6 - 65504).all()

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors.powersgd.orthogonal import Orthonormal
+from edgc.compressors.powersgd.orthogonal import Orthonormal, _together
 
 
 def decide(x: Tensor) -> Tensor:
     out = torch.full_like(x, torch.nan)
-    Orthonormal()(x, out)
+    Orthonormal()([x], [out])
     return out
 
 
 def blind(x: Tensor) -> Tensor:
     out = torch.full_like(x, torch.nan)
-    Orthonormal().without_decisions(x, out)
+    Orthonormal().without_decisions([x], [out])
     return out
 
 
@@ -174,3 +174,34 @@ def test_not_finite_stays_so_where_nobody_looks() -> None:
     x = torch.randn(1, 30, 4)
     x[0, 3, 2] = torch.nan
     assert not torch.isfinite(blind(x)).all()
+
+
+def test_matrices_of_several_shapes_are_one_batch_and_do_not_touch_each_other() -> None:
+    shapes = [(2, 40, 4), (1, 130, 4), (3, 17, 4), (1, 60, 9)]
+    xs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
+    together = [torch.full_like(x, torch.nan) for x in xs]
+    Orthonormal().without_decisions(xs, together)
+    for x, basis in zip(xs, together, strict=True):
+        assert departure(basis) < 1e-6
+        assert max(outside(*pair) for pair in zip(x, basis, strict=True)) < 1e-6
+        # Alone or with others: the same basis, but for the order of sums in fp64.
+        assert torch.allclose(blind(x), basis, atol=1e-6)
+    # What is not finite in one of them stays there.
+    xs[2][1, 3, 2] = torch.inf
+    spoiled = [torch.zeros_like(x) for x in xs]
+    Orthonormal().without_decisions(xs, spoiled)
+    assert spoiled[2][1].isnan().all()
+    spoiled[2][1] = together[2][1]
+    assert all(torch.equal(a, b) for a, b in zip(spoiled, together, strict=True))
+
+
+def test_large_matrices_are_not_padded() -> None:
+    sizes = [torch.Size(shape) for shape in ((1, 1 << 16, 32), (13, 7680, 32), (13, 1920, 32), (1, 64, 32), (1, 64, 8))]
+    batches = _together(sizes)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
+    for batch in batches:
+        tallest = max(sizes[i][1] for i in batch)
+        padded = sum(sizes[i][0] for i in batch) * tallest * sizes[batch[0]][2]
+        assert len(batch) == 1 or padded <= 1 << 22
+        assert len({sizes[i][2] for i in batch}) == 1
+    assert len(batches) < len(sizes), "small ones are to be one batch"

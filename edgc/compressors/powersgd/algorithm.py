@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
-from edgc.compressors.passes import finite, square_sums
+from edgc.compressors.passes import Factors, finite, square_sums
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
@@ -48,7 +48,7 @@ from edgc.runtime.channel import Channel
 Tensors = Sequence[Tensor]
 Members = Sequence[Sequence[Gradient]]  # per group
 # Whether the messages before were finite, the messages to look at, and per group ||M_w||^2 - ||Q_w||^2.
-Factors = Generator[None, None, tuple[Tensor, Tensors, Tensors]]
+Sent = Generator[None, None, tuple[Tensor, Tensors, Tensors]]
 
 
 class PowerSGD(KeepsErrors):
@@ -113,21 +113,23 @@ class PowerSGD(KeepsErrors):
         if drained:
             self._forget(drained, ok)
 
-    def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Factors:
+    def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Sent:
         decides, passes, orthonormalise = work.way
-        for group, mine in zip(work.groups, members, strict=True):
-            if group.start is not group.right:
-                # Quantised, the columns of P are to be of one scale.
-                orthonormalise(group.right.mT, group.start.mT)
-            passes.load(group, mine, group.start, group.summed)
+        for part in passes.portions(list(zip(work.groups, members, strict=True))):
+            groups, mine = zip(*part, strict=True)
+            apart = [group for group in groups if group.start is not group.right]
+            # Quantised, the columns of P are to be of one scale.
+            orthonormalise([group.right.mT for group in apart], [group.start.mT for group in apart])
+            passes.load(groups, mine, [group.start for group in groups], [group.summed for group in groups])
         ok = finite((yield from self._first_message(work, work.first, dense, channel)))
         if decides and not ok:
             return ok, (), ()
         # Backwards: what was loaded last is still in the cache.
-        for group in reversed(work.groups):
-            orthonormalise(group.summed, group.basis)
-            passes.right_factor(group, group.basis, group.own)
-        left_over = [group.input_sq - passes.square_sums(group.own) for group in work.groups]
+        for together in passes.portions(work.groups[::-1]):
+            orthonormalise([group.summed for group in together], [group.basis for group in together])
+            for group in together:
+                passes.right_factor(group, group.basis, group.own)
+        left_over = self._left_over(work)
         work.second.copy_(work.own)
         if work.wire is None:
             channel.mean_(work.second)
@@ -136,22 +138,31 @@ class PowerSGD(KeepsErrors):
             yield from work.wire.mean(work.second, channel)
         return ok, [work.second], left_over
 
-    def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Factors:
+    def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Sent:
         _, passes, orthonormalise = work.way
         message, sent = work.lay_out_one_sided()
-        for group, mine in zip(work.groups, members, strict=True):
-            factor = group.factor(group.side)
-            if group.side == RIGHT:
-                orthonormalise(factor.mT, group.basis.mT)
-                passes.load(group, mine, group.basis, group.own)
-            else:
-                orthonormalise(factor, group.basis)
-                passes.load(group, mine, None, None)
-                passes.right_factor(group, group.basis, group.own)
-        left_over = [group.input_sq - passes.square_sums(group.own) for group in work.groups]
+        for part in passes.portions(list(zip(work.groups, members, strict=True))):
+            groups, mine = zip(*part, strict=True)
+            right = [group.side == RIGHT for group in groups]
+            factors = [group.factor(group.side) for group in groups]
+            orthonormalise(
+                [factor.mT if of else factor for factor, of in zip(factors, right, strict=True)],
+                [group.basis.mT if of else group.basis for group, of in zip(groups, right, strict=True)],
+            )
+            rights = [group.basis if of else None for group, of in zip(groups, right, strict=True)]
+            passes.load(groups, mine, rights, [group.own for group in groups])
+            for group, of in zip(groups, right, strict=True):
+                if not of:
+                    passes.right_factor(group, group.basis, group.own)
+        left_over = self._left_over(work)
         message.copy_(sent)
         messages = yield from self._first_message(work, message, dense, channel)
         return finite(()), messages, left_over
+
+    @staticmethod
+    def _left_over(work: Workspace) -> Tensors:
+        sent = work.way.passes.square_sums([group.own for group in work.groups])
+        return [group.input_sq - own_sq for group, own_sq in zip(work.groups, sent, strict=True)]
 
     def _first_message(
         self, work: Workspace, factors: Tensor, dense: Tensors, channel: Channel
@@ -171,24 +182,39 @@ class PowerSGD(KeepsErrors):
     ) -> Tensor:
         """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
         ok = ok & finite(messages)
-        if work.way.decides and not ok:
+        decides, passes, _ = work.way
+        if decides and not ok:
             return ok
-        for group, error_sq in zip(work.groups, left_over, strict=True):
-            if work.wire is not None:
-                # What rounding kept of this worker's factor was not sent.
-                kept = work.wire.kept_of(group.own)
-                error_sq.add_(square_sums(kept))
+        if not decides:
+            # So the products are not finite on any worker, without anybody looking.
+            for message in messages:
+                message.masked_fill_(~ok, math.nan)
+        if work.wire is not None:
+            # What rounding kept of this worker's factor was not sent.
+            lost = [work.wire.kept_of(group.own) for group in work.groups]
+            for group, kept, error_sq, kept_sq in zip(
+                work.groups, lost, left_over, passes.square_sums(lost), strict=True
+            ):
+                error_sq.add_(kept_sq)
                 group.own.sub_(kept)
-            own, mean = (group.basis, group.own), (group.basis, group.mean)
-            if self.one_sided and group.side == RIGHT:
-                own, mean = own[::-1], mean[::-1]
-            error_sq = work.way.passes.store(group, own, mean, error_sq.clamp_(min=0), ok)
-            norms = group.gradient_sq, group.input_sq, error_sq
-            sums = [torch.where(ok, norm.sum(), 0.0) for norm in norms]
-            statistics.add_norms(*map(float, sums) if work.way.decides else sums)
+        for part in passes.portions(list(zip(work.groups, left_over, strict=True))):
+            groups, differences = zip(*part, strict=True)
+            owns, means = self._products(groups)
+            errors_sq = passes.store(groups, owns, means, [of.clamp_(min=0) for of in differences], ok)
+            norms = [[g.gradient_sq for g in groups], [g.input_sq for g in groups], errors_sq]
+            sums = torch.stack([torch.cat(list(of)).sum() for of in norms])
+            statistics.add_norms(*(sums.tolist() if decides else torch.where(ok, sums, 0.0).unbind()))
+        for group in work.groups:
             self._last |= {name: (group, i) for i, name in enumerate(group.names)}
         self._then(partial(self._adopt, work, ok))
         return ok
+
+    def _products(self, groups: Sequence[Group]) -> tuple[list[Factors], list[Factors]]:
+        """Left and right factor of what this worker sent and of the mean, of every group."""
+        turned = [self.one_sided and group.side == RIGHT for group in groups]
+        owns = [(g.own, g.basis) if of else (g.basis, g.own) for g, of in zip(groups, turned, strict=True)]
+        means = [(g.mean, g.basis) if of else (g.basis, g.mean) for g, of in zip(groups, turned, strict=True)]
+        return owns, means
 
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
         """Error feedback and warm start of the step become those of the next one."""
@@ -196,12 +222,13 @@ class PowerSGD(KeepsErrors):
             if group.spare is not None and group.error is not None:
                 group.error, group.spare = group.spare, group.error
                 self.errors.update(zip(group.names, group.error, strict=True))
-            if self.one_sided:
-                # The next step begins with the other factor only if there is one: after a gradient of zeros or one
-                # that is not finite there may be none yet.
-                group.turn(work.way.passes.keep(group.mean, group.factor(group.other), ok))
-            else:
-                work.way.passes.keep(group.mean, group.right, ok)
+        factors = [group.factor(group.other) if self.one_sided else group.right for group in work.groups]
+        replaced = work.way.passes.keep([group.mean for group in work.groups], factors, ok)
+        if self.one_sided:
+            # The next step begins with the other factor only if there is one: after a gradient of zeros or one that is
+            # not finite there may be none yet.
+            for group, of in zip(work.groups, replaced, strict=True):
+                group.turn(of.all())
         if not work.registered:
             self._state.commit(work)
 

@@ -16,6 +16,8 @@ first, of 1e-7 of the norm of every column, which is what fp32 rounds off anyway
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ _ONE_PASS, _TWO_PASSES = 4.0, 1e3
 # Squared norms of columns whose entries fp32 can square without loss.
 _SMALLEST, _LARGEST = 1e-24, 1e24
 _TINY, _NOISE, _SHIFT = 1e-300, 1e-7, 1e-11
+_SMALL_BATCH = 1 << 22  # entries: 32 MiB in fp64
 
 
 class Orthonormal:
@@ -34,17 +37,19 @@ class Orthonormal:
         self._small: dict[int, _Small] = {}
         self._spare = torch.empty(0, dtype=torch.float32, device="cpu")
         self._random: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._eyes: dict[tuple[int, torch.device], Tensor] = {}
 
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """``out`` becomes a basis, with orthonormal columns, of a space that contains the columns of ``x``.
+    def __call__(self, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Every out becomes a basis, with orthonormal columns, of a space that contains the columns of its x.
 
         Args:
-            x: B x m x r, m >= r, fp32, finite, any strides.
-            out: like ``x``, without overlap. NaN on a GPU if ``x`` is not finite.
+            xs: B x m x r, m >= r, fp32, finite, any strides.
+            outs: like ``xs``, without overlap. NaN on a GPU if x is not finite.
         """
-        for matrix, basis in zip(x, out, strict=True):
-            if not self._cholesky(matrix, basis):
-                basis.copy_(torch.linalg.qr(matrix).Q)
+        for x, out in zip(xs, outs, strict=True):
+            for matrix, basis in zip(x, out, strict=True):
+                if not self._cholesky(matrix, basis):
+                    basis.copy_(torch.linalg.qr(matrix).Q)
 
     def _cholesky(self, x: Tensor, out: Tensor) -> bool:
         """Cholesky-QR in one or two passes; False if that would not be accurate."""
@@ -65,18 +70,38 @@ class Orthonormal:
             out.copy_(torch.mm(out, small.transform, out=self._spare[: x.numel()].view(x.shape)))
         return True
 
-    def without_decisions(self, x: Tensor, out: Tensor) -> None:
+    def without_decisions(self, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """The same in a fixed sequence of batched operations, as for a GPU."""
-        basis = x.double()
+        for places in _together([x.shape for x in xs]):
+            self._batched([xs[i] for i in places], [outs[i] for i in places])
+
+    def _batched(self, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Of matrices with as many columns. Rows of zeros below the shorter ones change neither products nor bases."""
+        counts, rank = [len(x) for x in xs], xs[0].shape[-1]
+        rows = max(x.shape[-2] for x in xs)
+        basis = torch.zeros((sum(counts), rows, rank), dtype=torch.float64, device=xs[0].device)
+        parts = [part[:, : x.shape[-2]] for part, x in zip(basis.split(counts), xs, strict=True)]
+        for part, x in zip(parts, xs, strict=True):
+            part.copy_(x)
         # Zero columns stay zero, what is not finite becomes NaN.
-        basis = basis / torch.linalg.vector_norm(basis, dim=-2, keepdim=True).clamp(min=_TINY)
-        basis = basis + _NOISE * self._fill(x)
-        basis = basis / torch.linalg.vector_norm(basis, dim=-2, keepdim=True)
-        eye = torch.eye(x.shape[-1], dtype=torch.float64, device=x.device)
+        basis.div_(torch.linalg.vector_norm(basis, dim=-2, keepdim=True).clamp_(min=_TINY))
+        for part, x in zip(parts, xs, strict=True):
+            part.add_(self._fill(x), alpha=_NOISE)
+        basis.div_(torch.linalg.vector_norm(basis, dim=-2, keepdim=True))
+        eye = self._unit(rank, basis.device)
         for shift in (_SHIFT, 0.0, 0.0):
-            lower = torch.linalg.cholesky_ex(basis.mT @ basis + shift * eye).L
+            gram = basis.mT @ basis
+            if shift:
+                gram.diagonal(dim1=-2, dim2=-1).add_(shift)
+            lower = torch.linalg.cholesky_ex(gram).L
             basis = basis @ torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False).mT
-        out.copy_(basis)
+        for part, x, out in zip(basis.split(counts), xs, outs, strict=True):
+            out.copy_(part[:, : x.shape[-2]])
+
+    def _unit(self, rank: int, device: torch.device) -> Tensor:
+        if (rank, device) not in self._eyes:
+            self._eyes[rank, device] = torch.eye(rank, dtype=torch.float64, device=device)
+        return self._eyes[rank, device]
 
     def _fill(self, x: Tensor) -> Tensor:
         """Random columns of norm one, always the same."""
@@ -87,6 +112,23 @@ class Orthonormal:
             draw = torch.randn(rows, columns, generator=generator, dtype=torch.float64, device="cpu")
             self._random[key] = (draw / draw.norm(dim=0)).to(x.device)
         return self._random[key]
+
+
+def _together(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Which matrices are to be one batch, padded to the rows of the tallest, by their positions: of as many columns,
+    while the batch is so small that launching what is done with it takes longer than doing it."""
+    batches: list[list[int]] = []
+    tallest = 0
+    for i in sorted(range(len(shapes)), key=lambda i: (shapes[i][2], -shapes[i][1])):
+        count, rows, rank = shapes[i]
+        last = batches[-1] if batches and shapes[batches[-1][0]][2] == rank else []
+        members = sum(shapes[j][0] for j in last) + count
+        if last and members * tallest * rank <= _SMALL_BATCH:
+            last.append(i)
+        else:
+            batches.append([i])
+            tallest = rows
+    return batches
 
 
 class _Small:

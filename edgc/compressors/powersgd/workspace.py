@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Gradient
+from edgc.compressors.batched import Batched
 from edgc.compressors.dense import Dense
-from edgc.compressors.passes import Batched, Matrices, RowBlocks, batch_view, square_sums
+from edgc.compressors.passes import Matrices, RowBlocks, batch_view, square_sums
 from edgc.compressors.powersgd.orthogonal import Orthonormal
 from edgc.compressors.powersgd.wire import Wire, blocks_of
 from edgc.runtime.device import Later
@@ -32,7 +33,7 @@ class Way(NamedTuple):
 
     decides: bool
     passes: RowBlocks
-    orthonormalise: Callable[[Tensor, Tensor], None]
+    orthonormalise: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 def ways() -> tuple[Way, Way]:
