@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.analyse.rank_sweep import quickest
+from experiments.common.quickest import quickest
 from paper_figures import style
 
 TABLES = ("rank_sweep/table.csv", "rank_sweep/timings.csv", "rank_sweep/fit.csv")

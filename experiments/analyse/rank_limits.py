@@ -15,6 +15,7 @@ import pandas as pd
 
 from experiments.analyse.runs import Run
 from experiments.analyse.time_to_target import KIND, MEGABITS, work_seconds
+from experiments.common import quickest
 
 MULTIPLE = 4  # ranks are multiples of it, as the controller's
 SHARE = 4  # r_min = r_max / SHARE (paper)
@@ -25,7 +26,7 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
 
     ``crossing`` is where a line through T(r) meets the uncompressed time, ``extrapolated`` whether that is outside the
     ranks that were run; ``r_max`` is 0 where no rank is quicker, empty where every rank is. Of several seeds of a rank
-    the quickest counts (:func:`least`).
+    the quickest counts (:mod:`experiments.common.quickest`).
     """
     columns = ["stage", "kind", "megabits", "ranks", "seconds_uncompressed", "crossing", "extrapolated"]
     medians = [row for run in runs if run.ok for row in of_run(run)]
@@ -33,18 +34,8 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*columns, "r_max", "r_min"])
 
 
-def least(times: pd.DataFrame, seconds: pd.Series) -> pd.DataFrame:
-    """Of each stage and rank the row of the seed that took least: other work on the machine only adds time.
-
-    Args:
-        times: a row per stage and run, with columns ``stage`` and ``rank`` (nan: uncompressed).
-        seconds: what each row took.
-    """
-    return times.loc[seconds.groupby([times["stage"], times["rank"]], dropna=False).idxmin().sort_values()]
-
-
 def _quickest(medians: pd.DataFrame) -> pd.DataFrame:
-    return least(medians, medians["work"] + medians["communicate"])
+    return quickest.least(medians, medians["work"] + medians["communicate"])
 
 
 def _rows(medians: pd.DataFrame) -> Iterator[dict[str, Any]]:

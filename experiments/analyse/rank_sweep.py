@@ -14,6 +14,7 @@ from experiments.analyse import rank_limits
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import quartiles
 from experiments.analyse.tables import identity, result, uncompressed_losses, write_tables
+from experiments.common import quickest
 
 RESULTS = ("table.csv", "timings.csv", "fit.csv", "limits.csv")
 KINDS = ("compress", "communicate", "decompress")
@@ -68,13 +69,6 @@ def linear(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
     return dict(zip(names, (float(gradient), float(offset), rms, share, r_squared), strict=True))
 
 
-def quickest(timings: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the seed whose median total was the least, for each stage and rank (:func:`rank_limits.least`)."""
-    total = timings[timings["kind"] == "total"]
-    keys = ["stage", "variant", "seed"]
-    return timings.merge(rank_limits.least(total, total["seconds_median"])[keys], on=keys)
-
-
 def fits(timings: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """T(r) per stage and part, of each rank's quickest seed, and the rank from which compressing is slower than not.
 
@@ -84,7 +78,7 @@ def fits(timings: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """
     if timings.empty:
         return
-    fine = quickest(timings[(timings["status"] == "ok") & timings["seconds_median"].notna()])
+    fine = quickest.quickest(timings[(timings["status"] == "ok") & timings["seconds_median"].notna()])
     for (stage, kind), group in fine.groupby(["stage", "kind"], sort=True):
         compressed, dense = group[group["rank"].notna()], group[group["rank"].isna()]
         line = linear(list(compressed["rank"]), list(compressed["seconds_median"]))

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments.analyse import entropy_trend, equal_bytes, rank_limits, rank_sweep, runs, statistics, trend, windows
+from experiments.analyse import entropy_trend, equal_bytes, rank_sweep, runs, statistics, trend, windows
 from experiments.analyse.__main__ import analyse, main
+from experiments.common import quickest
 from experiments.spec import matrix
 from tests.unit import synthetic_runs as synthetic
 
@@ -435,7 +436,7 @@ def test_a_seed_beside_other_work_does_not_move_the_line() -> None:
         for rank in (None, 4.0, 8.0)
         for slow in (3.0, 1.0)
     )
-    least = rank_limits.least(medians, medians["work"] + medians["communicate"])
+    least = quickest.least(medians, medians["work"] + medians["communicate"])
     assert list(least["communicate"]) == [2.0, 6.0, 10.0]
 
 

@@ -97,7 +97,7 @@ def test_the_program_and_the_figure(
     assert json.loads((folder / "race.json").read_text())["settings"]["rates"] == [50.0]
     fig = bench_race.draw(folder)
     words = " ".join(text.get_text() for text in fig.findobj(Text))
-    assert "(never)" in words and "1 of 2 never" in words
+    assert "never there" in words and "1 of 2 never" in words
     assert "bench_race" in BENCHMARKS
 
 
