@@ -94,6 +94,18 @@ def rank_for_error(m: int, n: int, value: float) -> float:
     return p - p * _interpolate(share * share, tails, shares)
 
 
+@lru_cache(maxsize=64)
+def _nodes_of_sum(terms: tuple[tuple[tuple[int, int], int], ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Nodes (sum of count * g^2, rank) of matrices of several shapes, by rising error."""
+    ranks = sorted({p * (1 - share) for (p, large), _ in terms for share in _table(p, large)[0]}, reverse=True)
+    found: dict[float, float] = {}
+    for rank in ranks:
+        found.setdefault(sum(count * error(p, large, rank) ** 2 for (p, large), count in terms), rank)
+    # Rounding can put neighbours out of order.
+    rising = sorted(found.items())
+    return tuple(total for total, _ in rising), tuple(rank for _, rank in rising)
+
+
 class StageModel:
     """The error of a pipeline stage: many matrices compressed at one common rank, their squared errors summed.
 
@@ -116,7 +128,7 @@ class StageModel:
         return math.sqrt(sum(count * error(p, large, rank) ** 2 for (p, large), count in self._terms))
 
     def rank_for_error(self, value: float) -> float:
-        """The real rank r with ``self.error(r) == value``, to about 1e-12 of ``max_rank``, by bisection.
+        """The real rank r with ``self.error(r) == value``, to rounding: squared errors are linear between the nodes.
 
         Clamps as :func:`rank_for_error`: 0 where value >= error(0), ``max_rank`` where value <= 0.
         """
@@ -129,11 +141,8 @@ class StageModel:
             return float(self.max_rank)
         if value >= self.error(0.0):
             return 0.0
-        low, high = 0.0, float(self.max_rank)
-        while high - low > 1e-12 * self.max_rank:
-            middle = 0.5 * (low + high)
-            low, high = (middle, high) if self.error(middle) > value else (low, middle)
-        return 0.5 * (low + high)
+        errors, ranks = _nodes_of_sum(tuple(self._terms))
+        return _interpolate(value * value, errors, ranks)
 
 
 def next_rank(stage: StageModel, r0: float, h0: float, h1: float) -> float:

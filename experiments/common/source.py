@@ -12,12 +12,14 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgc.errors import UserError
+from experiments.common import source_memory
 from experiments.common.files import ROOT
 
 PACKAGES = ("edgc", "experiments", "paper_figures")
+_PREFIXES = tuple(f"{package}." for package in PACKAGES)
 DIGITS = 16  # of a fingerprint: 64 bits
 # Which runs there are and how their settings come about is left out: the settings themselves say it.
 SETTLED = frozenset({"experiments.spec.matrix"})
@@ -48,7 +50,7 @@ def fingerprint(*modules: str, files: Iterable[Path] = (), without: Iterable[str
     """
     total = hashlib.sha256()
     for path in closure(*modules, without=without):
-        total.update(f"{path.relative_to(ROOT).as_posix()} {_digest(path)}\n".encode())
+        total.update(f"{path.relative_to(ROOT).as_posix()} {_said(path).digest}\n".encode())
     total.update(digest(files).encode())
     return total.hexdigest()[:DIGITS]
 
@@ -89,6 +91,7 @@ def imported_packages(*modules: str) -> list[str]:
     return sorted(names - sys.stdlib_module_names - set(PACKAGES))
 
 
+@functools.cache
 def _files(module: str) -> list[Path]:
     """The file of a module of the project and those of the packages it lies in; nothing for other modules."""
     parts = module.split(".")
@@ -110,31 +113,53 @@ def _parsed(path: Path) -> ast.Module:
         raise UserError(f"not valid Python at line {error.lineno}", where=path, fix="correct it") from None
 
 
+class _Said(NamedTuple):
+    """What follows from the content of one file alone: of its syntax tree, what it imports, and packages that it names
+    in calls."""
+
+    digest: str
+    imports: list[str]
+    named: list[str]
+
+
+@functools.cache
+def _said(path: Path) -> _Said:
+    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    memory = source_memory.of(Path(__file__))
+    if content not in memory:
+        memory[content] = _read(_parsed(path))
+    return _Said(*memory[content])
+
+
+def _read(tree: ast.Module) -> _Said:
+    imports: set[str] = set()
+    named: set[str] = set()
+    for node in _executed(tree):
+        if isinstance(node, ast.Import):
+            imports |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            # What is imported from a package may be a module of it, or a name in it.
+            imports |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call):
+            texts = (getattr(argument, "value", None) for argument in node.args)
+            named |= {text for text in texts if isinstance(text, str) and text.startswith(_PREFIXES)}
+    return _Said(_digest(tree), sorted(imports), sorted(named))
+
+
 @functools.cache
 def _imports(path: Path) -> frozenset[str]:
-    return frozenset(name for node in _executed(_parsed(path)) for name in _imported(node))
+    said = _said(path)
+    return frozenset((*said.imports, *(module for package in said.named for module in _inside(package))))
 
 
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and all below it, without what only a type checker reads."""
-    yield node
-    if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _executed(child)
-
-
-def _imported(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-        # What is imported from a package may be a module of it, or a name in it.
-        yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-    if isinstance(node, ast.Call):
-        for argument in node.args:
-            name = getattr(argument, "value", None)
-            if isinstance(name, str) and name.startswith(tuple(f"{package}." for package in PACKAGES)):
-                yield from _inside(name)
+def _executed(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes of a tree, without what only a type checker reads."""
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        if not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
+            nodes.extend(ast.iter_child_nodes(node))
 
 
 def _inside(package: str) -> Iterator[str]:
@@ -143,9 +168,8 @@ def _inside(package: str) -> Iterator[str]:
         yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@functools.cache
-def _digest(path: Path) -> str:
-    tree = ast.parse(path.read_bytes())
+def _digest(tree: ast.Module) -> str:
+    """Of a tree, which loses its docstrings."""
     for node in ast.walk(tree):
         match node:
             case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():

@@ -21,10 +21,10 @@ The model, and what it leaves out:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from experiments.simulation.inputs import ClusterConfig
 from experiments.simulation.placement import FP32_BYTES, GPTShape, StageShard
@@ -74,17 +74,34 @@ class Cost:
         return Cost(self.bytes + other.bytes, communication, self.compress + other.compress)
 
 
+T = TypeVar("T")
+
+
+def remembered(model: Model, key: Hashable, compute: Callable[[], T]) -> T:
+    """What follows from a model, which never changes, is computed once."""
+    memory = model.__dict__.setdefault("_remembered", {})
+    if key not in memory:
+        memory[key] = compute()
+    found: T = memory[key]
+    return found
+
+
 StageCost = Callable[[StageShard], Cost]
 MethodCost = Callable[Concatenate["Model", StageShard, P], Cost]
 
 
 def of_parts(method: MethodCost[P]) -> MethodCost[P]:
-    """A method's cost on a stage as the sum of those of its parts (:meth:`Model.parts`)."""
+    """A method's cost on a stage as the sum of those of its parts (:meth:`Model.parts`), computed once."""
 
     @wraps(method)
     def whole(self: Model, stage: StageShard, *args: P.args, **options: P.kwargs) -> Cost:
-        first, *others = (method(model, part, *args, **options) for model, part in self.parts(stage))
-        return sum(others, first)
+        def computed() -> Cost:
+            first, *others = (method(model, part, *args, **options) for model, part in self.parts(stage))
+            return sum(others, first)
+
+        # The stage, too, is remembered: its id is its own only while it lives.
+        key = (method.__name__, id(stage), args, tuple(sorted(options.items())))
+        return remembered(self, key, lambda: (stage, computed()))[1]
 
     return whole
 

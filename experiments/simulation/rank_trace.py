@@ -35,7 +35,7 @@ from experiments.common import written_tables
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.simulation import cluster_step
-from experiments.simulation.cost import KIND, Cost, Model, StageCost, reduction
+from experiments.simulation.cost import KIND, Cost, Model, StageCost, reduction, remembered
 from experiments.simulation.placement import StageShard
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
@@ -149,8 +149,7 @@ class Trace:
         total = 0.0
         for (part, ranks), count in self.spent.items():
             model = self.course.parts[part][1]
-            step = cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap)
-            total += count * step.seconds
+            total += count * step_seconds(model, ranks, overlap=overlap)
         return total / self.course.iterations
 
 
@@ -174,9 +173,11 @@ def follow(course: Course, entropy: Recorded, config: EDGCConfig) -> Trace:
             value = entropy.mean(start / iterations, iteration / iterations)
             decision = controller.observe(iteration, report(model, controller, iteration, value))
             measurements += decision is not None and bool(decision.timing)
-        elif plan.phase in ("active", "disabled"):
-            # There is nothing to time, so nothing is decided before the window ends (or, disabled, not even there).
+        else:
+            # Nothing is timed or decided before the window ends or the search for r_max begins.
             end = -(-iteration // config.window) * config.window
+            if isinstance(config, PolicyConfig) and iteration < config.search_start:
+                end = min(end, config.search_start)
             until = max(iteration, min(end - 1, part_end))
         spent[part, plan.ranks] += until - iteration + 1
         iteration = until + 1
@@ -208,6 +209,15 @@ def probed(model: Model, stage: StageShard, rank: int) -> Cost:
 def cost_at(model: Model, ranks: Ranks, stage: StageShard) -> Cost:
     rank = ranks[stage.stage]
     return model.none(stage) if rank is None else model.powersgd(stage, rank)
+
+
+def step_seconds(model: Model, ranks: Ranks, *, overlap: bool) -> float:
+    """Of a step at these ranks, one a stage."""
+
+    def computed() -> float:
+        return cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
+
+    return remembered(model, ("step", ranks, overlap), computed)
 
 
 def edgc_run(study: str) -> RunConfig:

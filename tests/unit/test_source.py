@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,12 @@ from edgc.errors import UserError
 from experiments.common import source
 from experiments.spec.code import DATA, TRAINING, recorded_code
 
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = '"""A program."""\nfrom edgc import used\n\n\ndef main():\n    """Does it."""\n    return used.ONE  # one\n'
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A project of a program, a module that it imports, and one that it does not."""
     for folder in ("edgc", "experiments"):
         (tmp_path / folder).mkdir()
@@ -24,13 +27,49 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "edgc" / "used.py").write_text("ONE = 1\n")
     (tmp_path / "edgc" / "other.py").write_text("TWO = 2\n")
     monkeypatch.setattr(source, "ROOT", tmp_path)
-    return tmp_path
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    for cached in (source._parsed, source._said, source._imports, source._files):
+        cached.cache_clear()
 
 
 def fingerprint(*files: Path) -> str:
-    for cached in (source._parsed, source._imports, source._digest):
-        cached.cache_clear()
+    forget()
     return source.fingerprint("experiments.program", files=files)
+
+
+def test_what_is_remembered_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process reads what the first has written, unless the file, or the program that reads it, is another."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    module = tmp_path / "module.py"
+    program = (
+        "import sys; from pathlib import Path; from experiments.common import source\n"
+        "read = source._read; source._read = lambda tree: print('read') or read(tree)\n"
+        "print(source._said(Path(sys.argv[1])).digest)"
+    )
+
+    def said() -> list[str]:
+        command = [sys.executable, "-c", program, str(module)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    module.write_text("ONE = 1\n")
+    first = said()
+    assert first[0] == "read" and said() == first[1:]
+    module.write_text("ONE = 1  # as before\n")
+    assert said() == first, "another content, the same program"
+    module.write_text("ONE = 2\n")
+    assert said()[1] != first[1]
+    [kept] = (tmp_path / "caches" / "edgc").iterdir()
+    kept.write_text("{ damaged")
+    assert said()[0] == "read" and len(said()) == 1
+    # Where nothing can be kept all is read, and nothing fails.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    assert said()[0] == said()[0] == "read"
 
 
 CHANGES: dict[str, tuple[str, Callable[[str], str], bool]] = {
