@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgc.compressors.base import Gradient
-from edgc.compressors.passes import Factors, Matrices, RowBlocks, T, norms_on_gpu, within
+from edgc.compressors.passes import Factors, Matrices, RowBlocks, norms_on_gpu, within
 from edgc.lazy import Tensor, torch
 
 
 class Batched(RowBlocks):
     """Whole matrices, those of one shape in one product."""
-
-    @staticmethod
-    def portions(groups: Sequence[T]) -> list[Sequence[T]]:
-        return [groups] if groups else []
 
     @staticmethod
     def square_sums(batches: Sequence[Tensor]) -> list[Tensor]:

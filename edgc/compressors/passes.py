@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TypeVar
 
 from edgc.compressors.base import Gradient
 from edgc.lazy import Tensor, torch
@@ -31,7 +30,6 @@ _SMALLEST, _LARGEST = 1e-24, 1e36  # outside this range squares may have left th
 _FEW = 4096  # entries that are converted to fp64 at a time
 
 Factors = tuple[Tensor, Tensor]  # left, right
-T = TypeVar("T")
 
 
 def square_sum(vector: Tensor) -> float:
@@ -142,11 +140,6 @@ class RowBlocks:
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    @staticmethod
-    def portions(groups: Sequence[T]) -> list[Sequence[T]]:
-        """``groups`` in what one call of the other methods is to be given: on a CPU one, which then is in the cache."""
-        return [[group] for group in groups]
 
     @staticmethod
     def square_sums(batches: Sequence[Tensor]) -> list[Tensor]:

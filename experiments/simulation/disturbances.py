@@ -10,7 +10,7 @@ Left out: links between stages keep their speed, and a measurement costs nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import methodcaller
 from typing import Any
 
@@ -48,7 +48,8 @@ class Uneven(Model):
 def course(even: Model, case: Case, iterations: int) -> Course:
     """A run of a case: as ``even`` before and after it."""
     ones = [1.0] * len(even.stages)
-    uneven = Uneven(**vars(even), links=case.links or ones, devices=case.devices or ones)
+    values = {field.name: getattr(even, field.name) for field in fields(even)}
+    uneven = Uneven(**values, links=case.links or ones, devices=case.devices or ones)
     start, end = round(case.start * iterations), round(case.end * iterations)
     parts = ((0, start, even), (start, end, uneven), (end, iterations, even))
     return Course(tuple((last, model) for before, last, model in parts if last > before))

@@ -154,6 +154,8 @@ def start_ranks(
 
     per_node = check_devices(run, nodes)
     logging.getLogger(AGENT).addFilter(_not_said_twice)
+    # That it ends the ranks which wait for one that has failed: why it failed is said.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,

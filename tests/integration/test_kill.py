@@ -34,7 +34,7 @@ __all__ = ["launcher", "prepared"]  # fixtures
 
 pytestmark = pytest.mark.slow
 
-INTERVAL, ITERATIONS = 4, 80
+INTERVAL, ITERATIONS = 4, 40
 TIMES = ("seconds", "tokens_per_second")
 
 

@@ -47,8 +47,8 @@ from edgc.runtime.channel import Channel
 
 Tensors = Sequence[Tensor]
 Members = Sequence[Sequence[Gradient]]  # per group
-# Whether the messages before were finite, the messages to look at, and per group ||M_w||^2 - ||Q_w||^2.
-Sent = Generator[None, None, tuple[Tensor, Tensors, Tensors]]
+# Whether the messages before were finite, and the messages to look at.
+Sent = Generator[None, None, tuple[Tensor, Tensors]]
 
 
 class PowerSGD(KeepsErrors):
@@ -115,34 +115,35 @@ class PowerSGD(KeepsErrors):
 
     def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Sent:
         decides, passes, orthonormalise = work.way
-        for part in passes.portions(list(zip(work.groups, members, strict=True))):
-            groups, mine = zip(*part, strict=True)
+        for at in work.together:
+            groups, mine = work.groups[at], members[at]
             apart = [group for group in groups if group.start is not group.right]
-            # Quantised, the columns of P are to be of one scale.
-            orthonormalise([group.right.mT for group in apart], [group.start.mT for group in apart])
+            if apart:
+                # Quantised, the columns of P are to be of one scale.
+                orthonormalise([group.right.mT for group in apart], [group.start.mT for group in apart])
             passes.load(groups, mine, [group.start for group in groups], [group.summed for group in groups])
         ok = finite((yield from self._first_message(work, work.first, dense, channel)))
         if decides and not ok:
-            return ok, (), ()
+            return ok, ()
         # Backwards: what was loaded last is still in the cache.
-        for together in passes.portions(work.groups[::-1]):
-            orthonormalise([group.summed for group in together], [group.basis for group in together])
-            for group in together:
+        for at in reversed(work.together):
+            groups = work.groups[at]
+            orthonormalise([group.summed for group in groups], [group.basis for group in groups])
+            for group in groups:
                 passes.right_factor(group, group.basis, group.own)
-        left_over = self._left_over(work)
         work.second.copy_(work.own)
         if work.wire is None:
             channel.mean_(work.second)
             yield
         else:
             yield from work.wire.mean(work.second, channel)
-        return ok, [work.second], left_over
+        return ok, [work.second]
 
     def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Sent:
         _, passes, orthonormalise = work.way
         message, sent = work.lay_out_one_sided()
-        for part in passes.portions(list(zip(work.groups, members, strict=True))):
-            groups, mine = zip(*part, strict=True)
+        for at in work.together:
+            groups, mine = work.groups[at], members[at]
             right = [group.side == RIGHT for group in groups]
             factors = [group.factor(group.side) for group in groups]
             orthonormalise(
@@ -154,15 +155,9 @@ class PowerSGD(KeepsErrors):
             for group, of in zip(groups, right, strict=True):
                 if not of:
                     passes.right_factor(group, group.basis, group.own)
-        left_over = self._left_over(work)
         message.copy_(sent)
         messages = yield from self._first_message(work, message, dense, channel)
-        return finite(()), messages, left_over
-
-    @staticmethod
-    def _left_over(work: Workspace) -> Tensors:
-        sent = work.way.passes.square_sums([group.own for group in work.groups])
-        return [group.input_sq - own_sq for group, own_sq in zip(work.groups, sent, strict=True)]
+        return finite(()), messages
 
     def _first_message(
         self, work: Workspace, factors: Tensor, dense: Tensors, channel: Channel
@@ -177,10 +172,9 @@ class PowerSGD(KeepsErrors):
         yield from work.wire.mean(factors, channel)
         return [*work.dense.messages, factors]
 
-    def _finish(
-        self, work: Workspace, ok: Tensor, messages: Tensors, left_over: Tensors, statistics: Statistics
-    ) -> Tensor:
+    def _finish(self, work: Workspace, ok: Tensor, messages: Tensors, statistics: Statistics) -> Tensor:
         """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
+        owns, means = self._products(work.groups)
         ok = ok & finite(messages)
         decides, passes, _ = work.way
         if decides and not ok:
@@ -189,6 +183,8 @@ class PowerSGD(KeepsErrors):
             # So the products are not finite on any worker, without anybody looking.
             for message in messages:
                 message.masked_fill_(~ok, math.nan)
+        sent = passes.square_sums([group.own for group in work.groups])
+        left_over = [group.input_sq - own_sq for group, own_sq in zip(work.groups, sent, strict=True)]
         if work.wire is not None:
             # What rounding kept of this worker's factor was not sent.
             lost = [work.wire.kept_of(group.own) for group in work.groups]
@@ -197,10 +193,9 @@ class PowerSGD(KeepsErrors):
             ):
                 error_sq.add_(kept_sq)
                 group.own.sub_(kept)
-        for part in passes.portions(list(zip(work.groups, left_over, strict=True))):
-            groups, differences = zip(*part, strict=True)
-            owns, means = self._products(groups)
-            errors_sq = passes.store(groups, owns, means, [of.clamp_(min=0) for of in differences], ok)
+        for at in work.together:
+            groups = work.groups[at]
+            errors_sq = passes.store(groups, owns[at], means[at], [of.clamp_(min=0) for of in left_over[at]], ok)
             norms = [[g.gradient_sq for g in groups], [g.input_sq for g in groups], errors_sq]
             sums = torch.stack([torch.cat(list(of)).sum() for of in norms])
             statistics.add_norms(*(sums.tolist() if decides else torch.where(ok, sums, 0.0).unbind()))

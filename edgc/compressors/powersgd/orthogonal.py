@@ -100,7 +100,8 @@ class Orthonormal:
 
     def _unit(self, rank: int, device: torch.device) -> Tensor:
         if (rank, device) not in self._eyes:
-            self._eyes[rank, device] = torch.eye(rank, dtype=torch.float64, device=device)
+            # Copied from the CPU, for which the host waits: later it may be read on another stream.
+            self._eyes[rank, device] = torch.eye(rank, dtype=torch.float64, device="cpu").to(device)
         return self._eyes[rank, device]
 
     def _fill(self, x: Tensor) -> Tensor:

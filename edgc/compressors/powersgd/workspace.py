@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -128,6 +129,7 @@ class Workspace:
         key: what the workspace depends on.
         way: how its device is worked on.
         registered: whether the compressor's state refers to this workspace for good.
+        together: which groups the passes are given at once: on a CPU one, which then is in the cache, on a GPU all.
         dense: messages of the gradients that are not factored, :attr:`plain` their positions; :attr:`factored` those of
             every group.
         wire: what factors are sent through; None where they are sent as they are, in fp32.
@@ -146,6 +148,8 @@ class Workspace:
     ) -> None:
         self.groups, self.way, self.key = groups, way, key
         self.registered = False
+        ends = range(len(groups) + 1) if way.decides else (0, len(groups))
+        self.together = [slice(*pair) for pair in pairwise(ends)]
         at = {gradient.name: i for i, gradient in enumerate(gradients)}
         self.factored = [[at[name] for name in group.names] for group in groups]
         members = {i for places in self.factored for i in places}
