@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 10 * SECONDS) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20 * SECONDS) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
@@ -85,7 +85,7 @@ class Copy:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=20 * SECONDS,
+            timeout=40 * SECONDS,
         )
         return done.returncode, done.stdout
 
