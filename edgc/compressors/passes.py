@@ -30,6 +30,8 @@ _SMALLEST, _LARGEST = 1e-24, 1e36  # outside this range squares may have left th
 _FEW = 4096  # entries that are converted to fp64 at a time
 
 Factors = tuple[Tensor, Tensor]  # left, right
+Members = Sequence[Sequence[Gradient]]  # gradients of every group
+Optionals = Sequence["Tensor | None"]
 
 
 def square_sum(vector: Tensor) -> float:
@@ -50,11 +52,11 @@ def _careful_sum(vector: Tensor) -> float:
 
 def square_sums(batch: Tensor) -> Tensor:
     """The squared norm of every ``batch[i]``, fp64; each contiguous or the transpose of a contiguous matrix."""
-    [sums] = RowBlocks.square_sums([batch]) if host_decides(batch.device) else norms_on_gpu([batch])
+    [sums] = RowBlocks.square_sums([batch]) if host_decides(batch.device) else square_sums_on_gpu([batch])
     return sums
 
 
-def norms_on_gpu(batches: Sequence[Tensor]) -> list[Tensor]:
+def square_sums_on_gpu(batches: Sequence[Tensor]) -> list[Tensor]:
     """:func:`square_sums` of every batch, launched once; entries are added in fp64 without being copied to it first."""
     norms = torch._foreach_norm([matrix for batch in batches for matrix in batch], 2, dtype=torch.float64)
     return list(torch.stack(norms).square().split([len(batch) for batch in batches]))
@@ -147,13 +149,7 @@ class RowBlocks:
         flat = [[(x if x.is_contiguous() else x.mT).reshape(-1) for x in batch] for batch in batches]
         return [_fp64([square_sum(x) for x in parts]) for parts in flat]
 
-    def load(
-        self,
-        xs: Sequence[Matrices],
-        gradients: Sequence[Sequence[Gradient]],
-        rights: Sequence[Tensor | None],
-        lefts: Sequence[Tensor | None],
-    ) -> None:
+    def load(self, xs: Sequence[Matrices], gradients: Members, rights: Optionals, lefts: Optionals) -> None:
         """M = G + E and the norms, for the gradients of every x; where factors are given, left = M right^T."""
         for x, g, right, left in zip(xs, gradients, rights, lefts, strict=True):
             self._load(x, g, right, left)
@@ -202,9 +198,9 @@ class RowBlocks:
             ``errors_sq``; on a CPU exact also where that difference is small.
         """
         each = zip(xs, owns, means, errors_sq, strict=True)
-        return [self._store(x, own, mean, error_sq) for x, own, mean, error_sq in each]
+        return [self._store(x, own, mean, error_sq, finite) for x, own, mean, error_sq in each]
 
-    def _store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor) -> Tensor:
+    def _store(self, x: Matrices, own: Factors, mean: Factors, error_sq: Tensor, finite: Tensor) -> Tensor:
         cancelled = (error_sq < _CANCELLED * x.input_sq).tolist()
         measured = [0.0] * len(x.names)
         narrow = x.gradients[0].dtype != torch.float32

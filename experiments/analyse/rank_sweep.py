@@ -14,7 +14,7 @@ from experiments.analyse import rank_limits
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import quartiles
 from experiments.analyse.tables import identity, result, uncompressed_losses, write_tables
-from experiments.common import quickest
+from experiments.common.quickest import quickest
 
 RESULTS = ("table.csv", "timings.csv", "fit.csv", "limits.csv")
 KINDS = ("compress", "communicate", "decompress")
@@ -78,7 +78,7 @@ def fits(timings: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """
     if timings.empty:
         return
-    fine = quickest.quickest(timings[(timings["status"] == "ok") & timings["seconds_median"].notna()])
+    fine = quickest(timings[(timings["status"] == "ok") & timings["seconds_median"].notna()])
     for (stage, kind), group in fine.groupby(["stage", "kind"], sort=True):
         compressed, dense = group[group["rank"].notna()], group[group["rank"].isna()]
         line = linear(list(compressed["rank"]), list(compressed["seconds_median"]))

@@ -126,15 +126,11 @@ def profile_step(
         variants=words(variants or default, "--variants", step_profile.VARIANTS),
         traces=trace,
     )
-
     with measuring(results, len(plan.variants), plan.device) as (host, folder, advance):
 
         def after(variant: str, found: step_profile.Found) -> None:
             # After every variant: who ends it early keeps those that were run.
-            tables = {"step_profile": step_profile.table(plan, found)}
-            tables["step_profile_steps"] = step_profile.steps_table(found)
-            tables["step_profile_kernels"] = step_profile.kernels_table(found)
-            save(folder, "step_profile", host, plan, tables)
+            save(folder, "step_profile", host, plan, step_profile.tables(plan, found))
             advance(variant)
 
         found = step_profile.measure(plan, folder, after)

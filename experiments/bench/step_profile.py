@@ -124,6 +124,15 @@ def _one(plan: Plan, variant: str, folder: Path, found: Found) -> None:
         [found.kernels[variant]] = group.ask(request, SECONDS)
 
 
+def tables(plan: Plan, found: Found) -> dict[str, pd.DataFrame]:
+    """All tables of what was found, by their files' names."""
+    return {
+        "step_profile": table(plan, found),
+        "step_profile_steps": steps_table(found),
+        "step_profile_kernels": kernels_table(found),
+    }
+
+
 def steps_table(found: Found) -> pd.DataFrame:
     """A row per step that was timed, in milliseconds."""
     rows = [

@@ -23,8 +23,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import cached_property, partial, wraps
+from typing import Any, Concatenate, ParamSpec
 
 from experiments.simulation.inputs import ClusterConfig
 from experiments.simulation.placement import FP32_BYTES, GPTShape, StageShard
@@ -74,18 +74,6 @@ class Cost:
         return Cost(self.bytes + other.bytes, communication, self.compress + other.compress)
 
 
-T = TypeVar("T")
-
-
-def remembered(model: Model, key: Hashable, compute: Callable[[], T]) -> T:
-    """What follows from a model, which never changes, is computed once."""
-    memory = model.__dict__.setdefault("_remembered", {})
-    if key not in memory:
-        memory[key] = compute()
-    found: T = memory[key]
-    return found
-
-
 StageCost = Callable[[StageShard], Cost]
 MethodCost = Callable[Concatenate["Model", StageShard, P], Cost]
 
@@ -95,13 +83,13 @@ def of_parts(method: MethodCost[P]) -> MethodCost[P]:
 
     @wraps(method)
     def whole(self: Model, stage: StageShard, *args: P.args, **options: P.kwargs) -> Cost:
-        def computed() -> Cost:
-            first, *others = (method(model, part, *args, **options) for model, part in self.parts(stage))
-            return sum(others, first)
-
-        # The stage, too, is remembered: its id is its own only while it lives.
         key = (method.__name__, id(stage), args, tuple(sorted(options.items())))
-        return remembered(self, key, lambda: (stage, computed()))[1]
+        if key not in self.memory:
+            first, *others = (method(model, part, *args, **options) for model, part in self.parts(stage))
+            # The stage, too: its id is its own only while it lives.
+            self.memory[key] = stage, sum(others, first)
+        found: Cost = self.memory[key][1]
+        return found
 
     return whole
 
@@ -117,6 +105,11 @@ class Model:
     micro_batches: int
     micro_batch: int
     gbits: float
+
+    @cached_property
+    def memory(self) -> dict[Hashable, Any]:
+        """What was computed from the model, which never changes, and is not to be computed again."""
+        return {}
 
     def assuming(self, section: str, key: str, value: Any) -> Model:
         """The same with another value of one input."""

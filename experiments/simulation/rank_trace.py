@@ -35,7 +35,7 @@ from experiments.common import written_tables
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
 from experiments.simulation import cluster_step
-from experiments.simulation.cost import KIND, Cost, Model, StageCost, reduction, remembered
+from experiments.simulation.cost import KIND, Cost, Model, StageCost, reduction
 from experiments.simulation.placement import StageShard
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
@@ -214,10 +214,10 @@ def cost_at(model: Model, ranks: Ranks, stage: StageShard) -> Cost:
 def step_seconds(model: Model, ranks: Ranks, *, overlap: bool) -> float:
     """Of a step at these ranks, one a stage."""
 
-    def computed() -> float:
-        return cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
-
-    return remembered(model, ("step", ranks, overlap), computed)
+    key = ("step", ranks, overlap)
+    if key not in model.memory:
+        model.memory[key] = cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
+    return float(model.memory[key])
 
 
 def edgc_run(study: str) -> RunConfig:

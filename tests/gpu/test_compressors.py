@@ -46,14 +46,15 @@ def lossless(name: str) -> float:
     return IN_BF16 if "bf16" in (options.get("factor_dtype"), options.get("error_dtype")) else EXACT
 
 
-def close(name: str) -> float:
+def close(name: str, device: torch.device) -> float:
     options = CASES[name]
     factors, errors = (options.get(key, "fp32") for key in ("factor_dtype", "error_dtype"))
     if options["method"] in ("powersgd", "edgc"):
         return max(CLOSE[factors], CLOSE[errors])
     # Entrywise methods compute each entry alike on every device; where two levels or entries are equally near, one of
-    # them may be chosen there and the other here. Of two and four bits, two steps of a whole block may be.
-    return CLOSE["bf16"] if name == "bf16" else 0.15 if options.get("bits") in (2, 4) else 0.02
+    # them may be chosen there and the other here. Of two bits, another step of a whole
+    # block may be, seen on a GPU: 0.07.
+    return CLOSE["bf16"] if name == "bf16" else 0.1 if options.get("bits") == 2 and device.type != "cpu" else 0.02
 
 
 def draws_its_own(workers: Sequence[Compressor], device: torch.device) -> bool:
@@ -79,7 +80,7 @@ def test_the_contract_holds_and_the_results_are_the_cpus(name: str, world: int, 
     if name not in STATELESS:
         assert max(course.lost) < lossless(name), course.lost
     if alike:
-        assert distance(course, reference) < close(name)
+        assert distance(course, reference) < close(name, device)
     # Near in norm is not yet as good: the error of the mean must not be larger either.
     for step, (mine, theirs) in enumerate(zip(course.error, reference.error, strict=True)):
         assert mine < (1.1 if alike else 1.3) * theirs + 1e-5, (step, course.error, reference.error)
@@ -98,7 +99,7 @@ def test_gradients_of_two_bytes_lose_nothing_either(name: str, device: torch.dev
     assert course.replicas_equal
     # What goes dense is added up in bfloat16.
     assert max(course.lost) < IN_BF16
-    assert distance(course, reference) < max(close(name), 0.03)
+    assert distance(course, reference) < max(close(name, device), 0.03)
 
 
 @pytest.mark.parametrize("name", [*FACTORED, *ENTRYWISE, "powersgd, errors in bf16"])
@@ -192,7 +193,7 @@ def test_a_state_goes_on_on_another_device(
     reference.sent = reference.sent[half:]
     assert course.replicas_equal
     if not draws_its_own(workers, device):
-        assert distance(course, reference) < close(name)
+        assert distance(course, reference) < close(name, device)
     if name not in STATELESS:
         assert max(course.lost) < lossless(name)
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
-from edgc.compressors.passes import Factors, finite, square_sums
+from edgc.compressors.passes import Factors, Members, finite, square_sums
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
@@ -46,7 +46,6 @@ from edgc.compressors.sizes import compressible, saves_bytes
 from edgc.runtime.channel import Channel
 
 Tensors = Sequence[Tensor]
-Members = Sequence[Sequence[Gradient]]  # per group
 # Whether the messages before were finite, and the messages to look at.
 Sent = Generator[None, None, tuple[Tensor, Tensors]]
 
@@ -181,8 +180,7 @@ class PowerSGD(KeepsErrors):
             return ok
         if not decides:
             # So the products are not finite on any worker, without anybody looking.
-            for message in messages:
-                message.masked_fill_(~ok, math.nan)
+            (work.first if self.one_sided else work.second).masked_fill_(~ok, math.nan)
         sent = passes.square_sums([group.own for group in work.groups])
         left_over = [group.input_sq - own_sq for group, own_sq in zip(work.groups, sent, strict=True)]
         if work.wire is not None:

@@ -119,16 +119,14 @@ def _together(shapes: Sequence[torch.Size]) -> list[list[int]]:
     """Which matrices are to be one batch, padded to the rows of the tallest, by their positions: of as many columns,
     while the batch is so small that launching what is done with it takes longer than doing it."""
     batches: list[list[int]] = []
-    tallest = 0
     for i in sorted(range(len(shapes)), key=lambda i: (shapes[i][2], -shapes[i][1])):
-        count, rows, rank = shapes[i]
-        last = batches[-1] if batches and shapes[batches[-1][0]][2] == rank else []
-        members = sum(shapes[j][0] for j in last) + count
-        if last and members * tallest * rank <= _SMALL_BATCH:
+        last = batches[-1] if batches else [i]
+        _, tallest, rank = shapes[last[0]]
+        members = sum(shapes[j][0] for j in [*last, i])
+        if batches and rank == shapes[i][2] and members * tallest * rank <= _SMALL_BATCH:
             last.append(i)
         else:
             batches.append([i])
-            tallest = rows
     return batches
 
 
