@@ -120,7 +120,12 @@ class Copy:
         (self.results / STUDY / "table.csv").unlink(missing_ok=True)
 
     def checkpoints(self, run: str) -> list[Path]:
-        return sorted((self.results / STUDY / run / ".checkpoints").glob("iter_*"))
+        """Oldest first; none once the run has ended, for its last act is to delete their folder."""
+        folder = self.results / STUDY / run / ".checkpoints"
+        try:
+            return sorted(path for path in folder.iterdir() if path.name.startswith("iter_"))
+        except FileNotFoundError:
+            return []
 
     def training(self) -> str | None:
         """A run that Slurm is training, with a checkpoint to go on from."""
