@@ -22,14 +22,14 @@ own courses are described here, not drawn: this project has no numbers of them."
 GIVEN = ("fixed", "schedule")
 
 
-def draw(results: Path) -> Figure:
+def draw(results: Path, study: str = "methods") -> Figure:
     """Two panels per variant: entropy (above) and rank (below) against iteration, a line per stage and seed."""
-    curves = style.read(results, "methods", "curves.csv")
-    runs = style.read(results, "methods")
+    curves = style.read(results, study, "curves.csv")
+    runs = style.read(results, study)
     mine = runs[(runs["method"] == "edgc") & ~runs["policy"].isin(GIVEN)]
     variants = list(dict.fromkeys(mine["variant"]))
     if not variants:
-        raise UserError("no EDGC run in the methods study", where=results / "methods" / "table.csv")
+        raise UserError(f"no EDGC run in study {study!r}", where=results / study / "table.csv")
     stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
     fig, axes = style.figure(2 * len(variants), 1, height=1.2 + 2.4 * len(variants), sharex=True)
     for number, variant in enumerate(variants):

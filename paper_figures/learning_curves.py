@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 
 from paper_figures import style
@@ -19,7 +22,7 @@ from paper_figures.policies import ORDERS
 MOST = 6  # variants in a row of panels
 BLACK, GREY = "#000000", "#8c8c8c"
 THIN: dict[str, Any] = {"linewidth": 0.4, "alpha": 0.35}  # a run
-THICK: dict[str, Any] = {"linewidth": 1.2}  # the mean over the seeds
+THICK: dict[str, Any] = {"linewidth": 1.2, "zorder": 3}  # the mean over the runs
 BYTES = "bytes sent ({unit})"
 LOSS, ABOVE = "loss (nats)", "loss above\nuncompressed (nats)"
 TICKS = (-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1)  # of ABOVE
@@ -27,15 +30,19 @@ LINEAR = 0.01  # nats; the axis of differences is linear below and logarithmic a
 CUT = 0.1  # share of the run after which the loss axis starts
 
 
-def draw(results: Path, study: str) -> Figure:
-    """Loss over iterations of every run; then a row per group of variants: loss over bytes and, where the study has an
-    uncompressed variant, which is drawn in every row, the training loss above that of the same seed."""
+Look = tuple[str, Any, str]  # of a variant: label, colour, line
+
+
+def draw(results: Path, study: str, rows_of: Callable[[pd.DataFrame], list[list[str]]] | None = None) -> Figure:
+    """Loss over iterations of every run; then a row per group of variants, as ``rows_of`` puts them together: loss over
+    bytes and, where the study has an uncompressed variant, which is drawn in every row, the training loss above that of
+    the same seed."""
     curves = style.read(results, study, "curves.csv")
     runs = style.read(results, study)
     variants = runs.drop_duplicates("variant").set_index("variant")
     several = variants["method"].nunique() > 1
     plain = [name for name in variants.index if several and variants["method"][name] == "none"][:1]
-    rows = groups(variants.drop(plain))
+    rows = (rows_of or groups)(variants.drop(plain))
     unit, size = ("GB", 1e9) if curves["bytes"].max() > 2e9 else ("MB", 1e6)
     curves = curves.assign(validation_loss=np.log(curves["validation_perplexity"]), sent=curves["bytes"] / size)
     curves["above"] = above(curves, plain)
@@ -52,7 +59,7 @@ def draw(results: Path, study: str) -> Figure:
         part.axes[0].set_xlabel(BYTES.format(unit=unit))
     style.letter(fig.axes)
     style.headline(fig, seen(curves, variants, plain))
-    extra = f"Training loss, trailing mean; thin: runs, thick: mean over seeds. Losses above {high:.2f} are cut off."
+    extra = f"Training loss, trailing mean; thin: runs, thick: their mean. Losses above {high:.2f} are cut off."
     if missing := lost(runs):
         extra += f"\n{missing}"
     seeds = list(runs.groupby("variant")["seed"].nunique())
@@ -65,39 +72,47 @@ def seen(curves: pd.DataFrame, variants: pd.DataFrame, plain: list[str]) -> str:
     late = curves[curves["iteration"] > 0.95 * curves["iteration"].max()]
     if plain:
         ends = late[~late["variant"].isin(plain)].groupby("variant")["above"].mean().dropna()
-        span = f"{ends.min():+.2f} to {ends.max():+.2f} nats".replace("-", "−")
+        span = f"{ends.min():+.3f} to {ends.max():+.3f} nats".replace("-", "−")
         return f"At the end the training loss lies {span} from that of uncompressed training"
     ends = late.groupby("variant")["train_loss"].mean().dropna()
     return f"{name_of(variants, str(ends.idxmin()))} ends at the lowest training loss" if len(ends) else "Training loss"
 
 
-def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, tuple[str, Any]]:
-    """Label and colour of each variant of a row; uncompressed training is black in every row."""
-    colours: dict[str, Any] = dict.fromkeys(plain, BLACK)
-    free = sns.color_palette("colorblind")
-    for name in row:  # as everywhere; where two would have one colour, the second takes one that is free
-        own = colour_of(variants, name)
-        colours[name] = own if own not in colours.values() else free.pop(0)
-    return {name: (name_of(variants, name), colour) for name, colour in colours.items()}
+def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, Look]:
+    """How each variant of a row looks: as everywhere, but two of one colour are told apart. Uncompressed is black."""
+    own = dict.fromkeys(plain, (BLACK, "-")) | {name: look_of(variants, name) for name in row}
+    free = sns.color_palette("dark").as_hex()
+    looks: dict[str, Look] = {}
+    for name, (colour, line) in own.items():
+        label = re.sub(r"^shuffled \d", "shuffled", name_of(variants, name))  # several draws of one thing
+        alike = next((look for look in looks.values() if look[0] == label), None)
+        if not alike and colour in (used := [look[1] for look in looks.values()]):
+            taken = [to_rgb(other) for other in (*used, *(other for other, _ in own.values()))]
+            colour = max(free, key=lambda one: min(math.dist(to_rgb(one), other) for other in taken))
+        looks[name] = alike or (label, colour, line)
+    return looks
 
 
-def colour_of(variants: pd.DataFrame, variant: str) -> str:
-    """The colour that a variant has in every figure: that of its order of ranks, else of its method."""
-    order = next((colour for name, colour, _ in ORDERS.values() if variant.split("_")[0] == name.split("_")[0]), None)
+def look_of(variants: pd.DataFrame, variant: str) -> tuple[str, str]:
+    """The colour and line that a variant has in every figure: those of its order of ranks, else of its method."""
+    for name, colour, line in ORDERS.values():
+        if variant.split("_")[0] == name.split("_")[0]:
+            return colour, line
     run = variants.loc[variant]
     known = {"policy", "factor_dtype", "one_sided"} <= set(run.index)  # not in every study's table
-    return order or (style.look(run) if known else style.family(str(run["method"]))).colour
+    return (style.look(run) if known else style.family(str(run["method"]))).colour, "-"
 
 
-def legend_columns(looks: dict[str, tuple[str, Any]]) -> int:
+def legend_columns(labels: set[str]) -> int:
     """As many columns of a legend as fit a column of a page."""
-    longest = max(len(label) for label, _ in looks.values())
+    longest = max(map(len, labels))
     return 3 if longest < 17 else 2 if longest < 26 else 1
 
 
-def legend_lines(looks: dict[str, tuple[str, Any]]) -> int:
+def legend_lines(looks: dict[str, Look]) -> int:
     """Lines of text that the legend of a row is high."""
-    return 1 + -(-len(looks) // legend_columns(looks))
+    labels = {label for label, _, _ in looks.values()}
+    return 1 + -(-len(labels) // legend_columns(labels))
 
 
 def every(part: SubFigure, curves: pd.DataFrame, plain: list[str], shown: tuple[float, float]) -> None:
@@ -116,13 +131,14 @@ def every(part: SubFigure, curves: pd.DataFrame, plain: list[str], shown: tuple[
     part.legend(*style.handles(ax), loc="outside upper center", ncols=2, columnspacing=0.8)
 
 
-def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, tuple[str, Any]], excess: bool) -> None:
+def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], excess: bool) -> None:
     """One group of variants, left: loss over bytes sent; right: loss above uncompressed, or loss, over iterations. The
     axes have room for all ``curves``."""
     left, right = part.subplots(1, 2)
-    for name, (label, colour) in looks.items():
-        lines(left, curves[curves["variant"] == name], "sent", "train_loss", colour, label)
-        lines(right, curves[curves["variant"] == name], "iteration", "above" if excess else "train_loss", colour, label)
+    for look in dict.fromkeys(looks.values()):
+        mine = curves[curves["variant"].isin([name for name, other in looks.items() if other == look])]
+        lines(left, mine, "sent", "train_loss", look)
+        lines(right, mine, "iteration", "above" if excess else "train_loss", look)
     late = curves[curves["iteration"] >= CUT * curves["iteration"].max()]
     log_bytes(left, 0.8 * late["sent"].min(), 1.2 * curves["sent"].max())
     for ax in (left, right):
@@ -139,9 +155,9 @@ def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, tuple[str, Any]
     part.legend(
         *style.handles(left),
         loc="outside upper center",
-        ncols=legend_columns(looks),
+        ncols=legend_columns({label for label, _, _ in looks.values()}),
         columnspacing=0.8,
-        handlelength=1.2,
+        handlelength=1.6,
     )
 
 
@@ -183,16 +199,17 @@ def groups(variants: pd.DataFrame) -> list[list[str]]:
     return rows
 
 
-def lines(ax: Axes, curves: pd.DataFrame, x: str, y: str, colour: Any, label: str) -> None:
-    """The runs of one variant, a thin line each, and the mean over its seeds."""
-    for _, run in curves.groupby("seed"):
-        run = run.dropna(subset=[y])
-        ax.plot(run[x], run[y], color=colour, **THIN)
-    # Where a seed has stopped, the mean of the others would jump.
+def lines(ax: Axes, curves: pd.DataFrame, x: str, y: str, look: Look) -> None:
+    """The runs of variants that look alike, a thin line each, and the mean over them."""
+    label, colour, line = look
     rows = curves.dropna(subset=[y])
+    runs = rows.groupby(["variant", "seed"])
+    for _, run in runs:
+        ax.plot(run[x], run[y], color=colour, **THIN)
+    # Where a run has stopped, the mean of the others would jump.
     by = rows.groupby("iteration")
-    means = by[sorted({x, y} - {"iteration"})].mean()[by.size() == rows["seed"].nunique()].reset_index()
-    ax.plot(means[x], means[y], color=colour, label=label, **THICK)
+    means = by[sorted({x, y} - {"iteration"})].mean()[by.size() == runs.ngroups].reset_index()
+    ax.plot(means[x], means[y], color=colour, linestyle=line, label=label, **THICK)
 
 
 def limits(curves: pd.DataFrame) -> tuple[float, float]:
