@@ -34,8 +34,7 @@ def draw(results: Path) -> Figure:
         panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
         ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
     labels = dict(zip(summary["method"], summary["label"], strict=True))
-    title = f"{seen(summary, rates)};\nlinks of"
-    names.above(fig, axes, [labels[name] for name in order], title)
+    names.above(fig, axes, [labels[name] for name in order], seen(summary, rates))
     style.letter(axes)
     style.annotate(
         fig,
@@ -57,7 +56,7 @@ def seen(summary: pd.DataFrame, rates: list[float]) -> str:
         overlapping = int((rows["lowest"] <= best["highest"]).sum())
         who = str(best["label"]) if overlapping == 1 else f"{overlapping} methods overlap"
         said.append(f"{rate:g} Mbit/s: {who}")
-    return "Quickest at " + ",\nat ".join(said)
+    return "Quickest at " + ", at ".join(said)
 
 
 def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str]) -> None:

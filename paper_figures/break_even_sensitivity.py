@@ -17,8 +17,10 @@ from paper_figures.families import by_name
 TABLES = ("break_even/sensitivity.csv",)
 CAPTION = """\
 **What the simulated saving hangs on.** Per assumption the step time saved when it alone is changed, for
-EDGC and for a fixed rank with int8 factors. All of them, every method and both ways of reducing:
+EDGC and for a fixed rank with int8 factors. Drawn are the assumptions that move one of the two by at least three
+percentage points in some cluster. All of them, every method and both ways of reducing:
 ``break_even/sensitivity.csv``."""
+MATTERS = 3.0  # percentage points
 METHODS = ("edgc", "factors_int8_r64")
 WORDS = {
     "step_efficiency": "share of the peak in a step",
@@ -39,18 +41,23 @@ def draw(results: Path) -> Figure:
     table = style.read(results, STUDY, "sensitivity.csv")
     table = table[table["overlap"] & table["method"].isin(METHODS)]
     clusters = list(table["cluster"].unique())
-    fig, axes = style.figure(len(clusters), 1, height=1.9 + 2.1 * len(clusters), sharex=True)
+    moved = (table["saved_percent_high"] - table["saved_percent_low"]).abs().groupby(table["assumption"]).max()
+    names = [name for name in WORDS if moved[name] >= MATTERS]
+    fig, axes = style.figure(len(clusters), 1, height=2.2 + (0.6 + 0.15 * len(names)) * len(clusters), sharex=True)
     for ax, cluster in zip(axes, clusters, strict=True):
-        panel(ax, table[table["cluster"] == cluster])
+        panel(ax, table[table["cluster"] == cluster], names)
     axes[-1].set_xlabel("step time saved (%)")
     style.letter(axes)
     style.title_legend(fig, *style.handles(axes[0]), title(table))
     ranges = table.drop_duplicates("assumption").set_index("assumption")[["low", "high"]]
-    named = [f"{WORDS[name]} {row['low']} to {row['high']}" for name, row in ranges.iterrows()]
+    said = {name: f"{WORDS[name]} {ranges.at[name, 'low']} to {ranges.at[name, 'high']}" for name in WORDS}
+    little = [words for name, words in said.items() if name not in names]
     style.note(
         fig,
         "Model, not measured. Dotted: as assumed; open marker: low value, full: high. Reductions beside backward, "
-        f"at the bandwidth in the title; scale {results.name}\n" + ", ".join(named),
+        f"at the bandwidth in the title; scale {results.name}\n"
+        + ", ".join(said[name] for name in names)
+        + (f".\nLess than {MATTERS:g} points in every cluster: {', '.join(little)}" if little else ""),
     )
     return fig
 
@@ -64,9 +71,9 @@ def title(table: pd.DataFrame) -> str:
     return f"SIMULATED: one assumption changed, {said}"
 
 
-def panel(ax: Axes, rows: pd.DataFrame) -> None:
+def panel(ax: Axes, rows: pd.DataFrame, names: list[str]) -> None:
     """One line per assumption, the methods side by side."""
-    for index, name in enumerate(WORDS):
+    for index, name in enumerate(names):
         for place, method in zip((-0.18, 0.18), METHODS, strict=True):
             row = rows[(rows["assumption"] == name) & (rows["method"] == method)].iloc[0]
             family = by_name(method)
@@ -79,8 +86,8 @@ def panel(ax: Axes, rows: pd.DataFrame) -> None:
     for method in METHODS:
         base = rows[rows["method"] == method]["saved_percent"].iloc[0]
         ax.axvline(base, color=by_name(method).colour, linewidth=0.8, linestyle=":")
-    ax.set_yticks(range(len(WORDS)), list(WORDS.values()))
-    ax.set(ylim=(len(WORDS) - 0.5, -0.5), ylabel="assumption changed")
+    ax.set_yticks(range(len(names)), [WORDS[name] for name in names])
+    ax.set(ylim=(len(names) - 0.5, -0.5), ylabel="assumption\nchanged")
     first = rows.iloc[0]
     words = f"SIMULATED: {first['label']}, {first['gbits_per_second']:g} Gbit/s"
     # A number stays on its line: 10 240 GPUs.

@@ -68,14 +68,18 @@ def draw(results: Path, study: str, rows_of: Callable[[pd.DataFrame], list[list[
 
 
 def seen(curves: pd.DataFrame, variants: pd.DataFrame, plain: list[str]) -> str:
-    """In words: how far from uncompressed training the variants end; without it, which ends lowest."""
-    late = curves[curves["iteration"] > 0.95 * curves["iteration"].max()]
+    """In words: how far from uncompressed training the variants end; without it, which ends lowest, of each label."""
+    last = curves.groupby("variant")["iteration"].transform("max")
+    late = curves[curves["iteration"] > 0.95 * last]
     if plain:
         ends = late[~late["variant"].isin(plain)].groupby("variant")["above"].mean().dropna()
         span = f"{ends.min():+.3f} to {ends.max():+.3f} nats".replace("-", "−")
         return f"At the end the training loss lies {span} from that of uncompressed training"
     ends = late.groupby("variant")["train_loss"].mean().dropna()
-    return f"{name_of(variants, str(ends.idxmin()))} ends at the lowest training loss" if len(ends) else "Training loss"
+    best = ends.groupby(variants["label"].reindex(ends.index)).idxmin()
+    names = [name_of(variants, str(best[label])) for label in variants["label"].unique() if label in best]
+    said = ", ".join(names).replace(", learning rate ", ", ")
+    return f"Lowest training loss at the end, row by row: {said}" if names else "Training loss"
 
 
 def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, Look]:

@@ -119,7 +119,7 @@ def above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = 
     """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
     the panels the names would take most of a column's width. ``title`` stands above the panels'."""
     if title:
-        fig.suptitle(title, fontproperties=style.BOLD, x=0.02, ha="left")
+        style.headline(fig, title)
     axes[0].set_yticks([])
     axes[0].set(ylabel="method", ylim=(len(names) - 0.55, -0.8))
     across = blended_transform_factory(fig.transFigure, axes[-1].transData)

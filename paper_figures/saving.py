@@ -20,10 +20,17 @@ def svg(fig: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def seen(fig: Figure) -> str:
+    """What the title over all panels says, in one line; empty where there is none."""
+    titles = [fig.get_suptitle(), *(legend.get_title().get_text() for legend in fig.legends)]
+    return " ".join(next(filter(None, titles), "").replace("-\n", "-").split())
+
+
 def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
     """Write ``name.pdf``, ``.svg`` and ``.png`` (200 dpi, or the style's) at the print size, atomically.
 
-    The bytes hold no time stamp.
+    The bytes hold no time stamp. What the title over all panels says is in the file's own title too; pages read it,
+    for those who do not see the figure.
     """
     out_dir = Path(out_dir)
     try:
@@ -31,10 +38,11 @@ def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
     except OSError as error:
         raise UserError(f"cannot make the figure folder: {error}", where=out_dir, fix="choose another --out") from None
     written = []
-    metadata: dict[str, dict[str, None]] = {
-        "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
-        "svg": {"Date": None, "Creator": None},
-        "png": {"Software": None},
+    title = {"Title": said} if (said := seen(fig)) else {}
+    metadata: dict[str, dict[str, str | None]] = {
+        "pdf": {"CreationDate": None, "Producer": None, "Creator": None, **title},
+        "svg": {"Date": None, "Creator": None, **title},
+        "png": {"Software": None, **title},
     }
     for kind, data in metadata.items():
         path = out_dir / f"{name}.{kind}"

@@ -49,7 +49,7 @@ def draw(results: Path) -> Figure:
     # Whether a run arrives does not depend on the network.
     rows = times[times["megabits"] == bandwidths[0]]
     rivals = [label(str(runs.loc[name, "label"]), rows[rows["variant"] == name]) for name in variants]
-    names.above(fig, axes, rivals, f"{seen(slowest[arrive(times)], runs)}\nMODELLED network of")
+    names.above(fig, axes, rivals, f"MODELLED networks: {seen(slowest[arrive(times)], runs)}")
     reached = rows.groupby("variant")["percent"].count()
     style.annotate(
         fig,
@@ -74,7 +74,7 @@ def seen(slowest: pd.Series, runs: pd.DataFrame) -> str:
     if slowest.dropna().empty:
         return "Time in % of uncompressed training"
     best = slowest.idxmin()
-    return f"{runs.loc[best, 'label']} takes {slowest.min():.0f} % of the time\nof uncompressed over the slowest;"
+    return f"{runs.loc[best, 'label']} takes {slowest.min():.0f} % of the time of uncompressed over the slowest"
 
 
 def never(names: list[str]) -> str:

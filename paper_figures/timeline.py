@@ -56,7 +56,7 @@ def draw(results: Path) -> Figure:
     shown.append(Patch(fc="white", ec="#888888", lw=0.5, label="idle"))
     ends = {LABELS[name]: rows["end"].max() for name, rows in spans[spans["replica"] == 0].groupby("variant")}
     times = ", ".join(f"{name} {ends[name]:.0f} ms" for name in LABELS.values() if name in ends)
-    title = f"links of injected delay: {times}"
+    title = f"Links of injected delay: {times}"
     style.title_legend(fig, shown, [str(patch.get_label()) for patch in shown], title, columnspacing=0.8)
     counted = sorted(set(shares.groupby("variant")["iteration"].nunique()))
     slow, fast = settings["megabytes"] / settings["slowdown"], settings["megabytes"]

@@ -85,7 +85,16 @@ def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str = 
     size = {path.suffix: path.stat().st_size for path in shown}
     best = next((path for path in shown if path.suffix == ".svg" and size[".svg"] < size.get(".png", 0)), shown[0])
     title, rest = split_title(text, name)
-    return [Picture(name, best, title, plain(first_sentence(text)), html(rest), simulated, group, links)]
+    words = " ".join(filter(None, [plain(first_sentence(text)), seen(files[0])]))
+    return [Picture(name, best, title, words, html(rest), simulated, group, links)]
+
+
+def seen(path: Path) -> str:
+    """What a figure's own title says is seen, from its PNG; empty where it has none."""
+    if not path.is_file():
+        return ""
+    with Image.open(path) as opened:
+        return str(opened.info.get("Title", ""))
 
 
 def first_sentence(text: str) -> str:

@@ -101,6 +101,7 @@ def test_captions_become_markdown() -> None:
     caption = "**Losses [nats] of ``a``.** Below,\nthe ``b``."
     assert markdown.plain(caption) == "**Losses [nats] of `a`.** Below, the `b`."
     assert markdown.alternative(caption) == "Losses (nats) of a"
+    assert markdown.alternative(caption, "Both [a] and b fall.") == "Losses (nats) of a. Both (a) and b fall"
     assert markdown.table(["a"], [["x|y"]]).splitlines()[-1] == r"| x\|y |"
 
 

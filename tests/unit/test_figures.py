@@ -22,9 +22,10 @@ from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import methods
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
+from experiments.pages import pictures
 from experiments.spec import matrix
 from experiments.verdicts import details
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, style
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, saving, style
 from paper_figures.__main__ import main, render
 from paper_figures.families import by_name
 from tests.unit import synthetic_runs as synthetic
@@ -123,6 +124,21 @@ def test_every_line_is_explained(tables: Path, name: str) -> None:
                 assert drawn <= named, ax.get_title(loc="left")
     finally:
         plt.close(fig)
+
+
+def test_a_file_has_the_title_that_its_figure_shows(tmp_path: Path) -> None:
+    fig = plt.figure()
+    assert saving.seen(fig) == ""
+    style.headline(fig, "Ranks that follow entropy do no better than one fixed rank of as many bytes")
+    said = "Ranks that follow entropy do no better than one fixed rank of as many bytes"
+    assert "\n" in fig.get_suptitle() and saving.seen(fig) == said
+    path = saving.save(fig, tmp_path, "x")[-1]
+    assert pictures.seen(path) == said
+    assert pictures.seen(tmp_path / "none.png") == ""
+    fig = plt.figure()
+    style.title_legend(fig, [], [], "A title that says what is seen")
+    assert saving.seen(fig) == "A title that says what is seen"
+    plt.close(fig)
 
 
 def test_files_repeat_byte_for_byte_in_another_process(tables: Path, tmp_path: Path) -> None:

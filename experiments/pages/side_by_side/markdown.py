@@ -44,8 +44,9 @@ def plain(caption: str) -> str:
     return " ".join(caption.replace("``", "`").split())
 
 
-def alternative(caption: str) -> str:
-    """What a caption says first, for those who do not see the figure: its bold title, without marks."""
+def alternative(caption: str, seen: str = "") -> str:
+    """For those who do not see the figure: the bold title of its caption, without marks, and what is ``seen``."""
     text = plain(caption)
     title = text.split("**")[1] if text.startswith("**") else text
-    return title.replace("`", "").replace("[", "(").replace("]", ")").rstrip(".")
+    words = f"{title}{'' if title.endswith(('.', '?')) else '.'} {seen}" if seen else title
+    return words.replace("`", "").replace("[", "(").replace("]", ")").rstrip(".")

@@ -9,7 +9,7 @@ from pathlib import Path
 import paper_figures
 from edgc.errors import UserError, nearest
 from experiments.common import acting
-from experiments.pages import claim_rows
+from experiments.pages import claim_rows, pictures
 from experiments.pages.claim_rows import ClaimRow
 from experiments.pages.kept import Kept
 from experiments.pages.side_by_side import comparison, framework, markdown, settings
@@ -99,7 +99,7 @@ def _figure(place: Place, name: str, scale: str, page: Path, where: object) -> s
         known = sorted(found.stem for found in path.parent.glob("*.png"))
         raise UserError(f"figure {name!r} is not kept at scale {scale}", where=where, fix=nearest(name, known))
     caption = paper_figures.caption(name)
-    image = f"![{markdown.alternative(caption)}]({markdown.relative(path, page)})"
+    image = f"![{markdown.alternative(caption, pictures.seen(path))}]({markdown.relative(path, page)})"
     return f"{image}\n\n{markdown.plain(caption)} Scale: {scale}."
 
 
