@@ -97,26 +97,31 @@ def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[s
     return looks
 
 
+def order_of(variant: str) -> tuple[str, str] | None:
+    """Colour and line of the order in which a variant has EDGC's ranks, if it has."""
+    first = variant.partition("_")[0]
+    looks = ((colour, line) for name, colour, line in ORDERS.values() if first == name.partition("_")[0])
+    return next(looks, None)
+
+
 def look_of(variants: pd.DataFrame, variant: str) -> tuple[str, str]:
     """The colour and line that a variant has in every figure: those of its order of ranks, else of its method."""
-    for name, colour, line in ORDERS.values():
-        if variant.split("_")[0] == name.split("_")[0]:
-            return colour, line
+    if order := order_of(variant):
+        return order
     run = variants.loc[variant]
     known = {"policy", "factor_dtype", "one_sided"} <= set(run.index)  # not in every study's table
     return (style.look(run) if known else style.family(str(run["method"]))).colour, "-"
 
 
-def legend_columns(labels: set[str]) -> int:
+def legend_columns(looks: dict[str, Look]) -> int:
     """As many columns of a legend as fit a column of a page."""
-    longest = max(map(len, labels))
+    longest = max(len(label) for label, _, _ in looks.values())
     return 3 if longest < 17 else 2 if longest < 26 else 1
 
 
 def legend_lines(looks: dict[str, Look]) -> int:
     """Lines of text that the legend of a row is high."""
-    labels = {label for label, _, _ in looks.values()}
-    return 1 + -(-len(labels) // legend_columns(labels))
+    return 1 + -(-len(set(looks.values())) // legend_columns(looks))
 
 
 def every(part: SubFigure, curves: pd.DataFrame, plain: list[str], shown: tuple[float, float]) -> None:
@@ -159,7 +164,7 @@ def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], excess: 
     part.legend(
         *style.handles(left),
         loc="outside upper center",
-        ncols=legend_columns({label for label, _, _ in looks.values()}),
+        ncols=legend_columns(looks),
         columnspacing=0.8,
         handlelength=1.6,
     )

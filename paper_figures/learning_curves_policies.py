@@ -8,7 +8,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from paper_figures import learning_curves
-from paper_figures.policies import ORDERS
 
 TABLES = ("policies/curves.csv", "policies/table.csv")
 CAPTION = """\
@@ -27,10 +26,9 @@ def draw(results: Path) -> Figure:
 
 def rows(variants: pd.DataFrame) -> list[list[str]]:
     """EDGC beside its own ranks in other orders, then the other policies; fp32 and int8 factors apart."""
-    orders = {name.partition("_")[0] for name, _, _ in ORDERS.values()}
     found: dict[tuple[bool, bool], list[str]] = {}
     for variant in variants.index:
         name = variant.removesuffix("_int8")
-        other = name != "cqm" and name.partition("_")[0] not in orders
+        other = name != "cqm" and learning_curves.order_of(name) is None
         found.setdefault((other, name != variant), []).append(variant)
     return [found[key] for key in sorted(found)]

@@ -23,7 +23,7 @@ def svg(fig: Figure) -> bytes:
 def seen(fig: Figure) -> str:
     """What the title over all panels says, in one line; empty where there is none."""
     titles = [fig.get_suptitle(), *(legend.get_title().get_text() for legend in fig.legends)]
-    return " ".join(next(filter(None, titles), "").replace("-\n", "-").split())
+    return " ".join(next(filter(None, titles), "").split())
 
 
 def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:

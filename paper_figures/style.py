@@ -157,16 +157,21 @@ def title_legend(fig: Figure, drawn: Iterable[Any], labels: Iterable[str], title
     fig.legend(
         list(drawn),
         list(labels),
-        title=textwrap.fill(title, TITLE),
+        title=in_lines(title),
         title_fontproperties=BOLD,
         loc="outside upper center",
         **({"ncols": 2} | options),
     )
 
 
+def in_lines(title: str) -> str:
+    """A title over all panels, broken between words alone: joined again it is what it was."""
+    return textwrap.fill(title, TITLE, break_on_hyphens=False)
+
+
 def headline(fig: Figure, title: str) -> None:
     """A title over all panels that says what is seen, where no legend of the figure carries it."""
-    fig.suptitle(textwrap.fill(title, TITLE), fontproperties=BOLD, x=0.01, ha="left")
+    fig.suptitle(in_lines(title), fontproperties=BOLD, x=0.01, ha="left")
 
 
 def note(fig: Figure, text: str) -> None:
