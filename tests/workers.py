@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,29 @@ def _enter(rank: int, world: int, folder: str, function: Callable[..., Any], arg
     try:
         torch.save(function(*arguments), f"{folder}/{rank}.pt")
         dist.barrier()
+    except Exception:
+        Path(f"{folder}/{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
     finally:
         dist.destroy_process_group()
 
 
 def run_workers(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` on every rank of a gloo group of ``world``; the results in rank order."""
+    """``function(*arguments)`` on every rank of a gloo group of ``world``; the results in rank order.
+
+    Raises:
+        AssertionError: with what every rank that failed said, the first one first: the others' errors often only say
+            that it is gone.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_enter, (world, folder, function, arguments), nprocs=world, start_method="forkserver")
+        try:
+            mp.start_processes(_enter, (world, folder, function, arguments), nprocs=world, start_method="forkserver")
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            said = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+            if not said:
+                raise
+            told = "\n".join(f"-- rank {path.stem}:\n{path.read_text(encoding='utf-8')}" for path in said)
+            raise AssertionError(told) from error
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

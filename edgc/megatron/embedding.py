@@ -86,8 +86,8 @@ class FusedEmbedding:
     def close(self) -> None:
         """Megatron adds the copies itself from now on; ends the process groups."""
         self.restore()
-        dist.destroy_process_group(self._group)
-        dist.destroy_process_group(self._alone)
+        for group in {self._group, self._alone}:
+            dist.destroy_process_group(group)
 
 
 def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> FusedEmbedding | None:
@@ -116,12 +116,12 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
         embedding = parallel_state.get_embedding_group()
         ends = [replicas[rank] or () for rank in dist.get_process_group_ranks(embedding)]
         ranks = tuple(sorted({rank for end in ends for rank in end}))
-    groups = groups_of({ranks: timeout_of(found[0][1].data_parallel_group)} if mine is not None else {})
+    alone = (dist.get_rank(),)
+    timeout = timeout_of(found[0][1].data_parallel_group) if found else None
+    groups = groups_of(dict.fromkeys((ranks, alone), timeout) if mine is not None else {})
     if mine is None:
         return None
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    parameter, group = found[0][0], groups[ranks]
-    fused = FusedEmbedding(names[parameter], parameter, group, alone, len(ranks) // len(mine))
+    fused = FusedEmbedding(names[found[0][0]], found[0][0], groups[ranks], groups[alone], len(ranks) // len(mine))
     finalize = config.finalize_model_grads_func
     config.finalize_model_grads_func = fused.wrapped(finalize)
     fused.restore = partial(setattr, config, "finalize_model_grads_func", finalize)

@@ -23,14 +23,16 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks as ``like``.
+    """A group of the same ranks as ``like``, which all of them have joined.
 
     To be called on every rank of it, for several groups in the same order on every rank.
     """
     ranks = dist.get_process_group_ranks(like)
     whole = len(ranks) == dist.get_world_size()
     backend = None if whole else dist.get_backend(like)
-    return dist.new_group(ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=not whole)
+    made = dist.new_group(ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=not whole)
+    _joined(like)
+    return made
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -51,8 +53,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def groups_of(wanted: Mapping[tuple[int, ...], timedelta | None]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """New groups of ``wanted`` ranks, which may differ from rank to rank, each with a timeout; by their ranks.
 
-    To be called on every rank of the world: every rank takes part in making every group, in one order.
+    All ranks of a group have joined it. To be called on every rank of the world: every rank takes part in making every
+    group, in one order.
     """
     everyone = {ranks: timeout for row in gather_objects(dict(wanted)) for ranks, timeout in row.items()}
     made = {ranks: dist.new_group(list(ranks), timeout=everyone[ranks]) for ranks in sorted(everyone)}
+    _joined(None)
     return {ranks: made[ranks] for ranks in wanted}
+
+
+def _joined(group: dist.ProcessGroup | None) -> None:
+    """Wait until all ranks of ``group`` (None: the world) are here.
+
+    new_group returns when this rank has joined, under gloo before the others have. A rank that ended the new group at
+    once would close connections that a slower one is still making, whose new_group then fails.
+    """
+    gather_objects(None, group)
