@@ -15,7 +15,7 @@ TABLES = ("methods/table.csv", "methods/summary.csv")
 CAPTION = """\
 **Methods compared at equal training length.** The price of compression: validation loss above uncompressed
 training of the same seed (nats; 0.01 nats are about 1 % of perplexity) against the gradient bytes that one
-replica hands to data-parallel collectives, as a share of an fp32 all-reduce; of a bf16 one, which is what most
+replica sends in data-parallel collectives, as a share of an fp32 all-reduce; of a bf16 one, which is what most
 training sends, they are twice as much. Left and down is better. Markers are means over seeds, bars 95 % t intervals,
 small dots the runs; named are EDGC, the methods that no other one beats in both, and the next best, fixed-rank
 PowerSGD by its rank. EDGC's bytes contain its uncompressed warm-up. Where a method is more than 0.3 nats off,
