@@ -71,7 +71,7 @@ class BucketWorker:
         engine: not used by anybody else while buckets are under way.
         group: used here alone, so that no other collective can come between.
         device: of the gradients.
-        parameters: number of gradients in an iteration.
+        parameters: number of gradients in an iteration; None where buckets say which of them is the last.
         closes: whether the engine's iteration is closed here after the last bucket; if not, the caller does when it
             has all futures. On a GPU the host would have to wait to know whether all gradients were finite; most
             iterations (:attr:`edgc.engine.Engine.closes_at_once`) are therefore closed when the next one begins or
@@ -91,7 +91,7 @@ class BucketWorker:
         engine: Engine,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        parameters: int,
+        parameters: int | None,
         *,
         closes: bool = True,
     ) -> None:
@@ -176,7 +176,7 @@ class BucketWorker:
                 self._take(item)
             elif self.error is None:
                 self._drain()
-        except Exception as error:
+        except BaseException as error:  # also of a callback that exits: whoever waits for the bucket must hear of it
             self.error = self._described(error)
         if self.error is not None:
             while self._running:
@@ -268,7 +268,7 @@ class BucketWorker:
         if self.log is not None:
             self.log(self.engine.last, self.engine.decision)
 
-    def _described(self, error: Exception) -> Exception:
+    def _described(self, error: BaseException) -> Exception:
         """The error in one line, with where it happened; a mistake of the user's as it is."""
         if isinstance(error, UserError):
             return error

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgc.compressors.passes import Factors, Matrices, Members, Optionals, RowBlocks, square_sums_on_gpu, within
+from edgc.compressors.passes import (
+    TINY_SQ,
+    Factors,
+    Matrices,
+    Members,
+    Optionals,
+    RowBlocks,
+    square_sums_on_gpu,
+    within,
+)
 from edgc.lazy import Tensor, torch
 
 
@@ -68,9 +77,9 @@ class Batched(RowBlocks):
     def keep(means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
         counts = [len(mean) for mean in means]
         norms = torch.cat(square_sums_on_gpu(means))
-        # The exponents of norms that are not finite or zero do not matter.
+        # The exponents of norms that are not finite or too small do not matter.
         scales = torch.exp2(-norms.log2().mul(0.5).ceil()).float()[:, None, None]
-        replaced = (norms > 0).logical_and_(finite)
+        replaced = (norms > TINY_SQ).logical_and_(finite)
         for mean, factor, scale, good in zip(
             means, factors, scales.split(counts), replaced[:, None, None].split(counts), strict=True
         ):

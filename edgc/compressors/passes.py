@@ -28,6 +28,9 @@ _CANCELLED = 1e-3
 _SUM = 1 << 19
 _SMALLEST, _LARGEST = 1e-24, 1e36  # outside this range squares may have left that of fp32
 _FEW = 4096  # entries that are converted to fp64 at a time
+# A factor of at most this squared norm counts as zero: what would scale it to one is not finite in fp32. The error
+# feedback of a parameter that gets no more gradients falls there.
+TINY_SQ = 2.0**-252
 
 Factors = tuple[Tensor, Tensor]  # left, right
 Members = Sequence[Sequence[Gradient]]  # gradients of every group
@@ -230,8 +233,9 @@ class RowBlocks:
     def keep(means: Sequence[Tensor], factors: Sequence[Tensor], finite: Tensor) -> list[Tensor]:
         """Every factor becomes its mean, both [B, ., .], scaled by a power of two to a norm of about one each.
 
-        So no scale of the gradients underflows in M Q, and no bit changes. A zero matrix leaves the old factor: from
-        zero it could never recover; and so does, on a GPU, one that is not finite.
+        So no scale of the gradients underflows in M Q, and no bit changes. A matrix that is zero, or as good as that
+        (:data:`TINY_SQ`), leaves the old factor: from zero it could never recover; and so does, on a GPU, one that is
+        not finite.
 
         Returns:
             Of every factor which of its matrices were replaced, [B] bool; on a GPU nobody has looked at it.
@@ -239,9 +243,9 @@ class RowBlocks:
         replaced = []
         for mean, factor, norms in zip(means, factors, RowBlocks.square_sums(means), strict=True):
             for new, old, norm in zip(mean, factor, norms.tolist(), strict=True):
-                if norm > 0:
+                if norm > TINY_SQ:
                     torch.mul(new, 2.0 ** -math.frexp(math.sqrt(norm))[1], out=old)
-            replaced.append(norms > 0)
+            replaced.append(norms > TINY_SQ)
         return replaced
 
     def _fp32(self, block: Tensor) -> Tensor:

@@ -280,7 +280,8 @@ class AdaptiveController(Controller):
             return
         assert self._policy is not None
         self.phase, self._history = state["phase"], History.from_state(state["history"])
-        if self._times.fits(state["times"]):
+        known_times = self._times.fits(state["times"])
+        if known_times:
             self._times.load_state_dict(state["times"])
         if state["policy"] is not None and state["policy"][0] == self.config.policy:
             self._policy.load_state_dict(state["policy"][1])
@@ -288,8 +289,10 @@ class AdaptiveController(Controller):
             return
         if self.r_max is None:
             self._set_limits(state["r_max"])
-        if (rank := state["ranks"][0]) is not None:
+        if (rank := (state["paused"] or state["ranks"])[0]) is not None:
             self._spread(self._policy.go_on(last_window, rank, self._history, *self._limits))
+            if state["paused"] and known_times:
+                self._paused, self.ranks = self.ranks, (None,) * self.stages
 
 
 def _known(value: float) -> float | None:

@@ -54,24 +54,30 @@ class Handle:
     Attributes:
         engine: reduces the gradients; not to be called from outside.
         group: process group of the reductions.
+
+    Args:
+        own: whether ``group`` was made for this handle, which then ends it.
     """
 
     def __init__(
         self,
         engine: Engine,
         names: dict[Tensor, str],
-        parameters: int,
         device: torch.device,
         group: dist.ProcessGroup,
         model_group: dist.ProcessGroup,
         scaler: Scaler | None = None,
+        *,
+        own: bool = False,
     ) -> None:
         self.engine = engine
         self.group = group
+        self._own = own
+        self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = names
         self._model_group = model_group
         self._scaler = scaler
-        self._worker = BucketWorker(engine, group, device, parameters)
+        self._worker = BucketWorker(engine, group, device, None)
         self._stop = weakref.finalize(self, self._worker.stop)
 
     @property
@@ -124,8 +130,8 @@ class Handle:
         """
         self._refuse_inside_iteration()
         return {
-            "world": dist.get_world_size(self.group),
-            "rank": dist.get_rank(self.group),
+            "world": self._world,
+            "rank": self._rank,
             "engine": self.engine.state_dict(),
             "layout": self._worker.layout,
             "skipped": self.skipped,
@@ -149,8 +155,7 @@ class Handle:
             UserWarning: when error feedback was redistributed.
         """
         self._refuse_inside_iteration()
-        world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        own = state_for(state, world=world, rank=rank)
+        own = state_for(state, world=self._world, rank=self._rank)
         need(own, ("layout", "skipped"), "state")
         refuse_other_parameters(own, {name: matrix_shape(p) for p, name in self._names.items()})
         stream = self._worker.stream
@@ -169,6 +174,9 @@ class Handle:
         """
         self._refuse_inside_iteration()
         self._stop()
+        if self._own:
+            self._own = False
+            dist.destroy_process_group(self.group)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle of the model averages plainly, as with the hooks of torch; it can be registered anew."""

@@ -82,7 +82,7 @@ def register(
     # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     device = next(iter(parameters.values())).device
-    handle = Handle(engine, names, len(parameters), device, group, model.process_group, scaler)
+    handle = Handle(engine, names, device, group, model.process_group, scaler, own=process_group is None)
     handle.log = log
     model.register_comm_hook(handle, hook)
     return handle

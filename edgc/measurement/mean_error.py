@@ -99,6 +99,8 @@ class MeanError:
             if self._world > 1:
                 self._start_window()
             self.group, self._world = channel.group, channel.world
+        elif self.group is None and channel.world == self._world:  # that of a window that was loaded
+            self.group = channel.group
         self._reduced.append((gradients, compressor, channel.group))
 
     def measure(
@@ -179,13 +181,14 @@ class MeanError:
             name: [list(item.shape), item.values, item.left, item.count, _listed(item.sketch)]
             for name, item in self._matrices.items()
         }
-        return {"sums": _listed(self._sums), "matrices": matrices}
+        return {"sums": _listed(self._sums), "matrices": matrices, "world": self._world}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict` of the same rank; None begins a window."""
         self._start_window()
         if state is None:
             return
+        self.group, self._world = None, int(state.get("world", 1))
         self._sums = _tensor(state["sums"])
         for name, (shape, values, left, count, sketched) in state["matrices"].items():
             rows, columns = shape

@@ -261,6 +261,9 @@ class Attachment:
             self.pipeline.compressor.load_state_dict(state["pipeline"])
         self.skipped = int(state["skipped"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
+        if self._guarded is not None:
+            # The gradients of the next iteration come in the optimizer's loss scale, which may not be the saved one.
+            self._follow(float(self._guarded.get_loss_scale()))
 
 
 def _replica() -> dict[str, int]:

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from edgc.checkpoints import manifest, rank_files
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
+from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
 from edgc.megatron.checkpoint_state import (
     FOLDER,
@@ -118,7 +119,8 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
         keep: how many checkpoints to keep, the newest ones; None keeps all.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: on every rank, when a file cannot be written; and when what is done in the folder fails on a rank, on
+            the others, while that rank has its own error.
     """
     root = Path(root)
     target = root / f"iter_{iteration:07d}"
@@ -145,12 +147,26 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
             shutil.rmtree(hidden)
 
     rank_files.on_first_rank(prepare)
-    yield partial
+    try:
+        yield partial
+    except Exception as error:
+        problem = error  # the others must hear of it in place of waiting for this rank
+        with contextlib.suppress(UserError):
+            rank_files.together(lambda: _fail(problem))
+        raise
     rank_files.together(lambda: None)
     rank, size = rank_files.world()
     names = rank_files.on_first_rank(lambda: manifest.files_below(partial))
     parts = gather_objects(rank_files.together(lambda: _settle(partial, names[rank::size])))
     rank_files.on_first_rank(finish)
+
+
+def _fail(error: Exception) -> None:
+    """Raise what others are to be told."""
+    if isinstance(error, (OSError, UserError)):
+        raise error
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    raise UserError(f"the checkpoint was not written: {reason}") from error
 
 
 def _settle(folder: Path, names: Sequence[str]) -> dict[str, manifest.Entry]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import uuid
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,12 +29,34 @@ def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
 
     To be called on every rank of it, for several groups in the same order on every rank.
     """
-    ranks = dist.get_process_group_ranks(like)
-    whole = len(ranks) == dist.get_world_size()
-    backend = None if whole else dist.get_backend(like)
-    made = dist.new_group(ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=not whole)
+    ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)
+    if len(ranks) == dist.get_world_size():
+        made = dist.new_group(ranks, timeout=timeout_of(like), backend=backend)
+    else:
+        with _named(gather_objects(f"edgc-{uuid.uuid4().hex}", like)[0]):
+            made = dist.new_group(ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=True)
     _joined(like)
     return made
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """torch gives a group that is made here ``name``, which it has no public way to ask for.
+
+    It names a group that not all ranks of the world make after its ranks and the number of groups that this rank has.
+    Ranks of one group may have different numbers, and wait for each other for ever; and a number that comes back after
+    a group was ended gives a name that was had before, with the addresses of that time.
+    """
+    c10d = dist.distributed_c10d
+    if not hasattr(c10d, "_process_group_name"):
+        yield
+        return
+    usual = c10d._process_group_name
+    setattr(c10d, "_process_group_name", lambda *_, **__: name)  # noqa: B010  # torch's own annotation is another
+    try:
+        yield
+    finally:
+        c10d._process_group_name = usual
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

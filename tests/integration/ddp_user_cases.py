@@ -259,6 +259,40 @@ def timeouts() -> list[float]:
     return found
 
 
+def frozen() -> dict[str, Any]:
+    """A layer that was frozen after DDP had put it into a bucket, as many buckets as layers."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(4)])
+    model = DistributedDataParallel(layers, find_unused_parameters=True, bucket_cap_mb=0.003)
+    layers[3].weight.requires_grad_(False)
+    handle = edgc.ddp.register(model, EDGCConfig.from_dict({"method": "powersgd", "rank": 4, **SMALL}), iterations=9)
+    iterations, reduced = [], []
+    for _ in range(3):
+        model(torch.ones(2, 32)).square().mean().backward()
+        assert handle.last is not None
+        iterations.append(handle.last.iteration)
+        reduced.append(sum(map(len, handle._worker.layout)))
+    handle.remove()
+    return {"iterations": iterations, "reduced": reduced}
+
+
+def groups() -> list[int]:
+    """How many process groups there are while models come and go."""
+    alive = dist.distributed_c10d._world.pg_names
+    found = [len(alive)]
+    given = dist.new_group()
+    for process_group in (None, None, given):
+        model = DistributedDataParallel(nn.Linear(8, 8))
+        handle = edgc.ddp.register(model, EDGCConfig(), iterations=9, process_group=process_group)
+        model(torch.ones(2, 8)).sum().backward()
+        state = handle.state_dict()
+        handle.remove()
+        assert handle.state_dict()["world"] == state["world"] == 2
+        found.append(len(alive))
+    dist.destroy_process_group(given)
+    return found
+
+
 def all_cases() -> dict[str, Any]:
     cases: dict[str, Callable[[], Any]] = {
         "scales": scales,
@@ -268,5 +302,7 @@ def all_cases() -> dict[str, Any]:
         "states": states,
         "copies": copies,
         "timeouts": timeouts,
+        "frozen": frozen,
+        "groups": groups,
     }
     return world(cases)

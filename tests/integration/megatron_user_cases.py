@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -144,6 +145,28 @@ def states() -> dict[str, str]:
     return answers
 
 
+def scaled() -> dict[str, Any]:
+    """A state of fp16 that goes on under a loss scale 64 times as large: error feedback in units of the gradient."""
+    run = configuration("scale", POWERSGD, train=FP16)
+    session = session_of(run)
+    steps(session, run, 0, 3)
+    engine, state = session.attachment.engine, copy.deepcopy(session.attachment.state_dict())
+
+    def owed() -> dict[str, torch.Tensor]:
+        scale = float(session.optimizer.get_loss_scale())
+        return {name: error.double() / scale for name, error in sorted(engine.compressor.errors.items())}
+
+    before = owed()
+    optimizers = getattr(session.optimizer, "chained_optimizers", [session.optimizer])
+    for optimizer in optimizers:
+        optimizer.grad_scaler._scale.mul_(64)
+    session.attachment.load_state_dict(state)
+    found = {"before": before, "after": owed(), "scale": engine.entropy.scale}
+    found["expected scale"] = float(session.optimizer.get_loss_scale())
+    end(session)
+    return found
+
+
 def bits() -> list[tuple[float, float]]:
     """Mean bits of an entry that the engine reckons with, and what the buffers have."""
     found = []
@@ -179,6 +202,7 @@ def all_cases() -> dict[str, Any]:
         "closed": closed(),
         "pipeline": pipeline(),
         "states": states(),
+        "scaled": scaled(),
         "bits": bits(),
         "masked": masked(),
     }

@@ -116,3 +116,13 @@ def test_copies_average_plainly_and_can_be_registered_anew(ranks: list[dict[str,
 
 def test_the_group_has_the_timeout_of_the_models(ranks: list[dict[str, Any]]) -> None:
     assert [rank["timeouts"] for rank in ranks] == [[77.0, 77.0]] * 2
+
+
+def test_a_layer_frozen_after_wrapping_does_not_end_iterations_early(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["frozen"] for rank in ranks] == [{"iterations": [1, 2, 3], "reduced": [4, 4, 4]}] * 2
+
+
+def test_removing_ends_the_group_that_was_made_and_no_other(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        before, *after = rank["groups"]
+        assert after == [before + 1] * 3, "the given one stays"

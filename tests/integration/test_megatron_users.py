@@ -60,6 +60,16 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line(ranks: list[dict[str, 
         assert answer in said and "\n" not in said
 
 
+def test_error_feedback_follows_the_loss_scale_that_a_run_goes_on_with(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["scaled"]
+        assert found["scale"] == found["expected scale"]
+        assert found["before"].keys() == found["after"].keys() and found["before"]
+        assert any(bool(error.any()) for error in found["before"].values())
+        for name, error in found["before"].items():
+            assert torch.equal(error, found["after"][name]), name
+
+
 def test_bytes_are_reckoned_in_the_gradients_own_type(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert all(reckoned == own for reckoned, own in rank["bits"])

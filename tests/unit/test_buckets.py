@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -77,7 +78,7 @@ def backward(
     return buckets
 
 
-def new_worker(engine: FakeEngine, parameters: int = 99) -> BucketWorker:
+def new_worker(engine: FakeEngine, parameters: int | None = 99) -> BucketWorker:
     return BucketWorker(engine, None, torch.device("cpu"), parameters)  # type: ignore[arg-type]
 
 
@@ -262,7 +263,23 @@ def test_a_users_mistake_is_passed_on_as_it_is() -> None:
     worker.stop()
 
 
-def test_the_iteration_ends_with_its_last_gradient_where_ddp_does_not_say_so() -> None:
+def test_a_callback_that_exits_leaves_nobody_waiting() -> None:
+    worker = new_worker(FakeEngine())
+    worker.log = lambda last, decision: sys.exit("enough")
+    with pytest.raises(RuntimeError, match=r"SystemExit: enough$"):
+        backward(worker, [["a"]])[0].future.wait()
+    worker.stop()
+
+
+def test_an_iteration_ends_with_its_last_bucket_or_its_last_gradient() -> None:
+    """Where the number of gradients is not told, a bucket says that it is the last; more may be in it."""
+    engine = FakeEngine()
+    worker = new_worker(engine, parameters=None)
+    for _ in range(2):
+        for bucket in backward(worker, [["a", "b"], ["c"]]):
+            bucket.future.wait()
+    assert engine.log.count("end") == 2 and engine.log[-1] == "end"
+    worker.stop()
     engine = FakeEngine()
     worker = new_worker(engine, parameters=3)
     for _ in range(2):

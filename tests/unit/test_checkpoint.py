@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.errors import UserError
 from edgc.megatron import checkpoint
 from edgc.megatron.checkpoint_state import Layout, Place, read, redistributed, state_of
+from tests.workers import run_workers
 
 ALONE = Layout(1, 1, 1, 1, 1, 1, 1)
 
@@ -233,6 +235,24 @@ def test_the_newest_whole_checkpoint_is_used_and_damage_is_reported(tmp_path: Pa
         assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000004"
     published(tmp_path, 6)
     assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000006", "a damaged one is replaced"
+
+
+def failing(root: str) -> tuple[str, str]:
+    """Rank 1 has no room, as one node of several may."""
+    try:
+        with checkpoint.publish(root, 2):
+            if dist.get_rank() == 1:
+                raise OSError(28, "No space left on device", "part")
+    except (UserError, OSError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_all_ranks_hear_of_the_one_that_could_not_write(tmp_path: Path) -> None:
+    first, second = run_workers(2, failing, str(tmp_path))
+    assert second == ("OSError", "[Errno 28] No space left on device: 'part'")
+    assert first[0] == "UserError" and "cannot be written or read: No space left on device" in first[1]
+    assert checkpoint.latest(tmp_path) is None
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from edgc.runtime.groups import groups_of, own_group
@@ -52,12 +53,45 @@ def cases() -> str:
     for _ in range(TIMES):
         dist.destroy_process_group(own_group(world))
         for pair in pairs.values():
-            # Not ended: a name that torch makes from the ranks would come again, with its old addresses.
-            own_group(pair)
+            dist.destroy_process_group(own_group(pair))
         for group in groups_of({(0, 1, 2, 3): None, (rank,): None}).values():
             dist.destroy_process_group(group)
         del group
     return "done"
+
+
+def names() -> list[str]:
+    """Groups of half the world, which torch would name after the groups that each of its ranks has."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[rank // 2]
+    dist.new_group([0, 2])  # ranks 0 and 2 have one more than their partners
+    unrelated = dist.new_group([0, 1, 2, 3])
+    kept = own_group(mine)
+    dist.destroy_process_group(unrelated)
+    made = [kept, own_group(mine)]  # as many groups as there were
+    for _ in range(TIMES):
+        again = own_group(mine)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=again)
+        assert float(total) == 2.0
+        dist.destroy_process_group(again)  # the next one has its place
+    for group in made:
+        dist.barrier(group)
+    return sorted(dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mine) for group in made)
+
+
+def backends() -> list[str]:
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend("another", make, devices=["cpu"])
+    found = []
+    for ranks in ([0, 1, 2, 3], [0, 1], [2, 3]):
+        like = dist.new_group(ranks, backend="another")
+        if dist.get_rank() in ranks:
+            found.append(dist.get_backend(own_group(like)))
+    return found
 
 
 def unsafe() -> str:
@@ -69,6 +103,14 @@ def unsafe() -> str:
 
 def test_a_group_may_be_ended_as_soon_as_it_is_made() -> None:
     assert run_workers(4, cases) == ["done"] * 4
+
+
+def test_no_other_group_of_a_rank_stands_in_the_way() -> None:
+    assert run_workers(4, names) == [[True, True]] * 4
+
+
+def test_a_group_has_the_backend_of_the_one_it_is_like() -> None:
+    assert run_workers(4, backends) == [["another", "another"]] * 4
 
 
 def test_without_waiting_for_the_others_a_slow_rank_fails() -> None:

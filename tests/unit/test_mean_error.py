@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +185,28 @@ def test_estimate_where_nobody_may_look(method: str) -> None:
         truth, measured = window(METHODS[method], 2, REGIMES["late"])
     true = relative(truth.error_sq, truth.input_sq)
     assert relative(measured[0].error_sq, measured[0].input_sq) == pytest.approx(true, rel=0.1)
+
+
+@pytest.mark.parametrize("order", [("dense", "expert"), ("expert", "dense")])
+def test_a_window_goes_on_over_its_group_whatever_is_reduced_first(order: tuple[str, str]) -> None:
+    channels = {"dense": SimpleNamespace(world=4, group="dense"), "expert": SimpleNamespace(world=2, group="expert")}
+    kept = {"dense": torch.ones(8, 8), "expert": torch.ones(8, 8)}
+    compressor: Any = SimpleNamespace(kept=kept, sent_sq=lambda name: torch.tensor(4.0, dtype=torch.float64))
+    found = []
+    for resumed in (False, True):
+        estimator = MeanError(0)
+        for step in (1, 2):
+            if resumed and step == 2:
+                state, estimator = json.loads(json.dumps(estimator.state_dict())), MeanError(0)
+                estimator.load_state_dict(state)
+            estimator.start_iteration()
+            for name in order:
+                channel: Any = channels[name]
+                estimator.reduced([Gradient(name, torch.ones(8, 8))], channel, compressor)
+            estimator.measure(step, 1.0, 0, {})
+        assert estimator.group == "dense"
+        found.append(estimator._sums)
+    assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
 
 
 def test_a_reduction_that_was_given_up_does_not_count() -> None:

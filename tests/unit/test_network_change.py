@@ -246,6 +246,30 @@ def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed() -> None:
 
 
 @pytest.mark.parametrize("policy", ["cqm", "released", "spectral"])
+def test_other_settings_go_on_where_nothing_is_compressed(policy: str) -> None:
+    good = Network(dense=(0.7,) * 3)
+    bad = replace(good, dense=(0.05,) * 3)
+
+    def network(iteration: int) -> Network:
+        return bad if 200 < iteration <= 600 else good
+
+    noise = iter([*[1.0] * 54, *[2.0] * 6, *[1.0] * 2000]).__next__
+    of_policy: dict[str, dict[str, Any]] = {"cqm": {"step_limit": 4}, "spectral": {"target_error": 0.2}}
+    trunk = make_controller(measured(policy="cqm", r_max=None), [SHAPES] * 3, 1000)
+    Run(trunk, network, step=lambda seconds: seconds, noise=noise).to(400)
+    state = json.loads(json.dumps(trunk.state_dict()))
+    assert state["ranks"] == [None] * 3 and state["paused"]
+    settings_ = measured(policy=policy, r_max=None, **of_policy.get(policy, {}))
+    other = make_controller(settings_, [SHAPES] * 3, 1000)
+    other.load_state_dict(state, iteration=400, changed_settings=True)
+    run = Run(other, network, step=lambda seconds: seconds, noise=noise).to(1000, start=401)
+    again = next(decision for decision in run.decisions if decision.timing)
+    assert again.iteration > 600
+    assert all(plan.ranks == (None,) * 3 for plan in run.plans[: again.iteration - 400])
+    assert run.plans[-1].ranks[0] is not None
+
+
+@pytest.mark.parametrize("policy", ["cqm", "released", "spectral"])
 def test_ranks_follow_the_policy_and_the_new_times(policy: str) -> None:
     before, after = Network(), Network().slower(3.0)
     settings_ = measured(policy=policy, r_min=8, target_error=0.2)

@@ -19,6 +19,7 @@ from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.compressors.sizes import saves_bytes
 from edgc.errors import UserError
+from edgc.runtime.device import masked_path
 from tests.lockstep import Room, reduce_together
 from tests.low_rank import power_sgd
 from tests.workers import run_workers
@@ -389,6 +390,54 @@ def test_not_finite_on_a_gpu() -> None:
             assert equal_states(workers[worker].state_dict(), before[worker])
             assert int(statistics[worker].skipped) == 1
             assert float(statistics[worker].input_sq) == 0.0
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("options", [{}, {"factor_dtype": "bf16"}, {"one_sided": True}], ids=str)
+def test_a_parameter_without_gradients_for_long_can_have_some_again(options: dict[str, Any], on_gpu: bool) -> None:
+    """Its error feedback is sent bit by bit, until what is left is too small for a power of two of fp32 to scale."""
+    worker = power_sgd(min_elements=64, **options)
+    with masked_path(on_gpu):
+        for step in range(130):
+            [gradient] = draw(0, step, shapes=[(32, 32)])
+            if 3 <= step < 120:
+                gradient.tensor.zero_()
+            came = gradient.tensor.double()
+            statistics = worker.reduce([gradient], Channel(None), 8)
+            assert not int(statistics.skipped) and bool(gradient.tensor.isfinite().all()), step
+            assert all(bool(factor.isfinite().all()) for factor in worker.factors.values()), step
+    got = gradient.tensor.double()
+    assert float((got * came).sum() / (got.norm() * came.norm())) > 0.1, "what comes then gets across"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("change", ["rank", "buckets"])
+def test_a_step_given_up_after_a_change_leaves_what_a_loss_scale_rescales(change: str, on_gpu: bool) -> None:
+    worker = power_sgd(min_elements=64)
+    worker.deferred = True
+
+    def step(number: int, scale: float, poison: bool = False) -> list[Gradient]:
+        [drawn] = draw(0, number, scale=scale, shapes=[(3, 40, 30)])
+        gradients = [Gradient(f"p{i}", matrix) for i, matrix in enumerate(drawn.tensor)]  # views of one bucket
+        if poison:
+            gradients[0].tensor[0, 0] = math.inf
+        rank = 6 if change == "rank" and number else 4
+        split = change == "buckets" and number == 0
+        parts = [gradients[:1], gradients[1:]] if split else [gradients]
+        given_up = [int(worker.reduce(part, Channel(None), rank).skipped) for part in parts]
+        worker.settle(not any(given_up))
+        assert any(given_up) == poison
+        return gradients
+
+    with masked_path(on_gpu):
+        step(0, 1024.0)
+        step(1, 1024.0, poison=True)
+        owed = {name: error.double() / 1024 for name, error in worker.errors.items()}
+        worker.rescale(0.5)
+        gradients = step(2, 0.0)
+    for gradient in gradients:
+        left = (worker.errors[gradient.name].double() + gradient.tensor.double()) / 512
+        assert float((left - owed[gradient.name]).norm()) < 1e-5 * float(owed[gradient.name].norm())
 
 
 @pytest.mark.parametrize("first", [0.0, math.inf])

@@ -110,9 +110,11 @@ class State:
                 error = kept[0][None]
             else:
                 error = torch.zeros(count, rows, columns, dtype=self.error_dtype, device=device)
-                for mine, old in zip(error, kept, strict=True):
+                for gradient, mine, old in zip(members, error, kept, strict=True):
                     if old is not None:
                         mine.copy_(old)
+                        # Also where the step is given up: a loss scale that changes then has to reach this memory.
+                        self.errors[gradient.name] = mine
         left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
         right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
         names = [gradient.name for gradient in members]
