@@ -164,6 +164,8 @@ def own_copy(value: Any, path: str = "state") -> Any:
         return tensor if alone else tensor.clone()
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
+    if isinstance(value, float):  # NumPy's, which a mean or a setting may be
+        return float(value)
     if isinstance(value, Mapping):
         return {own_copy(key, path): own_copy(item, f"{path}.{key}") for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -285,10 +285,10 @@ class AdaptiveController(Controller):
             self._times.load_state_dict(state["times"])
         if state["policy"] is not None and state["policy"][0] == self.config.policy:
             self._policy.load_state_dict(state["policy"][1])
+        if self.r_max is None and state["r_max"] is not None:
+            self._set_limits(state["r_max"])
         if self.phase != "active":
             return
-        if self.r_max is None:
-            self._set_limits(state["r_max"])
         if (rank := (state["paused"] or state["ranks"])[0]) is not None:
             self._spread(self._policy.go_on(last_window, rank, self._history, *self._limits))
             if state["paused"] and known_times:

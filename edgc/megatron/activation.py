@@ -31,7 +31,7 @@ from torch import Tensor
 
 from edgc.compressors.base import Statistics
 from edgc.compressors.passes import square_sums, within
-from edgc.compressors.powersgd.state import random_factor
+from edgc.compressors.powersgd.state import cut, extend, random_factor
 from edgc.compressors.powersgd.workspace import ways
 from edgc.errors import UserError
 from edgc.runtime.channel import mark
@@ -198,6 +198,10 @@ class ActivationCompressor:
         factor, error = self.factors.get(name), None
         if factor is None:
             factor = random_factor(self.seed, 0, name, layout.columns, layout.rank).mT.contiguous()
+        elif factor.shape[1] == layout.columns and (missing := layout.rank - factor.shape[0]):
+            # Of a run that went on with another rank.
+            fresh = random_factor(self.seed, 1, name, layout.columns, max(0, missing))
+            factor = (extend(factor.mT, fresh) if missing > 0 else cut(factor.mT, layout.rank)).mT.contiguous()
         if self.error_feedback:
             error = self.errors.get(name)
             if error is None:

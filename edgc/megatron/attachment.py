@@ -71,6 +71,9 @@ class Attachment:
         self._own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._needs_scale = fp16  # until an optimizer tells it
         self._guarded: Any = None  # the optimizer
+        self._loaded = False  # whether a state was loaded and no iteration has begun since
+        if pipeline is not None:
+            pipeline.starting = weakref.WeakMethod(self.catch_up)
         if overlap:
             parameters = sum(len(group.params) for group in groups) - (fused is not None)
             self._worker = BucketWorker(engine, None, self.device, parameters, closes=False)
@@ -116,6 +119,12 @@ class Attachment:
         self._follow(float(optimizer.get_loss_scale()))
         self._needs_scale = False
 
+    def catch_up(self) -> None:
+        """Follow the loss scale that the first iteration after loading has, which may not be the saved one."""
+        loaded, self._loaded = self._loaded, False
+        if loaded and self._guarded is not None:
+            self._follow(float(self._guarded.get_loss_scale()))
+
     def _follow(self, scale: float) -> None:
         factor = self.engine.rescale(scale)
         if self.pipeline is not None:
@@ -132,6 +141,7 @@ class Attachment:
         if self._needs_scale:
             fix = "give attach the optimizer, or call attachment.guard(optimizer) before the first iteration"
             raise UserError("edgc.megatron does not know the loss scale", where="attach", fix=fix)
+        self.catch_up()
         if self._worker is None:
             self.engine.reduce(gradients, group, compress=compress, shards=shards)
             return None
@@ -261,9 +271,7 @@ class Attachment:
             self.pipeline.compressor.load_state_dict(state["pipeline"])
         self.skipped = int(state["skipped"])
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
-        if self._guarded is not None:
-            # The gradients of the next iteration come in the optimizer's loss scale, which may not be the saved one.
-            self._follow(float(self._guarded.get_loss_scale()))
+        self._loaded = True
 
 
 def _replica() -> dict[str, int]:

@@ -34,7 +34,6 @@ from pathlib import Path
 
 from edgc.checkpoints import manifest, rank_files
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
-from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
 from edgc.megatron.checkpoint_state import (
     FOLDER,
@@ -116,11 +115,11 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
     follows.
 
     Args:
-        keep: how many checkpoints to keep, the newest ones; None keeps all.
+        keep: how many checkpoints to keep, this one and those before it; None keeps all. Those of later iterations,
+            from before a run went back to an older one, stay.
 
     Raises:
-        UserError: on every rank, when a file cannot be written; and when what is done in the folder fails on a rank, on
-            the others, while that rank has its own error.
+        UserError: a file cannot be written.
     """
     root = Path(root)
     target = root / f"iter_{iteration:07d}"
@@ -141,32 +140,19 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
         tracker.write_text(str(iteration))
         manifest.sync(tracker)
         tracker.replace(root / TRACKER)
-        for old in _folders(root)[keep:] if keep else []:
+        so_far = [folder for folder in _folders(root) if _number(folder) <= iteration]
+        for old in so_far[keep:] if keep else []:
             hidden = old.with_name(f".{old.name}.old")
             old.rename(hidden)
             shutil.rmtree(hidden)
 
     rank_files.on_first_rank(prepare)
-    try:
-        yield partial
-    except Exception as error:
-        problem = error  # the others must hear of it in place of waiting for this rank
-        with contextlib.suppress(UserError):
-            rank_files.together(lambda: _fail(problem))
-        raise
+    yield partial
     rank_files.together(lambda: None)
     rank, size = rank_files.world()
     names = rank_files.on_first_rank(lambda: manifest.files_below(partial))
     parts = gather_objects(rank_files.together(lambda: _settle(partial, names[rank::size])))
     rank_files.on_first_rank(finish)
-
-
-def _fail(error: Exception) -> None:
-    """Raise what others are to be told."""
-    if isinstance(error, (OSError, UserError)):
-        raise error
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    raise UserError(f"the checkpoint was not written: {reason}") from error
 
 
 def _settle(folder: Path, names: Sequence[str]) -> dict[str, manifest.Entry]:
@@ -225,9 +211,13 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
 
 def _folders(root: Path) -> list[Path]:
     """Folders of checkpoints, the newest first."""
-    found = [(_NAME.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ())]
-    ordered = sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
-    return [path for _, path in ordered]
+    found = [path for path in (root.iterdir() if root.is_dir() else ()) if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_number, reverse=True)
+
+
+def _number(folder: Path) -> int:
+    """The iteration of a checkpoint."""
+    return int(folder.name.removeprefix("iter_"))
 
 
 def _check(folder: Path, part: str, content: Manifest, names: Sequence[str]) -> None:

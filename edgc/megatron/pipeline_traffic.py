@@ -32,6 +32,7 @@ does not: with ``batch_p2p_comm`` it would swap the two there.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -89,6 +90,7 @@ class CompressedP2P(P2PCommunicator):
         self._to_receive: Iterator[tuple[int, bool]] = iter(())
         self._expected = (0, 0)
         self._begun = False
+        self.starting: weakref.WeakMethod[Callable[[], None]] | None = None  # called when an iteration begins
 
     def schedule_arguments(self) -> dict[str, Any]:
         """What Megatron's forward-backward function is to be called with, besides its usual arguments."""
@@ -105,6 +107,8 @@ class CompressedP2P(P2PCommunicator):
             UserError: the last iteration ran through another number of micro-batches than was said.
         """
         self._check_last()
+        if self.starting is not None and (starting := self.starting()) is not None:
+            starting()
         self._begun = True
         to_send = self._plan(self.stage, self.prev_stage, micro_batches)
         to_receive = self._plan(self.next_stage, self.stage, micro_batches)

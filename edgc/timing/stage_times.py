@@ -74,9 +74,13 @@ class StageTimes:
         self.search = RankSearch(limit, config.rank_multiple, config.search_repeats, stop_at_crossing=find_r_max)
         if config.remeasure_above is not None:
             # Without alignment only r_max depends on times, and it on those of stage 0 alone.
-            judged = self.stages if config.alignment == "measured" else 1
+            judged = self.stages if self._aligned else 1
             calibrates = self.overlapped or config.cost_gate
             self._detector = ChangeDetector(config.remeasure_above, judged, calibrates=calibrates)
+
+    @property
+    def _aligned(self) -> bool:
+        return self.config.alignment == "measured"
 
     @property
     def probe(self) -> int | None:
@@ -172,12 +176,14 @@ class StageTimes:
             "timing": [asdict(timing) for timing in self.timing],
             "backward": [list(kept) for kept in self._backward],
             "detector": self._detector.state_dict() if self._detector else None,
+            "aligned": self._aligned,
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether ``state`` is of a run that measures and watches as this one does."""
         same = (state["search"] is None) == (self.search is None)
-        return same and (state["detector"] is None) == (self._detector is None)
+        same = same and (state["detector"] is None) == (self._detector is None)
+        return same and state.get("aligned", self._aligned) == self._aligned
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.search is not None:

@@ -24,12 +24,12 @@ from edgc.control.settings import GivenConfig
 from experiments.analyse import methods
 from experiments.analyse.acting import acting
 from experiments.analyse.anchors import anchors
-from experiments.analyse.equivalence import compare, power_of_equality, seeds_needed
+from experiments.analyse.equivalence import BETTER, compare, power_of_equality, seeds_needed
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, write_tables
 from experiments.analyse.windows import first_compressed
 from experiments.common.acting import NOT_TESTED, acted, seeds_acted
-from experiments.common.equivalence import loss_margin
+from experiments.common.equivalence import NOT_DECIDED, ON_PAR, loss_margin
 
 RESULTS = (
     "table.csv",
@@ -124,10 +124,16 @@ def comparisons(rows: pd.DataFrame) -> list[dict[str, Any]]:
             "seeds_acted": seeds_acted(both) or 0,
             "bytes_over_rival": mine["bytes_over_rival"].mean(),
             "same_start": bool(mine["same_start"].dropna().all()),
-            "verdict": NOT_TESTED if acted(both) is False else compared["verdict"],
+            "verdict": NOT_TESTED if acted(both) is False else _of_all(mine, compared["verdict"]),
         }
         found.append(row)
     return found
+
+
+def _of_all(rows: pd.DataFrame, verdict: str) -> str:
+    """``verdict``, which rests on the seeds that have a result; nothing good is said where one has none."""
+    lost = bool(rows["difference_nats"].isna().any())
+    return NOT_DECIDED if lost and verdict in (ON_PAR, BETTER) else verdict
 
 
 def _spread(differences: pd.Series) -> Mapping[str, float]:

@@ -36,10 +36,9 @@ def forward_seconds(model: Model, stage: StageShard) -> float:
 def buckets(model: Model, stage: StageShard, cost: Cost) -> tuple[Bucket, ...]:
     """A reduction of ``cost`` in Megatron's buckets, of equal size, complete at equal distances."""
     count = max(1, math.ceil(stage.parameters / model.cluster.compute.bucket_elements.value))
-    # Every bucket pays the latency of its own collectives; a reduction's cost contains that of one.
-    latency = model.collective_latency if cost.communication else 0.0
-    part = max(0.0, cost.communication - latency) / count
-    compress, messages = cost.compress / count, (Message(latency=latency, seconds=part),)
+    # Every bucket pays the latency of its own collectives, which depend on each other; a reduction's cost has it once.
+    part = max(0.0, cost.communication - cost.latency) / count
+    compress, messages = cost.compress / count, (Message(latency=cost.latency, seconds=part),)
     return tuple(Bucket(share=(i + 1) / count, compress=compress, messages=messages) for i in range(count))
 
 

@@ -52,11 +52,13 @@ def all_gather_seconds(size: float, world: int, latency: float, bandwidth: float
 
 @dataclass(frozen=True)
 class Cost:
-    """One stage, one step, one GPU: payload bytes, seconds of communication and of (de)compression."""
+    """One stage, one step, one GPU: payload bytes, seconds of communication and of (de)compression; ``latency`` are
+    those seconds of the communication that no bandwidth shortens, of all its collectives one after another."""
 
     bytes: float
     communication: float
     compress: float = 0.0
+    latency: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -67,11 +69,12 @@ class Cost:
         return self.times(1 - share) + other.times(share)
 
     def times(self, factor: float) -> Cost:
-        return Cost(factor * self.bytes, factor * self.communication, factor * self.compress)
+        parts = (self.bytes, self.communication, self.compress, self.latency)
+        return Cost(*(factor * part for part in parts))
 
     def __add__(self, other: Cost) -> Cost:
-        communication = self.communication + other.communication
-        return Cost(self.bytes + other.bytes, communication, self.compress + other.compress)
+        communication, latency = self.communication + other.communication, self.latency + other.latency
+        return Cost(self.bytes + other.bytes, communication, self.compress + other.compress, latency)
 
 
 StageCost = Callable[[StageShard], Cost]
@@ -131,11 +134,6 @@ class Model:
     def latency(self) -> float:
         return self.cluster.network.latency_seconds.value
 
-    @property
-    def collective_latency(self) -> float:
-        """Seconds of an all-reduce that no bandwidth shortens."""
-        return 2 * (self.shape.data - 1) * self.latency
-
     def link(self, stage: StageShard) -> float:
         """Bytes per second over which the replicas of ``stage`` reduce."""
         return self.bandwidth
@@ -149,7 +147,7 @@ class Model:
     def _reduced(self, stage: StageShard, messages: Sequence[int], compress: float = 0.0) -> Cost:
         """Of messages reduced one after another, and ``compress`` seconds of a device at full speed."""
         seconds = sum(self._reduce(size, stage) for size in messages)
-        return Cost(sum(messages), seconds, compress / self.speed(stage))
+        return Cost(sum(messages), seconds, compress / self.speed(stage), len(messages) * self._reduce(0.0, stage))
 
     def passes(self, entries: int, passes: float) -> float:
         """Seconds to read or write ``entries`` fp32 numbers ``passes`` times."""
@@ -186,7 +184,7 @@ class Model:
         kept = sum(max(1, round(share * m * n)) for m, n in stage.matrices)
         sparse, passes = 2 * FP32_BYTES * kept, self.cluster.methods.memory_passes.value.topk
         dense = self._reduced(stage, (FP32_BYTES * stage.dense_rest,), self.passes(entries, passes))
-        return dense + Cost(sparse, self._gather(sparse, stage))
+        return dense + Cost(sparse, self._gather(sparse, stage), latency=self._gather(0.0, stage))
 
     @of_parts
     def powersgd(self, stage: StageShard, rank: int, *, always: bool = False, factor_bytes: int = FP32_BYTES) -> Cost:

@@ -107,10 +107,6 @@ class TwoSites(Model):
     def per_site(self) -> int:
         return self.shape.data // 2
 
-    @property
-    def collective_latency(self) -> float:
-        return 2 * (self.per_site - 1) * self.latency + 2 * self.site_latency
-
     def _across(self, size: float) -> float:
         """Seconds until both sites have exchanged what every shard of the model has of ``size`` bytes."""
         shards = self.shape.tensor * self.shape.pipeline

@@ -26,7 +26,6 @@ from edgc.errors import UserError
 from experiments.analyse.tables import write_table
 from experiments.common.acting import NOT_TESTED
 from experiments.common.cli import main_guard
-from experiments.common.equivalence import NOT_DECIDED
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, validate
 from experiments.verdicts import ranges
@@ -131,10 +130,9 @@ class Claim(Settings):
         return STATISTICS[self.statistic]([value for value in values if not isinstance(value, str)])
 
     def verdict(self, values: Sequence[Value]) -> str:
-        """By the rule: of a range, and of each, supported where all values hold, partly where some do; of each those
-        that are decided count."""
+        """By the rule: of a range, and of each, supported where all values hold, partly where some do. What is not
+        decided does not hold."""
         if self.statistic in ("range", "each"):
-            values = [value for value in values if value != NOT_DECIDED]
             holding = sum(map(self.rule.supported.holds, values))
             found = SUPPORTED if holding == len(values) else PARTLY if holding else NOT_SUPPORTED
         else:

@@ -6,11 +6,15 @@ import csv
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from edgc.errors import UserError
+from experiments.analyse.equivalence import compare
+from experiments.common.equivalence import loss_margin
 from experiments.pages import loose, numbers, references
 from experiments.pages.references import BadReference, parse
 from experiments.pages.verdict_table import verdict_table
@@ -42,6 +46,26 @@ def test_every_marker_is_what_its_table_says(page: Path) -> None:
 
 def test_every_other_number_is_accounted_for() -> None:
     assert not loose.problems()
+
+
+@pytest.mark.parametrize(
+    ("study", "rival", "seeds", "verdict"),
+    [
+        ("policies", "fixed rank", range(4, 11), "not decided"),
+        ("policies", "no compression", range(4, 11), "not decided"),
+        ("policies", "placebos", range(4, 11), "on par"),
+        ("policies_late", "fixed rank", range(4, 7), "not decided"),
+    ],
+)
+def test_what_the_findings_say_of_the_seeds_that_were_added(
+    study: str, rival: str, seeds: Sequence[int], verdict: str
+) -> None:
+    """Of seeds that were chosen before anything of them had been seen."""
+    rows = pd.read_csv(ROOT / f"results/reference/workstation/{study}/pairs.csv")
+    mine = rows[(rows["variant"] == "cqm") & (rows["rival"] == rival) & rows["seed"].isin(seeds)]
+    assert len(mine) == len(seeds)
+    assert compare(mine["difference_nats"].tolist(), loss_margin())["verdict"] == verdict
+    assert "Seeds 4 to 10 alone do not decide" in " ".join((ROOT / "docs/findings.md").read_text().split())
 
 
 def test_the_pages_have_markers() -> None:

@@ -146,23 +146,27 @@ def states() -> dict[str, str]:
 
 
 def scaled() -> dict[str, Any]:
-    """A state of fp16 that goes on under a loss scale 64 times as large: error feedback in units of the gradient."""
+    """A state of fp16 that goes on under a loss scale 64 times as large, whatever is loaded first: norms of the error
+    feedback in units of the gradient, and of that one's mean, after an iteration."""
     run = configuration("scale", POWERSGD, train=FP16)
     session = session_of(run)
     steps(session, run, 0, 3)
     engine, state = session.attachment.engine, copy.deepcopy(session.attachment.state_dict())
-
-    def owed() -> dict[str, torch.Tensor]:
-        scale = float(session.optimizer.get_loss_scale())
-        return {name: error.double() / scale for name, error in sorted(engine.compressor.errors.items())}
-
-    before = owed()
     optimizers = getattr(session.optimizer, "chained_optimizers", [session.optimizer])
-    for optimizer in optimizers:
-        optimizer.grad_scaler._scale.mul_(64)
-    session.attachment.load_state_dict(state)
-    found = {"before": before, "after": owed(), "scale": engine.entropy.scale}
-    found["expected scale"] = float(session.optimizer.get_loss_scale())
+    scales = [optimizer.grad_scaler._scale for optimizer in optimizers]
+    saved = [scale.clone() for scale in scales]
+    found = {}
+    for order in ("as saved", "scale first", "scale last"):
+        for scale, before in zip(scales, saved, strict=True):
+            scale.copy_(before * (64 if order == "scale first" else 1))
+        session.attachment.load_state_dict(state)
+        for scale, before in zip(scales, saved, strict=True):
+            scale.copy_(before * (1 if order == "as saved" else 64))
+        unit = float(session.optimizer.get_loss_scale())
+        steps(session, run, 3, 4)
+        owed = torch.stack([error.double().norm() for error in engine.compressor.errors.values()]).norm()
+        mean = torch.stack([p.main_grad.double().norm() for c in session.chunks for p in c.parameters()]).norm()
+        found[order] = (float(owed) / unit, float(mean) / unit)
     end(session)
     return found
 

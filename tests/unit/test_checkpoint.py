@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,6 @@ from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.errors import UserError
 from edgc.megatron import checkpoint
 from edgc.megatron.checkpoint_state import Layout, Place, read, redistributed, state_of
-from tests.workers import run_workers
 
 ALONE = Layout(1, 1, 1, 1, 1, 1, 1)
 
@@ -237,22 +236,23 @@ def test_the_newest_whole_checkpoint_is_used_and_damage_is_reported(tmp_path: Pa
     assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000006", "a damaged one is replaced"
 
 
-def failing(root: str) -> tuple[str, str]:
-    """Rank 1 has no room, as one node of several may."""
-    try:
-        with checkpoint.publish(root, 2):
-            if dist.get_rank() == 1:
-                raise OSError(28, "No space left on device", "part")
-    except (UserError, OSError) as error:
-        return type(error).__name__, str(error)
-    return "", ""
+def test_numbers_of_numpy_are_numbers() -> None:
+    """As a mean of losses that a user tells, or a setting that he computes."""
+    kept = rank_files.own_copy({"loss": np.float64(0.1), "more": [np.float64(2.0)]})
+    assert kept == {"loss": 0.1, "more": [2.0]} and type(kept["loss"]) is type(kept["more"][0]) is float
 
 
-def test_all_ranks_hear_of_the_one_that_could_not_write(tmp_path: Path) -> None:
-    first, second = run_workers(2, failing, str(tmp_path))
-    assert second == ("OSError", "[Errno 28] No space left on device: 'part'")
-    assert first[0] == "UserError" and "cannot be written or read: No space left on device" in first[1]
-    assert checkpoint.latest(tmp_path) is None
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_goes_back_keeps_what_it_writes(tmp_path: Path) -> None:
+    """The newest are not those of the highest numbers: these are of a run that was given up."""
+    for iteration in (100, 200):
+        published(tmp_path, iteration)
+    for iteration in (110, 120, 130):  # from iteration 100 on; two are kept
+        published(tmp_path, iteration)
+        assert (tmp_path / f"iter_{iteration:07d}").is_dir()
+        assert (tmp_path / checkpoint.TRACKER).read_text() == str(iteration)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == ["iter_0000120", "iter_0000130", "iter_0000200"]
 
 
 @pytest.mark.usefixtures("alone")

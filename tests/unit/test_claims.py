@@ -266,7 +266,7 @@ def rivals(differences: dict[str, float], verdicts: dict[str, str], n: int = 3) 
         (
             {"policies": "better", "policies_bert": "not decided"},
             "better in 1, not decided in 1 of 2 settings",
-            "supported",
+            "partly",
         ),
         ({"policies": "not decided"}, None, "not testable here"),
         ({"policies": "not tested"}, "not tested", "not tested"),

@@ -39,6 +39,20 @@ def test_the_parts_of_a_step_by_hand() -> None:
     assert found.seconds == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize(("method", "collectives"), [("none", 1), ("bf16", 1), ("int8", 1), ("powersgd_r64", 2)])
+def test_every_bucket_pays_the_latency_of_all_its_collectives(method: str, collectives: int) -> None:
+    """Of PowerSGD the second all-reduce waits for what the first one gives, in every bucket."""
+    model = next(sweep(load_model("gpt2_12p1b_h100")))
+    stage, cost = model.stages[0], model.methods()[method][1]
+    found = cluster_step.buckets(model, stage, cost(stage))
+    one = 2 * (model.shape.data - 1) * model.latency
+    assert len(found) > 1 and one > 0
+    messages = [message for bucket in found for message in bucket.messages]
+    assert sum(message.latency for message in messages) == pytest.approx(len(found) * collectives * one, rel=1e-9)
+    moved = sum(message.seconds for message in messages)
+    assert moved == pytest.approx(cost(stage).communication - collectives * one, rel=1e-9)
+
+
 @pytest.mark.parametrize("study", ["gpt2_345m", "gpt2_2p5b_v100", "gpt2_12p1b_h100"])
 def test_limits(study: str) -> None:
     for model in sweep(load_model(study)):

@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int5": {"factor_dtype": "int5"},
     "int4": {"factor_dtype": "int4"},
     "one-sided": {"one_sided": True},
+    "one-sided, no warm start": {"one_sided": True, "warm_start": False},
     "one-sided int4": {"one_sided": True, "factor_dtype": "int4"},
     "bf16 errors": {"error_dtype": "bf16"},
     "no error feedback": {"error_feedback": False},
@@ -549,6 +550,19 @@ def test_a_state_is_a_copy(options: dict[str, Any]) -> None:
     other.reduce(draw(0, 1), Channel(None), 4)
     assert equal_states(state, copy), "a loaded state changed with the next step"
     assert equal_states(other.state_dict(), compressor.state_dict())
+
+
+@pytest.mark.parametrize("steps", [3, 4])  # either side is the next
+def test_a_one_sided_state_can_go_on_with_both_factors(steps: int) -> None:
+    first = power_sgd(min_elements=64, one_sided=True)
+    for step in range(steps):
+        first.reduce(draw(0, step), Channel(None), 4)
+    second = power_sgd(min_elements=64)
+    second.load_state_dict(first.state_dict())
+    owed = total(second.errors[name] for name in sorted(second.errors))
+    assert bool(owed.any())
+    second.reduce(draw(0, steps), Channel(None), 4)
+    assert all(bool(error.isfinite().all()) for error in second.errors.values())
 
 
 def test_a_state_of_another_model_is_refused() -> None:

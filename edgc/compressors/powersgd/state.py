@@ -79,7 +79,8 @@ class State:
         turning, self._turning = self._turning, []
         for group in turning:
             for i, name in enumerate(group.names):
-                self._refer(group, i, name)
+                if self.warm_start:
+                    self._refer(group, i, name)
                 self._sides[name] = group.side
 
     def _refer(self, group: Group, i: int, name: str) -> None:
@@ -151,7 +152,7 @@ class State:
                     self.errors[name] = group.error[i]
                 if self.warm_start and not self.one_sided:
                     self._refer(group, i, name)
-            if self.warm_start and self.one_sided and group not in self._turning:
+            if self.one_sided and group not in self._turning:
                 self._turning.append(group)
             group.drawn.clear()
         work.registered = self.warm_start and not self.one_sided
@@ -180,6 +181,6 @@ class State:
         both = self.one_sided or not any(side != RIGHT for side in state["sides"].values())
         factors = state["factors"] if both and self.warm_start else {}
         self._factors = {name: tensor.clone() for name, tensor in factors.items()}
-        self._sides = dict(state["sides"])
+        self._sides = dict(state["sides"]) if self.one_sided else {}
         self._turning = []
         self.draws = dict(state["draws"])
