@@ -171,18 +171,21 @@ class BucketWorker:
     def _process(self, item: Bucket | Flush) -> None:
         if isinstance(item, Bucket):
             self._unfinished.append(item)
+        stopping: BaseException | None = None
         try:
             if self.error is None and isinstance(item, Bucket):
                 self._take(item)
             elif self.error is None:
                 self._drain()
         except BaseException as error:  # also of a callback that exits: whoever waits for the bucket must hear of it
-            self.error = self._described(error)
+            self.error, stopping = self._described(error), error
         if self.error is not None:
             while self._running:
                 self._running.pop()[0].close()
             while self._unfinished:
                 self._unfinished.pop(0).future.set_exception(self.error)
+        if self.inline and stopping is not None and not isinstance(stopping, Exception):
+            raise stopping  # Ctrl-C in the caller's own thread
 
     def _take(self, bucket: Bucket) -> None:
         """Start the reduction of a bucket; after the last one, finish the iteration."""

@@ -271,6 +271,17 @@ def test_a_callback_that_exits_leaves_nobody_waiting() -> None:
     worker.stop()
 
 
+def test_without_a_thread_an_interrupt_reaches_whoever_made_it() -> None:
+    with masked_path(True):
+        worker = new_worker(FakeEngine())
+        worker.log = lambda last, decision: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(3):  # a log is called when the next iteration begins
+                backward(worker, [["a"]])
+        assert worker.error is not None and "KeyboardInterrupt" in str(worker.error)
+        worker.stop()
+
+
 def test_an_iteration_ends_with_its_last_bucket_or_its_last_gradient() -> None:
     """Where the number of gradients is not told, a bucket says that it is the last; more may be in it."""
     engine = FakeEngine()
