@@ -187,9 +187,11 @@ class SteppedConfig(PolicyConfig):
 
     def check_run(self, model: StageModel, iterations: int) -> None:
         super().check_run(model, iterations)
-        rate = self.entropy.iteration_rate
-        if round(self.window * rate, 9) < 1:
-            what = f"window = {self.window} is shorter than 1 / entropy.iteration_rate = {1 / rate:.4g} iterations"
+        for key in ("iteration_rate", "warmup_rate"):
+            rate = getattr(self.entropy, key)
+            if rate is None or round(self.window * rate, 9) >= 1:
+                continue
+            what = f"window = {self.window} is shorter than 1 / entropy.{key} = {1 / rate:.4g} iterations"
             least = math.ceil(round(1 / rate, 9))
             fix = f"some windows would have no entropy; use a window of at least {least}, or a higher rate"
             raise UserError(what, fix=fix)

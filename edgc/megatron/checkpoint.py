@@ -99,7 +99,7 @@ def load(folder: str | Path, attachment: Attachment, *, changed_settings: bool =
     if saved.data != layout.data and rank_files.world()[0] == 0:
         what = f"edgc: a state of {saved.data} replicas goes on with {layout.data}"
         warnings.warn(f"{what}; error feedback is redistributed, its sum is kept", stacklevel=2)
-    attachment.load_state_dict(state, changed_settings=changed_settings)
+    rank_files.together(lambda: attachment.load_state_dict(state, changed_settings=changed_settings))
     return iteration_of(content)
 
 

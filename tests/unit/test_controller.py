@@ -521,6 +521,11 @@ def test_fixed_policy_lets_other_stages_rise() -> None:
             SHAPES,
             "use a window of at least 4",
         ),
+        (
+            {"window": 20, "entropy": EntropyConfig(iteration_rate=0.1, warmup_rate=0.01)},
+            SHAPES,
+            "window = 20 is shorter than 1 / entropy.warmup_rate = 100 iterations",
+        ),
         ({"window": 100}, SHAPES, "window = 100 leaves nothing to compress in 100 iterations"),
         ({"step_limit": 2}, SHAPES, "step_limit = 2"),
         ({"r_max": 256}, SHAPES, "r_max = 256 is not below"),
