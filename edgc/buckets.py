@@ -71,7 +71,7 @@ class BucketWorker:
         engine: not used by anybody else while buckets are under way.
         group: used here alone, so that no other collective can come between.
         device: of the gradients.
-        parameters: number of gradients in an iteration; None where buckets say which of them is the last.
+        parameters: number of gradients in an iteration.
         closes: whether the engine's iteration is closed here after the last bucket; if not, the caller does when it
             has all futures. On a GPU the host would have to wait to know whether all gradients were finite; most
             iterations (:attr:`edgc.engine.Engine.closes_at_once`) are therefore closed when the next one begins or
@@ -91,7 +91,7 @@ class BucketWorker:
         engine: Engine,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        parameters: int | None,
+        parameters: int,
         *,
         closes: bool = True,
     ) -> None:

@@ -37,6 +37,7 @@ from edgc.compressors import Gradient
 from edgc.control.controller import Decision
 from edgc.engine import Engine, Iteration
 from edgc.errors import UserError, copied
+from edgc.runtime.groups import all_here
 
 
 class Scaler(Protocol):
@@ -63,6 +64,7 @@ class Handle:
         self,
         engine: Engine,
         names: dict[Tensor, str],
+        parameters: int,
         device: torch.device,
         group: dist.ProcessGroup,
         model_group: dist.ProcessGroup,
@@ -77,7 +79,7 @@ class Handle:
         self._names = names
         self._model_group = model_group
         self._scaler = scaler
-        self._worker = BucketWorker(engine, group, device, None)
+        self._worker = BucketWorker(engine, group, device, parameters)
         self._stop = weakref.finalize(self, self._worker.stop)
 
     @property
@@ -176,6 +178,7 @@ class Handle:
         self._stop()
         if self._own:
             self._own = False
+            all_here(self._model_group)
             dist.destroy_process_group(self.group)
 
     def __reduce__(self) -> tuple[Any, ...]:

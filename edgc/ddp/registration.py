@@ -82,7 +82,11 @@ def register(
     # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     device = next(iter(parameters.values())).device
-    handle = Handle(engine, names, device, group, model.process_group, scaler, own=process_group is None)
+    # As many as DDP has put into buckets, of which some may have been frozen since; it does not always say which bucket
+    # is the last.
+    count = int(model._get_ddp_logging_data()["num_parameter_tensors"])
+    own = process_group is None
+    handle = Handle(engine, names, count, device, group, model.process_group, scaler, own=own)
     handle.log = log
     model.register_comm_hook(handle, hook)
     return handle

@@ -35,7 +35,7 @@ def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
     else:
         with _named(gather_objects(f"edgc-{uuid.uuid4().hex}", like)[0]):
             made = dist.new_group(ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=True)
-    _joined(like)
+    all_here(like)
     return made
 
 
@@ -82,14 +82,14 @@ def groups_of(wanted: Mapping[tuple[int, ...], timedelta | None]) -> dict[tuple[
     """
     everyone = {ranks: timeout for row in gather_objects(dict(wanted)) for ranks, timeout in row.items()}
     made = {ranks: dist.new_group(list(ranks), timeout=everyone[ranks]) for ranks in sorted(everyone)}
-    _joined(None)
+    all_here(None)
     return {ranks: made[ranks] for ranks in wanted}
 
 
-def _joined(group: dist.ProcessGroup | None) -> None:
+def all_here(group: dist.ProcessGroup | None) -> None:
     """Wait until all ranks of ``group`` (None: the world) are here.
 
-    new_group returns when this rank has joined, under gloo before the others have. A rank that ended the new group at
-    once would close connections that a slower one is still making, whose new_group then fails.
+    new_group returns when this rank has joined, under gloo before the others have; so does a collective when this rank
+    has its result. A rank that ended a group at once would close connections that a slower one is still using.
     """
     gather_objects(None, group)
