@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edgc.checks import plain
 from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import EDGCConfig
 from edgc.control.controller import Controller
@@ -216,8 +217,8 @@ class AdaptiveController(Controller):
         assert self._policy is not None
         self._policy.check_loss(iteration, report.loss, self._history)
         error = report.entropy_error[0] if report.entropy_error else math.nan
-        self._history.entropy.add(_known(report.entropy[0]), _known(error))
-        self._history.loss.add(_known(report.loss))
+        self._history.entropy.add(plain(report.entropy[0]), plain(error))
+        self._history.loss.add(plain(report.loss))
         if self.phase == "warmup":
             return self._warmup(iteration)
         if self._paused is not None:
@@ -293,10 +294,6 @@ class AdaptiveController(Controller):
             self._spread(self._policy.go_on(last_window, rank, self._history, *self._limits))
             if state["paused"] and known_times:
                 self._paused, self.ranks = self.ranks, (None,) * self.stages
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _words(ranks: Sequence[int | None]) -> str:

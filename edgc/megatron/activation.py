@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from edgc.compressors.base import Statistics
 from edgc.compressors.passes import square_sums, within
-from edgc.compressors.powersgd.state import cut, extend, random_factor
+from edgc.compressors.powersgd.state import of_rank, random_factor
 from edgc.compressors.powersgd.workspace import ways
 from edgc.errors import UserError
 from edgc.runtime.channel import mark
@@ -196,12 +197,10 @@ class ActivationCompressor:
         """E, if there is error feedback, and Q^T of a stream, on the gradient's device."""
         device, shape = gradient.device, (layout.rows, layout.columns)
         factor, error = self.factors.get(name), None
-        if factor is None:
-            factor = random_factor(self.seed, 0, name, layout.columns, layout.rank).mT.contiguous()
-        elif factor.shape[1] == layout.columns and (missing := layout.rank - factor.shape[0]):
-            # Of a run that went on with another rank.
-            fresh = random_factor(self.seed, 1, name, layout.columns, max(0, missing))
-            factor = (extend(factor.mT, fresh) if missing > 0 else cut(factor.mT, layout.rank)).mT.contiguous()
+        if factor is None or (factor.shape[1] == layout.columns and factor.shape[0] != layout.rank):
+            # The first time; else the one of a run that goes on with another rank.
+            fresh = partial(random_factor, self.seed, int(factor is not None), name, layout.columns)
+            factor = of_rank(None if factor is None else factor.mT, layout.rank, fresh).mT.contiguous()
         if self.error_feedback:
             error = self.errors.get(name)
             if error is None:

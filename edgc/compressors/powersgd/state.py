@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,15 @@ def extend(factor: Tensor, fresh: Tensor) -> Tensor:
     for _ in range(2):
         fresh = torch.linalg.qr(fresh - basis @ (basis.mT @ fresh)).Q
     return torch.cat([factor, fresh], dim=1)
+
+
+def of_rank(factor: Tensor | None, rank: int, fresh: Callable[[int], Tensor]) -> Tensor:
+    """``factor`` cut to ``rank`` columns, or extended by as many ``fresh`` ones as are missing; None has none yet."""
+    missing = rank - (0 if factor is None else factor.shape[1])
+    if missing > 0:
+        return fresh(missing) if factor is None else extend(factor, fresh(missing))
+    assert factor is not None
+    return factor if missing == 0 else cut(factor, rank)
 
 
 class State:
@@ -129,14 +139,9 @@ class State:
         length, rank = group.shape[group.side], group.rank
         for name, factor in zip(group.names, group.factor(group.side), strict=True):
             q, draw = self.factors.get(name), self.draws.get(name, 0) + 1
-            missing = rank - (0 if q is None else q.shape[1])
-            if missing > 0:
-                fresh = random_factor(self.seed, draw, name, length, missing)
-                q = fresh if q is None else extend(q, fresh)
+            if q is None or q.shape[1] < rank:
                 group.drawn.add(name)
-            elif missing < 0 and q is not None:
-                q = cut(q, rank)
-            assert q is not None
+            q = of_rank(q, rank, partial(random_factor, self.seed, draw, name, length))
             if q.shape[0] != length:
                 what = f"the warm start of {name} is {tuple(q.shape)}, but should have {length} rows"
                 raise UserError(what, fix="load the compressor's state of this very model")
