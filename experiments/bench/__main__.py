@@ -109,7 +109,7 @@ def profile_step(
     variants: Annotated[str, typer.Option(help=f"with commas: {', '.join(step_profile.VARIANTS)}; default: all")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     trace: Annotated[bool, typer.Option(help="also write a trace of one step of each variant")] = True,
-    quick: Annotated[bool, typer.Option(help="seven variants, ten steps: three minutes on a GPU")] = False,
+    quick: Annotated[bool, typer.Option(help="ten variants, ten steps: four minutes on a GPU")] = False,
     results: Results = RESULTS,
 ) -> None:
     """Where the time of a training step goes on one device, with and without a hook: step_profile.csv,

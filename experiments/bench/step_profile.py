@@ -38,8 +38,11 @@ OURS: dict[str, dict[str, Any]] = {
     "topk": {"method": "topk", "density": 0.01},
     "quantize": {"method": "quantize", "bits": 8},
 }
-VARIANTS = (DDP, TORCH, *OURS, AGAIN)
-QUICK = (DDP, TORCH, "none", "powersgd fp32", "powersgd int8", "powersgd int4", AGAIN)
+# DDP's buckets are of 25 MB unless it is told otherwise; in larger ones more matrices share an operation.
+BUCKET_MB = 25
+LARGE = {f"{of} 100 MB": (of, 100) for of in (TORCH, "powersgd fp32", "powersgd int8")}
+VARIANTS = (DDP, TORCH, *OURS, *LARGE, AGAIN)
+QUICK = (DDP, TORCH, "none", "powersgd fp32", "powersgd int8", "powersgd int4", *LARGE, AGAIN)
 GPT2 = Size(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024, batch=8)  # 124 million parameters
 PARTS = ("step", "host", "forward", "backward", "optimizer", "compress", "communicate", "decompress")
 PROFILED = 2
@@ -81,9 +84,14 @@ class Found:
     kernels: dict[str, list[Kernel]] = field(default_factory=dict)
 
 
+def bucketed(variant: str) -> tuple[str, int]:
+    """What a variant is called with DDP's own buckets, and how many MB its buckets hold."""
+    return LARGE.get(variant, (variant, BUCKET_MB))
+
+
 def settings(variant: str, rank: int) -> dict[str, Any] | None:
     """Settings of our hook; None for the variants that have none."""
-    options = OURS.get(variant)
+    options = OURS.get(bucketed(variant)[0])
     if options is None:
         return None
     return options | ({"rank": rank} if options["method"] == "powersgd" else {})
@@ -167,9 +175,10 @@ def table(plan: Plan, found: Found) -> pd.DataFrame:
     rows = []
     for variant in [of for of in plan.variants if of in found.facts]:
         fact = found.facts[variant]
-        row: dict[str, Any] = {"device": plan.device, "variant": variant}
+        method, bucket_mb = bucketed(variant)
+        row: dict[str, Any] = {"device": plan.device, "variant": variant, "bucket_mb": bucket_mb}
         options = settings(variant, plan.rank) or {}
-        row["rank"] = plan.rank if variant == TORCH else options.get("rank")
+        row["rank"] = plan.rank if method == TORCH else options.get("rank")
         if isinstance(fact, str):
             rows.append({**row, "status": fact})
             continue

@@ -22,7 +22,7 @@ from experiments.bench.children import serve
 from experiments.bench.collectives import join
 from experiments.bench.gpt import GPT, Size, batch
 from experiments.bench.kernels import Kernel, kernels
-from experiments.bench.step_profile import TORCH, settings
+from experiments.bench.step_profile import TORCH, bucketed, settings
 from experiments.bench.variants import Mirror
 
 BATCHES = 4
@@ -40,9 +40,11 @@ class Training:
         join(backend="nccl" if on_gpu else "gloo")
         torch.manual_seed(0)
         self.autocast = autocast and on_gpu and torch.cuda.is_bf16_supported()
-        self.model = DistributedDataParallel(GPT(self.size).to(self.device), gradient_as_bucket_view=True)
+        method, bucket_mb = bucketed(variant)
+        model = GPT(self.size).to(self.device)
+        self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         self.handle: edgc.ddp.Handle | None = None
-        if variant == TORCH:
+        if method == TORCH:
             state = powerSGD_hook.PowerSGDState(cast(Any, None), matrix_approximation_rank=rank, start_powerSGD_iter=2)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif options := settings(variant, rank):

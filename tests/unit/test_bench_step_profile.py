@@ -16,7 +16,7 @@ from edgc.config import EDGCConfig
 from experiments.bench import gpt, step_profile
 from experiments.bench.__main__ import app
 from experiments.bench.kernels import Kernel, kernels, of_events
-from experiments.bench.step_profile import AGAIN, DDP, OURS, TORCH, Found, Plan
+from experiments.bench.step_profile import AGAIN, DDP, LARGE, OURS, TORCH, Found, Plan
 
 SIZE = [
     "--layers",
@@ -85,17 +85,26 @@ def test_every_variant_of_ours_has_settings_that_are_valid(name: str) -> None:
     assert step_profile.settings(TORCH, 32) is None and step_profile.settings(DDP, 32) is None
 
 
+@pytest.mark.parametrize("name", LARGE)
+def test_large_buckets_change_the_buckets_alone(name: str) -> None:
+    method, bucket_mb = step_profile.bucketed(name)
+    assert bucket_mb > step_profile.bucketed(method)[1] == step_profile.BUCKET_MB
+    assert step_profile.settings(name, 32) == step_profile.settings(method, 32)
+
+
 def test_the_table_has_the_difference_to_plain_ddp_and_keeps_failures() -> None:
-    plan = Plan(variants=(DDP, TORCH, "powersgd int8", AGAIN), rank=16)
+    [large] = [of for of in LARGE if of.startswith(TORCH)]
+    plan = Plan(variants=(DDP, TORCH, "powersgd int8", large, AGAIN), rank=16)
     found = Found()
     for variant, seconds in ((DDP, 1.0), ("powersgd int8", 1.5), (AGAIN, 1.1)):
         times = dict.fromkeys(step_profile.PARTS, seconds)
         found.steps[variant] = [times, {**times, "step": seconds + 0.2}, {**times, "step": seconds + 0.1}]
         found.facts[variant] = {"peak_memory_mib": 100 * seconds, "bytes": 7}
         found.kernels[variant] = [Kernel(f"k{i}", 1.0, 0.01) for i in range(50)]
-    found.facts[TORCH] = "OutOfMemoryError: no"
+    found.facts[TORCH] = found.facts[large] = "OutOfMemoryError: no"
     table = step_profile.table(plan, found).set_index("variant")
     assert table.loc[TORCH, "status"] == "OutOfMemoryError: no" and pd.isna(table.loc[TORCH, "step_ms"])
+    assert list(table["bucket_mb"]) == [25, 25, 25, 100, 25] and table.loc[large, "rank"] == 16
     ours = table.loc["powersgd int8"]
     assert ours["step_ms"] == pytest.approx(1600) and ours["rank"] == 16
     assert ours["over_ddp_step_ms"] == pytest.approx(500)
@@ -110,7 +119,7 @@ def test_the_table_has_the_difference_to_plain_ddp_and_keeps_failures() -> None:
 
 @pytest.mark.slow
 def test_the_program_trains_every_kind_of_variant_and_keeps_no_trace(tmp_path: Path) -> None:
-    variants = (DDP, TORCH, "powersgd int8", "quantize")
+    variants = (DDP, "torch 100 MB", "powersgd int8", "quantize")
     arguments = [*SIZE, "--rank", "2", "--steps", "2", "--device", "cpu", "--variants", ",".join(variants)]
     done = CliRunner().invoke(app, ["step", *arguments, "--results", str(tmp_path / "bench")])
     assert done.exit_code == 0, done.output
