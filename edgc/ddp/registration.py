@@ -36,7 +36,8 @@ def register(
     To be called on every rank of the model's process group, for several models in the same order on every rank.
 
     Args:
-        model: wrapped, not yet compiled, without a communication hook.
+        model: wrapped, not yet compiled, without a communication hook. On a GPU with ``bucket_cap_mb=100`` or more, for
+            the host must launch less in fewer buckets.
         iterations: length of the run in synchronised backward passes (warm-up is a share of it).
         scaler: the ``torch.amp.GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on every
             rank or on none. With one scaler for several optimizers, all of them must skip the same steps.
