@@ -165,8 +165,8 @@ def title_legend(fig: Figure, drawn: Iterable[Any], labels: Iterable[str], title
 
 
 def in_lines(title: str) -> str:
-    """A title over all panels, broken between words alone: joined again it is what it was."""
-    return textwrap.fill(title, TITLE, break_on_hyphens=False)
+    """A title over all panels, broken between words alone and never before a %: joined again it is what it was."""
+    return textwrap.fill(title.replace(" %", "\u00a0%"), TITLE, break_on_hyphens=False).replace("\u00a0", " ")
 
 
 def headline(fig: Figure, title: str) -> None:

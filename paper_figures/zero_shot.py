@@ -74,8 +74,8 @@ def draw(results: Path) -> Figure:
         list(ok.drop_duplicates("run").groupby("variant").size()),
         bars="one marker per seed",
         scale=results.name,
-        extra=f"Documents: {documents}.\nLeft: bars: ± 1 standard error over documents; dotted: chance; dashed: "
-        "always the most frequent answer.\nRight: gap to uncompressed of the same seed; bars: 90 % interval, paired "
+        extra=f"Documents: {documents}.\nLeft: dotted: chance; dashed: always the most frequent "
+        "answer.\nRight: gap to uncompressed of the same seed; bars: 90 % interval, paired "
         "over documents; shaded: margin within which a whole interval means on par."
         + (f"\nNo model: {', '.join(missing)}." if missing else "")
         + (f"\n{idle}" if idle else ""),
@@ -113,12 +113,11 @@ def unit_of(rows: pd.DataFrame) -> tuple[str, float, str]:
 
 
 def scores(ax: Axes, rows: pd.DataFrame, labels: list[str]) -> None:
-    """Runs as markers with one standard error, against chance and the best constant answer."""
+    """Runs as markers, against chance and the best constant answer."""
     name, factor, _ = unit_of(rows)
     for y, look, run in spread_seeds(rows, labels):
         if pd.notna(run["value"]):
-            bar = factor * run["stderr"] if pd.notna(run["stderr"]) else None
-            ax.errorbar(factor * run["value"], y, xerr=bar, **look.marks())
+            ax.plot(factor * run["value"], y, **look.marks())
     for key, line in (("chance", ":"), ("best_constant", "--")):
         if rows[key].notna().any():
             level = factor * rows[key].dropna().iloc[0]
