@@ -474,6 +474,11 @@ def test_titles_follow_from_the_tables() -> None:
     runs = pd.DataFrame({"variant": names, "method": ["edgc", "sign", "powersgd"], "policy": ["cqm", "cqm", "cqm"]})
     title = importlib.import_module("paper_figures.equal_bytes").seen(points, runs)
     assert title == "cheap and good loses no more in the mean than EDGC (CQM) and sends 10 % of the bytes, not 40 %"
+    # What a policy loses that did not act says nothing of it.
+    idle = runs.assign(label=names, ranks_used=1, windows_inside=0.0, acted=[False, None, None])
+    near = points.assign(gap_nats=[0.001, 0.3, 0.004], method=runs["method"])
+    told = importlib.import_module("paper_figures.equal_bytes").seen(near, idle)
+    assert told == "In the mean cheap and good sends the fewest bytes within 0.005 nats of no compression: 10 %"
     ways = ["edgc", "sign", "powersgd", "none"]
     means = pd.DataFrame({"label": [*names, "no compression"], "method": ways, "edgc": [True, False, False, False]})
     means = means.assign(bytes_ratio_mean=[0.4, 0.03, 0.1, 1.0], gap_nats_mean=[0.02, 0.3, 0.01, 0.0])
