@@ -38,7 +38,7 @@ OURS: dict[str, dict[str, Any]] = {
     "topk": {"method": "topk", "density": 0.01},
     "quantize": {"method": "quantize", "bits": 8},
 }
-# DDP's buckets are of 25 MB unless it is told otherwise; in larger ones more matrices share an operation.
+# DDP's own buckets, of which the first is smaller; in larger ones more matrices share an operation.
 BUCKET_MB = 25
 LARGE = {f"{of} 100 MB": (of, 100) for of in (TORCH, "powersgd fp32", "powersgd int8")}
 VARIANTS = (DDP, TORCH, *OURS, *LARGE, AGAIN)

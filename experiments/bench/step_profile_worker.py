@@ -22,7 +22,7 @@ from experiments.bench.children import serve
 from experiments.bench.collectives import join
 from experiments.bench.gpt import GPT, Size, batch
 from experiments.bench.kernels import Kernel, kernels
-from experiments.bench.step_profile import TORCH, bucketed, settings
+from experiments.bench.step_profile import BUCKET_MB, TORCH, bucketed, settings
 from experiments.bench.variants import Mirror
 
 BATCHES = 4
@@ -42,7 +42,8 @@ class Training:
         self.autocast = autocast and on_gpu and torch.cuda.is_bf16_supported()
         method, bucket_mb = bucketed(variant)
         model = GPT(self.size).to(self.device)
-        self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+        cap = bucket_mb if bucket_mb != BUCKET_MB else None  # given its own size, DDP's first bucket would be as large
+        self.model = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
         self.handle: edgc.ddp.Handle | None = None
         if method == TORCH:
             state = powerSGD_hook.PowerSGDState(cast(Any, None), matrix_approximation_rank=rank, start_powerSGD_iter=2)
