@@ -40,7 +40,7 @@ def draw(results: Path) -> Figure:
     threads = sorted(alone["threads"].unique())
     one = alone[alone["threads"] == threads[0]]
     clock = "cpu" if (one["device"].iloc[0] == "cpu" and threads[0] == 1) else "wall"
-    fig, axes = style.figure(4, 1, height=10.0)
+    fig, axes = style.figure(4, 1, height=9.6)
     times(axes[0], one, clock)
     speedups(axes[1], alone, threads)
     floors(axes[2], one)

@@ -48,7 +48,11 @@ def draw(results: Path) -> Figure:
     table = style.read(results, STUDY)
     assert set(table["kind"]) == {"simulated"}
     clusters = list(table["cluster"].unique())
-    fig, axes = style.figure(len(clusters), 1, height=1.6 + 1.5 * len(clusters), sharey=True)
+    rows_of_panels = -(-len(clusters) // 2)
+    fig, axes = style.figure(rows_of_panels, 2, height=1.6 + 1.8 * rows_of_panels, sharey=True)
+    for ax in axes[len(clusters) :]:
+        ax.remove()
+    axes = axes[: len(clusters)]
     for ax, cluster in zip(axes, clusters, strict=True):
         rows = table[(table["cluster"] == cluster) & (table["method"] != "none")]
         for (method, overlap), line in rows.groupby(["method", "overlap"], sort=False):
@@ -61,9 +65,10 @@ def draw(results: Path) -> Figure:
         ax.axhline(0, color="#444444", linewidth=0.6)
         ax.set_xscale("log")
         style.plain(ax.xaxis, [tick for tick in (1, 10, 100, 400) if tick <= rows["gbits_per_second"].max()])
-        ax.set_title(f"SIMULATED: {rows['label'].iloc[0]}")
+        ax.set_title(f"SIMULATED\n{rows['label'].iloc[0]}")
         sites = rows["link"].iloc[0] == "sites"
-        ax.set_xlabel("link between the sites (Gbit/s)" if sites else "bandwidth of a node (Gbit/s)")
+        ax.set_xlabel("link between the\nsites (Gbit/s)" if sites else "bandwidth of a\nnode (Gbit/s)")
+    for ax in axes[::2]:
         ax.set_ylabel("step time saved (%)")
     style.letter(axes)
     words = title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"])

@@ -31,7 +31,7 @@ def draw(results: Path, study: str = "methods") -> Figure:
     if not variants:
         raise UserError(f"no EDGC run in study {study!r}", where=results / study / "table.csv")
     stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
-    fig, axes = style.figure(2 * len(variants), 1, height=1.2 + 2.4 * len(variants), sharex=True)
+    fig, axes = style.figure(2 * len(variants), 1, height=1.2 + 2.1 * len(variants), sharex=True)
     for number, variant in enumerate(variants):
         above, below = axes[2 * number : 2 * number + 2]
         rows = curves[curves["variant"] == variant]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ BLACK, GREY = "#000000", "#8c8c8c"
 THIN: dict[str, Any] = {"linewidth": 0.4, "alpha": 0.35}  # a run
 THICK: dict[str, Any] = {"linewidth": 1.2, "zorder": 3}  # the mean over the runs
 BYTES = "bytes sent ({unit})"
-LOSS, ABOVE = "loss (nats)", "loss above\nuncompressed (nats)"
+LOSS, ABOVE = "loss (nats)", "loss above\nuncompressed\n(nats)"
 TICKS = (-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1)  # of ABOVE
+BETWEEN = (0.03, 0.3)  # left out of TICKS where all of them would touch
 LINEAR = 0.01  # nats; the axis of differences is linear below and logarithmic above
+OVERVIEW = 1.7  # inches
 CUT = 0.1  # share of the run after which the loss axis starts
 
 
@@ -47,16 +49,18 @@ def draw(results: Path, study: str, rows_of: Callable[[pd.DataFrame], list[list[
     curves = curves.assign(validation_loss=np.log(curves["validation_perplexity"]), sent=curves["bytes"] / size)
     curves["above"] = above(curves, plain)
     looks = [looks_of(variants, plain, row) for row in rows]
-    fig, (overview, *parts) = style.stacked([2.1, *(1.6 + 0.15 * legend_lines(row) for row in looks)])
+    fig, (overview, *parts) = style.stacked(heights([legend_lines(row, plain) for row in looks], bool(plain)))
     # What is compared with the same uncompressed runs has the same axes; other rows, as BERT and GPT, have their own.
     own = [curves if plain else curves[curves["variant"].isin(list(row))] for row in looks]
     low, high = (end(ends) for end, ends in zip((min, max), zip(*map(limits, own), strict=True), strict=True))
     every(overview, curves, plain, (low, high))
     for part, row, mine in zip(parts, looks, own, strict=True):
-        pair(part, mine, row, bool(plain))
+        pair(part, mine, row, plain)
         if not variants["label"].is_unique:
             part.legends[0].set_title(variants["label"][next(iter(row))])
         part.axes[0].set_xlabel(BYTES.format(unit=unit))
+    if plain:
+        share_across(parts)
     style.letter(fig.axes)
     style.headline(fig, seen(curves, variants, plain))
     extra = f"Training loss, trailing mean; thin: runs, thick: their mean. Losses above {high:.2f} are cut off."
@@ -113,15 +117,34 @@ def look_of(variants: pd.DataFrame, variant: str) -> tuple[str, str]:
     return (style.look(run) if known else style.family(str(run["method"]))).colour, "-"
 
 
-def legend_columns(looks: dict[str, Look]) -> int:
+def legend_columns(labels: Iterable[str]) -> int:
     """As many columns of a legend as fit a column of a page."""
-    longest = max(len(label) for label, _, _ in looks.values())
+    longest = max(len(label) for label in labels)
     return 3 if longest < 17 else 2 if longest < 26 else 1
 
 
-def legend_lines(looks: dict[str, Look]) -> int:
-    """Lines of text that the legend of a row is high."""
-    return 1 + -(-len(set(looks.values())) // legend_columns(looks))
+def legend_lines(looks: dict[str, Look], plain: list[str]) -> int:
+    """Lines of text that the legend of a row is high; uncompressed is explained above all rows."""
+    labels = {label for name, (label, _, _) in looks.items() if name not in plain}
+    return 1 + -(-len(labels) // legend_columns(labels))
+
+
+def heights(legends: list[int], once: bool) -> list[float]:
+    """Of the overview and of every row, in inches, by the lines of its legend, so that all fit a page; ``once``: the
+    last row alone has the ticks and the label of x."""
+    more = [0.13 * lines + (0.0 if once else 0.35) for lines in legends]
+    more[-1] += 0.35 if once else 0.0
+    panel = min(1.3, (style.TALLEST - OVERVIEW - style.MARGIN - sum(more)) / len(legends))
+    return [OVERVIEW, *(panel + own for own in more)]
+
+
+def share_across(parts: list[SubFigure]) -> None:
+    """Rows with the same axes have the ticks and the label of x under the last row alone."""
+    for above in parts[:-1]:
+        for ax, last in zip(above.axes, parts[-1].axes, strict=True):
+            ax.sharex(last)
+            ax.set_xlabel("")
+            ax.tick_params(labelbottom=False)
 
 
 def every(part: SubFigure, curves: pd.DataFrame, plain: list[str], shown: tuple[float, float]) -> None:
@@ -140,10 +163,11 @@ def every(part: SubFigure, curves: pd.DataFrame, plain: list[str], shown: tuple[
     part.legend(*style.handles(ax), loc="outside upper center", ncols=2, columnspacing=0.8)
 
 
-def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], excess: bool) -> None:
+def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], plain: list[str]) -> None:
     """One group of variants, left: loss over bytes sent; right: loss above uncompressed, or loss, over iterations. The
     axes have room for all ``curves``."""
     left, right = part.subplots(1, 2)
+    excess = bool(plain)
     for look in dict.fromkeys(looks.values()):
         mine = curves[curves["variant"].isin([name for name, other in looks.items() if other == look])]
         lines(left, mine, "sent", "train_loss", look)
@@ -159,15 +183,14 @@ def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], excess: 
         right.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
         low, high = min(1.3 * least, -LINEAR), max(1.3 * most, LINEAR)
         ticks = [tick for tick in TICKS if low <= tick <= high]
+        if len(ticks) > 6:
+            ticks = [tick for tick in ticks if abs(tick) not in BETWEEN]
         right.set_yticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
         right.set_ylim(low, high)
-    part.legend(
-        *style.handles(left),
-        loc="outside upper center",
-        ncols=legend_columns(looks),
-        columnspacing=0.8,
-        handlelength=1.6,
-    )
+    black = {looks[name][0] for name in plain}
+    entries = {label: drawn for drawn, label in zip(*style.handles(left), strict=True) if label not in black}
+    options: dict[str, Any] = {"ncols": legend_columns(entries), "columnspacing": 0.8, "handlelength": 1.6}
+    part.legend(list(entries.values()), list(entries), loc="outside upper center", **options)
 
 
 def log_bytes(ax: Axes, low: float, high: float) -> None:

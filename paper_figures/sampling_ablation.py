@@ -44,22 +44,23 @@ def draw(results: Path) -> Figure:
     fine = table[(table["status"] == "ok") & (table["sampling"] == sampling)]
     cost = timings[(timings["status"] == "ok") & (timings["sampling"] == sampling)].copy()
     cost["percent"] = 100 + cost["change_percent"]
-    fig, axes = style.figure(6, 1, height=12.8, gridspec_kw={"height_ratios": [1, 1, 1, 2, 2, 2]})
+    fig, (above, *below) = style.stacked([1.3, 2.3, 2.0, 2.3])
+    axes = [*above.subplots(1, 3, sharex=True, sharey=True), *(part.subplots() for part in below)]
     worst = min(WORST_CC, fine["cc"].min()), max(WORST_NATS, fine["rmse_nats"].max()), 100.0
-    grid(axes[0], fine, "cc", "CC (no unit)", "{:.3f}", (1.0, worst[0]))
-    grid(axes[1], fine, "rmse_nats", "RMSE of windows (nats)", "{:.3f}", (0.0, worst[1]))
-    grid(axes[2], cost, "percent", "time of the estimate (%)", "{:.1f}", (0.0, worst[2]))
-    for ax in axes[:3]:
-        ax.set(xlabel="β, share of entries read (no unit)", ylabel="α, share of\niterations")
+    grid(axes[0], fine, "cc", "CC\n(no unit)", "{:.3f}", (1.0, worst[0]))
+    grid(axes[1], fine, "rmse_nats", "RMSE\n(nats)", "{:.3f}", (0.0, worst[1]))
+    grid(axes[2], cost, "percent", "time\n(%)", "{:.1f}", (0.0, worst[2]))
+    axes[0].set_ylabel("α, share of\niterations")
+    axes[1].set_xlabel("β, share of entries read (no unit)")
     error(axes[3], style.read(results, "sampling_ablation", "sampling_error.csv"))
     windows(axes[4], style.read(results, "sampling_ablation", "grid.csv"))
     seconds(axes[5], style.read(results, "sampling_ablation", "grid_timings.csv"))
-    for ax in axes[3:]:
+    for part, ax in zip(below, axes[3:], strict=True):
         ax.set_xscale("log")
         style.plain(ax.xaxis, RATES)
         ax.set_xlabel("β, share of entries read (no unit)")
         # Six lines of text hide data wherever they are put inside.
-        ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.22), ncols=2, columnspacing=0.8)
+        part.legend(*style.handles(ax), loc="outside lower center", ncols=2, columnspacing=0.8)
     style.letter(axes)
     style.headline(fig, seen(fine, cost))
     counts = list(fine.groupby(["alpha", "beta"]).size())
@@ -103,7 +104,7 @@ def error(ax: Axes, found: pd.DataFrame) -> None:
     ax.plot(formula.index, formula, color="#444444", linewidth=0.9, label="formula, Gaussian")
     ax.set_yscale("log")
     style.plain(ax.yaxis)
-    ax.set(title="error of a measurement", ylabel="RMSE to all entries (nats)")
+    ax.set(title="error of a measurement", ylabel="RMSE to all\nentries (nats)")
 
 
 def windows(ax: Axes, found: pd.DataFrame) -> None:
@@ -122,7 +123,7 @@ def windows(ax: Axes, found: pd.DataFrame) -> None:
             )
     ax.set_yscale("log")
     style.plain(ax.yaxis)
-    ax.set(title="windows, diagonal, histogram", ylabel="RMSE of window means (nats)")
+    ax.set(title="windows, diagonal, histogram", ylabel="RMSE of window\nmeans (nats)")
 
 
 def seconds(ax: Axes, found: pd.DataFrame) -> None:
@@ -138,7 +139,7 @@ def seconds(ax: Axes, found: pd.DataFrame) -> None:
     squares = percent.loc[percent["estimator"] == "square_sum", "percent"]
     ax.axhline(squares.mean(), color="#444444", linestyle="--", linewidth=0.9, label="sum of all squares")
     ax.set_ylim(bottom=0)
-    ax.set(title="time of an estimate", ylabel="% of the histogram of all entries")
+    ax.set(title="time of an estimate", ylabel="% of the histogram\nof all entries")
 
 
 def grid(ax: Axes, rows: pd.DataFrame, column: str, title: str, number: str, ends: tuple[float, float]) -> None:

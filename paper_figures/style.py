@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["ARCHITECTURES", "ESTIMATORS", "FAMILIES", "MARKERS", "Family", "family", "look", "stage_colours"]
 
 COLUMN = 3.35  # inches, one column of a two-column page: every figure is as wide
+TALLEST = 2.9 * COLUMN  # inches; a higher one does not fit a page beside its caption
+MARGIN = 0.6  # inches that the title and the note of stacked parts take
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
 BOLD: dict[str, Any] = {"weight": "bold", "size": FONT}
@@ -141,7 +143,7 @@ def _size(height: float) -> tuple[float, float]:
 def stacked(heights: Sequence[float]) -> tuple[Figure, list[SubFigure]]:
     """A themed figure and its parts, one above the other, each with panels and a legend of its own. Inches."""
     use()
-    fig = plt.figure(figsize=_size(sum(heights) + 0.6))
+    fig = plt.figure(figsize=_size(sum(heights) + MARGIN))
     parts = fig.subfigures(len(heights), 1, height_ratios=list(heights), squeeze=False)
     return fig, list(parts.flat)
 

@@ -44,7 +44,7 @@ def draw(results: Path) -> Figure:
     table = style.read(results, "zero_shot")
     tasks = list(dict.fromkeys(table["task"]))
     labels = list(dict.fromkeys(table["label"]))
-    height = 2.2 + len(tasks) * (0.62 + 0.15 * len(labels))
+    height = 2.0 + len(tasks) * (0.56 + 0.13 * len(labels))
     fig, axes = style.figure(len(tasks), 2, height=height, sharey=True)
     drawn = []
     runs = table.drop_duplicates("run")

@@ -76,6 +76,7 @@ def test_panels_are_filled_labelled_and_legible(tables: Path, name: str) -> None
         panels = data_panels(fig)
         assert panels
         assert fig.get_figwidth() == style.COLUMN
+        assert fig.get_figheight() <= style.TALLEST + 0.01
         width, height = fig.canvas.get_width_height()
         for ax in panels:
             assert has_data(ax), ax.get_title(loc="left")
@@ -124,6 +125,12 @@ def test_every_line_is_explained(tables: Path, name: str) -> None:
                 assert drawn <= named, ax.get_title(loc="left")
     finally:
         plt.close(fig)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results" / "reference").rglob("*.png")), ids=lambda path: path.stem)
+def test_a_kept_figure_fits_a_page_beside_its_caption(path: Path) -> None:
+    height, width = plt.imread(path).shape[:2]
+    assert height / width <= style.TALLEST / style.COLUMN + 0.01
 
 
 def test_a_file_has_the_title_that_its_figure_shows(tmp_path: Path) -> None:
