@@ -84,7 +84,7 @@ restore: venv ## put the runs of STUDY that are kept back into results, where th
 	@$(PIPELINE) texts
 	@$(PY) -m experiments.verdicts.archive restore --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
-# Not part of `reproduce`: 78 runs, more than an hour at ci scale; 12 runs; 21 runs.
+# Not part of `reproduce`: 87 runs, more than an hour at ci scale; 12 runs; 21 runs.
 .PHONY: equal-bytes
 equal-bytes: ## compare all compressors at equal bytes and write that to results/reference/SCALE
 	@$(MAKE) keep STUDY=equal_bytes
