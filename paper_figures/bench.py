@@ -23,7 +23,7 @@ the time goes. Medians over rounds, quartiles as bars."""
 # What is compared here is who computes PowerSGD: torch is grey, ours looks as its factors do everywhere.
 TORCH = Family("torch", "torch", "#8C8C8C", "X")
 OURS = {
-    dtype: FAMILIES[key]._replace(label=f"edgc, {dtype} factors")
+    dtype: FAMILIES[key]._replace(label=f"ours, {dtype} factors")
     for dtype, key in (("fp32", "powersgd"), *((dtype, f"factors_{dtype}") for dtype in ("bf16", "int8", "int4")))
 }
 ALLOCATORS = {"default": "-", "thp": "--", "kept": ":"}
@@ -42,7 +42,7 @@ def draw(results: Path) -> Figure:
     clock = "cpu" if (one["device"].iloc[0] == "cpu" and threads[0] == 1) else "wall"
     fig, axes = style.figure(4, 1, height=9.6)
     times(axes[0], one, clock)
-    speedups(axes[1], alone, threads)
+    found = speedups(axes[1], alone, threads)
     floors(axes[2], one)
     shares(axes[3], good)
     for ax in axes[:3]:
@@ -50,7 +50,7 @@ def draw(results: Path) -> Figure:
         style.plain(ax.xaxis, sorted(good["rank"].unique()))
         ax.set_xlim(good["rank"].min() / 1.2, good["rank"].max() * 1.2)
     style.letter(axes)
-    fig.legend(*style.handles(axes[0], axes[2]), loc="outside upper center", ncols=2, columnspacing=1.0)
+    style.title_legend(fig, *style.handles(axes[0], axes[2]), seen(found), columnspacing=1.0)
     machine = table["machine"].iloc[0]
     style.annotate(
         fig,
@@ -62,6 +62,11 @@ def draw(results: Path) -> Figure:
         f"medians of ratios within rounds",
     )
     return fig
+
+
+def seen(found: list[float]) -> str:
+    """In words: how many times as long torch's hook takes as ours, over ranks, threads and torch's allocators."""
+    return f"Torch's hook takes {min(found):.1f} to {max(found):.1f} times as long as ours" if found else "The engine"
 
 
 def thread_count(count: int) -> str:
@@ -99,8 +104,8 @@ def times(ax: Axes, one: pd.DataFrame, clock: str) -> None:
     ax.set_title("compress + decompress")
 
 
-def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> None:
-    """Torch's time over ours with fp32 factors, each allocator of torch's, per number of threads."""
+def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> list[float]:
+    """Torch's time over ours with fp32 factors, each allocator of torch's, per number of threads; returns them all."""
     first = alone[alone["allocator"] == alone["allocator"].iloc[0]]
     mine = first[first["factor_dtype"] == "fp32"]
     found: list[float] = []
@@ -122,9 +127,9 @@ def speedups(ax: Axes, alone: pd.DataFrame, threads: Sequence[int]) -> None:
                 )
                 found += list(rows[column].dropna())
     ax.axhline(1, color="#444444", linewidth=0.6)
-    seen = f"speed-up {min(found):.1f} to {max(found):.1f}, by torch's allocator" if found else "speed-up"
-    ax.set(ylabel="torch's time / edgc's (no unit)", title=seen)
+    ax.set(ylabel="torch's time / ours (no unit)", title="speed-up")
     ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.45, -0.26), ncols=2, columnspacing=0.8)
+    return found
 
 
 def floors(ax: Axes, one: pd.DataFrame) -> None:
@@ -148,7 +153,7 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     gloo = gloo[gloo["rank"] == rank]
     names, rows = [], []
     for _, row in gloo.iterrows():
-        names.append({"copy": "dense", "torch": "torch"}.get(row["engine"], f"edgc {row['factor_dtype']}"))
+        names.append({"copy": "uncompressed", "torch": "torch"}.get(row["engine"], f"ours, {row['factor_dtype']}"))
         rows.append(row)
     colours = sns.color_palette("colorblind", len(PARTS))
     left = [0.0] * len(rows)

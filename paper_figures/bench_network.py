@@ -22,7 +22,7 @@ LOOKS = {
     "bf16": FAMILIES["bf16"],
     "torch": TORCH,
 }
-LABELS = {"compute": "no communication"}
+LABELS = {"compute": "no communication", "dense": "no compression", "dense, one bucket": "no compression, one bucket"}
 
 
 def draw(results: Path) -> Figure:
@@ -34,18 +34,27 @@ def draw(results: Path) -> Figure:
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
         ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
-    names.above(fig, axes, [LABELS.get(name, name) for name in methods], seen(table, rates))
+    names.above(fig, axes, [label(name) for name in methods], seen(table, rates))
     style.letter(axes)
     style.annotate(
         fig,
         list(table.loc[table["status"] == "ok", "rounds"].astype(int)),
         what="rounds",
         bars="bars: quartiles",
-        extra="two ranks training a small GPT (sizes: network.json); dashed: dense with default buckets; "
+        extra="two ranks training a small GPT (sizes: network.json); dashed: no compression, DDP's own buckets; "
         "dotted: no communication"
         f"\n{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}",
     )
     return fig
+
+
+def label(method: str) -> str:
+    """A row's name for people: who computes PowerSGD, its rank and its factors."""
+    who, _, rest = method.partition(" r")
+    if who in ("edgc", "torch") and rest:
+        rank, _, more = rest.replace(",", "").partition(" ")
+        return f"PowerSGD rank {rank} {more}".strip() + (" (ours)" if who == "edgc" else " (torch's hook)")
+    return LABELS.get(method, method)
 
 
 def seen(table: pd.DataFrame, rates: list[float]) -> str:
@@ -53,11 +62,11 @@ def seen(table: pd.DataFrame, rates: list[float]) -> str:
     fine = table[(table["status"] == "ok") & (table["hook"] != "compute")]
     slow, free = (fine[fine["mbit_per_s"] == rate] for rate in (rates[0], rates[-1]))
     best = slow.loc[slow["seconds"].idxmin(), "method"]
-    text = f"Quickest at {rates[0]:g} Mbit/s: {best}."
+    text = f"Quickest at {rates[0]:g} Mbit/s: {label(str(best))}."
     if rates[-1] == 0:
         low_rank = free[~free["hook"].isin(["dense", "bf16"])]
         wins = int((low_rank["speedup_over_dense_q1"] > 1).sum())
-        text += f"\nWithout a limit {wins} of {len(low_rank)} low ranks beat dense."
+        text += f"\nWithout a limit {wins} of {len(low_rank)} low ranks beat no compression."
     return text
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from edgc.errors import UserError
 from paper_figures import style
-from paper_figures.ranks_over_time import course, limits, panel
+from paper_figures.ranks_over_time import course, limits, panel, seen
 
 TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
@@ -31,7 +31,7 @@ def draw(results: Path, study: str = "methods") -> Figure:
     if not variants:
         raise UserError(f"no EDGC run in study {study!r}", where=results / study / "table.csv")
     stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
-    fig, axes = style.figure(2 * len(variants), 1, height=1.2 + 2.1 * len(variants), sharex=True)
+    fig, axes = style.figure(2 * len(variants), 1, height=1.3 + 2.1 * len(variants), sharex=True)
     for number, variant in enumerate(variants):
         above, below = axes[2 * number : 2 * number + 2]
         rows = curves[curves["variant"] == variant]
@@ -43,7 +43,8 @@ def draw(results: Path, study: str = "methods") -> Figure:
         below.set(title=f"its rank: {course(rows, stages)}", ylabel="rank r")
         below.set_ylim(bottom=0)
     axes[-1].set_xlabel("iteration")
-    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=3, columnspacing=1.0)
+    words = seen(curves[curves["variant"].isin(variants)], stages)
+    style.title_legend(fig, *style.handles(*axes), words, ncols=3, columnspacing=1.0)
     style.letter(axes)
     seeds = mine.groupby("variant")["seed"].nunique()
     style.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)

@@ -74,7 +74,7 @@ def seen(trend: pd.DataFrame) -> str:
     layers = trend[trend["group"] == "<layers>"].groupby(["variant", "iteration"])["excess_kurtosis"].mean().dropna()
     if layers.empty:
         return "Shape of the gradient distribution"
-    return f"Layers' gradients are not normal: excess kurtosis {layers.min():.1f} to {layers.max():.0f} (normal: 0)"
+    return f"Layers' gradients are not normal: mean excess kurtosis {layers.min():.1f} to {layers.max():.0f}, not 0"
 
 
 def symmetric_log(ax: Axes, values: pd.Series, *, low: float, high: float) -> None:

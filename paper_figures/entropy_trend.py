@@ -41,7 +41,7 @@ def draw(results: Path) -> Figure:
         entropy(grid[0, column], rows[rows["group"] == "<all>"])
         sigmas(grid[1, column], parameters[parameters["variant"] == variant])
         clipping(grid[2, column], norms[norms["variant"] == variant])
-        grid[0, column].set_title(f"{rows['label'].iloc[0]}, 2nd half:\n{moved(rows[rows['group'] == '<all>'])}")
+        grid[0, column].set_title(f"{rows['label'].iloc[0]}, entropy")
         grid[1, column].set_title(f"{rows['label'].iloc[0]}, log σ")
         grid[2, column].set_title(f"{rows['label'].iloc[0]}, norm")
         for ax in grid[:, column]:
@@ -59,6 +59,9 @@ def draw(results: Path) -> Figure:
     for part, row in zip(parts, grid, strict=True):
         part.legend(*style.handles(*row), loc="outside upper center", ncols=3, columnspacing=0.8, handlelength=1.5)
     style.letter(list(grid.flat))
+    moves = {str(rows["label"].iloc[0]): moved(rows[rows["group"] == "<all>"]) for _, rows in trend.groupby("variant")}
+    said = ", ".join(f"{label} {text}" for label, text in sorted(moves.items(), reverse=True))
+    style.headline(fig, f"How entropy moves in the second half: {said}")
     counts = trend.groupby("variant")["seed"].nunique()
     style.annotate(
         fig,
@@ -75,7 +78,7 @@ def moved(rows: pd.DataFrame) -> str:
     """In words: how far the histogram entropy, mean over seeds, has moved in the second half of the run."""
     mean = rows.groupby("iteration")["entropy_histogram"].mean().dropna()
     if len(mean) < 2:
-        return "entropy"
+        return "not known"
     change = mean.iloc[-1] - mean[mean.index >= mean.index[-1] / 2].iloc[0]
     return f"{change:+.2g} nats".replace("-", "−")
 

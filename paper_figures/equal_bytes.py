@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
-from matplotlib.transforms import Bbox
 
 from experiments.common.acting import idle
 from paper_figures import names, style
@@ -34,17 +31,21 @@ def draw(results: Path) -> Figure:
     points = style.read(results, "equal_bytes", "pareto.csv")
     fig, (ax,) = style.figure(height=5.2)
     named: set[str] = set()
-    texts: dict[tuple[float, float], str] = {}
-    for row in points[points["method"] != "none"].itertuples(index=False):
+    texts: list[tuple[pd.Series, str]] = []
+    drawn = []
+    for _, row in points[points["method"] != "none"].iterrows():
         mine = runs[(runs["variant"] == row.variant) & (runs["status"] == "ok")]
         look = style.look(mine.iloc[0])
         size = 6 if look.marker == "*" else 5
         label = None if look.label in named else look.label
         marks = look.marks() | {"markersize": size, "elinewidth": 0.8}
-        ax.errorbar(row.percent, row.gap_nats, yerr=style.half_interval(mine["gap_nats"]), label=label, **marks)
+        half = style.half_interval(mine["gap_nats"])
+        ax.errorbar(row.percent, row.gap_nats, yerr=half, label=label, **marks)
+        ends = {"gap_nats_low": row.gap_nats - half, "gap_nats_high": row.gap_nats + half}
+        drawn.append(pd.Series({"bytes_ratio_mean": row.percent / 100, "gap_nats_mean": row.gap_nats} | ends))
         named.add(look.label)
         if text := detail(mine.iloc[0]):
-            texts[row.percent, row.gap_nats] = text
+            texts.append((drawn[-1], text))
     front(ax, points)
     ax.axhline(0, color="#444444", linewidth=0.6)
     ax.set_xscale("log")
@@ -63,9 +64,7 @@ def draw(results: Path) -> Figure:
         scale=results.name,
         extra="\n".join(part for part in ("grey line: Pareto front of the means", style.untested(runs)) if part),
     )
-    fig.draw_without_rendering()  # the layout decides where points are
-    centres = [(row.percent, row.gap_nats) for row in points[points["method"] != "none"].itertuples(index=False)]
-    write(ax, texts, centres)
+    names.write(ax, pd.DataFrame(drawn), texts)
     return fig
 
 
@@ -77,31 +76,6 @@ def seen(points: pd.DataFrame, runs: pd.DataFrame) -> str:
     return names.seen(points.assign(edgc=points["variant"].isin(edgc), **means))
 
 
-def write(ax: Axes, texts: dict[tuple[float, float], str], centres: Sequence[tuple[float, float]]) -> None:
-    """Put each text beside its point, on the side where it covers least of other texts, markers and the frame."""
-    taken = [Bbox([at - 4, at + 4]) for at in map(ax.transData.transform, centres)]
-    sides = [(x, y) for y in (4, -5, 11, -12) for x in (4, -4)]
-    for point, text in texts.items():
-        found = []
-        for side in sides:
-            label = beside(ax, point, text, side)
-            box = label.get_window_extent()
-            outside = box.width * box.height - names.shared(box, ax.bbox)
-            found.append((sum(names.shared(box, other) for other in taken) + 3 * outside + abs(side[1]), side, box))
-            label.remove()
-        _, side, box = min(found, key=lambda one: one[0])
-        beside(ax, point, text, side)
-        taken.append(box)
-
-
-def beside(ax: Axes, point: tuple[float, float], text: str, offset: tuple[float, float]) -> Annotation:
-    """A text that far from its point, in typographic points."""
-    align = "left" if offset[0] > 0 else "right"
-    label = ax.annotate(text, point, offset, textcoords="offset points", ha=align, va="center", fontsize=style.MIN_FONT)
-    style.outline(label)
-    return label
-
-
 def detail(run: pd.Series) -> str:
     """Rank, density or bits of a run, in a few characters."""
     if run["method"] == "powersgd":
@@ -111,7 +85,7 @@ def detail(run: pd.Series) -> str:
     if run["method"] == "quantize":
         return f"int{run['bits']:g}" + (" stoch." if run["rounding"] == "stochastic" else "")
     if run["method"] == "edgc":
-        return "spectral" if run["policy"] == "spectral" else "CQM"
+        return str(run["label"])
     return ""
 
 

@@ -20,10 +20,10 @@ CAPTION = """\
 included, on the slowest stage, for a range of network bandwidths, because the paper does not give its
 network. (b) What each method saves of it against uncompressed fp32. (c), (d) What it saves of a whole step:
 1F1B with computation at an assumed share of the device's peak, reductions after backward or beside it. The
-dashed line is the paper's saving of training time: where EDGC's curve crosses it, the paper's number would
+dotted and the dashed line are the paper's savings: where EDGC's curve crosses one, that number would
 follow from this model. Thin lines: EDGC with the ranks that its controller takes when it is told the
 entropy of a recorded run (``traces.csv``)."""
 
 
 def draw(results: Path) -> Figure:
-    return cluster.draw(results, "gpt2_12p1b_h100")
+    return cluster.draw(results, "gpt2_12p1b_h100", claimed=True)

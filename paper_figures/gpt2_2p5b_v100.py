@@ -19,11 +19,10 @@ CAPTION = """\
 ``gpt2_2p5b_v100/summary.json``. (a) Time of one step's data-parallel gradient communication, compression
 included, on the slowest stage, for a range of network bandwidths, because the paper does not give its
 network. (b) What each method saves of it against uncompressed fp32. (c), (d) What it saves of a whole step:
-1F1B with computation at an assumed share of the device's peak, reductions after backward or beside it. The
-dashed line is the paper's saving of training time: where EDGC's curve crosses it, the paper's number would
-follow from this model. Thin lines: EDGC with the ranks that its controller takes when it is told the
-entropy of a recorded run (``traces.csv``)."""
+1F1B with computation at an assumed share of the device's peak, reductions after backward or beside it. What the
+paper saves with this model is not known; its largest savings are taken for those of the 12.1B model. Thin lines:
+EDGC with the ranks that its controller takes when it is told the entropy of a recorded run (``traces.csv``)."""
 
 
 def draw(results: Path) -> Figure:
-    return cluster.draw(results, "gpt2_2p5b_v100")
+    return cluster.draw(results, "gpt2_2p5b_v100", claimed=False)

@@ -26,6 +26,7 @@ THICK: dict[str, Any] = {"linewidth": 1.2, "zorder": 3}  # the mean over the run
 BYTES = "bytes sent ({unit})"
 LOSS, ABOVE = "loss (nats)", "loss above\nuncompressed\n(nats)"
 TICKS = (-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1)  # of ABOVE
+LINES = ("-", "--", ":", "-.")  # of what has the same colour in a row
 BETWEEN = (0.03, 0.3)  # left out of TICKS where all of them would touch
 LINEAR = 0.01  # nats; the axis of differences is linear below and logarithmic above
 OVERVIEW = 1.7  # inches
@@ -87,14 +88,18 @@ def seen(curves: pd.DataFrame, variants: pd.DataFrame, plain: list[str]) -> str:
 
 
 def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, Look]:
-    """How each variant of a row looks: as everywhere, but two of one colour are told apart. Uncompressed is black."""
+    """How each variant of a row looks: as everywhere, but two of one colour are told apart, methods by their lines,
+    trials of one method by other colours. Uncompressed is black."""
     own = dict.fromkeys(plain, (BLACK, "-")) | {name: look_of(variants, name) for name in row}
     free = sns.color_palette("dark").as_hex()
     looks: dict[str, Look] = {}
     for name, (colour, line) in own.items():
         label = re.sub(r"^shuffled \d", "shuffled", name_of(variants, name))  # several draws of one thing
         alike = next((look for look in looks.values() if look[0] == label), None)
-        if not alike and colour in (used := [look[1] for look in looks.values()]):
+        used = [look[1] for look in looks.values()]
+        if not alike and colour in used and variants["label"].is_unique:
+            line = LINES[used.count(colour) % len(LINES)]
+        elif not alike and colour in used:
             taken = [to_rgb(other) for other in (*used, *(other for other, _ in own.values()))]
             colour = max(free, key=lambda one: min(math.dist(to_rgb(one), other) for other in taken))
         looks[name] = alike or (label, colour, line)

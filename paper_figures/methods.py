@@ -45,6 +45,7 @@ def draw(results: Path) -> Figure:
     ax.set(xscale="log", xlim=(low / 1.35, high * 1.35), xlabel=style.share_of_bytes())
     style.plain(ax.xaxis, [t for t in TICKS if low / 1.35 <= t <= 1.35 * high])
     ax.margins(y=0.14)
+    hold(ax, near, runs)
     ax.set_ylabel("validation loss\nabove uncompressed (nats)")
     if cut:
         ends = near["gap_nats_low"].fillna(near["gap_nats_min"])
@@ -74,6 +75,16 @@ def seen(shown: pd.DataFrame, spoken: pd.DataFrame) -> str:
         return names.seen(spoken)
     told = ", ".join(f"{n} {word}" for word, n in times.items() if n)
     return f"Of {len(verdicts)} methods against no compression: {told}"
+
+
+def hold(ax: Axes, drawn: pd.DataFrame, runs: pd.DataFrame) -> None:
+    """Cut bars off that reach further beyond all runs than the runs lie apart: two seeds have intervals that would
+    press everything else onto one line."""
+    gaps = runs.loc[runs["variant"].isin(drawn["variant"]), "gap_nats"].dropna()
+    low, high = gaps.min(), gaps.max()
+    apart, room = high - low, 0.5 * (high - low)
+    if drawn["gap_nats_low"].min() < low - apart or drawn["gap_nats_high"].max() > high + apart:
+        ax.set_ylim(low - room, high + room)
 
 
 def cut_off(ax: Axes, drawn: pd.DataFrame) -> None:

@@ -29,13 +29,13 @@ def draw(results: Path) -> Figure:
     runs = style.read(results, "moe")
     fig, (above, below) = style.figure(2, 1, height=5.6)
     entropies(above, experts)
-    gaps(below, runs)
+    said = gaps(below, runs)
     style.letter([above, below])
     drawn, labels = style.handles(above, below)
     for text, fill in (("experts compressed", "#888888"), ("experts dense", "white")):
         drawn.append(Line2D([], [], color="#888888", marker="o", markerfacecolor=fill, linestyle=""))
         labels.append(text)
-    fig.legend(drawn, labels, loc="outside upper center", ncols=2, columnspacing=1.0)
+    style.title_legend(fig, drawn, labels, said, columnspacing=1.0)
     seeds = runs[runs["status"] == "ok"].groupby("variant")["seed"].nunique()
     style.annotate(
         fig,
@@ -68,8 +68,9 @@ def entropies(ax: Axes, experts: pd.DataFrame) -> None:
     ax.set_ylabel(f"entropy of the gradient\n({KIND}, histogram, nats)")
 
 
-def gaps(ax: Axes, runs: pd.DataFrame) -> None:
-    """Mean and 95 % t interval over seeds; filled with the experts compressed, open with the experts dense."""
+def gaps(ax: Axes, runs: pd.DataFrame) -> str:
+    """Mean and 95 % t interval over seeds; filled with the experts compressed, open with the experts dense. Returns
+    what is seen, in words."""
     fine = runs[(runs["status"] == "ok") & (runs["method"] != "none")]
     costs = []
     for _, pair in fine.groupby(["method", "rank", "factor_dtype"], sort=False, dropna=False):
@@ -85,9 +86,10 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> None:
             costs.append(ends[1][1] - ends[0][1])  # dense first
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    more = (
-        f"means differ by {min(costs):+.2f} to {max(costs):+.2f} nats".replace("-", "−") if costs else "one kind only"
-    )
-    ax.set(title=f"compressing experts:\n{more}", xlabel=style.share_of_bytes())
+    ax.set(title="what it costs", xlabel=style.share_of_bytes())
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)
+    if not costs:
+        return "Entropies of experts, and what compressing them costs"
+    span = f"{min(costs):+.2f} to {max(costs):+.2f} nats".replace("-", "−")
+    return f"Compressing the experts' gradients, too, moves the mean loss by {span}"

@@ -18,8 +18,8 @@ CAPTION = """\
 warm-up. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
 shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
 paired by seed (nats; left of zero EDGC is better); on par where the 90 % interval, narrower than
-the bars, lies in the shaded band. "Both
-orders" is the mean of reversed and shuffled. A row that says "not tested" is of a policy that hardly moved: the rule
+the bars, lies in the shaded band. *Placebos*: the
+mean of reversed and shuffled. A row that says "not tested" is of a policy that hardly moved: the rule
 is in ``experiments/analyse/acting.py``."""
 ORDERS = {
     "fixed rank": ("even", "#0072B2", "-"),
@@ -37,7 +37,9 @@ def draw(results: Path) -> Figure:
     fig, axes = style.figure(2, 1, height=5.8, height_ratios=[2, 3])
     ranks(axes[0], style.read(results, "policies", "curves.csv"))
     mine = found[(found["policy"] == "cqm") & found["variant"].isin(["cqm", "cqm_int8"])]
-    differences(axes[1], mine[~mine["rival"].isin(["no compression", "fp32 factors"])], pairs)
+    shown = mine[~mine["rival"].isin(["no compression", "fp32 factors"])]
+    differences(axes[1], shown, pairs)
+    seeds(axes[1], shown)
     style.letter(axes)
     drawn, labels = style.handles(axes[0])
     style.title_legend(fig, drawn, labels, title(chosen(found)), ncols=3, columnspacing=1.0)
@@ -60,13 +62,20 @@ def ranks(ax: Axes, curves: pd.DataFrame) -> None:
 
 
 def looks(rival: str) -> tuple[str, str]:
-    """Colour and marker of a rival; both orders together have a look of their own."""
+    """Colour and marker of a rival; the placebos together have a look of their own."""
     if rival in ORDERS:
         return ORDERS[rival][1], MARKS[rival]
     if rival == "placebos":
         return "#882255", "P"
     none = FAMILIES["none"]
     return none.colour, none.marker
+
+
+def seeds(ax: Axes, rows: pd.DataFrame) -> None:
+    """The number of seeds at the right of every row."""
+    for place, n in enumerate(rows["n"]):
+        ax.annotate(f"n = {n:.0f}", (1.0, place), (3, 0), ("axes fraction", "data"), "offset points",
+                    va="center", fontsize=style.MIN_FONT)  # fmt: skip
 
 
 def differences(ax: Axes, found: pd.DataFrame, pairs: pd.DataFrame) -> None:
@@ -85,9 +94,7 @@ def differences(ax: Axes, found: pd.DataFrame, pairs: pd.DataFrame) -> None:
     margin = found["margin_nats"].max()
     ax.axvspan(-margin, margin, color="#DDDDDD", zorder=0)
     ax.axvline(0, color="#444444", linewidth=0.6)
-    kinds = found["rival"].replace("placebos", "both orders") + found["factor_dtype"].map(
-        lambda of: "" if of == "fp32" else f", {of}"
-    )
+    kinds = found["rival"] + found["factor_dtype"].map(lambda of: "" if of == "fp32" else f", {of}")
     ax.set_yticks(range(len(found)), [f"{kind}: {said}" for kind, said in zip(kinds, found["verdict"], strict=True)])
     ax.set(ylim=(len(found) - 0.5, -0.5), title="EDGC less its rival")
     ax.set(xlabel="validation loss of EDGC\nless that of the rival (nats)", ylabel="rival: EDGC is")

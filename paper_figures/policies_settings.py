@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import style
 from paper_figures.hero import SAME, SEEDS
-from paper_figures.policies import differences
+from paper_figures.policies import differences, seeds
 from paper_figures.ranks_over_time import course
 
 STUDIES = {
     "policies": "GPT, one stage",
-    "policies_late": "warm-up of 20 %",
+    "policies_late": "warm-up 20 %, rate doubled",
     "policies_two_stages": "two stages",
     "policies_four_replicas": "four replicas",
     "policies_bert": "BERT",
@@ -42,7 +41,7 @@ OPTIONAL = ("policies_late", "policies_two_stages", "policies_four_replicas", "p
 CAPTION = """\
 **The same question in every setting.** A panel a setting that has tables; those that have none yet are named below the
 figure. Validation loss of EDGC less that of each rival, paired by seed (nats; left of zero EDGC is better); bars are
-95 % t intervals, small dots seeds. "Both orders" is the mean of EDGC's own ranks reversed and shuffled, "falling" is
+95 % t intervals, small dots seeds. *Placebos*: the mean of EDGC's own ranks reversed and shuffled; *falling*:
 the same ranks sorted. On par: the 90 % interval, narrower than the bars,
 lies in the shaded band. Open markers are int8 factors, shown
 where there are at least five seeds."""
@@ -59,7 +58,7 @@ def draw(results: Path) -> Figure:
     for ax, (study, mine) in zip(axes, found.items(), strict=True):
         differences(ax, mine, style.read(results, study, "pairs.csv"))
         seeds(ax, mine)
-        ax.set_title(f"{STUDIES[study]}: ranks {ranks(style.read(results, study, 'curves.csv'))}", x=-0.5)
+        ax.set_title(f"{STUDIES[study]}: ranks {ranks(style.read(results, study, 'curves.csv'))}", x=-1)
         ax.set_xlabel("")
     axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     style.plain_linear(axes[-1].xaxis)
@@ -87,13 +86,6 @@ def chosen(found: pd.DataFrame) -> pd.DataFrame:
     mine = mine[(mine["factor_dtype"] == "fp32") | (mine["n"] >= SEEDS)]
     order = mine["rival"].map(RIVALS.index) + len(RIVALS) * (mine["factor_dtype"] != "fp32")
     return mine.assign(order=order).sort_values("order", kind="stable")
-
-
-def seeds(ax: Axes, rows: pd.DataFrame) -> None:
-    """The number of seeds at the right of every row."""
-    for place, n in enumerate(rows["n"]):
-        ax.annotate(f"n = {n:.0f}", (1.0, place), (3, 0), ("axes fraction", "data"), "offset points",
-                    va="center", fontsize=style.MIN_FONT)  # fmt: skip
 
 
 def ranks(curves: pd.DataFrame) -> str:

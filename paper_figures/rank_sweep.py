@@ -15,7 +15,8 @@ from paper_figures import style
 TABLES = ("rank_sweep/table.csv", "rank_sweep/timings.csv", "rank_sweep/fit.csv")
 CAPTION = """\
 **What a fixed rank costs.** Fixed-rank PowerSGD. (a): time per step of the slowest pipeline stage in
-compression, communication and decompression (median over steps, bars: quartiles), with the least-squares
+compression, communication and decompression, of the quickest seed of each rank, for other work on the
+machine only adds time (median over steps, bars: quartiles), with the least-squares
 line T(r) = a·r + c that stage alignment relies on and its largest relative residual; where an uncompressed
 run is part of the study, its time shows the rank from which compression stops paying. Seconds belong to the
 machine and network that measured them. (b): relative error in the second half of training of M, gradient
@@ -44,6 +45,7 @@ def draw(results: Path) -> Figure:
         ax.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
         ax.set_xlabel("rank r")
     style.letter(axes)
+    style.headline(fig, seen(table))
     counts = list(table[table["status"] == "ok"].groupby("variant").size())
     known = {"windows (mean)": "mean_error_median", "steps (worker)": "worker_error_median"}
     over = [words for words, column in known.items() if table[column].notna().any()]
@@ -59,6 +61,18 @@ def draw(results: Path) -> Figure:
         + (f" Without result: {missing}." if missing else ""),
     )
     return fig
+
+
+def seen(table: pd.DataFrame) -> str:
+    """In words: the perplexity at the lowest and at the highest rank, and without compression."""
+    fine = table[table["status"] == "ok"]
+    means = fine[fine["rank"].notna()].groupby("rank")["validation_perplexity"].mean()
+    if means.empty:
+        return "What a fixed rank costs"
+    dense = fine.loc[fine["rank"].isna(), "validation_perplexity"]
+    plain = f", uncompressed {dense.mean():.0f}" if len(dense) else ""
+    low, high = means.index[0], means.index[-1]
+    return f"Perplexity {means.iloc[0]:.0f} at rank {low:g}, {means.iloc[-1]:.0f} at rank {high:g}{plain}"
 
 
 def slowest(timings: pd.DataFrame) -> int:

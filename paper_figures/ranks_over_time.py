@@ -41,11 +41,26 @@ def draw(results: Path) -> Figure:
     axes[-1].set_xlabel("iteration")
     axes[0].set_ylim(bottom=0)
     axes[0].yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    fig.legend(*style.handles(*axes), loc="outside upper center", ncols=3, columnspacing=1.0)
+    mine = curves[curves["variant"].isin(variants)]
+    style.title_legend(fig, *style.handles(*axes), seen(mine, stages), ncols=3, columnspacing=1.0)
     style.letter(axes)
     seeds = runs[runs["variant"].isin(variants)].groupby("variant")["seed"].nunique()
     style.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)
     return fig
+
+
+def seen(curves: pd.DataFrame, stages: list[int]) -> str:
+    """In words: in how many of the runs the rank of a stage falls, and in how many one rises again."""
+    found = [moves(run[[f"rank_{stage}" for stage in stages]]) for _, run in curves.groupby(["variant", "seed"])]
+    fell, rose = (sum(each) for each in zip(*found, strict=True))
+    return f"The rank falls in {fell} of {len(found)} runs and rises again in {rose}"
+
+
+def moves(ranks: pd.DataFrame) -> tuple[bool, bool]:
+    """Whether the rank of a stage (a column, by iteration) falls below an earlier one, and rises after that."""
+    steps = ranks.ffill().diff()
+    fell = (steps < 0).cumsum() > 0
+    return bool(fell.any(axis=None)), bool(((steps > 0) & fell).any(axis=None))
 
 
 def course(curves: pd.DataFrame, stages: list[int]) -> str:

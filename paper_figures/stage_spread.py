@@ -39,6 +39,7 @@ def draw(results: Path) -> Figure:
     stages(axes[0], found)
     spread(axes[1], found, table)
     style.letter(axes)
+    style.headline(fig, seen(table).capitalize().replace("dac", "DAC"))
     style.annotate(
         fig,
         list(table["iterations"]),
@@ -48,6 +49,12 @@ def draw(results: Path) -> Figure:
         f"\n{found['machine'].iloc[0]}; torch {found['torch'].iloc[0]}",
     )
     return fig
+
+
+def seen(table: pd.DataFrame) -> str:
+    """In words: how long after the first stage the last one ends, with equal ranks and with DAC."""
+    equal, dac = (1e3 * table.loc[name, "spread_seconds"] for name in ("equal", "dac"))
+    return f"the last stage ends {dac:.0f} ms after the first with DAC, {equal:.0f} ms with equal ranks"
 
 
 def stages(ax: Axes, found: pd.DataFrame) -> None:
@@ -62,7 +69,7 @@ def stages(ax: Axes, found: pd.DataFrame) -> None:
         palette=COLOURS,
         estimator="median",
         errorbar=("pi", 50),
-        markers=["o", "s", "D"],
+        markers=[style.FAMILIES[family].marker for family in FAMILY.values()],
         dodge=0.3,
         markersize=4,
         linewidth=1.2,
@@ -74,8 +81,11 @@ def stages(ax: Axes, found: pd.DataFrame) -> None:
     most = found[found["variant"] == "none"].groupby("stage")["finish_ms"].median()
     top = 1.35 * reach
     ax.set_ylim(-0.06 * top, top)
-    beyond = [f"stage {stage} uncompressed: {value:.0f} ms" for stage, value in most[most > top].items()]
-    ax.set_title(" ".join(["end of reductions", *(f"({text})" for text in beyond)]))
+    for stage, value in most[most > top].items():
+        line: dict[str, Any] = {"arrowstyle": "->", "color": COLOURS["none"], "linewidth": 0.8}
+        at = float(str(stage)) + 0.33, 0.97 * top
+        ax.annotate(f"{value:.0f} ms", at, (8, -16), textcoords="offset points", arrowprops=line, va="top")
+    ax.set_title("end of reductions, by stage")
 
 
 def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
@@ -83,13 +93,14 @@ def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
     spreads = found.groupby(["variant", "iteration"], as_index=False)["finish_ms"].max()
     shift = np.random.default_rng(0)  # beside each other, the same at every drawing
     for place, name in enumerate(LABELS):
+        mark = style.FAMILIES[FAMILY[name]].marker
         own = spreads.loc[spreads["variant"] == name, "finish_ms"]
         dots = place + shift.uniform(-0.1, 0.1, len(own))
         ax.plot(dots, own, "o", color=COLOURS[name], alpha=0.4, markersize=3, markeredgewidth=0)
         row = 1e3 * table.loc[name, ["spread_seconds", "spread_q1", "spread_q3"]].astype(float)
         middle, low, high = row
         bars = [[middle - low], [high - middle]]
-        ax.errorbar(place, middle, yerr=bars, color=COLOURS[name], marker="D", linestyle="")
+        ax.errorbar(place, middle, yerr=bars, color=COLOURS[name], marker=mark, linestyle="")
         ratio = ax.annotate(
             f"{middle:.0f} ms\n{table.loc[name, 'of_equal']:.2f} ×",
             (place, middle),

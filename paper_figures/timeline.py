@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from edgc.errors import UserError
 from paper_figures import style
-from paper_figures.stage_spread import LABELS
+from paper_figures.stage_spread import LABELS, seen
 
 TABLES = ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json")
 CAPTION = """\
@@ -38,7 +38,8 @@ def draw(results: Path) -> Figure:
             fix = "make it with: make bench-stages"
             raise UserError("there is no timeline of the stages benchmark", where=results / name, fix=fix)
     spans, shares = pd.read_csv(results / "timeline_spans.csv"), pd.read_csv(results / "timeline.csv")
-    ranks = pd.read_csv(results / "stages.csv").set_index("variant")["ranks"]
+    stages = pd.read_csv(results / "stages.csv").set_index("variant")
+    ranks = stages["ranks"]
     settings = json.loads((results / "stages.json").read_text())["settings"]
     spans[["start", "end"]] *= 1e3
     variants = [name for name in LABELS if name in set(spans["variant"])]
@@ -54,9 +55,7 @@ def draw(results: Path) -> Figure:
     style.letter(axes)
     shown = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
     shown.append(Patch(fc="white", ec="#888888", lw=0.5, label="idle"))
-    ends = {LABELS[name]: rows["end"].max() for name, rows in spans[spans["replica"] == 0].groupby("variant")}
-    times = ", ".join(f"{name} {ends[name]:.0f} ms" for name in LABELS.values() if name in ends)
-    title = f"Links of injected delay: {times}"
+    title = f"Links of injected delay: {seen(stages)}"
     style.title_legend(fig, shown, [str(patch.get_label()) for patch in shown], title, columnspacing=0.8)
     counted = sorted(set(shares.groupby("variant")["iteration"].nunique()))
     slow, fast = settings["megabytes"] / settings["slowdown"], settings["megabytes"]

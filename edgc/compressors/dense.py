@@ -108,7 +108,7 @@ class NoCompressionConfig(EDGCConfig):
 
     method: str = "none"
 
-    look = Look("Megatron, uncompressed", "#000000", "o")
+    look = Look("no compression", "#000000", "o")
     examples = {"none": Example(lambda m, n: 4 * m * n)}
 
     def build(self) -> NoCompression:

@@ -68,7 +68,7 @@ def entropy_cost(root: Path) -> Measured:
         raise Missing(f"no finished run at alpha 0.1 and beta 0.25 with a twin at alpha = beta = 1 in {relative}")
     share = fine.loc[(fine["alpha"] == 1) & (fine["beta"] == 1), "share_of_step"].mean()
     # These runs read everything once more, for the record: that is part of the measured step, and of no other.
-    note = f"reading everything takes {100 * share / (1 - share):.2g} % of a step here"
+    note = f"reading everything takes {100 * share / (1 - share):.2g} % of the time of a step without it here"
     return Measured(values, relative, join(note, lost), **_runs_of(rows))
 
 

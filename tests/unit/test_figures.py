@@ -64,6 +64,16 @@ def data_panels(fig: Figure) -> list[Axes]:
     return [ax for ax in fig.axes if ax.get_visible()]
 
 
+def cut_off(fig: Figure) -> list[str]:
+    """Texts beside and over the panels that do not lie whole on the figure."""
+    width, height = fig.canvas.get_width_height()
+    labels = [label for ax in data_panels(fig) for label in (ax.xaxis.label, ax.yaxis.label, ax._left_title)]
+    boxes = {text.get_text(): text.get_window_extent() for text in (*fig.texts, *labels) if text.get_text()}
+    return [
+        text for text, box in boxes.items() if box.x0 < -1 or box.y0 < -1 or box.x1 > width + 1 or box.y1 > height + 1
+    ]
+
+
 def has_data(ax: Axes) -> bool:
     return bool(ax.images or ax.collections or any(len(line.get_xdata()) > 2 for line in ax.lines) or ax.containers)
 
@@ -77,7 +87,6 @@ def test_panels_are_filled_labelled_and_legible(tables: Path, name: str) -> None
         assert panels
         assert fig.get_figwidth() == style.COLUMN
         assert fig.get_figheight() <= style.TALLEST + 0.01
-        width, height = fig.canvas.get_width_height()
         for ax in panels:
             assert has_data(ax), ax.get_title(loc="left")
             # Shared axes are labelled once, at the outside.
@@ -88,14 +97,8 @@ def test_panels_are_filled_labelled_and_legible(tables: Path, name: str) -> None
         for text in fig.findobj(Text):
             if text.get_visible() and text.get_text().strip():
                 assert text.get_fontsize() >= style.MIN_FONT, text.get_text()
-        labels = [label for ax in panels for label in (ax.xaxis.label, ax.yaxis.label, ax._left_title)]
-        for text in (*fig.texts, *labels):
-            if text.get_text():
-                box = text.get_window_extent()
-                assert box.x0 >= -1, text.get_text()
-                assert box.y0 >= -1, text.get_text()
-                assert box.x1 <= width + 1, text.get_text()
-                assert box.y1 <= height + 1, text.get_text()
+        assert cut_off(fig) == []
+        assert saving.seen(fig), "no title says what is seen"
         note = " ".join(word for text in fig.texts for word in text.get_text().split())
         assert "n = " in note
         assert "scale ci" in note
@@ -123,6 +126,26 @@ def test_every_line_is_explained(tables: Path, name: str) -> None:
             }
             if len(drawn) > 1:
                 assert drawn <= named, ax.get_title(loc="left")
+    finally:
+        plt.close(fig)
+
+
+KEPT_BENCHMARKS = [
+    (name, folder)
+    for folder in sorted((ROOT / "results" / "reference" / "bench").iterdir())
+    for name, tables in BENCHMARKS.items()
+    if all((folder / table).is_file() for table in tables)
+]
+
+
+@pytest.mark.parametrize(("name", "folder"), KEPT_BENCHMARKS, ids=lambda value: getattr(value, "name", value))
+def test_kept_benchmarks_are_drawn_whole_under_a_title_that_says_what_is_seen(name: str, folder: Path) -> None:
+    fig = importlib.import_module(f"paper_figures.{name}").draw(folder)
+    try:
+        fig.canvas.draw()
+        assert fig.get_figheight() <= style.TALLEST + 0.01
+        assert cut_off(fig) == []
+        assert saving.seen(fig)
     finally:
         plt.close(fig)
 
@@ -428,7 +451,7 @@ def test_settings_without_tables_are_named_in_place_of_being_drawn(tables: Path,
     try:
         assert [ax.get_title(loc="left").partition(":")[0] for ax in fig.axes] == ["(a) GPT, one stage", "(b) BERT"]
         note = fig.texts[-1].get_text().replace("\n", " ")
-        assert "No tables yet: warm-up of 20 %, two stages, four replicas." in note
+        assert "No tables yet: warm-up 20 %, rate doubled, two stages, four replicas." in note
         assert any(text.get_text().startswith("n = ") for text in fig.axes[1].texts)
     finally:
         plt.close(fig)
