@@ -123,7 +123,7 @@ def draw(results: Path, study: str, *, claimed: bool) -> Figure:
     _name_traces(bottom, traces, SAVED)
     bottom.set(ylim=(0, 102), ylabel="time saved (%)")
     if claimed:
-        dotted = {"color": "#000000", "linewidth": 0.9, "linestyle": (0, (1, 1.5))}
+        dotted: dict[str, Any] = {"color": "#000000", "linewidth": 0.9, "linestyle": (0, (1, 1.5))}
         bottom.axhline(claim, label=f"paper: up to {claim:g} %", **dotted)
     bottom.set_title("SIMULATED: communication time saved")
     for ax, overlap in ((alone, False), (beside, True)):

@@ -41,7 +41,11 @@ def draw(results: Path) -> Figure:
         fig,
         list(seeds),
         scale=results.name,
-        extra="(a): one uncompressed run, means over windows of 20 iterations",
+        extra="\n".join(
+            part
+            for part in ("(a): one uncompressed run, means over windows of 20 iterations", style.untested(runs))
+            if part
+        ),
     )
     return fig
 

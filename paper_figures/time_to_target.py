@@ -39,7 +39,7 @@ def draw(results: Path) -> Figure:
     for ax, megabits in zip(axes, bandwidths, strict=True):
         panel(ax, times[times["megabits"] == megabits], variants, runs)
         speed = f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
-        ax.set(title=speed, xlabel="%")
+        ax.set(title=speed, xlabel="time (%)")
     shown = times["percent"].dropna()
     low, high = (min(100, shown.min()) / 1.3, max(100, shown.max()) * 1.3) if len(shown) else (50.0, 200.0)
     axes[0].set_xlim(low, high)
@@ -56,7 +56,8 @@ def draw(results: Path) -> Figure:
         list(reached[reached > 0]),
         scale=results.name,
         bars=f"{style.INTERVAL} where every seed arrives",
-        extra="Modelled network: measured compute and compression, bytes / bandwidth, no latency, no overlap. Target: "
+        extra="Time of uncompressed training: 100 %. Modelled network: measured compute and compression, "
+        "bytes / bandwidth, no latency, no overlap. Target: "
         "the uncompressed run's validation loss after 90 % of its iterations."
         + never([str(runs.loc[name, "label"]) for name in slowest[slowest.isna()].index]),
     )

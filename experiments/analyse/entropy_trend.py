@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, slope, thin
 from experiments.analyse.tables import summarise, together, with_identity, write_tables
 from experiments.analyse.trend import ESTIMATORS, describe, steep_end
 
 RESULTS = ("table.csv", "summary.csv", "moments.csv", "moments_summary.csv")
-DETAILS = ("trend.csv", "parameters.csv", "norms.csv")
+DETAILS = ("trend.csv", "parameters.csv", "norms.csv", "curves.csv")
 MODEL = "<model>"
 ALL = "<all>"
 LAYERS = "<layers>"  # the matrices of the transformer layers alone, without embeddings and head
@@ -79,6 +80,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     tables = {name: together(found) for name, found in frames.items()}
     tables["summary"] = over_seeds(tables["table"], ("estimator", "group"), TREND_COLUMNS, "verdict")
     tables["moments_summary"] = over_seeds(tables["moments"], ("group",), MOMENT_COLUMNS, "centring")
+    tables["curves"] = methods.curves(runs)
     return write_tables(out, tables)
 
 

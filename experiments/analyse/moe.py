@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd
 
 from edgc.control.rank_model import StageModel, next_rank
+from experiments.analyse import methods
+from experiments.analyse.acting import acting
 from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, WARM_UP, group_of
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson
@@ -29,6 +31,7 @@ from experiments.analyse.tables import (
 )
 
 RESULTS = ("table.csv", "summary.csv", "experts.csv", "spread.csv", "fit.csv")
+DETAILS = ("curves.csv",)
 WINDOW = 20  # iterations, that of EDGC at ci scale
 RANK = 16  # at the reference
 PLACE = re.compile(r"layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?")
@@ -37,11 +40,11 @@ SUMMARISED = ("validation_perplexity", "gap_nats", "bytes_ratio", "bytes_ratio_b
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write the five tables of the study.
+    """Write the tables of the study.
 
     ``table.csv``: a row per run, ``summary.csv``: per variant. ``experts.csv``: entropy, log sigma, gradient norm and
     tokens per matrix and window. ``spread.csv``: how far matrices of one kind lie apart, per window. ``fit.csv``: per
-    matrix, how its entropy follows the stage's, and which rank CQM would give it.
+    matrix, how its entropy follows the stage's, and which rank CQM would give it. ``curves.csv``: the learning curves.
     """
     baseline = uncompressed_losses(runs)
     table = pd.DataFrame([row(run, baseline) for run in runs])
@@ -54,7 +57,8 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         found = windows(probes)
         for name, frame in (("experts", found), ("spread", spread(found)), ("fit", fit(probes, run))):
             frames[name].append(with_identity(run, frame))
-    return write_tables(out, {"table": table, "summary": summary} | {name: together(of) for name, of in frames.items()})
+    tables = {"table": table, "summary": summary, "curves": methods.curves(runs)}
+    return write_tables(out, tables | {name: together(of) for name, of in frames.items()})
 
 
 def row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:
@@ -70,6 +74,7 @@ def row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:
         | {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
         | {name: getattr(run.edgc, name, None) for name in ("factor_dtype", "one_sided", "compress_experts")}
         | result(run, baseline)
+        | acting(run)
         | sent
     )
 

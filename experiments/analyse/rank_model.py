@@ -32,6 +32,7 @@ import pandas as pd
 
 from edgc.control.rank_model import error as error_of
 from edgc.measurement.spectral import MatrixSpectrum
+from experiments.analyse import methods
 from experiments.analyse.entropy_trend import LAYER_GROUPS, WARM_UP, group_of
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import quartiles
@@ -39,6 +40,7 @@ from experiments.analyse.stiffness import curves, stiffness
 from experiments.analyse.tables import identity, result, write_tables
 
 RESULTS = ("table.csv", "errors.csv", "stiffness.csv", "cqm.csv")
+DETAILS = ("curves.csv",)
 MULTIPLES = (0.25, 0.5, 1, 2, 3)  # of the rank in use: the ranks that are predicted, up to half the full rank
 WINDOWS = 10  # equal parts of a run in `errors.csv`
 LAYERS = "<layers>"  # the matrices of the transformer layers together
@@ -49,19 +51,19 @@ Left = dict[tuple[int, str, int], float]
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write the four tables of the study.
+    """Write the tables of the study.
 
     ``table.csv``: |ln(predicted / actual)| after t0, a row per run, X, kind of actual error, predictor, matrices and
     rank, and over all ranks ``below`` and ``above`` the one in use. ``errors.csv``: predicted and actual error relative
     to ||X|| over training, per variant, matrices of all seeds together. ``stiffness.csv``, ``cqm.csv``: see
-    :mod:`experiments.analyse.stiffness`.
+    :mod:`experiments.analyse.stiffness`; ``curves.csv``: the learning curves.
     """
     ranks = {int(run.setting("rank")) for run in runs if run.setting("rank")}
     reference = float(median_low(ranks)) if ranks else math.nan
     left = {(run.seed, run.setting("rank")): left_by_powersgd(run) for run in runs if run.ok}
     found = {run.path: predictions(run, reference, left) for run in runs}
     table = [row for run in runs for row in accuracy(run, found[run.path])]
-    tables = {"table": table, "errors": over_training(runs, found)}
+    tables = {"table": table, "errors": over_training(runs, found), "curves": methods.curves(runs)}
     return write_tables(out, {**tables, "stiffness": stiffness(runs, reference), "cqm": curves(runs, reference)})
 
 

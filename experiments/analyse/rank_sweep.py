@@ -10,25 +10,26 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.analyse import rank_limits
+from experiments.analyse import methods, rank_limits
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import quartiles
 from experiments.analyse.tables import identity, result, uncompressed_losses, write_tables
 from experiments.common.quickest import quickest
 
 RESULTS = ("table.csv", "timings.csv", "fit.csv", "limits.csv")
+DETAILS = ("curves.csv",)
 KINDS = ("compress", "communicate", "decompress")
 SKIPPED_STEPS = 5  # allocation and connection set-up make the first steps slow
 
 
 def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (per run), ``timings.csv`` (seconds per rank and stage), ``fit.csv`` (T(r) = a r + c) and
-    ``limits.csv`` (r_max and r_min, :mod:`experiments.analyse.rank_limits`)."""
+    """Write ``table.csv`` (per run), ``timings.csv`` (seconds per rank and stage), ``fit.csv`` (T(r) = a r + c),
+    ``limits.csv`` (r_max and r_min, :mod:`experiments.analyse.rank_limits`) and ``curves.csv``."""
     baseline = uncompressed_losses(runs)
     timings = pd.DataFrame([row for run in runs for row in timing(run)])
     rows = [identity(run) | {"rank": rank_limits.rank_of(run)} | result(run, baseline) | errors(run) for run in runs]
     tables = {"timings": timings, "fit": list(fits(timings)), "limits": rank_limits.table(runs), "table": rows}
-    return write_tables(out, tables)
+    return write_tables(out, tables | {"curves": methods.curves(runs)})
 
 
 def errors(run: Run) -> dict[str, float]:

@@ -9,14 +9,14 @@ from typing import Any
 import pandas as pd
 
 from edgc.config import EDGCConfig
-from experiments.analyse import correlation, sampling_grid
+from experiments.analyse import correlation, methods, sampling_grid
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, result, summarise, write_tables
 from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
 
 RESULTS = ("table.csv", "summary.csv", "timings.csv", "timings_summary.csv", "grid.csv", "sampling_error.csv",
            "correlation_summary.csv")  # fmt: skip
-DETAILS = ("grid_timings.csv",)
+DETAILS = ("grid_timings.csv", "curves.csv")
 SUMMARISED = ("cc", "cc_after_warmup", "bias_nats", "rmse_nats", "sample_bias_nats", "sample_rmse_nats",
               "decisions_differing", "validation_loss")  # fmt: skip
 TIMED = ("seconds_entropy_mean", "seconds_step_mean", "share_of_step", "change_percent")
@@ -29,6 +29,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
     ``timings_summary.csv`` per setting; of runs that recorded every rule ``grid.csv``, ``sampling_error.csv``,
     ``grid_timings.csv`` (:mod:`experiments.analyse.sampling_grid`) and ``correlation_summary.csv`` (per rule, over
     seeds)."""
+    curves = methods.curves(runs)
     runs, gridded = [run for run in runs if run.method == "edgc"], [run for run in runs if len(run.samplings)]
     full = {(run.seed, settings(run)["estimator"]): run for run in runs if is_full(run) and run.ok}
     rows = [
@@ -57,6 +58,7 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         "sampling_error": [row for run in gridded for row in sampling_grid.errors(run)],
         "correlation_summary": correlation.summary(pd.DataFrame(found), sampling_grid.RULE) if found else [],
         "grid_timings": [row for run in gridded for row in sampling_grid.cost(run)],
+        "curves": curves,
     }
     return write_tables(out, tables)
 

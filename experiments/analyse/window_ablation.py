@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.analyse import correlation
+from experiments.analyse import correlation, methods
 from experiments.analyse.runs import Run
 from experiments.analyse.tables import identity, result, summarise, together, with_identity, write_tables
 from experiments.analyse.windows import decision_columns, fidelity, trajectory, warm_up_ends
 
 RESULTS = ("table.csv", "summary.csv", "warm_up.csv", "correlation.csv", "correlation_summary.csv")
-DETAILS = ("trajectories.csv",)
+DETAILS = ("trajectories.csv", "curves.csv")
 TOLERANCES = (0.02, 0.05, 0.1, 0.2, 0.5)  # nats, of the rule that ends warm-up
 SUMMARISED = ("cc", "cc_all_stages", "cc_after_warmup", "bias_nats", "rmse_nats", "decisions", "rank_changes",
               "share_limited", "lag_ranks",
@@ -46,5 +46,6 @@ def analyse(runs: list[Run], out: Path) -> list[Path]:
         "trajectories": together(frames),
         "correlation": found,
         "correlation_summary": correlation.summary(found),
+        "curves": methods.curves(runs),
     }
     return write_tables(out, tables)

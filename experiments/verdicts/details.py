@@ -1,4 +1,5 @@
-"""Tables too long for CSV that figures are drawn from, kept as compressed Parquet beside the others of their study.
+"""Tables too long for CSV, kept as compressed Parquet beside the others of their study: those that figures are drawn
+from, and the learning curves, which the report shows of every run.
 
 Numbers stay as the CSV has them, so that a figure drawn from either has the same bytes.
 """
@@ -16,15 +17,17 @@ import paper_figures
 from experiments.common import written_tables
 from experiments.spec import matrix
 
+CURVES = "curves.csv"
 LEVEL = 19  # of zstd: a few seconds a table, read as fast as at any other
 
 
 def details(study: str) -> list[str]:
-    """Names without ending of the tables of ``study`` that a figure reads and that are not committed as CSV."""
+    """Names without ending of the tables of ``study`` that a figure or the report's curves read and that are not
+    committed as CSV."""
     read = {table for tables in paper_figures.INPUTS.values() for table in tables}
     definition = matrix.load_study(study)
     own = [name for name in definition.tables if name not in definition.results]
-    return [Path(name).stem for name in own if f"{study}/{name}" in read]
+    return [Path(name).stem for name in own if name == CURVES or f"{study}/{name}" in read]
 
 
 def packed(table: Path) -> bytes:

@@ -81,3 +81,26 @@ def test_two_thirds_of_the_seeds(tmp_path: Path, seeds: list[bool | None], said:
     assert acted(rows) is said
     rows.to_csv(tmp_path / "x.csv", index=False)
     assert acted(pd.read_csv(tmp_path / "x.csv")) is said
+
+
+REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference"
+
+
+def test_every_kept_table_of_runs_says_whether_a_policy_acted() -> None:
+    """And every summary beside one says "not tested" of a policy that did not."""
+    judged = []
+    for path in sorted(REFERENCE.glob("*/*/table.csv")):
+        table = pd.read_csv(path)
+        runs = table[table["method"] == "edgc"] if {"method", "seed"} <= set(table) else table.head(0)
+        if runs.empty:
+            continue
+        assert {"ranks_used", "windows_inside", "acted"} <= set(table), path
+        summary = path.with_name("summary.csv")
+        if not summary.is_file():
+            continue
+        verdicts = pd.read_csv(summary).set_index("variant")["verdict"]
+        for variant, mine in runs.groupby("variant"):
+            if acted(mine) is not None:
+                assert (verdicts[str(variant)] == "not tested") is (acted(mine) is False), (path, variant)
+                judged.append(acted(mine))
+    assert {True, False} <= set(judged)

@@ -214,6 +214,18 @@ def test_summary_has_mean_sd_and_interval_over_finished_seeds(root: Path) -> Non
     assert row["verdict"] == "worse", "certainly, and beyond the margin"
 
 
+def test_every_study_that_trains_has_learning_curves_of_every_run(root: Path) -> None:
+    trained = [study for study in matrix.studies() if matrix.load_study(study).analysis]
+    for study in trained:
+        assert "curves.csv" in matrix.load_study(study).tables, study
+    for study in {path.parent.name for path in root.glob("*/curves.csv")}:
+        curves, table = (pd.read_csv(root / study / name) for name in ("curves.csv", "table.csv"))
+        ended = table[table["status"] == "ok"] if "status" in table else table.head(0)
+        assert set(zip(ended["variant"], ended["seed"], strict=True)) <= set(
+            zip(curves["variant"], curves["seed"], strict=True)
+        ), study
+
+
 def test_only_differences_paired_by_seed_have_an_interval(root: Path) -> None:
     for study in ("methods", "equal_bytes", "window_ablation", "sampling_ablation", "moe"):
         columns = pd.read_csv(root / study / "summary.csv").columns

@@ -163,7 +163,7 @@ def test_replay_tells_a_file_that_does_not_follow_from_the_runs(study: Path, tmp
     code, output = run_replay(tmp_path)
     assert code == 0, output
     detail = kept / STUDY / "trajectories.parquet"
-    assert output.count("same") == len(list(kept.rglob("*.csv"))) + 2 and str(detail) in output
+    assert output.count("same") == len(list(kept.rglob("*.csv"))) + 3 and str(detail) in output
     figure, table, good = kept / "figures" / f"{STUDY}.png", kept / STUDY / "table.csv", detail.read_bytes()
     table.write_text(table.read_text().replace("1", "2", 1))
     figure.write_bytes(b"other")
@@ -190,7 +190,7 @@ def test_a_figure_without_its_tables_is_not_taken_for_one_that_follows(study: Pa
 
 def test_a_figure_drawn_from_parquet_has_the_bytes_of_one_drawn_from_csv(study: Path, tmp_path: Path) -> None:
     packed = details.packed(study / "trajectories.csv")
-    assert details.details(STUDY) == ["trajectories"] and packed == details.packed(study / "trajectories.csv")
+    assert details.details(STUDY) == ["trajectories", "curves"] and packed == details.packed(study / "trajectories.csv")
     (study / "trajectories.csv").unlink()
     assert details.missing(STUDY, study.parent)
     (study / "trajectories.parquet").write_bytes(packed)
