@@ -32,7 +32,9 @@ def verdict_table(scale: str, page: str = "README.md") -> str:
 
 def _cells(row: ClaimRow) -> tuple[str, ...]:
     ours = f"{row.ours} ({row.interval})" if row.interval else row.ours
-    links = [f"[{PurePosixPath(link.name).parent.name}]({link.href})" for link in row.evidence]
+    # The first by its name, others by their number: five names would make the column the widest of all.
+    names = [PurePosixPath(link.name).parent.name if k == 1 else str(k) for k, link in enumerate(row.evidence, 1)]
+    links = [f"[{name}]({link.href})" for name, link in zip(names, row.evidence, strict=True)]
     evidence = ", ".join(links or row.studies)
     count = row.n or row.counts
     return (row.claim, f"**{row.verdict}**", row.paper, ours or "-", count or "-", row.kind.upper(), evidence)
