@@ -27,6 +27,7 @@ BY_NAME = {
     "optimus_cc",
     "policies_long",
     "six_percent",
+    "six_percent_confirmed",
     "tuning",
     *SETTINGS_OF_POLICIES,
 }
@@ -45,6 +46,7 @@ STUDIES = [
     "tuning",
     "budgets",
     "six_percent",
+    "six_percent_confirmed",
     "zero_shot",
 ]
 TARGETS = [
