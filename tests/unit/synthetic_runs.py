@@ -644,5 +644,6 @@ def write_all(root: Path) -> Path:
     for study in SETTINGS_OF_POLICIES:
         write_policies(root, study)
     write_tuning(root, "budgets")
-    write_methods(root, "six_percent")
+    for study in ("six_percent", "six_percent_confirmed"):
+        write_methods(root, study)
     return root
