@@ -36,9 +36,12 @@ def draw(results: Path) -> Figure:
     variants = list(dict.fromkeys(trend["variant"]))
     fig, parts = style.stacked([2.0, 2.5, 1.9])
     grid = np.array([np.ravel(part.subplots(1, len(variants), sharey=True)) for part in parts], dtype=object)
+    moves = []
     for column, variant in enumerate(variants):
         rows = trend[trend["variant"] == variant]
-        entropy(grid[0, column], rows[rows["group"] == "<all>"])
+        whole = rows[rows["group"] == "<all>"]
+        moves.append(f"{rows['label'].iloc[0]} {moved(whole)}")
+        entropy(grid[0, column], whole)
         sigmas(grid[1, column], parameters[parameters["variant"] == variant])
         clipping(grid[2, column], norms[norms["variant"] == variant])
         grid[0, column].set_title(f"{rows['label'].iloc[0]}, entropy")
@@ -59,9 +62,7 @@ def draw(results: Path) -> Figure:
     for part, row in zip(parts, grid, strict=True):
         part.legend(*style.handles(*row), loc="outside upper center", ncols=3, columnspacing=0.8, handlelength=1.5)
     style.letter(list(grid.flat))
-    moves = {str(rows["label"].iloc[0]): moved(rows[rows["group"] == "<all>"]) for _, rows in trend.groupby("variant")}
-    said = ", ".join(f"{label} {text}" for label, text in sorted(moves.items(), reverse=True))
-    style.headline(fig, f"How entropy moves in the second half: {said}")
+    style.headline(fig, f"How entropy moves in the second half: {', '.join(moves)}")
     counts = trend.groupby("variant")["seed"].nunique()
     style.annotate(
         fig,

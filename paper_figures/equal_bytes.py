@@ -62,7 +62,7 @@ def draw(results: Path) -> Figure:
         fig,
         list(points["n"]),
         scale=results.name,
-        extra="\n".join(part for part in ("grey line: Pareto front of the means", style.untested(runs)) if part),
+        extra=("grey line: Pareto front of the means", style.untested(runs)),
     )
     names.write(ax, pd.DataFrame(drawn), texts)
     return fig

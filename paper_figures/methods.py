@@ -45,11 +45,12 @@ def draw(results: Path) -> Figure:
     ax.set(xscale="log", xlim=(low / 1.35, high * 1.35), xlabel=style.share_of_bytes())
     style.plain(ax.xaxis, [t for t in TICKS if low / 1.35 <= t <= 1.35 * high])
     ax.margins(y=0.14)
-    hold(ax, near, runs)
     ax.set_ylabel("validation loss\nabove uncompressed (nats)")
     if cut:
         ends = near["gap_nats_low"].fillna(near["gap_nats_min"])
         ax.set_ylim(max(-NEAR / 3, min(-0.05 * NEAR, 1.1 * ends.min())), NEAR)
+    else:
+        hold(ax, near, runs)
     spoken = names.chosen(near, near["gap_nats_mean"].max() + 1, NAMED)
     cut_off(ax, near)
     style.title_legend(fig, *style.handles(ax), seen(shown, spoken), columnspacing=1.0)
@@ -59,7 +60,7 @@ def draw(results: Path) -> Figure:
         list(shown["n_ok"]),
         bars="bars: 95 % t interval, dots: runs",
         scale=results.name,
-        extra="\n".join(part for part in said if part),
+        extra=said,
     )
     others = near[(near["method"] == "powersgd") & ~near["variant"].isin(spoken["variant"])]
     by_rank = [(row, rank_of(runs, row)) for _, row in others.iterrows()]

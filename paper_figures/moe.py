@@ -41,11 +41,7 @@ def draw(results: Path) -> Figure:
         fig,
         list(seeds),
         scale=results.name,
-        extra="\n".join(
-            part
-            for part in ("(a): one uncompressed run, means over windows of 20 iterations", style.untested(runs))
-            if part
-        ),
+        extra=("(a): one uncompressed run, means over windows of 20 iterations", style.untested(runs)),
     )
     return fig
 

@@ -39,7 +39,8 @@ def draw(results: Path) -> Figure:
     stages(axes[0], found)
     spread(axes[1], found, table)
     style.letter(axes)
-    style.headline(fig, seen(table).capitalize().replace("dac", "DAC"))
+    words = seen(table)
+    style.headline(fig, words[0].upper() + words[1:])
     style.annotate(
         fig,
         list(table["iterations"]),
@@ -52,7 +53,7 @@ def draw(results: Path) -> Figure:
 
 
 def seen(table: pd.DataFrame) -> str:
-    """In words: how long after the first stage the last one ends, with equal ranks and with DAC."""
+    """In words, to go on in a sentence: how long after the first stage the last one ends, equal ranks and DAC."""
     equal, dac = (1e3 * table.loc[name, "spread_seconds"] for name in ("equal", "dac"))
     return f"the last stage ends {dac:.0f} ms after the first with DAC, {equal:.0f} ms with equal ranks"
 

@@ -205,15 +205,11 @@ def annotate(
     what: str = "seeds",
     bars: str = INTERVAL,
     scale: str = "",
-    simulated: bool = False,
-    extra: str = "",
+    extra: str | Iterable[str] = "",
 ) -> None:
-    """State n and spread under the figure; ``simulated`` says in words that nothing in it was measured."""
-    line = spread(n, what, bars, scale=scale)
-    note(
-        fig,
-        "\n".join(part for part in ("SIMULATED (model), not measured." if simulated else "", line, extra) if part),
-    )
+    """State n and spread under the figure, and below it ``extra``, a line for each part that is not empty."""
+    parts = [extra] if isinstance(extra, str) else extra
+    note(fig, "\n".join(part for part in (spread(n, what, bars, scale=scale), *parts) if part))
 
 
 def share_of_bytes(more: str = "") -> str:

@@ -68,10 +68,8 @@ def cut_off(fig: Figure) -> list[str]:
     """Texts beside and over the panels that do not lie whole on the figure."""
     width, height = fig.canvas.get_width_height()
     labels = [label for ax in data_panels(fig) for label in (ax.xaxis.label, ax.yaxis.label, ax._left_title)]
-    boxes = {text.get_text(): text.get_window_extent() for text in (*fig.texts, *labels) if text.get_text()}
-    return [
-        text for text, box in boxes.items() if box.x0 < -1 or box.y0 < -1 or box.x1 > width + 1 or box.y1 > height + 1
-    ]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in (*fig.texts, *labels) if text.get_text()]
+    return [text for text, box in boxes if box.x0 < -1 or box.y0 < -1 or box.x1 > width + 1 or box.y1 > height + 1]
 
 
 def has_data(ax: Axes) -> bool:
