@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import subprocess
 import sys
@@ -264,13 +265,16 @@ def test_cluster_config_refuses_a_share_above_one() -> None:
         validate(ClusterConfig, values, "some.yaml")
 
 
-def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("study", "claimed"), [("gpt2_2p5b_v100", False), ("gpt2_12p1b_h100", True)])
+def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path, study: str, claimed: bool) -> None:
     pytest.importorskip("seaborn")
-    from paper_figures import cluster, saving
+    from paper_figures import saving
 
-    study = "gpt2_2p5b_v100"
+    draw = importlib.import_module(f"paper_figures.{study}").draw
     cluster_model.main(study=study, out=tmp_path / study)
-    figure = cluster.draw(tmp_path, study)
+    figure = draw(tmp_path)
+    drawn = [str(line.get_label()) for ax in figure.axes for line in ax.get_lines()]
+    assert any(label.startswith("paper: up to") for label in drawn) == claimed
     for ax in figure.axes:
         assert "SIMULATED" in ax.get_title(loc="left")
         assert len(ax.get_lines()) >= 7
@@ -278,4 +282,4 @@ def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path) -> 
     path = tmp_path / study / "table.csv"
     write_text(path, path.read_text().replace("simulated", "measured"))
     with pytest.raises(UserError, match="not simulated"):
-        cluster.draw(tmp_path, study)
+        draw(tmp_path)
