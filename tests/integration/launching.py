@@ -17,7 +17,7 @@ from experiments.data.prepare import prepare
 from experiments.spec.settings import DataConfig
 from experiments.training.outputs import read_events
 
-ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
+ENDS_WITHIN_SECONDS = 60.0  # after Ctrl-C, with everything that was started; 5 on a machine that does nothing else
 ROOT = Path(__file__).resolve().parents[2]
 
 RUN: dict[str, Any] = {

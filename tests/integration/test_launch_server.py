@@ -75,7 +75,7 @@ def served(prepared: Path, tmp_path: Path, server: tuple[Path, int]) -> Served:
     return Served(prepared, tmp_path, *server)
 
 
-def until(done: Any, seconds: float = 60.0) -> None:
+def until(done: Any, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline

