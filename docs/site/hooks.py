@@ -15,8 +15,10 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = "repository"
+DOTS_PER_INCH = 200  # of the committed figures
 LINK = re.compile(r'(\]\(|srcset="|src=")([^)\s"#]+)(#[^)\s"]*)?(\)|")')
 FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)\)")
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.png)\)")
 MARKER = re.compile(r"<!--=? ?.*?-->\n?|<!--/-->", re.DOTALL)
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
@@ -61,11 +63,18 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def _width(path: Path) -> int:
+    """On the screen, in CSS pixels: a figure's print size times 1.4, for it is made to be read 8 cm wide."""
+    inches = int.from_bytes(path.read_bytes()[16:20], "big") / DOTS_PER_INCH  # the header of a PNG
+    return round(1.4 * 96 * inches)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Take README for the first page, make links lead to where files lie on the site, drop markers."""
     name = page.file.src_uri
     if name == "index.md":
         markdown = (ROOT / "README.md").read_text(encoding="utf-8")
+        page.meta["hide"] = ["toc"]  # its room goes to the table of verdicts
 
     def rewritten(found: re.Match[str]) -> str:
         start, target, anchor, end = found[1], found[2], found[3] or "", found[4]
@@ -80,9 +89,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         base = Path(name).parent if start == "](" else Path(page.url)
         return f"{start}{os.path.relpath(uri, base)}{anchor}{end}"
 
+    def sized(found: re.Match[str]) -> str:
+        path = _linked(name, found[1])
+        return found[0] if path is None else f"{found[0]}{{ width={_width(path)} }}"
+
     def without_folder(found: re.Match[str]) -> str:
         path = _linked(name, found[2])
         return found[1] if path is not None and path.is_dir() else found[0]
 
-    parts = CODE.split(FOLDER.sub(without_folder, markdown))
+    parts = CODE.split(IMAGE.sub(sized, FOLDER.sub(without_folder, markdown)))
     return "".join(part if index % 2 else LINK.sub(rewritten, MARKER.sub("", part)) for index, part in enumerate(parts))

@@ -189,6 +189,31 @@ def test_points_of_the_front_are_labelled_and_untested_ones_hollow(opened: Any) 
     assert fills == {"EDGC (CQM)": "var(--surface)", "bf16": "var(--dense)"}
 
 
+ON_THE_FRONT = """() => {
+  const front = document.querySelector("#pareto .front");
+  const along = Array.from({ length: 400 }, (_, k) => front.getPointAtLength((k * front.getTotalLength()) / 399));
+  const covers = (box) => along.some(({ x, y }) =>
+    x > box.x + 1 && x < box.x + box.width - 1 && y > box.y + 1 && y < box.y + box.height - 1);
+  const labels = [...document.querySelectorAll("#pareto .label")];
+  return labels.filter((label) => covers(label.getBBox())).map((label) => label.textContent);
+}"""
+
+
+@pytest.mark.parametrize(
+    "opened", [{"viewport": {"width": width, "height": 900}} for width in (700, 1280)], indirect=True
+)
+def test_no_label_is_struck_through_by_the_front(opened: Any) -> None:
+    assert opened.locator("#pareto .label").count() > 1
+    assert opened.evaluate(ON_THE_FRONT) == []
+
+
+def test_claims_come_before_what_their_words_mean(opened: Any) -> None:
+    table, words = (opened.locator(f"#{name}").bounding_box()["y"] for name in ("claims-table", "claims-words"))
+    assert table < 500 < words
+    opened.get_by_role("link", name="What verdicts, n and nats mean").click()
+    assert opened.evaluate("document.querySelector('#claims-words').getBoundingClientRect().top") < 900
+
+
 def test_curves_follow_their_switches(opened: Any) -> None:
     lines = opened.locator("#curves-plot .run")
     assert lines.count() == len(synthetic_report.VARIANTS) * len(synthetic_report.SEEDS)

@@ -127,7 +127,14 @@ function startBoard() {
     }
     const nodes = places.map((place) => point(svg, place, narrow ? 5 : 6));
     const labelled = fronts.flat().map((row) => places.find((place) => place.row === row));
-    label(svg, labelled, places, { left: pad.left, right: width - 4, top: pad.top, bottom: height - pad.bottom });
+    // A front goes right from a point and then down to the next: boxes a little wider than its lines.
+    const steps = fronts.flatMap((front) => front.slice(1).flatMap((row, k) => {
+      const [left, right] = [x(100 * front[k][key]), x(100 * row[key])];
+      const [upper, lower] = [y(front[k].gap), y(row.gap)];
+      return [{ x: left, y: upper - 1, width: right - left, height: 2 },
+        { x: right - 1, y: upper, width: 2, height: lower - upper }];
+    }));
+    label(svg, labelled, places, steps, { left: pad.left, right: width - 4, top: pad.top, bottom: height - pad.bottom });
     keys(nodes, places);
     svg.addEventListener("pointermove", (event) => {
       const at = svg.getBoundingClientRect();
@@ -194,11 +201,11 @@ function startBoard() {
     });
   }
 
-  // Labels beside their points where they cover neither a mark nor another label, else further off with a line; one
+  // Labels beside their points where they cover no mark, front or other label, else further off with a line; one
   // that fits nowhere is left to the tooltip.
-  function label(svg, wanted, places, room) {
+  function label(svg, wanted, places, steps, room) {
     const layer = shape(svg, "g", { "aria-hidden": "true" });
-    const taken = places.map(({ x, y }) => ({ x: x - 8, y: y - 8, width: 16, height: 16 }));
+    const taken = [...places.map(({ x, y }) => ({ x: x - 8, y: y - 8, width: 16, height: 16 })), ...steps];
     const free = (box) =>
       box.x >= room.left && box.x + box.width <= room.right && box.y >= room.top && box.y + box.height <= room.bottom &&
       !taken.some((o) => box.x < o.x + o.width && o.x < box.x + box.width && box.y < o.y + o.height && o.y < box.y + box.height);
