@@ -86,7 +86,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         uri = f"{OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
         uri = uri.removesuffix(".md") + (".txt" if uri.endswith(".md") else "")
         # Links of Markdown are relative to the file, those of HTML to the page's address.
-        base = Path(name).parent if start == "](" else Path(page.url)
+        base = Path(name if start == "](" else page.url).parent
         return f"{start}{os.path.relpath(uri, base)}{anchor}{end}"
 
     def sized(found: re.Match[str]) -> str:

@@ -17,16 +17,18 @@ FETCHED = {"src", "srcset", "poster", "data"}
 
 
 class Requests(HTMLParser):
-    """What a browser that opens the page would fetch."""
+    """What a browser that opens the page would fetch, and where its links lead."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.links: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.found += [
             value or "" for name, value in attributes if name in FETCHED or (name == "href" and tag == "link")
         ]
+        self.links += [value or "" for name, value in attributes if name == "href" and tag == "a"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def test_no_page_asks_for_anything_from_elsewhere(site: Path) -> None:
 def test_pages_find_what_they_show(site: Path) -> None:
     """Images too, which lie outside docs and which mkdocs does not check in HTML."""
     shown = 0
-    for page in site.rglob("index.html"):
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":  # its addresses begin at the root of a server
+            continue
         requests = Requests()
         requests.feed(page.read_text(encoding="utf-8"))
         for address in requests.found:
@@ -62,6 +66,18 @@ def test_pages_find_what_they_show(site: Path) -> None:
                 assert (page.parent / address.partition("#")[0].partition("?")[0]).exists(), (page, address)
                 shown += address.endswith((".png", ".svg"))
     assert shown > 5
+
+
+def test_links_lead_to_files_without_a_server_too(site: Path) -> None:
+    """Opened from the disk a link to a folder shows what is in it."""
+    followed = 0
+    for page in site.rglob("*.html"):
+        requests = Requests()
+        requests.feed(page.read_text(encoding="utf-8"))
+        for link in {link.partition("#")[0] for link in requests.links if not re.match(r"[a-z]+:|/|#", link)}:
+            assert (page.parent / link).is_file() or not link, (page, link)
+            followed += 1
+    assert followed > 500
 
 
 def test_the_first_page_is_the_readme_without_its_markers(site: Path) -> None:
@@ -72,8 +88,8 @@ def test_the_first_page_is_the_readme_without_its_markers(site: Path) -> None:
 
 def test_every_page_of_docs_and_the_api_is_there(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
-        name = page.relative_to(ROOT / "docs").with_suffix("")
-        assert (site / (name.parent if name.stem == "index" else name) / "index.html").is_file(), name
-    api = (site / "library" / "api" / "index.html").read_text(encoding="utf-8")
+        name = page.relative_to(ROOT / "docs").with_suffix(".html")
+        assert (site / name).is_file(), name
+    api = (site / "library" / "api.html").read_text(encoding="utf-8")
     for name in ("edgc.config.EDGCConfig", "edgc.ddp.register", "edgc.megatron.attach", "edgc.errors.UserError"):
         assert f'id="{name}"' in api, name
