@@ -14,10 +14,10 @@ import pytest
 
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
+from tests.integration.launching import ENDS_WITHIN_SECONDS
 from tests.workflow.checkout_copy import Checkout
 from workflows.jobs import is_launcher, marked
 
-ENDS_WITHIN_SECONDS = 60.0  # after Ctrl-C, with everything that was started; 5 on a machine that does nothing else
 WORKFLOW = "workflows.program"
 
 
