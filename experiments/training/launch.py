@@ -58,7 +58,7 @@ from experiments.data.folder import DataInfo, check_config, check_whole, load_in
 from experiments.data.integrity import check_indices
 from experiments.spec.matrix import check_run, find
 from experiments.spec.settings import RunConfig, recorded, resolve
-from experiments.training import provenance
+from experiments.training import provenance, warm_up_again
 from experiments.training.following import reason_not_to, with_ranks
 from experiments.training.outputs import write_manifest
 from experiments.training.ranks import check_devices, start_ranks, warm_up
@@ -149,6 +149,7 @@ def launch(
     rendezvous: str = "localhost:0",
     address: str | None = None,
     fresh: bool = False,
+    only_warm_up: bool = False,
 ) -> str:
     """Run one training job and publish its folder; returns its status, and "" on other nodes than 0.
 
@@ -156,13 +157,15 @@ def launch(
         results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
         nodes, node, rendezvous, address: see :func:`experiments.training.ranks.start_ranks`; node 0 owns the folder.
         fresh: start from the beginning where a killed run has left checkpoints.
+        only_warm_up: make the state at the end of a finished run's warm-up again, and nothing else; returns "".
     """
     check_writable(results)
     hopeless = reason_not_to(run, results)
     if not hopeless:
         run = with_ranks(run, results)
     folder = RunFolder(results / run.scale / run.study / run.name)
-    start = partial(start_ranks, run, folder.attempt, nodes=nodes, node=node, rendezvous=rendezvous, address=address)
+    where = {"nodes": nodes, "node": node, "rendezvous": rendezvous, "address": address}
+    start = partial(start_ranks, run, folder.attempt, **where, only_warm_up=only_warm_up)
     try:
         data_dir, data = read_data(run, results)
     except UserError as refusal:
@@ -175,6 +178,8 @@ def launch(
         follow(start, folder.attempt, node)
         return ""
     check_devices(run, nodes)
+    if only_warm_up:
+        warm_up_again.check(run, folder)
     if not fresh:
         _refuse_other_run(run, data, folder)
     folder.claim()
@@ -189,6 +194,11 @@ def launch(
         (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
         outcome = _failed(run, hopeless, folder) if hopeless else _outcome(run, folder, nodes, start)
         interrupts.ignore()  # the run has ended, and is published in a moment
+        if only_warm_up:
+            folder.discard()
+            folder.forget()
+            print(warm_up_again.report(run, folder, outcome["status"]))
+            return ""
         resumed_at = outcome.pop("resumed_at", [])
         if resumed_at:
             record["provenance"] |= {"resumed_at": resumed_at, "code": code}
@@ -235,6 +245,9 @@ def main(
     rendezvous: Annotated[str, typer.Option(help="host:port of node 0")] = "localhost:0",
     address: Annotated[str | None, typer.Option(help="of this machine for the others; default: its name")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="drop the checkpoints of a killed run")] = False,
+    only_warm_up: Annotated[
+        bool, typer.Option("--warm-up-again", help="only the state that runs branch from, of a finished run")
+    ] = False,
 ) -> None:
     """Train one run of a study, or of a file, and publish its folder."""
     if config is not None:
@@ -243,7 +256,7 @@ def main(
         chosen = find(study, scale, run)
     else:
         raise UserError("no run given", where="the command line", fix="give --study and --run, or --config")
-    status = launch(chosen, results, nodes, node, rendezvous, address, fresh)
+    status = launch(chosen, results, nodes, node, rendezvous, address, fresh, only_warm_up)
     if status:
         print(f"{chosen.study}/{chosen.name}: {status}")
 

@@ -55,7 +55,7 @@ def check_devices(run: RunConfig, nodes: int) -> int:
     return world // nodes
 
 
-def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path) -> None:
+def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path, only_warm_up: bool) -> None:
     """Entry point of one rank."""
     if data is None:
         os._exit(EXIT_BAD_INPUT)
@@ -66,7 +66,7 @@ def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path) -> 
     from experiments.training.fork_server import work
 
     try:
-        summary = work(run, *data, attempt)
+        summary = work(run, *data, attempt, only_warm_up=only_warm_up)
     except UserError as error:
         if os.environ.get("RANK") == "0":
             # What only the built model tells, such as its largest rank, is raised by the library, which knows no file.
@@ -139,6 +139,7 @@ def start_ranks(
     node: int,
     rendezvous: str,
     address: str | None,
+    only_warm_up: bool = False,
 ) -> None:
     """Run all ranks of this node to their end; raises what the elastic agent raises.
 
@@ -148,6 +149,7 @@ def start_ranks(
         nodes, node: how many machines take part and which one this is.
         rendezvous: ``host:port`` of node 0 when there are several.
         address: name or address under which the other nodes reach this one; by default its host name.
+        only_warm_up: the run ends when its warm-up does.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -172,4 +174,4 @@ def start_ranks(
         logs_specs=DefaultLogsSpecs(log_dir=util.get_temp_dir()),
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C ends ranks faster: experiments.common.interrupts
     )
-    elastic_launch(config, _rank_main)(run, data, attempt)
+    elastic_launch(config, _rank_main)(run, data, attempt, only_warm_up)

@@ -97,6 +97,10 @@ class RunFolder:
         """Remove what other runs branch from, as a run that begins anew will save another."""
         shutil.rmtree(self.path / WARM_UP, ignore_errors=True)
 
+    def newest_warm_up(self) -> Path | None:
+        """The folder of the state that other runs branch from; whether it is whole is not looked at."""
+        return max((self.path / WARM_UP).glob("iter_*"), default=None)
+
     def newest_checkpoint(self) -> Path | None:
         """The folder of the newest checkpoint; whether it is whole is not looked at."""
         return max(self.checkpoints.glob("iter_*"), default=None)

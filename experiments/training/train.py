@@ -139,8 +139,8 @@ class Trainer:
 
     # ------------------------------------------------------------------ the run
 
-    def train(self) -> dict[str, Any]:
-        """Run to the end or to divergence; returns the summary (the same on every rank)."""
+    def train(self, *, only_warm_up: bool = False) -> dict[str, Any]:
+        """Run to the end (of warm-up, if so asked) or to divergence; returns the summary (the same on every rank)."""
         run, started = self.run, time.perf_counter()
         tokens = run.train.global_batch * run.model.sequence_length
         status, engine = "ok", self.session.attachment.engine
@@ -179,6 +179,8 @@ class Trainer:
                     progress = Progress(iteration, taken, resumed_at, self.attempt / METRICS, watch)
                     for name in due:
                         self.checkpoints.save(progress, name)
+                if only_warm_up and warm_up_ended:
+                    break
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
@@ -275,9 +277,11 @@ class Trainer:
                 table.to_parquet(self.attempt / recorder.file, index=False)
 
 
-def work(run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path) -> dict[str, Any] | None:
+def work(
+    run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, *, only_warm_up: bool = False
+) -> dict[str, Any] | None:
     """The whole of one rank; returns the summary on rank 0, None elsewhere."""
-    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train()
+    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train(only_warm_up=only_warm_up)
     reporter = dist.get_rank() == 0
     dist.barrier()
     parallel_state.destroy_model_parallel()

@@ -62,6 +62,7 @@ class Launcher:
 
     def __init__(self, results: Path, folder: Path) -> None:
         self.results, self.folder = results, folder
+        self.output = ""  # what the last run wrote to stdout
 
     def start(self, values: dict[str, Any], *options: str, new_session: bool = False) -> subprocess.Popen[str]:
         """Start it; ``new_session`` puts it and all that it starts into a process group of their own."""
@@ -91,7 +92,7 @@ class Launcher:
 
     def run(self, values: dict[str, Any], *options: str) -> tuple[int, str]:
         process = self.start(values, *options)
-        _, stderr = process.communicate(timeout=600)
+        self.output, stderr = process.communicate(timeout=600)
         return process.returncode, stderr
 
     def path(self, values: dict[str, Any]) -> Path:

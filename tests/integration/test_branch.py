@@ -125,4 +125,44 @@ def test_a_warm_up_of_other_settings_or_none_is_refused(launcher: Launcher) -> N
     shutil.rmtree(bare / "warm_up")
     code, stderr = launcher.run(branched("orphan", branch="bare"))
     assert code == 2 and "orphan-s1 branches from bare-s1, which has kept no state" in stderr
+    assert "--run bare-s1 --scale test --warm-up-again" in stderr
     assert not (launcher.path(branched("orphan")) / "status").exists()
+
+
+def test_a_lost_state_is_made_again_and_the_run_stays_as_it_is(launcher: Launcher) -> None:
+    values = {**TRUNK, "variant": "restored"}
+    restored = launcher.path(values)
+    shutil.copytree(launcher.path(TRUNK), restored)
+    shutil.rmtree(restored / "warm_up")
+    before = contents(restored)
+    code, stderr = launcher.run(values, "--warm-up-again")
+    assert code == 0, stderr
+    assert "all losses are those of the kept run, bit for bit" in launcher.output
+    assert contents(restored, but="warm_up") == before
+    child = branched("child", branch="restored")
+    code, stderr = launcher.run(child)
+    assert code == 0, stderr
+    assert repeatable(launcher.path(child)) == repeatable(launcher.path(TRUNK))
+
+    code, stderr = launcher.run(values, "--warm-up-again")
+    assert code == 2 and "restored-s1 has its state" in stderr
+    shutil.rmtree(restored / "warm_up")
+    log = restored / "metrics.jsonl"
+    first = read_events(log, "step")[0]["loss"]
+    log.write_text(log.read_text().replace(str(first), str(first + 0.25), 1))
+    code, stderr = launcher.run(values, "--warm-up-again")
+    assert code == 0, stderr
+    assert "losses differ from the kept run's from iteration 1 on" in launcher.output
+
+
+def test_only_a_finished_run_that_others_branch_from_has_its_warm_up_made_again(launcher: Launcher) -> None:
+    code, stderr = launcher.run(AGAIN, "--warm-up-again")
+    assert code == 2 and stderr.count("\n") == 1 and "no run branches from again-s1" in stderr
+    code, stderr = launcher.run({**TRUNK, "variant": "never"}, "--warm-up-again")
+    assert code == 2 and stderr.count("\n") == 1 and "never-s1 is unfinished" in stderr
+
+
+def contents(folder: Path, but: str = "nothing") -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    names = {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    return {name: data for name, data in names.items() if not name.startswith(f"{but}/")}
