@@ -164,7 +164,7 @@ def launch(
     if not hopeless:
         run = with_ranks(run, results)
     folder = RunFolder(results / run.scale / run.study / run.name)
-    where = {"nodes": nodes, "node": node, "rendezvous": rendezvous, "address": address}
+    where: dict[str, Any] = {"nodes": nodes, "node": node, "rendezvous": rendezvous, "address": address}
     start = partial(start_ranks, run, folder.attempt, **where, only_warm_up=only_warm_up)
     try:
         data_dir, data = read_data(run, results)
