@@ -128,8 +128,8 @@ class Checkpoints:
         root = self.folder.with_name(trunk) / WARM_UP
         folder = checkpoint.latest(root, report=_say)
         if folder is None:
-            again = f"python -m experiments.training.launch --study {run.study} --run {trunk} --scale {run.scale}"
-            fix = f"have it made again: {again} --warm-up-again"
+            of = f"--study {run.study} --run {trunk} --scale {run.scale} --results {root.parents[3]}"
+            fix = f"have it made again: python -m experiments.training.launch {of} --warm-up-again"
             raise UserError(f"{run.name} branches from {trunk}, which has kept no state", where=root, fix=fix)
         refuse_other(load_yaml(folder / "run.yaml"), self.settings, folder, FREE_IN_WARM_UP)
         return self._load(folder, trunk)

@@ -164,8 +164,16 @@ def launch(
     if not hopeless:
         run = with_ranks(run, results)
     folder = RunFolder(results / run.scale / run.study / run.name)
-    where: dict[str, Any] = {"nodes": nodes, "node": node, "rendezvous": rendezvous, "address": address}
-    start = partial(start_ranks, run, folder.attempt, **where, only_warm_up=only_warm_up)
+    start = partial(
+        start_ranks,
+        run,
+        folder.attempt,
+        nodes=nodes,
+        node=node,
+        rendezvous=rendezvous,
+        address=address,
+        only_warm_up=only_warm_up,
+    )
     try:
         data_dir, data = read_data(run, results)
     except UserError as refusal:

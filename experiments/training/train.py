@@ -210,8 +210,9 @@ class Trainer:
 
     def _checkpoints_due(self, iteration: int, *, warm_up_ended: bool) -> list[str]:
         """The folders in which to save the state after ``iteration``."""
-        due = [CHECKPOINTS] if self.checkpoints.due(iteration) else []
-        return due + ([WARM_UP] if warm_up_ended and self.run.train.keep_warm_up else [])
+        # In this order: a run that is killed between the two goes on from before the end of warm-up, and saves both.
+        due = [WARM_UP] if warm_up_ended and self.run.train.keep_warm_up else []
+        return due + ([CHECKPOINTS] if self.checkpoints.due(iteration) else [])
 
     def _replay(self, resumed: Progress) -> float:
         """Take over the log of the iterations before a checkpoint; returns the last validation loss."""

@@ -41,7 +41,8 @@ def report(run: RunConfig, folder: RunFolder, status: str) -> str:
     newest = folder.newest_warm_up()
     if newest is None:
         what = f"the warm-up of {run.name} did not end again: this time the run is {status}"
-        raise UserError(what, where=folder.path, fix=f"delete the folder and train it anew: snakemake -c2 {run.study}")
+        fix = f"if it ends so again, delete the folder and train the run anew: snakemake -c2 {run.study}"
+        raise UserError(what, where=folder.path, fix=fix)
     now, kept = _losses(newest / outputs.LOG), _losses(folder.path / outputs.LOG)
     last = max(now)
     differing = [iteration for iteration, loss in now.items() if kept.get(iteration) != loss]

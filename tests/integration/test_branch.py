@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from experiments.spec.settings import resolve
 from experiments.training.outputs import read_events
 from tests.integration.launching import RUN, Launcher, changed, prepared, repeatable
 
@@ -125,7 +127,7 @@ def test_a_warm_up_of_other_settings_or_none_is_refused(launcher: Launcher) -> N
     shutil.rmtree(bare / "warm_up")
     code, stderr = launcher.run(branched("orphan", branch="bare"))
     assert code == 2 and "orphan-s1 branches from bare-s1, which has kept no state" in stderr
-    assert "--run bare-s1 --scale test --warm-up-again" in stderr
+    assert f"--run bare-s1 --scale test --results {launcher.results} --warm-up-again" in stderr
     assert not (launcher.path(branched("orphan")) / "status").exists()
 
 
@@ -138,7 +140,7 @@ def test_a_lost_state_is_made_again_and_the_run_stays_as_it_is(launcher: Launche
     code, stderr = launcher.run(values, "--warm-up-again")
     assert code == 0, stderr
     assert "all losses are those of the kept run, bit for bit" in launcher.output
-    assert contents(restored, but="warm_up") == before
+    assert contents(restored) == before
     child = branched("child", branch="restored")
     code, stderr = launcher.run(child)
     assert code == 0, stderr
@@ -162,7 +164,20 @@ def test_only_a_finished_run_that_others_branch_from_has_its_warm_up_made_again(
     assert code == 2 and stderr.count("\n") == 1 and "never-s1 is unfinished" in stderr
 
 
-def contents(folder: Path, but: str = "nothing") -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    names = {str(path.relative_to(folder)): path.read_bytes() for path in found}
-    return {name: data for name, data in names.items() if not name.startswith(f"{but}/")}
+def test_a_checkpoint_never_lies_behind_a_warm_up_that_is_not_saved() -> None:
+    """A run that is killed between the two goes on from the newest checkpoint, and would never save its warm-up."""
+    from experiments.training.checkpoint import Checkpoints
+    from experiments.training.train import Trainer
+
+    trainer = object.__new__(Trainer)
+    trainer.run = resolve({**TRUNK, "train": {**TRUNK["train"], "checkpoint_interval": 4}}, Path("trunk.yaml"))
+    trainer.checkpoints = object.__new__(Checkpoints)
+    trainer.checkpoints.interval, trainer.checkpoints.session = 4, SimpleNamespace(run=trainer.run)
+    due = [trainer._checkpoints_due(iteration, warm_up_ended=iteration < 5) for iteration in (3, 4, 8)]
+    assert due == [["warm_up"], ["warm_up", ".checkpoints"], [".checkpoints"]]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run but for the state that others branch from."""
+    names = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in names.items() if not name.startswith("warm_up/")}
