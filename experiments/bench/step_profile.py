@@ -37,12 +37,16 @@ OURS: dict[str, dict[str, Any]] = {
     "powersgd errors in bf16": {"method": "powersgd", "error_dtype": "bf16"},
     "topk": {"method": "topk", "density": 0.01},
     "quantize": {"method": "quantize", "bits": 8},
+    # A run of EDGC in warm-up, in which nothing is compressed, with the entropy of every step: beside none, what it takes.
+    "entropy of 25 %": {"method": "edgc", "entropy": {"iteration_rate": 1.0}},
+    "entropy of all": {"method": "edgc", "entropy": {"iteration_rate": 1.0, "entry_rate": 1.0}},
 }
+ENTROPY = tuple(of for of in OURS if of.startswith("entropy"))
 # DDP's own buckets, of which the first is smaller; in larger ones more matrices share an operation.
 BUCKET_MB = 25
-LARGE = {f"{of} 100 MB": (of, 100) for of in (TORCH, "powersgd fp32", "powersgd int8")}
+LARGE = {f"{of} 100 MB": (of, 100) for of in (TORCH, "entropy of 25 %", "powersgd fp32", "powersgd int8")}
 VARIANTS = (DDP, TORCH, *OURS, *LARGE, AGAIN)
-QUICK = (DDP, TORCH, "none", "powersgd fp32", "powersgd int8", "powersgd int4", *LARGE, AGAIN)
+QUICK = (DDP, TORCH, "none", *ENTROPY, "powersgd fp32", "powersgd int8", "powersgd int4", *LARGE, AGAIN)
 GPT2 = Size(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024, batch=8)  # 124 million parameters
 PARTS = ("step", "host", "forward", "backward", "optimizer", "compress", "communicate", "decompress")
 PROFILED = 2
