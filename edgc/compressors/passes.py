@@ -65,11 +65,15 @@ def square_sums_on_gpu(batches: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.stack(norms).square().split([len(batch) for batch in batches]))
 
 
-def finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged."""
+def finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged.
+
+    Args:
+        device: of all of them, and of the answer where there are none: what masks must lie beside what it masks.
+    """
     ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
     if not ends:
-        return torch.ones((), dtype=torch.bool, device="cpu")
+        return torch.ones((), dtype=torch.bool, device=device)
     alike = all(end.dtype == ends[0].dtype for end in ends)
     return torch.stack(ends if alike else [end.double() for end in ends]).isfinite().all()
 

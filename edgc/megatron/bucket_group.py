@@ -90,7 +90,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         device = self.buckets[0].grad_data.device
         started = mark(device)
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
-        self._edgc.group_finished(started, mark(device), finite(map(self._averaged, self.buckets)))
+        self._edgc.group_finished(started, mark(device), finite(map(self._averaged, self.buckets), device))
 
     def _scale_for_mean(self, bucket: Any) -> None:
         """Scale so that the mean over replicas equals what Megatron's scaled sum (or average) would give."""

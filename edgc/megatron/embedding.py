@@ -81,7 +81,7 @@ class FusedEmbedding:
         gradient = self.parameter.main_grad
         engine.reduce_across_stages([Gradient(self.name, gradient)], self._group)
         gradient *= self._copies  # the mean over all ranks was one of the copies, too
-        return finite([gradient])
+        return finite([gradient], gradient.device)
 
     def close(self) -> None:
         """Megatron adds the copies itself from now on; ends the process groups."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.adapters import DDP, MEGATRON_RUNS, MEGATRON_STEPS, POISONED, RESUMED, STEPS
+from tests.gpu.adapters import DDP, MEGATRON_RUNS, MEGATRON_STEPS, POISONED, RESUMED, STEPS, TIMED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -99,6 +99,16 @@ def test_ddp_trains_as_on_the_cpu(name: str, ranks: Ranks, reference: Ranks) -> 
 def test_the_ranks_of_edgc_change_on_the_way(ranks: Ranks) -> None:
     given = ranks[0]["ddp"]["edgc"]["ranks"]
     assert None in given and len(set(given)) > 2, given
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_reductions_that_are_timed_beside_the_training_leave_it_alone(name: str, ranks: Ranks) -> None:
+    """The search of r_max, which method edgc begins with unless r_max is given, and the cost gate."""
+    mine = [rank["ddp"][name] for rank in ranks]
+    assert all(len(rank["losses"]) == STEPS for rank in mine)
+    assert torch.equal(mine[0]["weights"], mine[1]["weights"])
+    assert sum(rank["losses"][-1] for rank in mine) < 0.98 * sum(rank["losses"][0] for rank in mine)
+    assert mine[0]["ranks"] == mine[1]["ranks"]
 
 
 @pytest.mark.parametrize("name", RESUMED)

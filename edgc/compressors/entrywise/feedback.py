@@ -100,14 +100,15 @@ class Feedback(KeepsErrors):
             next(messages, None)
             if drained or advanced or self.deferred:
                 # Without a state to protect, what is not finite may go where it goes.
-                self._settle_dense(gradients, dense, drained, advanced, finite(_tensors(dense)), statistics)
+                ok = finite(_tensors(dense), gradients[0].tensor.device)
+                self._settle_dense(gradients, dense, drained, advanced, ok, statistics)
             return
         flat = self._load(lossy, channel.world, statistics)
         advanced |= flat.velocities
         arrived, write = yield from self._average(flat, channel)
         next(messages, None)
         # The same bits on every worker, and so the same decision.
-        ok = arrived & finite(_tensors(dense))
+        ok = arrived & finite(_tensors(dense), arrived.device)
         if self._settle_dense(gradients, dense, drained, advanced, ok, statistics):
             self._finish(lossy, flat, write, ok, statistics)
 

@@ -97,7 +97,7 @@ class PowerSGD(KeepsErrors):
             work.dense.start(dense, channel)
             yield
             # Without a state to protect, what is not finite may go where it goes.
-            ok = finite(work.dense.messages if drained or self.deferred else ())
+            ok = finite(work.dense.messages if drained or self.deferred else (), work.device)
         if work.way.decides and not ok:
             for gradient in gradients:
                 gradient.tensor.fill_(math.nan)
@@ -121,7 +121,7 @@ class PowerSGD(KeepsErrors):
                 # Quantised, the columns of P are to be of one scale.
                 orthonormalise([group.right.mT for group in apart], [group.start.mT for group in apart])
             passes.load(groups, mine, [group.start for group in groups], [group.summed for group in groups])
-        ok = finite((yield from self._first_message(work, work.first, dense, channel)))
+        ok = finite((yield from self._first_message(work, work.first, dense, channel)), work.device)
         if decides and not ok:
             return ok, ()
         # Backwards: what was loaded last is still in the cache.
@@ -156,7 +156,7 @@ class PowerSGD(KeepsErrors):
                     passes.right_factor(group, group.basis, group.own)
         message.copy_(sent)
         messages = yield from self._first_message(work, message, dense, channel)
-        return finite(()), messages
+        return finite((), work.device), messages
 
     def _first_message(
         self, work: Workspace, factors: Tensor, dense: Tensors, channel: Channel
@@ -174,7 +174,7 @@ class PowerSGD(KeepsErrors):
     def _finish(self, work: Workspace, ok: Tensor, messages: Tensors, statistics: Statistics) -> Tensor:
         """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
         owns, means = self._products(work.groups)
-        ok = ok & finite(messages)
+        ok = ok & finite(messages, work.device)
         decides, passes, _ = work.way
         if decides and not ok:
             return ok

@@ -126,6 +126,7 @@ class Workspace:
         factor_dtype, one_sided: options of the compressor.
 
     Attributes:
+        device: of the gradients.
         key: what the workspace depends on.
         way: how its device is worked on.
         registered: whether the compressor's state refers to this workspace for good.
@@ -154,7 +155,7 @@ class Workspace:
         self.factored = [[at[name] for name in group.names] for group in groups]
         members = {i for places in self.factored for i in places}
         self.plain = [i for i in range(len(gradients)) if i not in members]
-        device = gradients[0].tensor.device
+        device = self.device = gradients[0].tensor.device
         lefts, rights = self._sizes([LEFT] * len(groups)), self._sizes([RIGHT] * len(groups))
         # One-sided, every matrix may have either of its factors sent.
         largest = [max(pair) for pair in zip(lefts, rights, strict=True)]

@@ -1,0 +1,94 @@
+"""What lies on a device stays there: reductions of gradients on a device that has no values.
+
+Tensors on torch's ``meta`` device have shapes and no entries, so the code takes the path of a GPU, and whatever looks at
+a value fails. torch mixes a number of one device into operations of another one in most places, but not in all: a mask
+must lie beside what it masks. On CPU tensors nothing of that can be seen, so every mixture is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from edgc.compressors import Compressor, Gradient, Statistics
+from edgc.config import EDGCConfig
+from edgc.runtime.device import Later
+from edgc.timing import benchmark
+from experiments.bench.variants import Mirror
+from tests.gpu.steps import CASES, SHAPES, SMALLEST
+from tests.lockstep import reduce_together
+
+META = torch.device("meta")
+# What brings a tensor to another device.
+COPIES = ("copy_", "_to_copy")
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of several devices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        name = func.overloadpacket.__name__
+        assert len(found) < 2 or name in COPIES, f"{name} of tensors on {found}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Read after the step, when it has arrived; the answer is always yes here.
+    monkeypatch.setattr(Later, "read", lambda self: True)
+    with OneDevice():
+        yield
+
+
+def gradients(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Gradient]:
+    return [Gradient(f"p{i}", torch.empty(shape, device=META)) for i, shape in enumerate(shapes)]
+
+
+def built(name: str, deferred: bool) -> Compressor:
+    compressor = EDGCConfig.from_dict({**CASES[name], "min_compression_elements": SMALLEST, "seed": 3}).build()
+    compressor.deferred = deferred
+    if getattr(compressor, "draws_at_random", False):
+        compressor.draws_at_random = False  # type: ignore[attr-defined]  # the device has no random numbers either
+    return compressor
+
+
+def test_a_mixture_is_seen() -> None:
+    with pytest.raises(AssertionError, match="masked_fill_ of tensors on"):
+        torch.empty(3, device=META).masked_fill_(torch.ones((), dtype=torch.bool), 0)
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize("name", CASES)
+def test_reductions_stay_on_the_device(name: str, deferred: bool) -> None:
+    workers = [built(name, deferred) for _ in range(2)]
+    for rank in (None, 4, 4, 8, None, 4):
+        reduce_together(workers, [gradients() for _ in workers], rank)
+        for worker in workers:
+            worker.settle(True)
+
+
+@pytest.mark.parametrize("shapes", [[(17,)], [(3, 5), (31,)], [(0, 5)]], ids=["a vector", "too small", "empty"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_bucket_without_a_matrix_stays_there_too(name: str, shapes: list[tuple[int, ...]]) -> None:
+    workers = [built(name, False) for _ in range(2)]
+    for rank in (4, None):
+        reduce_together(workers, [gradients(shapes) for _ in workers], rank)
+
+
+@pytest.mark.parametrize("name", ["powersgd fp32", "powersgd int8 one-sided", "edgc"])
+def test_benchmarks_beside_the_training_stay_there(name: str) -> None:
+    """The search of r_max begins with the exact mean, from a compressor that has sent nothing yet."""
+    for rank in (None, 4):
+        steps = benchmark.timed(built(name, False), gradients(), Mirror(), rank)
+        with pytest.raises(StopIteration) as ended:
+            while True:
+                next(steps)
+        assert isinstance(ended.value.value, Statistics)
+    for _ in benchmark.compare(lambda: built(name, False), gradients(), Mirror(), 4):
+        pass
