@@ -33,12 +33,19 @@ from torch import Tensor
 
 from edgc.sections import ESTIMATORS
 
-_CORE = 8.0
+CORE = 8.0
 """Half width of the equal bins, in robust standard deviations."""
-_GROWTH = 0.05
+GROWTH = 0.05
 """Relative width of the bins beyond the core, at least."""
+WIDTH = 2.7
+"""Of the equal bins, by Freedman and Diaconis' rule, in robust standard deviations times the cube root of the count."""
+SUBSET = 1 << 13
+"""Entries that median and robust standard deviation are found from, at most."""
+MIDDLE = (0.45, 0.5, 0.55)
+MIDDLE_RANGE = 0.2513227
+"""Quantiles around the median, and how far the outer ones are apart in a normal distribution with sigma 1."""
 _RELEASED_BINS = 1000
-_GRIDS = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}
+GRIDS = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}
 """Significant binary digits of the types whose grid is not much finer than a bin, and log2 of their least spacing."""
 
 
@@ -162,14 +169,14 @@ def _centre_and_scale(values: Tensor) -> tuple[float, float]:
     serves where the entries keep away from the median.
     """
     # An odd stride runs through all columns of a matrix whose width is a power of two.
-    stride = -(-values.numel() // (1 << 13)) | 1
+    stride = -(-values.numel() // SUBSET) | 1
     subset = values[::stride].double().sort().values
-    points = torch.tensor([0.45, 0.5, 0.55], dtype=torch.float64, device=subset.device)
+    points = torch.tensor(MIDDLE, dtype=torch.float64, device=subset.device)
     position = points * (subset.numel() - 1)
     low = position.long()
     # By hand: torch.quantile would sort again and refuses large inputs.
     q = torch.lerp(subset[low], subset[position.ceil().long()], position - low).tolist()
-    scales = (_standardised(subset, 2)[1], (q[2] - q[0]) / 0.2513227)
+    scales = (_standardised(subset, 2)[1], (q[2] - q[0]) / MIDDLE_RANGE)
     return q[1], min((scale for scale in scales if scale > 0), default=0.0)
 
 
@@ -181,17 +188,18 @@ def _histogram(values: Tensor) -> float:
     if not scale > 0:
         return math.nan
     # In units of ``scale``, like everything below, so that scaling the input adds exactly its logarithm.
-    width = 2.7 * n ** (-1 / 3)
-    bins = 2 * math.ceil(_CORE / width)
+    width = WIDTH * n ** (-1 / 3)
+    bins = 2 * math.ceil(CORE / width)
     edge = 0.5 * bins * width
-    growth = max(_GROWTH, width / edge)
+    growth = max(GROWTH, width / edge)
     ratio = math.log1p(growth)
     core = torch.zeros(bins, dtype=torch.int64, device=values.device)
     tails: dict[float, int] = {}
-    grid, position = _GRIDS.get(values.dtype), 0
+    grid, position = GRIDS.get(values.dtype), 0
     for chunk in _chunks(values):
         if grid is not None:
-            chunk = _spread(chunk, position, *grid)
+            turns = torch.arange(position, position + chunk.numel(), dtype=torch.float64, device=chunk.device)
+            chunk = spread(chunk, turns, *grid)
             position += chunk.numel()
         z = (chunk - centre).div_(scale)
         if float(z.abs().max()) >= edge:
@@ -213,14 +221,13 @@ def _histogram(values: Tensor) -> float:
     return math.log(scale) - total / n + (occupied_bins - 1) / (2 * n)
 
 
-def _spread(chunk: Tensor, position: int, digits: int, smallest: int) -> Tensor:
+def spread(chunk: Tensor, turns: Tensor, digits: int, smallest: int) -> Tensor:
     """``chunk`` (float64) of entries rounded to ``digits`` binary digits, spread over what each was rounded from.
 
-    Evenly, and without a random state: the n-th entry of the tensor (``position`` is the first one's n) moves by the
-    fraction of n times the golden ratio, less one half, of the distance to its neighbour.
+    Evenly, and without a random state: the n-th entry (``turns`` has its n, and is overwritten) moves by the fraction
+    of n times the golden ratio, less one half, of the distance to its neighbour.
     """
     spacing = (torch.frexp(chunk).exponent - digits).clamp_(min=smallest)
-    turns = torch.arange(position, position + chunk.numel(), device=chunk.device, dtype=torch.float64)
     offset = turns.mul_(0.5 * (math.sqrt(5) - 1)).frac_().sub_(0.5)
     return offset.mul_(spacing.double().exp2_()).add_(chunk)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 from edgc.compressors import Gradient
 from edgc.compressors.sizes import compressible
 from edgc.config import EDGCConfig
+from edgc.entropy import on_device
 from edgc.entropy.estimators import combine, estimate
 from edgc.entropy.sampler import Sampler
-from edgc.runtime.channel import mark, seconds_between
+from edgc.runtime.channel import Stopwatch, mark
+from edgc.runtime.device import Later, host_decides
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,36 @@ class Measured:
     seconds: float
 
 
+class _Entropies:
+    """Entropies of gradients, each with its size and whether it is of an embedding; those of a GPU are read late."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[bool, int, float]] = []
+        self._coming: list[tuple[list[tuple[bool, int]], Later]] = []
+
+    def add(self, embedding: bool, size: int, value: float) -> None:
+        self._known.append((embedding, size, value))
+
+    def add_later(self, of: list[tuple[bool, int]], values: Tensor) -> None:
+        """``values`` [B], of the gradients ``of``."""
+        self._coming.append((of, Later(values)))
+
+    def read(self) -> dict[bool, list[tuple[float, int]]]:
+        """Entropy and size of each gradient; by whether it is of an embedding."""
+        for of, values in self._coming:
+            self._known += [(*one, value) for one, value in zip(of, values.read(), strict=True)]
+        self._coming.clear()
+        found: dict[bool, list[tuple[float, int]]] = {False: [], True: []}
+        for embedding, size, value in self._known:
+            found[embedding].append((value, size))
+        return found
+
+
 class EntropyMeter:
     """Entropy of the compressible gradients, sampled and, for studies, of all entries.
+
+    Gradients of a GPU are measured together (:mod:`edgc.entropy.on_device`); nobody waits for their entropies until
+    :meth:`close`.
 
     Args:
         embeddings: names of this rank's parameters that are embeddings.
@@ -58,10 +88,7 @@ class EntropyMeter:
         self._start()
 
     def _start(self) -> None:
-        # Entropy and size of each gradient; by whether it is of an embedding.
-        self._sampled: dict[bool, list[tuple[float, int]]] = defaultdict(list)
-        self._full: dict[bool, list[tuple[float, int]]] = defaultdict(list)
-        self._seconds = 0.0
+        self._sampled, self._full, self._seconds = _Entropies(), _Entropies(), Stopwatch()
 
     def follow(self, warm_up: bool) -> None:
         """Sample at the rate of warm-up, or of what comes after it, from this iteration on."""
@@ -72,32 +99,52 @@ class EntropyMeter:
         sampled = self.config.method == "edgc" and self.sampler.measures(iteration)
         if not (sampled or self.config.record_full_entropy):
             return
-        for gradient in gradients:
-            if not compressible(gradient.tensor.shape, self.config.min_compression_elements):
-                continue
-            size, kind = gradient.tensor.numel(), gradient.name in self.embeddings
-            if self.config.record_full_entropy:
-                self._full[kind].append((self._entropy(gradient.tensor.reshape(-1)), size))
-            if sampled:
-                started = mark(gradient.tensor.device)
-                entries = self.sampler.take(gradient.tensor, iteration, gradient.name)
-                self._sampled[kind].append((self._entropy(entries), size))
-                self._seconds += seconds_between(started, mark(gradient.tensor.device))
+        least = self.config.min_compression_elements
+        gradients = [gradient for gradient in gradients if compressible(gradient.tensor.shape, least)]
+        if not gradients:
+            return
+        if self.config.record_full_entropy:
+            self._measure(self._full, ((gradient, gradient.tensor.reshape(-1)) for gradient in gradients))
+        if sampled:
+            device = gradients[0].tensor.device
+            started, sampler = mark(device), self.sampler
+            taken = ((of, sampler.take(of.tensor, iteration, of.name)) for of in gradients)
+            self._measure(self._sampled, taken)
+            self._seconds.add(started, mark(device))
 
-    def _entropy(self, entries: Tensor) -> float:
-        if self.scale != 1:
-            # Divided beforehand, not subtracted as a logarithm: a power of two then changes no bit of the estimate.
-            wide = entries.float() if entries.dtype == torch.float16 else entries
-            entries = wide / self.scale
-        return estimate(entries, self.config.entropy.estimator)
+    def _measure(self, found: _Entropies, taken: Iterable[tuple[Gradient, Tensor]]) -> None:
+        """Add the entropies of what was ``taken`` of gradients to ``found``."""
+        estimator = self.config.entropy.estimator
+        alike: dict[tuple[int, torch.dtype, torch.device], list[tuple[Gradient, Tensor]]] = defaultdict(list)
+        for gradient, entries in taken:
+            if host_decides(entries.device) or estimator not in on_device.ESTIMATES:
+                found.add(*self._of(gradient), estimate(self._unscaled(entries), estimator))
+            else:
+                alike[entries.numel(), entries.dtype, entries.device].append((gradient, entries))
+        for (numel, *_), members in alike.items():
+            size = max(1, on_device.MOST // numel)
+            for some in (members[start : start + size] for start in range(0, len(members), size)):
+                rows = self._unscaled(torch.stack([entries for _, entries in some]))
+                found.add_later([self._of(gradient) for gradient, _ in some], on_device.estimate_rows(rows, estimator))
+
+    def _of(self, gradient: Gradient) -> tuple[bool, int]:
+        return gradient.name in self.embeddings, gradient.tensor.numel()
+
+    def _unscaled(self, entries: Tensor) -> Tensor:
+        if self.scale == 1:
+            return entries
+        # Divided beforehand, not subtracted as a logarithm: a power of two then changes no bit of the estimate.
+        wide = entries.float() if entries.dtype == torch.float16 else entries
+        return wide / self.scale
 
     def close(self) -> Measured:
         """What this iteration has measured; the next one begins."""
-        layers, embeddings = self._sampled[False], self._sampled[True]
+        found = self._sampled.read()
+        layers, embeddings = found[False], found[True]
         sizes = [sum(size for _, size in kind) for kind in (layers, embeddings)]
         share = sizes[1] / sum(sizes) if sum(sizes) else math.nan
-        counted, full = self._counted(self._sampled), self._counted(self._full)
-        measured = Measured(counted, full, _combined(layers), _combined(embeddings), share, self._seconds)
+        counted, full = self._counted(found), self._counted(self._full.read())
+        measured = Measured(counted, full, _combined(layers), _combined(embeddings), share, self._seconds.seconds)
         self._start()
         return measured
 

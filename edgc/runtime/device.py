@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from edgc.lazy import Tensor, torch
 
@@ -22,21 +23,22 @@ def host_decides(device: torch.device) -> bool:
 
 
 class Later:
-    """A 0-dim bool tensor that the host reads later, without waiting for what has been queued on its device since."""
+    """A small tensor that the host reads later, without waiting for what has been queued on its device since."""
 
-    def __init__(self, flag: Tensor) -> None:
-        self._flag = flag
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
         self._arrived: torch.cuda.Event | None = None
-        if flag.is_cuda:
-            self._flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            self._flag.copy_(flag, non_blocking=True)
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def read(self) -> bool:
+    def read(self) -> Any:
+        """Its plain values, as of ``Tensor.tolist``."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return bool(self._flag)
+        return self._tensor.tolist()
 
 
 @contextlib.contextmanager

@@ -37,9 +37,9 @@ OURS: dict[str, dict[str, Any]] = {
     "powersgd errors in bf16": {"method": "powersgd", "error_dtype": "bf16"},
     "topk": {"method": "topk", "density": 0.01},
     "quantize": {"method": "quantize", "bits": 8},
-    # A run of EDGC in warm-up, in which nothing is compressed, with the entropy of every step: beside none, what it takes.
-    "entropy of 25 %": {"method": "edgc", "entropy": {"iteration_rate": 1.0}},
-    "entropy of all": {"method": "edgc", "entropy": {"iteration_rate": 1.0, "entry_rate": 1.0}},
+    # EDGC in warm-up, in which nothing is compressed, with the entropy of every step: what that takes beside none.
+    "entropy of 25 %": {"method": "edgc", "r_max": 32, "entropy": {"iteration_rate": 1.0}},
+    "entropy of all": {"method": "edgc", "r_max": 32, "entropy": {"iteration_rate": 1.0, "entry_rate": 1.0}},
 }
 ENTROPY = tuple(of for of in OURS if of.startswith("entropy"))
 # DDP's own buckets, of which the first is smaller; in larger ones more matrices share an operation.

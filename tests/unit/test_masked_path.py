@@ -288,7 +288,7 @@ def test_no_step_reads_a_value(name: str, deferred: bool, monkeypatch: pytest.Mo
     read, met = Later.read, Room.meet
     sending = False
 
-    def of_the_step_before(later: Later) -> bool:
+    def of_the_step_before(later: Later) -> Any:
         if sending:
             return read(later)
         with guard.paused():

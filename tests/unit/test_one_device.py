@@ -1,7 +1,7 @@
 """What lies on a device stays there: reductions of gradients on a device that has no values.
 
-Tensors on torch's ``meta`` device have shapes and no entries, so the code takes the path of a GPU, and whatever looks at
-a value fails. torch mixes a number of one device into operations of another one in most places, but not in all: a mask
+Tensors on torch's ``meta`` device have shapes and no entries, so the code takes the path of a GPU, and whatever looks
+at a value fails. torch mixes a number of one device into operations of another one in most places, but not in all: a mask
 must lie beside what it masks. On CPU tensors nothing of that can be seen, so every mixture is refused here.
 """
 

@@ -1,0 +1,158 @@
+"""Entropies of a GPU's gradients, where the host looks at no value: that path on CPU tensors, against the one that
+looks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from edgc.compressors import Gradient
+from edgc.config import EDGCConfig
+from edgc.entropy import on_device
+from edgc.entropy.estimators import estimate
+from edgc.entropy.meter import EntropyMeter, Measured
+from edgc.entropy.on_device import ESTIMATES, estimate_rows
+from edgc.runtime.device import masked_path
+from edgc.sections import EntropyConfig
+from tests.host_reads import NoHostReads
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SHAPES = {"words": (96, 64), "a": (64, 128), "b": (64, 128), "c": (32, 48), "bias": (64,), "d": (3, 5)}
+
+estimators = pytest.mark.parametrize("estimator", ESTIMATES)
+
+
+def by_the_host(rows: Tensor, estimator: str) -> Tensor:
+    return torch.tensor([estimate(row, estimator) for row in rows], dtype=torch.float64)
+
+
+def assert_alike(rows: Tensor, estimator: str) -> None:
+    before = rows.clone()
+    found = estimate_rows(rows, estimator)
+    assert torch.equal(rows.nan_to_num(7.0), before.nan_to_num(7.0)), "the gradients were changed"
+    torch.testing.assert_close(found, by_the_host(rows, estimator), rtol=0, atol=1e-9, equal_nan=True)
+
+
+def drawn(kind: str, count: int) -> Tensor:
+    """Three rows of very different scales."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(3, count, generator=generator, dtype=torch.float64)
+    if kind == "sparse":
+        x *= torch.rand(x.shape, generator=generator) < torch.tensor([[0.3], [1.0], [0.02]])
+    if kind == "heavy":
+        x = x**5
+    if kind == "an outlier":
+        x[:, -1] *= 1e4
+    return x * torch.tensor([[1e-4], [1.0], [3.0]])
+
+
+@estimators
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("count", [2, 3, 50, 4099, 60_000])
+@pytest.mark.parametrize("kind", ["normal", "sparse", "heavy", "an outlier"])
+def test_the_estimates_are_the_hosts(kind: str, count: int, dtype: torch.dtype, estimator: str) -> None:
+    assert_alike(drawn(kind, count).to(dtype), estimator)
+
+
+@estimators
+@given(
+    st.sampled_from(TYPES),
+    st.integers(2, 40).flatmap(
+        lambda n: st.lists(
+            st.lists(st.sampled_from([0.0, -0.0, 1.0]) | st.floats(width=16), min_size=n, max_size=n),
+            min_size=1,
+            max_size=3,
+        )
+    ),
+)
+def test_so_are_those_of_any_numbers(estimator: str, dtype: torch.dtype, rows: list[list[float]]) -> None:
+    assert_alike(torch.tensor(rows, dtype=dtype), estimator)
+
+
+@estimators
+def test_numbers_near_the_limits_of_a_type(estimator: str) -> None:
+    rows = torch.tensor([[1e299, 1.0, -2.0, 3.0], [1e-300, 2e-300, -1e-300, 0.0], [5.0, 5.0, 5.0, 5.0]])
+    assert_alike(rows, estimator)
+    assert_alike(rows.double().mul(1e8), estimator)
+
+
+@estimators
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_that_is_read_in_parts(estimator: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = drawn("sparse", 5000).to(dtype)
+    whole = estimate_rows(rows, estimator)
+    monkeypatch.setattr(on_device, "MOST", 1024)
+    torch.testing.assert_close(estimate_rows(rows, estimator), whole, rtol=0, atol=1e-12)
+
+
+@estimators
+def test_the_host_reads_nothing(estimator: str) -> None:
+    rows = drawn("sparse", 5000).bfloat16()
+    with NoHostReads():
+        estimate_rows(rows, estimator)
+
+
+def gradients() -> list[Gradient]:
+    generator = torch.Generator().manual_seed(0)
+    return [Gradient(name, 0.1 * torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+def measured(masked: bool, *, scale: float = 1.0, guard: bool = False, **entropy: Any) -> Measured:
+    settings = EntropyConfig(**{"iteration_rate": 1.0, **entropy})
+    config = EDGCConfig(method="edgc", r_max=8, entropy=settings, record_full_entropy=True)
+    meter = EntropyMeter(config, ["words"])
+    meter.scale = scale
+    given = gradients()
+    with masked_path(masked):
+        if guard:
+            with NoHostReads():
+                meter.add(1, given[:3])
+                meter.add(1, given[3:])
+        else:
+            meter.add(1, given[:3])
+            meter.add(1, given[3:])
+    return meter.close()
+
+
+@pytest.mark.parametrize("sampling", ["diagonal", "strided", "random"])
+@pytest.mark.parametrize("estimator", ["histogram", "gaussian", "vasicek", "released"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_an_iteration_measures_the_same(sampling: str, estimator: str, scale: float) -> None:
+    mine, reference = (
+        measured(masked, scale=scale, sampling=sampling, estimator=estimator) for masked in (True, False)
+    )
+    for name in ("sampled", "full", "layers", "embeddings", "embedding_share"):
+        value = getattr(mine, name)
+        assert math.isfinite(value) and value == pytest.approx(getattr(reference, name), abs=1e-9), name
+    assert mine.seconds > 0
+
+
+@estimators
+@pytest.mark.parametrize("sampling", ["diagonal", "strided", "random"])
+def test_nobody_waits_while_the_gradients_come_in(estimator: str, sampling: str) -> None:
+    measured(True, guard=True, estimator=estimator, sampling=sampling)
+    with pytest.raises(AssertionError):
+        measured(False, guard=True, estimator=estimator, sampling=sampling)
+
+
+def test_alike_gradients_are_taken_together_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    rows_of = on_device.estimate_rows
+
+    def counted(rows: Tensor, estimator: str) -> Tensor:
+        sizes.append(tuple(rows.shape))
+        return rows_of(rows, estimator)
+
+    monkeypatch.setattr(on_device, "estimate_rows", counted)
+    whole = measured(True, entry_rate=1.0)
+    assert sizes.count((2, 64 * 128)) == 2, "all entries, and the samples, which are all here"
+    sizes.clear()
+    monkeypatch.setattr(on_device, "MOST", 64 * 128)
+    assert measured(True, entry_rate=1.0).sampled == pytest.approx(whole.sampled, abs=1e-12)
+    assert sizes.count((1, 64 * 128)) == 4
