@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from edgc.entropy import on_device
 from edgc.entropy.estimators import combine, estimate
 from edgc.entropy.sampler import Sampler
 from edgc.runtime.channel import Stopwatch, mark
-from edgc.runtime.device import Later, host_decides
+from edgc.runtime.device import Later, Made, host_decides
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,43 @@ class Measured:
     seconds: float
 
 
+Of: TypeAlias = tuple[bool, int]
+"""A gradient: whether it is of an embedding, and its size."""
+
+
 class _Entropies:
-    """Entropies of gradients, each with its size and whether it is of an embedding; those of a GPU are read late."""
+    """Entropies of the gradients of an iteration.
 
-    def __init__(self) -> None:
+    Those of a GPU are measured together, as soon as there is enough to be worth the launch of so many small operations,
+    and are read late. What waits is at most :data:`edgc.entropy.on_device.MOST` entries and those of one gradient.
+    """
+
+    def __init__(self, estimator: str) -> None:
+        self.estimator = estimator
         self._known: list[tuple[bool, int, float]] = []
-        self._coming: list[tuple[list[tuple[bool, int]], Later]] = []
+        self._waiting: dict[tuple[int, torch.dtype], list[tuple[Of, Made]]] = defaultdict(list)
+        self._held = 0
+        self._coming: list[tuple[list[Of], Later]] = []
 
-    def add(self, embedding: bool, size: int, value: float) -> None:
-        self._known.append((embedding, size, value))
+    def add(self, of: Of, entries: Tensor) -> None:
+        """Measure ``entries`` [n] of a gradient; on a GPU a copy of them, later."""
+        if host_decides(entries.device) or self.estimator not in on_device.ESTIMATES:
+            self._known.append((*of, estimate(entries, self.estimator)))
+            return
+        self._waiting[entries.numel(), entries.dtype].append((of, Made(entries.clone())))
+        self._held += entries.numel()
+        if self._held >= on_device.MOST:
+            self.measure()
 
-    def add_later(self, of: list[tuple[bool, int]], values: Tensor) -> None:
-        """``values`` [B], of the gradients ``of``."""
-        self._coming.append((of, Later(values)))
+    def measure(self) -> None:
+        """Measure what has been waiting."""
+        for (numel, _), members in self._waiting.items():
+            size = max(1, on_device.MOST // numel)
+            for some in (members[start : start + size] for start in range(0, len(members), size)):
+                rows = torch.stack([made.use() for _, made in some])
+                self._coming.append(([of for of, _ in some], Later(on_device.estimate_rows(rows, self.estimator))))
+        self._waiting.clear()
+        self._held = 0
 
     def read(self) -> dict[bool, list[tuple[float, int]]]:
         """Entropy and size of each gradient; by whether it is of an embedding."""
@@ -67,9 +92,6 @@ class _Entropies:
 
 class EntropyMeter:
     """Entropy of the compressible gradients, sampled and, for studies, of all entries.
-
-    Gradients of a GPU are measured together (:mod:`edgc.entropy.on_device`); nobody waits for their entropies until
-    :meth:`close`.
 
     Args:
         embeddings: names of this rank's parameters that are embeddings.
@@ -88,7 +110,9 @@ class EntropyMeter:
         self._start()
 
     def _start(self) -> None:
-        self._sampled, self._full, self._seconds = _Entropies(), _Entropies(), Stopwatch()
+        estimator = self.config.entropy.estimator
+        self._sampled, self._full, self._seconds = _Entropies(estimator), _Entropies(estimator), Stopwatch()
+        self._device: torch.device | None = None  # of what was sampled
 
     def follow(self, warm_up: bool) -> None:
         """Sample at the rate of warm-up, or of what comes after it, from this iteration on."""
@@ -103,31 +127,18 @@ class EntropyMeter:
         gradients = [gradient for gradient in gradients if compressible(gradient.tensor.shape, least)]
         if not gradients:
             return
-        if self.config.record_full_entropy:
-            self._measure(self._full, ((gradient, gradient.tensor.reshape(-1)) for gradient in gradients))
+        for gradient in gradients if self.config.record_full_entropy else ():
+            self._full.add(self._of(gradient), self._unscaled(gradient.tensor.reshape(-1)))
+        self._full.measure()  # copies of all gradients are not kept
         if sampled:
-            device = gradients[0].tensor.device
-            started, sampler = mark(device), self.sampler
-            taken = ((of, sampler.take(of.tensor, iteration, of.name)) for of in gradients)
-            self._measure(self._sampled, taken)
+            device = self._device = gradients[0].tensor.device
+            started = mark(device)
+            for gradient in gradients:
+                entries = self.sampler.take(gradient.tensor, iteration, gradient.name)
+                self._sampled.add(self._of(gradient), self._unscaled(entries))
             self._seconds.add(started, mark(device))
 
-    def _measure(self, found: _Entropies, taken: Iterable[tuple[Gradient, Tensor]]) -> None:
-        """Add the entropies of what was ``taken`` of gradients to ``found``."""
-        estimator = self.config.entropy.estimator
-        alike: dict[tuple[int, torch.dtype, torch.device], list[tuple[Gradient, Tensor]]] = defaultdict(list)
-        for gradient, entries in taken:
-            if host_decides(entries.device) or estimator not in on_device.ESTIMATES:
-                found.add(*self._of(gradient), estimate(self._unscaled(entries), estimator))
-            else:
-                alike[entries.numel(), entries.dtype, entries.device].append((gradient, entries))
-        for (numel, *_), members in alike.items():
-            size = max(1, on_device.MOST // numel)
-            for some in (members[start : start + size] for start in range(0, len(members), size)):
-                rows = self._unscaled(torch.stack([entries for _, entries in some]))
-                found.add_later([self._of(gradient) for gradient, _ in some], on_device.estimate_rows(rows, estimator))
-
-    def _of(self, gradient: Gradient) -> tuple[bool, int]:
+    def _of(self, gradient: Gradient) -> Of:
         return gradient.name in self.embeddings, gradient.tensor.numel()
 
     def _unscaled(self, entries: Tensor) -> Tensor:
@@ -139,6 +150,10 @@ class EntropyMeter:
 
     def close(self) -> Measured:
         """What this iteration has measured; the next one begins."""
+        if self._device is not None:
+            started = mark(self._device)
+            self._sampled.measure()
+            self._seconds.add(started, mark(self._device))
         found = self._sampled.read()
         layers, embeddings = found[False], found[True]
         sizes = [sum(size for _, size in kind) for kind in (layers, embeddings)]

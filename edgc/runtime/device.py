@@ -22,6 +22,25 @@ def host_decides(device: torch.device) -> bool:
     return device.type == "cpu" and not _masked
 
 
+class Made:
+    """A tensor that is made in one stream of a GPU and used in another one later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._done: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def use(self) -> Tensor:
+        """The tensor, for what is queued in the current stream from now on."""
+        if self._done is not None:
+            stream = torch.cuda.current_stream(self._tensor.device)
+            stream.wait_event(self._done)
+            self._tensor.record_stream(stream)
+        return self._tensor
+
+
 class Later:
     """A small tensor that the host reads later, without waiting for what has been queued on its device since."""
 

@@ -1,8 +1,8 @@
 """What lies on a device stays there: reductions of gradients on a device that has no values.
 
 Tensors on torch's ``meta`` device have shapes and no entries, so the code takes the path of a GPU, and whatever looks
-at a value fails. torch mixes a number of one device into operations of another one in most places, but not in all: a mask
-must lie beside what it masks. On CPU tensors nothing of that can be seen, so every mixture is refused here.
+at a value fails. torch lets a number of one device into operations of another one in most places, but not in all: a
+mask must lie beside what it masks. On CPU tensors nothing of that can be seen, so every mixture is refused here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.config import EDGCConfig
+from edgc.entropy.on_device import ESTIMATES, estimate_rows
 from edgc.runtime.device import Later
 from edgc.timing import benchmark
 from experiments.bench.variants import Mirror
@@ -92,3 +93,10 @@ def test_benchmarks_beside_the_training_stay_there(name: str) -> None:
         assert isinstance(ended.value.value, Statistics)
     for _ in benchmark.compare(lambda: built(name, False), gradients(), Mirror(), 4):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("estimator", ESTIMATES)
+def test_entropies_stay_there(estimator: str, dtype: torch.dtype) -> None:
+    found = estimate_rows(torch.empty((3, 5000), dtype=dtype, device=META), estimator)
+    assert found.device == META and found.shape == (3,)
