@@ -72,7 +72,7 @@ def _centre_and_scale(x: Tensor, order: Tensor, count: Tensor) -> tuple[Tensor, 
     most = estimators.SUBSET
     stride = torch.div(count + most - 1, most, rounding_mode="floor") | 1
     held = torch.div(count + stride - 1, stride, rounding_mode="floor")
-    slots = torch.arange(min(most, x.shape[1]), device=x.device)
+    slots = torch.arange(min(most, x.shape[1]), dtype=torch.int64, device=x.device)
     wanted = slots * stride[:, None] + 1
     at = torch.searchsorted(order, wanted.to(order.dtype)).clamp_(max=x.shape[1] - 1)
     valid = slots < held[:, None]
@@ -117,7 +117,7 @@ def _histogram(x: Tensor, nonzero: Tensor) -> Tensor:
         place = torch.where(nonzero[:, at], place, counts.shape[1] - 1)
         counts.scatter_add_(1, place, one.expand_as(place))
     found = counts[:, :-1].double()
-    rings = torch.arange(_RINGS, device=x.device).repeat_interleave(2, output_size=2 * _RINGS)
+    rings = torch.arange(_RINGS, dtype=torch.float64, device=x.device).repeat_interleave(2, output_size=2 * _RINGS)
     tails = (edge * growth).log() + rings * ratio
     log_width = torch.cat([width.log().expand(-1, most), tails], 1)
     total = (torch.xlogy(found, found / n) - found * log_width).sum(1)
