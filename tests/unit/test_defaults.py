@@ -20,6 +20,7 @@ from edgc.compressors import Gradient, Statistics
 from edgc.compressors.sizes import FACTOR_BITS
 from edgc.engine import Engine
 from edgc.entropy.estimators import estimate, moments
+from edgc.entropy.on_device import ESTIMATES, estimate_rows
 from edgc.entropy.sampler import Sampler
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import masked_path
@@ -157,6 +158,8 @@ def measured() -> Any:
     seen: list[Any] = [
         [estimate(x, estimator) for x in (gradients[4], tied, gradients[0].half())] for estimator in ESTIMATORS
     ]
+    rows = torch.stack([gradients[4].reshape(-1), tied.reshape(-1)])
+    seen += [estimate_rows(x, estimator).tolist() for x in (rows, rows.half()) for estimator in ESTIMATES]
     seen += [vars(moments(tied))]
     for sampling in ("diagonal", "strided", "random"):
         for rate in (0.25, 0.3):
