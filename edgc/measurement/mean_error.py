@@ -2,11 +2,11 @@
 
 With error feedback mean_w(M_w) - M^ = mean_w(E_w) at every step. A worker's E_w says little about that mean: the
 differences between workers, which cancel in it, make ||E_w|| large. So every worker draws a linear sketch of its own
-E_w, with random signs that are the same on all replicas; the mean of the sketches is the sketch of the mean, and its
-squared norm an unbiased estimate of ||mean_w(E_w)||^2.
+E_w (:mod:`edgc.measurement.sketch`), with random signs that are the same on all replicas; the mean of the sketches is
+the sketch of the mean, and its squared norm an unbiased estimate of ||mean_w(E_w)||^2.
 
-Signs of different matrices and iterations are independent (:func:`sketch`), so their sketches add up:
-one vector a window, whose squared norm estimates the sum of ||mean_w(E_w)||^2 over matrices and sampled iterations.
+Signs of different matrices and iterations are independent, so their sketches add up: one vector a window, whose squared
+norm estimates the sum of ||mean_w(E_w)||^2 over matrices and sampled iterations.
 
 What it is relative to is ||mean_w(M_w)||^2 = ||R||^2 + 2 <R, mean_w(E_w)> + ||mean_w(E_w)||^2, R the result that is
 the same on every replica. The first two are exact: the inner product is linear in E_w and averaged along. For PowerSGD
@@ -22,7 +22,6 @@ Everything is in the gradients' unit without their loss scale. Nothing here make
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,14 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Channel, Compressor, Gradient
+from edgc.measurement.sketch import BUCKETS, sketches
 from edgc.measurement.spectral import MatrixSpectrum, Shape
 
-BUCKETS = 512
-PROJECTIONS = 8
-# Buckets: of all matrices together BUCKETS, with which the norm is off by 3 %; of one matrix alone fewer.
 FEWER = 64
+"""Buckets of one matrix alone; all together have ``BUCKETS``."""
 _MANY = 1 << 20  # entries that are converted to another type at a time
-_WORD = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -115,25 +112,24 @@ class MeanError:
         """
         if not isinstance(skipped, Tensor) and skipped:
             return
-        sketches = {}
-        for gradients, compressor, group in self._reduced:
-            for gradient in gradients if group is self.group else ():
-                error = compressor.kept.get(gradient.name)
-                if error is None:
-                    continue
-                found = torch.zeros(BUCKETS + 2, dtype=torch.float64, device=error.device)
-                found[:BUCKETS] = sketch(error, f"{self.seed}/{iteration}/{gradient.name}") / scale
-                sent_sq = compressor.sent_sq(gradient.name)
-                if sent_sq is None:
-                    found[BUCKETS:] = products(gradient.tensor, error) / scale**2
-                else:
-                    found[BUCKETS] = sent_sq / scale**2
-                if isinstance(skipped, Tensor):
-                    found = torch.where(skipped.to(error.device) == 0, found, 0.0)
-                self._sums = _added(self._sums, found)
-                sketches[gradient.name] = found[:BUCKETS].view(-1, FEWER).sum(0)
+        kept = [
+            (gradient, error, compressor)
+            for gradients, compressor, group in self._reduced
+            if group is self.group
+            for gradient in gradients
+            if (error := compressor.kept.get(gradient.name)) is not None
+        ]
+        names = [gradient.name for gradient, *_ in kept]
+        if kept:
+            keys = [f"{self.seed}/{iteration}/{name}" for name in names]
+            sketched = sketches([error for _, error, _ in kept], keys) / scale
+            found = torch.cat([sketched, torch.stack([_of_result(*one) for one in kept]) / scale**2], 1)
+            if isinstance(skipped, Tensor):
+                found = torch.where(skipped.to(found.device) == 0, found, 0.0)
+            self._sums = _added(self._sums, found.sum(0))
         for name, spectrum in spectra.items():
-            self._add(name, spectrum, sketches.get(name), scale**2)
+            mine = found[names.index(name), :BUCKETS].view(-1, FEWER).sum(0) if name in names else None
+            self._add(name, spectrum, mine, scale**2)
 
     def _add(self, name: str, spectrum: MatrixSpectrum, sketched: Tensor | None, unit: float) -> None:
         values = [value / unit for value in spectrum.singular_sq]
@@ -195,6 +191,14 @@ class MeanError:
             self._matrices[name] = _Sums((rows, columns), list(values), left, count, _tensor(sketched))
 
 
+def _of_result(gradient: Gradient, error: Tensor, compressor: Compressor) -> Tensor:
+    """||R||^2 and <R, E> of a gradient's result R."""
+    sent_sq = compressor.sent_sq(gradient.name)
+    if sent_sq is None:
+        return products(gradient.tensor, error)
+    return torch.nn.functional.pad(sent_sq.to(error.device).view(1), (0, 1))
+
+
 def products(x: Tensor, y: Tensor) -> Tensor:
     """The squared norm of ``x`` and its inner product with ``y``, of the same shape; fp64, on the device of ``y``."""
     total = torch.zeros(2, dtype=torch.float64, device=y.device)
@@ -219,41 +223,3 @@ def _tensor(values: Sequence[float] | None) -> Tensor | None:
 def _added(total: Tensor | None, more: Tensor) -> Tensor:
     # A total that was loaded lies on the CPU.
     return more if total is None else total.to(more.device) + more
-
-
-def sketch(matrix: Tensor, key: str) -> Tensor:
-    """A linear map of ``matrix`` to ``BUCKETS`` fp64 numbers that keeps the norm in the mean over keys.
-
-    Of a matrix E (m x n), T = U E / sqrt(K) with random signs U (K x m), one product and one pass over E; the K n
-    entries of T are then added into S buckets, each with a random sign and every row of T turned by a random number of
-    places. The squared norm is unbiased; its relative variance is about 2/S + 2/(K r) for E of stable rank r.
-
-    The map follows from ``key`` and the shape alone, bit for bit on every device.
-    """
-    (rows, columns), device = matrix.shape, matrix.device
-    digest = hashlib.sha256(key.encode()).digest()
-    left = _signs(rows, digest[:8], device).float()
-    if matrix.dtype == torch.float32:
-        product = left @ matrix
-    else:
-        step = max(1, _MANY // columns)
-        parts = zip(left.split(step, dim=1), matrix.split(step), strict=True)
-        product = torch.stack([signs @ block.float() for signs, block in parts]).sum(0)
-    signed = product.double() * _signs(columns, digest[8:16], device)
-    padded = torch.nn.functional.pad(signed, (0, -columns % BUCKETS))
-    folded = padded.view(PROJECTIONS, -1, BUCKETS).sum(1)
-    turns = (int.from_bytes(digest[16 + 2 * k : 18 + 2 * k], "little") for k in range(PROJECTIONS))
-    turned = [torch.roll(row, turn % BUCKETS) for row, turn in zip(folded, turns, strict=True)]
-    return torch.stack(turned).sum(0) / math.sqrt(PROJECTIONS)
-
-
-def _signs(count: int, seed: bytes, device: torch.device) -> Tensor:
-    """``PROJECTIONS`` x ``count`` random signs: bits of a hash of the place, which no device computes otherwise."""
-    x = torch.arange(count, dtype=torch.int64, device=device)
-    for part in (seed[:4], seed[4:]):
-        x = x ^ int.from_bytes(part, "little")
-        x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD  # factors below 2^31: nothing overflows
-        x = ((x ^ (x >> 15)) * 0x735A2D97) & _WORD
-        x = x ^ (x >> 15)
-    places = torch.arange(PROJECTIONS, dtype=torch.int64, device=device)[:, None]
-    return ((x >> places) & 1) * 2 - 1

@@ -22,6 +22,11 @@ def host_decides(device: torch.device) -> bool:
     return device.type == "cpu" and not _masked
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """``values``, which lie on the CPU, on ``device``; the host does not wait for a GPU to take them."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 class Made:
     """A tensor that is made in one stream of a GPU and used in another one later."""
 

@@ -25,8 +25,9 @@ from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import EDGCConfig
 from edgc.control.policies.spectral import spectral
 from edgc.engine import Engine
-from edgc.measurement.mean_error import BUCKETS, FEWER, MeanError, Measured, sketch
+from edgc.measurement.mean_error import FEWER, MeanError, Measured
 from edgc.measurement.report import relative
+from edgc.measurement.sketch import BUCKETS, sketches
 from edgc.measurement.spectral import error_curve
 from edgc.runtime.device import masked_path
 from tests.lockstep import Room, reduce_together
@@ -248,6 +249,11 @@ def test_without_error_feedback_it_is_not_known(make: Callable[[], Compressor]) 
 # --------------------------------------------------------------------- sketches
 
 
+def sketch(matrix: Tensor, key: str) -> Tensor:
+    [found] = sketches([matrix], [key])
+    return found
+
+
 @pytest.mark.parametrize(
     "matrix",
     [
@@ -275,6 +281,18 @@ def test_a_sketch_is_linear_and_follows_from_its_key() -> None:
     half = a.bfloat16()
     assert torch.allclose(sketch(half, "k"), sketch(half.float(), "k"), atol=1e-3)
     assert len(sketch(a, "k")) == BUCKETS and BUCKETS % FEWER == 0
+
+
+def test_sketches_of_several_matrices_are_those_of_each() -> None:
+    shapes = [(70, 600), (30, 40), (70, 600), (600, 70), (30, 40), (1, 5)]
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(shape, generator=generator) for shape in shapes]
+    matrices[4] = matrices[4].bfloat16()
+    keys = [f"{i}" for i in range(len(shapes))]
+    found = sketches(matrices, keys)
+    assert found.shape == (len(shapes), BUCKETS)
+    for i, (matrix, key) in enumerate(zip(matrices, keys, strict=True)):
+        assert torch.equal(found[i], sketch(matrix, key)), shapes[i]
 
 
 # --------------------------------------------------------------------- the spectral policy

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.config import EDGCConfig
 from edgc.entropy.on_device import ESTIMATES, estimate_rows
+from edgc.measurement.sketch import sketches
 from edgc.runtime.device import Later
 from edgc.timing import benchmark
 from experiments.bench.variants import Mirror
@@ -100,3 +101,9 @@ def test_benchmarks_beside_the_training_stay_there(name: str) -> None:
 def test_entropies_stay_there(estimator: str, dtype: torch.dtype) -> None:
     found = estimate_rows(torch.empty((3, 5000), dtype=dtype, device=META), estimator)
     assert found.device == META and found.shape == (3,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sketches_stay_there(dtype: torch.dtype) -> None:
+    matrices = [torch.empty(shape, dtype=dtype, device=META) for shape in ((40, 24), (33, 70), (40, 24))]
+    assert sketches(matrices, ["a", "b", "c"]).device == META
