@@ -1,7 +1,7 @@
 """Runs of a study in one committed file, and the tables and figures that follow from them again.
 
-``runs.tar.xz`` holds what the analysis reads of every run folder, in the order of the study's runs. The same runs give
-the same bytes: names of users, times and modes are left out.
+``runs.tar.xz`` holds what the analysis reads of every run folder, in the order of the study's runs, tables in the
+smallest form of the same rows. The same runs give the same bytes: names of users, times and modes are left out.
 
 ``python -m experiments.verdicts.archive replay --scale S`` computes the committed tables and figures again from such
 files and compares them byte for byte; with ``--write`` it replaces figures. ``restore`` puts the runs back into the
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pyarrow import ArrowException, parquet
 
 import paper_figures
 from edgc.errors import UserError
@@ -42,7 +43,11 @@ app = typer.Typer(add_completion=False)
 
 
 def pack(folder: Path, names: Sequence[str]) -> bytes:
-    """The run folders ``names`` under ``folder`` as an archive, in this order; ``UserError`` if one has not ended."""
+    """The run folders ``names`` under ``folder`` as an archive, in this order.
+
+    Raises:
+        UserError: if a run has not ended, or a table of it is damaged.
+    """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=9) as archive:
         for name in names:
@@ -53,11 +58,20 @@ def pack(folder: Path, names: Sequence[str]) -> bytes:
             for file in (*FIRST, *tables, LAST):
                 path = folder / name / file
                 if path.is_file():
+                    # A run writes its tables fast, not small.
+                    content = _smallest(path) if file in tables else path.read_bytes()
                     entry = tarfile.TarInfo(f"{name}/{file}")
-                    entry.size, entry.mode = path.stat().st_size, 0o644
-                    with path.open("rb") as content:
-                        archive.addfile(entry, content)
+                    entry.size, entry.mode = len(content), 0o644
+                    archive.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def _smallest(path: Path) -> bytes:
+    try:
+        return details.compact(parquet.read_table(path))
+    except (OSError, ArrowException) as error:
+        fix = "remove the run's folder and train it again"
+        raise UserError(f"damaged table: {' '.join(str(error).split())}", where=path, fix=fix) from None
 
 
 def unpack(archive: Path, folder: Path) -> list[str]:

@@ -31,14 +31,18 @@ def details(study: str) -> list[str]:
 
 
 def packed(table: Path) -> bytes:
-    """A CSV as Parquet: the same table gives the same bytes; ``UserError`` where it is damaged."""
-    frame = written_tables.read(table)
-    floats = [name for name, kind in frame.dtypes.items() if kind.kind == "f"]
-    others = [name for name in frame.columns if name not in floats]
+    """A CSV as Parquet; ``UserError`` where it is damaged."""
+    return compact(pyarrow.Table.from_pandas(written_tables.read(table), preserve_index=False))
+
+
+def compact(table: pyarrow.Table) -> bytes:
+    """A table as a small Parquet file; the same table gives the same bytes."""
+    floats = [field.name for field in table.schema if pyarrow.types.is_floating(field.type)]
+    others = [name for name in table.column_names if name not in floats]
     buffer = io.BytesIO()
     # The bytes of floats apart from each other, first bytes first, pack best.
     parquet.write_table(
-        pyarrow.Table.from_pandas(frame, preserve_index=False),
+        table,
         buffer,
         compression="zstd",
         compression_level=LEVEL,

@@ -6,8 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from edgc.errors import UserError
@@ -58,6 +60,26 @@ def test_the_same_runs_are_the_same_bytes_and_come_back(study: Path, tmp_path: P
     assert len({path.stat().st_mtime_ns for path in (tmp_path / "again").glob("*/*")}) == 1
     assert files(tmp_path / "again") == files(study)
     assert min(path.stat().st_mtime for path in (tmp_path / "again").rglob("*")) > 10
+
+
+def test_tables_of_runs_are_kept_smaller_with_the_same_rows(study: Path, tmp_path: Path) -> None:
+    path = study / names(study)[0] / "sampling.parquet"
+    draws = np.random.default_rng(0).normal(size=20_000) + 1e3
+    table = pd.DataFrame({"rule": ["even", "random"] * 10_000, "step": range(20_000), "seconds": draws})
+    table.loc[3, ["rule", "seconds"]] = None
+    table.to_parquet(path, index=False)
+    packed = archive.pack(study, names(study))
+    (tmp_path / archive.NAME).write_bytes(packed)
+    archive.unpack(tmp_path / archive.NAME, tmp_path / "again")
+    back = tmp_path / "again" / path.relative_to(study)
+    assert parquet.read_table(back).equals(parquet.read_table(path), check_metadata=True)
+    pd.testing.assert_frame_equal(pd.read_parquet(back), table, check_exact=True)
+    assert back.stat().st_size < 0.9 * path.stat().st_size
+    assert archive.pack(tmp_path / "again", names(study)) == packed
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="damaged table") as told:
+        archive.pack(study, names(study))
+    assert str(path) in str(told.value) and "\n" not in str(told.value)
 
 
 def test_what_training_leaves_beside_the_analysed_files_stays_out(study: Path, tmp_path: Path) -> None:
