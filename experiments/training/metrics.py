@@ -141,7 +141,8 @@ def gather_step(mine: Mapping[str, float], device: torch.device) -> Step:
                 # Every shard of a stage has as many replicas: means over ranks are sums over shards up to one factor.
                 "mean_error": relative(mean["mean_error_sq"], mean["mean_input_sq"]),
                 "bytes": int(total["bytes"]) // replicas,
-                **{key: mean[key] for key in (*(f"seconds_{part}" for part in SECONDS), *PIPELINE_MEANS)},
+                **{f"seconds_{part}": _digits(mean[f"seconds_{part}"]) for part in SECONDS},
+                **{key: mean[key] for key in PIPELINE_MEANS},
                 **{key: _of_replica(total[key], replicas) for key in PIPELINE_SUMS},
             }
         )
@@ -160,6 +161,11 @@ def gather_step(mine: Mapping[str, float], device: torch.device) -> Step:
 def _mean(values: Any) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def _digits(seconds: float) -> float:
+    """Six digits: more are no measurement, and would be a third of what a kept run takes."""
+    return float(f"{seconds:.6g}")
 
 
 def _of_replica(total: float, replicas: int) -> int | None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+import torch
+
+from edgc.compressors import Statistics
+from edgc.monitor import Iteration
+from edgc.runtime.channel import Stopwatch
 from experiments.spec.settings import DataConfig, RunConfig
+from experiments.training import metrics
 from experiments.training.metrics import SECONDS, History, Step
 from experiments.training.outputs import read_events
 from experiments.training.run_log import RunLog
@@ -61,3 +68,14 @@ def test_replayed_log_gives_the_summary_of_the_steps(tmp_path: Path) -> None:
     assert replayed.summary(200, 9.0) == expected
     assert expected["skipped_steps"] == 2
     assert expected["train_loss"] == (3.0 + 2.0 + 2.5 - 1.0) / 4  # the mean of those that are numbers
+
+
+def test_times_of_a_step_have_six_digits_and_everything_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = Iteration(1, 4, Statistics(compress=Stopwatch(0.012345678912)), entropy=-7.123456789012)
+    mine = metrics.rank_step(0, 0, 4.123456789012, 1.0, done, None, None)
+    monkeypatch.setattr(metrics, "gather_numbers", lambda values, device: [list(values)])
+    step = metrics.gather_step(mine, torch.device("cpu"))
+    [stage] = step.stages
+    assert stage["seconds_compress"] == 0.0123457
+    assert stage["seconds_communicate"] == 0 and math.isnan(stage["seconds_exposed"])
+    assert (step.loss, stage["entropy"]) == (4.123456789012, -7.123456789012)
