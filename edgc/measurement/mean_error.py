@@ -119,16 +119,16 @@ class MeanError:
             for gradient in gradients
             if (error := compressor.kept.get(gradient.name)) is not None
         ]
-        names = [gradient.name for gradient, *_ in kept]
+        place = {gradient.name: i for i, (gradient, *_) in enumerate(kept)}
         if kept:
-            keys = [f"{self.seed}/{iteration}/{name}" for name in names]
+            keys = [f"{self.seed}/{iteration}/{name}" for name in place]
             sketched = sketches([error for _, error, _ in kept], keys) / scale
             found = torch.cat([sketched, torch.stack([_of_result(*one) for one in kept]) / scale**2], 1)
             if isinstance(skipped, Tensor):
                 found = torch.where(skipped.to(found.device) == 0, found, 0.0)
             self._sums = _added(self._sums, found.sum(0))
         for name, spectrum in spectra.items():
-            mine = found[names.index(name), :BUCKETS].view(-1, FEWER).sum(0) if name in names else None
+            mine = found[place[name], :BUCKETS].view(-1, FEWER).sum(0) if name in place else None
             self._add(name, spectrum, mine, scale**2)
 
     def _add(self, name: str, spectrum: MatrixSpectrum, sketched: Tensor | None, unit: float) -> None:

@@ -23,7 +23,8 @@ def host_decides(device: torch.device) -> bool:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """``values``, which lie on the CPU, on ``device``; the host does not wait for a GPU to take them."""
+    """``values``, which lie on the CPU, on ``device``: to a GPU from pinned memory, or the host would wait until the
+    GPU comes to it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 

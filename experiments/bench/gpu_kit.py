@@ -27,7 +27,7 @@ from experiments.bench.gpu_environment import ROOT
 
 TOTAL = 25 * 60.0
 ENVIRONMENT = "environment"
-LIMITS = {ENVIRONMENT: 600.0, "tests": 420.0, "engine": 180.0, "stage": 240.0, "step": 360.0}
+LIMITS = {ENVIRONMENT: 600.0, "tests": 350.0, "engine": 180.0, "stage": 240.0, "step": 360.0}
 FULL = 8  # times the limits of what is measured
 
 

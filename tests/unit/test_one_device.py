@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from edgc.compressors import Compressor, Gradient, Statistics
-from edgc.config import EDGCConfig
 from edgc.entropy.on_device import ESTIMATES, estimate_rows
 from edgc.measurement.sketch import sketches
 from edgc.runtime.device import Later
 from edgc.timing import benchmark
 from experiments.bench.variants import Mirror
-from tests.gpu.steps import CASES, SHAPES, SMALLEST
+from tests.gpu.steps import CASES, SHAPES, compressors
 from tests.lockstep import reduce_together
 
 META = torch.device("meta")
@@ -52,12 +51,17 @@ def gradients(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Gradient]:
     return [Gradient(f"p{i}", torch.empty(shape, device=META)) for i, shape in enumerate(shapes)]
 
 
-def built(name: str, deferred: bool) -> Compressor:
-    compressor = EDGCConfig.from_dict({**CASES[name], "min_compression_elements": SMALLEST, "seed": 3}).build()
-    compressor.deferred = deferred
-    if getattr(compressor, "draws_at_random", False):
-        compressor.draws_at_random = False  # type: ignore[attr-defined]  # the device has no random numbers either
-    return compressor
+def built(name: str, world: int = 2, deferred: bool = False) -> list[Compressor]:
+    made = compressors(name, world, deferred)
+    for compressor in made:
+        if getattr(compressor, "draws_at_random", False):
+            compressor.draws_at_random = False  # type: ignore[attr-defined]  # the device has no random numbers either
+    return made
+
+
+def one(name: str) -> Compressor:
+    [made] = built(name, 1)
+    return made
 
 
 def test_a_mixture_is_seen() -> None:
@@ -68,7 +72,7 @@ def test_a_mixture_is_seen() -> None:
 @pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize("name", CASES)
 def test_reductions_stay_on_the_device(name: str, deferred: bool) -> None:
-    workers = [built(name, deferred) for _ in range(2)]
+    workers = built(name, deferred=deferred)
     for rank in (None, 4, 4, 8, None, 4):
         reduce_together(workers, [gradients() for _ in workers], rank)
         for worker in workers:
@@ -78,7 +82,7 @@ def test_reductions_stay_on_the_device(name: str, deferred: bool) -> None:
 @pytest.mark.parametrize("shapes", [[(17,)], [(3, 5), (31,)], [(0, 5)]], ids=["a vector", "too small", "empty"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_bucket_without_a_matrix_stays_there_too(name: str, shapes: list[tuple[int, ...]]) -> None:
-    workers = [built(name, False) for _ in range(2)]
+    workers = built(name)
     for rank in (4, None):
         reduce_together(workers, [gradients(shapes) for _ in workers], rank)
 
@@ -87,12 +91,12 @@ def test_a_bucket_without_a_matrix_stays_there_too(name: str, shapes: list[tuple
 def test_benchmarks_beside_the_training_stay_there(name: str) -> None:
     """The search of r_max begins with the exact mean, from a compressor that has sent nothing yet."""
     for rank in (None, 4):
-        steps = benchmark.timed(built(name, False), gradients(), Mirror(), rank)
+        steps = benchmark.timed(one(name), gradients(), Mirror(), rank)
         with pytest.raises(StopIteration) as ended:
             while True:
                 next(steps)
         assert isinstance(ended.value.value, Statistics)
-    for _ in benchmark.compare(lambda: built(name, False), gradients(), Mirror(), 4):
+    for _ in benchmark.compare(lambda: one(name), gradients(), Mirror(), 4):
         pass
 
 

@@ -11,6 +11,7 @@ from edgc.compressors.entrywise.sparse import WARMUP_DENSITY, Sparse, SparseConf
 from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
+from edgc.runtime.device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,7 @@ class RandomK(Sparse):
             draw(shape.numel(), k, self._generator(name)).add_(offset)
             for name, shape, offset, k in zip(flat.names, flat.shapes, flat.offsets, self._sizes(flat), strict=True)
         ]
-        places = torch.cat(drawn)
-        if flat.work.device.type == "cuda":
-            # From pinned memory, or the host would wait until the GPU comes to it.
-            places = places.pin_memory()
-        places = places.to(flat.work.device, non_blocking=True)
+        places = to_device(torch.cat(drawn), flat.work.device)
         values = flat.work[places]
         # An entry that is not finite and was not drawn must be heard of too: 0, or NaN if there is one.
         low, high = torch.aminmax(flat.work)
