@@ -42,6 +42,7 @@ def draw(results: Path, study: str = "methods") -> Figure:
         above.set(title=f"{label}, entropy", ylabel="entropy (nats)")
         below.set(title=f"its rank: {course(rows, stages)}", ylabel="rank r")
         below.set_ylim(bottom=0)
+        below.locator_params(axis="y", nbins=6)  # or equal panels get other ticks, by the last digits of their limits
     axes[-1].set_xlabel("iteration")
     words = seen(curves[curves["variant"].isin(variants)], stages)
     style.title_legend(fig, *style.handles(*axes), words, ncols=3, columnspacing=1.0)

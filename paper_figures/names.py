@@ -9,12 +9,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.transforms import Bbox, blended_transform_factory
+from matplotlib.transforms import Affine2D, Bbox, ScaledTranslation, blended_transform_factory
 
 from experiments.common.equivalence import loss_margin
 from paper_figures import style
 
 FAR, NEAR = 2.0, 12.0  # square pixels that a point of distance is worth; points from which a line leads to a name
+BESIDE = 3.0  # points between a point and the line that leads from it to its name
 STRANGE = 60.0  # square pixels that a name is worth beside a marker that is not its own
 ALIKE = 0.15, 0.004  # rows so near each other, in ln(bytes) and in nats, get one name
 # where a name may stand: points from its marker, and how it is aligned there
@@ -90,10 +91,19 @@ def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]
             # From beside the point, or the line would lie on the point's own bar.
             side = {"left": 3, "right": -3, "center": 3}[align]
             end = place[0] + side, place[1] - np.sign(place[1]) * style.MIN_FONT / 2
-            line = {"arrowstyle": "-", "color": "#222222", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
-            arrow = ax.annotate("", at, end, textcoords="offset points", arrowprops=line)
-            assert arrow.arrow_patch is not None  # it has arrowprops
-            arrow.arrow_patch.set_path_effects([Stroke(linewidth=1.8, foreground="white"), Normal()])
+            leader(ax, at, end)
+
+
+def leader(ax: Axes, at: tuple[float, float], end: tuple[float, float]) -> None:
+    """A thin line from beside the point ``at`` (in data) to ``end`` (in points from it)."""
+    # Not an arrow of an annotation: where matplotlib cuts one off hangs on the last digits, so on the machine.
+    from_point = Affine2D().scale(1 / 72) + ax.figure.dpi_scale_trans + ScaledTranslation(*at, ax.transData)
+    start = BESIDE / np.hypot(*end)
+    (line,) = ax.plot(
+        [start * end[0], end[0]], [start * end[1], end[1]], color="#222222", linewidth=0.6, transform=from_point,
+        clip_on=False, zorder=3, scalex=False, scaley=False,
+    )  # fmt: skip
+    line.set_path_effects([Stroke(linewidth=1.8, foreground="white"), Normal()])
 
 
 def nearer(box: Bbox, marks: np.ndarray, own: np.ndarray) -> int:
