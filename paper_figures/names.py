@@ -97,7 +97,8 @@ def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]
 def leader(ax: Axes, at: tuple[float, float], end: tuple[float, float]) -> None:
     """A thin line from beside the point ``at`` (in data) to ``end`` (in points from it)."""
     # Not an arrow of an annotation: where matplotlib cuts one off hangs on the last digits, so on the machine.
-    from_point = Affine2D().scale(1 / 72) + ax.figure.dpi_scale_trans + ScaledTranslation(*at, ax.transData)
+    place = ScaledTranslation(*at, ax.transData)  # type: ignore[arg-type]  # as its documentation does
+    from_point = Affine2D().scale(1 / 72) + ax.figure.dpi_scale_trans + place
     start = BESIDE / np.hypot(*end)
     (line,) = ax.plot(
         [start * end[0], end[0]], [start * end[1], end[1]], color="#222222", linewidth=0.6, transform=from_point,
