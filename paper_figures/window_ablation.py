@@ -76,6 +76,9 @@ def draw(results: Path) -> Figure:
     counts = list(table[table["status"] == "ok"].groupby("window").size())
     notes = sorted({str(text) for text in table["cc_note"].dropna() if text})
     extra = "(b), (c): first seed."
+    every = sorted(table.loc[table["samples"] == table["iterations"], "window"].unique())
+    if every:  # so that their CC tells of the entries alone
+        extra += f" Sampled at every iteration: w = {', '.join(map(str, every))}."
     if notes:
         extra += " Missing points in (a): " + "; ".join(notes[:2]) + "."
     style.annotate(fig, counts, bars=f"(a) {style.INTERVAL}", scale=results.name, extra=extra)
