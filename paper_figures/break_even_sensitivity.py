@@ -46,6 +46,7 @@ def draw(results: Path) -> Figure:
         panel(ax, table[table["cluster"] == cluster], names)
     axes[-1].set_xlabel("step time saved (%)")
     style.letter(axes)
+    style.from_the_left(axes)
     style.title_legend(fig, *style.handles(axes[0]), title(table))
     ranges = table.drop_duplicates("assumption").set_index("assumption")[["low", "high"]]
     said = {name: f"{WORDS[name]} {ranges.at[name, 'low']} to {ranges.at[name, 'high']}" for name in WORDS}
@@ -88,5 +89,4 @@ def panel(ax: Axes, rows: pd.DataFrame, names: list[str]) -> None:
     ax.set(ylim=(len(names) - 0.5, -0.5), ylabel="assumption\nchanged")
     first = rows.iloc[0]
     words = f"SIMULATED: {first['label']}, {first['gbits_per_second']:g} Gbit/s"
-    # The names of the assumptions leave half the width: the title begins above them.
-    ax.set_title(words, x=-1)
+    ax.set_title(words)

@@ -58,11 +58,12 @@ def draw(results: Path) -> Figure:
     for ax, (study, mine) in zip(axes, found.items(), strict=True):
         differences(ax, mine, style.read(results, study, "pairs.csv"))
         seeds(ax, mine)
-        ax.set_title(f"{STUDIES[study]}: ranks {ranks(style.read(results, study, 'curves.csv'))}", x=-1)
+        ax.set_title(f"{STUDIES[study]}: ranks {ranks(style.read(results, study, 'curves.csv'))}")
         ax.set_xlabel("")
     axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     style.plain_linear(axes[-1].xaxis)
     style.letter(axes)
+    style.from_the_left(axes)
     style.headline(fig, title(found))
     missing = [words for study, words in STUDIES.items() if study not in drawn]
     style.annotate(

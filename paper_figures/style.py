@@ -21,6 +21,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import blended_transform_factory
 
 from edgc.errors import UserError
 from paper_figures.families import (
@@ -45,6 +46,7 @@ MARGIN = 0.6  # inches that the title and the note of stacked parts take
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
 BOLD: dict[str, Any] = {"weight": "bold", "size": FONT}
+LEFT = 0.01  # of the width of a figure, from which titles begin that are wider than their panels
 TITLE = 46  # characters of a title in bold that fit a column
 INTERVAL = "bars: 95 % t interval of the mean"
 
@@ -152,6 +154,16 @@ def letter(axes: Sequence[Axes]) -> None:
     """Put (a), (b), ... before the titles of the panels."""
     for index, ax in enumerate(axes):
         ax.set_title(f"({chr(ord('a') + index)}) {ax.get_title(loc='left')}".rstrip())
+
+
+def from_the_left(axes: Iterable[Axes]) -> None:
+    """Let the titles of panels, lettered before, begin at the figure's left edge, above the names beside the panels."""
+    for ax in axes:
+        title: Text = ax._left_title  # type: ignore[attr-defined]  # there is no public one
+        across: Any = ax.figure.transFigure
+        down: Any = ax.transAxes + ax.titleOffsetTrans  # type: ignore[attr-defined]
+        title.set_transform(blended_transform_factory(across, down))
+        title.set_x(LEFT)
 
 
 def title_legend(fig: Figure, drawn: Iterable[Any], labels: Iterable[str], title: str, **options: Any) -> None:

@@ -57,7 +57,9 @@ def draw(results: Path) -> Figure:
     for (_, rows), line in zip(others, itertools.cycle(LINES), strict=False):
         look = {"color": next(free), "linestyle": line, "drawstyle": "steps-pre"}
         axes[2].plot(rows["iteration"], rows["rank"], label=rows["label"].iloc[0], **look)
-    axes[1].set(title="entropy, stage 0", ylabel="window mean entropy (nats)")
+    axes[1].set(title="mean entropy of a window, stage 0", ylabel="entropy (nats)")
+    # As many in any height: the layout counts on the ticks of its first pass.
+    axes[1].yaxis.set_major_locator(MaxNLocator(5))
     ranks = first["rank"].dropna()
     same = f": always {ranks.min():g}" if ranks.nunique() == 1 else ""
     axes[2].set(title=f"rank, stage 0{same}", ylabel="rank r")

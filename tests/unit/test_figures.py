@@ -146,6 +146,21 @@ def test_kept_benchmarks_are_drawn_whole_under_a_title_that_says_what_is_seen(na
         plt.close(fig)
 
 
+# Names of variants are longer there than in the tables made up above, and so is what the panels say.
+WORKSTATION = ROOT / "results" / "reference" / "workstation"
+KEPT_FIGURES = sorted(path.stem for path in (WORKSTATION / "figures").glob("*.png"))
+
+
+@pytest.mark.parametrize("name", KEPT_FIGURES)
+def test_nothing_of_a_kept_figure_is_cut_off(name: str) -> None:
+    fig = importlib.import_module(f"paper_figures.{name}").draw(WORKSTATION)
+    try:
+        fig.canvas.draw()
+        assert cut_off(fig) == []
+    finally:
+        plt.close(fig)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "results" / "reference").rglob("*.png")), ids=lambda path: path.stem)
 def test_a_kept_figure_fits_a_page_beside_its_caption(path: Path) -> None:
     height, width = plt.imread(path).shape[:2]
