@@ -78,11 +78,9 @@ def test_so_are_those_of_any_numbers(estimator: str, dtype: torch.dtype, rows: l
 
 @estimators
 def test_numbers_near_the_limits_of_a_type(estimator: str) -> None:
-    rows = torch.tensor([[1e299, 1.0, -2.0, 3.0], [1e-300, 2e-300, -1e-300, 0.0], [5.0, 5.0, 5.0, 5.0]])
-    assert_alike(rows, estimator)  # too large for this type, and too small
-    rows = torch.tensor(
-        [[1e299, 1.0, -2.0, 3.0], [1e-300, 2e-300, -1e-300, 0.0], [5.0, 5.0, 5.0, 5.0]], dtype=torch.float64
-    )
+    values = [[1e299, 1.0, -2.0, 3.0], [1e-300, 2e-300, -1e-300, 0.0], [5.0, 5.0, 5.0, 5.0]]
+    assert_alike(torch.tensor(values), estimator)  # too large for this type, and too small
+    rows = torch.tensor(values, dtype=torch.float64)
     assert_alike(rows, estimator)
     assert_alike(rows.mul(1e8), estimator)
 
