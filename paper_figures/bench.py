@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.families import FAMILIES, Family, Line
 
 TABLES = ("engine.csv",)
@@ -49,10 +49,10 @@ def draw(results: Path) -> Figure:
         ax.set(xlabel="rank (log scale)", xscale="log")
         style.plain(ax.xaxis, sorted(good["rank"].unique()))
         ax.set_xlim(good["rank"].min() / 1.2, good["rank"].max() * 1.2)
-    style.letter(axes)
-    style.title_legend(fig, *style.handles(axes[0], axes[2]), seen(found), columnspacing=1.0)
+    texts.letter(axes)
+    texts.title_legend(fig, *style.handles(axes[0], axes[2]), seen(found), columnspacing=1.0)
     machine = table["machine"].iloc[0]
-    style.annotate(
+    texts.annotate(
         fig,
         list(good["repeats"].astype(int)),
         what="rounds",
@@ -146,7 +146,7 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
     """Where the wall time of a step goes with two ranks and gloo, at the rank nearest 32."""
     gloo = good[good["network"] == "gloo"]
     if gloo.empty:
-        style.message(ax, "two ranks were not timed")
+        texts.message(ax, "two ranks were not timed")
         ax.set(xlabel="wall time of a step (ms)", ylabel="engine")
         return
     rank = min(gloo["rank"].unique(), key=lambda value: abs(value - 32))

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import names, style
+from paper_figures import names, style, texts
 from paper_figures.bench import TORCH
 from paper_figures.families import FAMILIES, Family, by_name
 
@@ -35,8 +35,8 @@ def draw(results: Path) -> Figure:
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
         ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
     names.above(fig, axes, [label(name) for name in methods], seen(table, rates))
-    style.letter(axes)
-    style.annotate(
+    texts.letter(axes)
+    texts.annotate(
         fig,
         list(table.loc[table["status"] == "ok", "rounds"].astype(int)),
         what="rounds",
@@ -78,7 +78,7 @@ def panel(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:
         if row["status"] != "ok":
             at = ax.get_yaxis_transform()
             said = ax.annotate("failed", (0.06, place), xycoords=at, va="center", color=look.colour)
-            style.outline(said)
+            texts.outline(said)
             continue
         error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
         ax.errorbar(row["seconds"], place, xerr=error, markersize=5, **look.marks())

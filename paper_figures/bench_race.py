@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import names, style
+from paper_figures import names, style, texts
 from paper_figures.families import by_name
 
 TABLES = ("race_summary.csv", "race.csv")
@@ -35,8 +35,8 @@ def draw(results: Path) -> Figure:
         ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
     labels = dict(zip(summary["method"], summary["label"], strict=True))
     names.above(fig, axes, [labels[name] for name in order], seen(summary, rates))
-    style.letter(axes)
-    style.annotate(
+    texts.letter(axes)
+    texts.annotate(
         fig,
         list(summary.loc[summary["reached"] > 0, "reached"].astype(int)),
         bars="dots: runs, markers and numbers: means",
@@ -73,7 +73,7 @@ def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str])
             text += f" ({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
         at = max([*own, 0.02])
         value = ax.annotate(text.strip(), (at, place), xytext=(7, 0), textcoords="offset points", va="center")
-        style.outline(value)
+        texts.outline(value)
     ax.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, 1.35 * max(1.0, summary["highest"].max()))
     ax.grid(axis="y", visible=False)

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.families import by_name
 
 TABLES = ("steps.csv",)  # and pipeline.csv where pipelines were measured
@@ -44,10 +44,10 @@ def draw(results: Path) -> Figure:
     found = dict(zip(*reversed(style.handles(*axes)), strict=True))
     share = (steps["error"] < 0).mean()
     title = f"The prediction is too low in {100 * share:.0f} % of the {len(steps)} steps"
-    style.title_legend(fig, found.values(), found.keys(), title, columnspacing=0.8)
-    style.letter(axes)
+    texts.title_legend(fig, found.values(), found.keys(), title, columnspacing=0.8)
+    texts.letter(axes)
     errors = steps["error"].abs()
-    style.annotate(
+    texts.annotate(
         fig,
         list(steps["rounds"].astype(int)),
         what="rounds",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.families import by_name
 
 TABLES = ("break_even/table.csv",)
@@ -70,10 +70,10 @@ def draw(results: Path) -> Figure:
         ax.set_xlabel("link between the\nsites (Gbit/s)" if sites else "bandwidth of a\nnode (Gbit/s)")
     for ax in axes[::2]:
         ax.set_ylabel("step time saved (%)")
-    style.letter(axes)
+    texts.letter(axes)
     words = title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"])
-    style.title_legend(fig, *style.handles(axes[0]), words)
-    style.note(
+    texts.title_legend(fig, *style.handles(axes[0]), words)
+    texts.note(
         fig,
         "Model, not measured. Full lines: gradients reduced after backward; dashed: beside it. GPT2-12.1B, TP4 x PP4, "
         "H100; a replica keeps its batch. EDGC: mean of a run with 10 % warm-up, mean rank half-way between r_min "

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.break_even import STUDY, label
 from paper_figures.families import by_name
 
@@ -45,13 +45,12 @@ def draw(results: Path) -> Figure:
     for ax, cluster in zip(axes, clusters, strict=True):
         panel(ax, table[table["cluster"] == cluster], names)
     axes[-1].set_xlabel("step time saved (%)")
-    style.letter(axes)
-    style.from_the_left(axes)
-    style.title_legend(fig, *style.handles(axes[0]), title(table))
+    texts.letter(axes, from_the_left=True)
+    texts.title_legend(fig, *style.handles(axes[0]), title(table))
     ranges = table.drop_duplicates("assumption").set_index("assumption")[["low", "high"]]
     said = {name: f"{WORDS[name]} {ranges.at[name, 'low']} to {ranges.at[name, 'high']}" for name in WORDS}
     little = [words for name, words in said.items() if name not in names]
-    style.note(
+    texts.note(
         fig,
         "Model, not measured. Dotted: as assumed; open marker: low value, full: high. Reductions beside backward, "
         f"at the bandwidth in the title; scale {results.name}\n"

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from edgc.errors import UserError
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.families import by_name
 
 SAVED = "reduction_communication_percent"  # what the paper's claim and ours are about
@@ -69,7 +69,7 @@ def _name_traces(ax: Axes, traces: pd.DataFrame, column: str) -> None:
         at = left["gbits_per_second"].iloc[0], low
         text = ax.annotate(words, at, (6, -2 if side == "top" else 2), textcoords="offset points", va=side)
         text.set_fontsize(style.MIN_FONT)
-        style.outline(text)
+        texts.outline(text)
 
 
 def _draw_panel(ax: Axes, table: pd.DataFrame, column: str, *, skip: tuple[str, ...] = ()) -> None:
@@ -135,15 +135,15 @@ def draw(results: Path, study: str, *, claimed: bool) -> Figure:
         ax.set_ylabel("step time saved (%)")
         ax.set_title(f"SIMULATED: reduced {'beside' if overlap else 'after'} backward")
     beside.set_xlabel("bandwidth of a node (Gbit/s per direction)")
-    style.letter([top, bottom, alone, beside])
+    texts.letter([top, bottom, alone, beside])
 
     handles: dict[str, Any] = {}
     for ax in (top, bottom, alone):
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    style.title_legend(fig, handles.values(), handles.keys(), seen(traces), columnspacing=1.0)
+    texts.title_legend(fig, handles.values(), handles.keys(), seen(traces), columnspacing=1.0)
     split = f"TP{degree['tensor']} PP{degree['pipeline']} DP{degree['data']}"
-    style.note(
+    texts.note(
         fig,
         f"Model, not measured ({split}). Slowest stage, (a): communication and compression, (b): communication. "
         "(c), (d): a step under 1F1B, a device at the assumed share of its peak, against uncompressed with as much "

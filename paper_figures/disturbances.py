@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.break_even import label, title
 from paper_figures.families import by_name
 
@@ -41,9 +41,9 @@ def draw(results: Path) -> Figure:
         ax.set_yticks(range(len(cases)), [textwrap.fill(case, 15) for case in cases])
         ax.set(ylim=(len(cases) - 0.5, -0.5), ylabel="disturbance")
     axes[-1].set_xlabel("step time saved (%)")
-    style.letter(axes)
-    style.title_legend(fig, *style.handles(axes[0]), title(table, ["case", "overlap"]))
-    style.note(
+    texts.letter(axes)
+    texts.title_legend(fig, *style.handles(axes[0]), title(table, ["case", "overlap"]))
+    texts.note(
         fig,
         f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "
         "where nothing else is said. Of the uncompressed step with the same disturbance, mean over the run. EDGC: "

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from edgc.errors import UserError
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.ranks_over_time import course, limits, panel, seen
 
 TABLES = ("methods/curves.csv", "methods/table.csv")
@@ -45,10 +45,10 @@ def draw(results: Path, study: str = "methods") -> Figure:
         below.locator_params(axis="y", nbins=6)  # or equal panels get other ticks, by the last digits of their limits
     axes[-1].set_xlabel("iteration")
     words = seen(curves[curves["variant"].isin(variants)], stages)
-    style.title_legend(fig, *style.handles(*axes), words, ncols=3, columnspacing=1.0)
-    style.letter(axes)
+    texts.title_legend(fig, *style.handles(*axes), words, ncols=3, columnspacing=1.0)
+    texts.letter(axes)
     seeds = mine.groupby("variant")["seed"].nunique()
-    style.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)
+    texts.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)
     return fig
 
 
@@ -59,4 +59,4 @@ def entropies(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
             line = ("-", "--", ":", "-.")[number % 4]
             ax.plot(run["iteration"], run[f"entropy_{stage}"], color=colour, linestyle=line, linewidth=1.0)
     if curves[[f"entropy_{stage}" for stage in stages]].isna().all(axis=None):
-        style.message(ax, "no entropy was measured")
+        texts.message(ax, "no entropy was measured")

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.families import ARCHITECTURES, Line
 
 TABLES = ("entropy_trend/trend.csv", "entropy_trend/table.csv")
@@ -62,10 +62,10 @@ def draw(results: Path) -> Figure:
     ends.set(title="lowest and last", xlabel="entropy since the first probe (nats)", ylabel="condition")
     ends.set_yticks(range(len(labels)), [textwrap.fill(label, 16) for label in labels.values()])
     ends.set_ylim(len(labels) - 0.5, -0.5)
-    style.title_legend(fig, *style.handles(curves), seen(table), columnspacing=0.8)
+    texts.title_legend(fig, *style.handles(curves), seen(table), columnspacing=0.8)
     ends.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=0.8)
-    style.letter([curves, ends])
-    style.annotate(
+    texts.letter([curves, ends])
+    texts.annotate(
         fig,
         list(trend.groupby("variant")["seed"].nunique()),
         bars="lines: mean over seeds, markers: runs",

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.entropy_trend import PLAIN
 
 TABLES = ("entropy_trend/trend.csv",)
@@ -41,7 +41,7 @@ def draw(results: Path) -> Figure:
             line(ax, rows, column, factor, look(str(variant), str(rows["architecture"].iloc[0]), index))
         ax.set(title=title, ylabel=unit)
         if trend[column].isna().all():
-            style.message(ax, "not recorded in these runs")
+            texts.message(ax, "not recorded in these runs")
     drawn = trend[trend["group"].isin([*LAYER_GROUPS, "embedding"])]
     symmetric_log(axes[0], drawn["skewness"], low=-2, high=2)
     symmetric_log(axes[1], drawn["excess_kurtosis"], low=0, high=10)
@@ -54,10 +54,10 @@ def draw(results: Path) -> Figure:
     axes[2].set_ylim(bottom=0)
     axes[3].set_ylim(bottom=0)
     handles, labels = style.handles(axes[0])
-    style.title_legend(fig, handles, labels, seen(trend), columnspacing=1.0)
-    style.letter(axes)
+    texts.title_legend(fig, handles, labels, seen(trend), columnspacing=1.0)
+    texts.letter(axes)
     counts = list(trend.groupby("variant")["seed"].nunique())
-    style.annotate(
+    texts.annotate(
         fig,
         counts,
         bars="mean over seeds",

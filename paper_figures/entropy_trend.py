@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 
 TABLES = ("entropy_trend/trend.csv", "entropy_trend/parameters.csv", "entropy_trend/norms.csv")
 CAPTION = """\
@@ -61,10 +61,10 @@ def draw(results: Path) -> Figure:
         ax.set_ylabel(text)
     for part, row in zip(parts, grid, strict=True):
         part.legend(*style.handles(*row), loc="outside upper center", ncols=3, columnspacing=0.8, handlelength=1.5)
-    style.letter(list(grid.flat))
-    style.headline(fig, f"How entropy moves in the second half: {', '.join(moves)}")
+    texts.letter(list(grid.flat))
+    texts.headline(fig, f"How entropy moves in the second half: {', '.join(moves)}")
     counts = trend.groupby("variant")["seed"].nunique()
-    style.annotate(
+    texts.annotate(
         fig,
         list(counts),
         bars="lines: mean, bands: 95 % t interval of the mean",

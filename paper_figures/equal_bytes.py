@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.acting import idle
-from paper_figures import names, style
+from paper_figures import names, style, texts
 
 TABLES = ("equal_bytes/table.csv", "equal_bytes/pareto.csv")
 CAPTION = """\
@@ -31,7 +31,7 @@ def draw(results: Path) -> Figure:
     points = style.read(results, "equal_bytes", "pareto.csv")
     fig, (ax,) = style.figure(height=5.2)
     named: set[str] = set()
-    texts: list[tuple[pd.Series, str]] = []
+    words: list[tuple[pd.Series, str]] = []
     drawn = []
     for _, row in points[points["method"] != "none"].iterrows():
         mine = runs[(runs["variant"] == row.variant) & (runs["status"] == "ok")]
@@ -45,7 +45,7 @@ def draw(results: Path) -> Figure:
         drawn.append(pd.Series({"bytes_ratio_mean": row.percent / 100, "gap_nats_mean": row.gap_nats} | ends))
         named.add(look.label)
         if text := detail(mine.iloc[0]):
-            texts.append((drawn[-1], text))
+            words.append((drawn[-1], text))
     front(ax, points)
     ax.axhline(0, color="#444444", linewidth=0.6)
     ax.set_xscale("log")
@@ -55,16 +55,16 @@ def draw(results: Path) -> Figure:
     percent = points.loc[points["method"] != "none", "percent"]
     ax.set_xlim(percent.min() / 1.2, percent.max() * 1.3)
     ax.margins(y=0.06)
-    ax.set_xlabel(style.share_of_bytes())
+    ax.set_xlabel(texts.share_of_bytes())
     ax.set_ylabel("validation loss above uncompressed\n(nats; linear below 0.01)")
-    style.title_legend(fig, *style.handles(ax), seen(points, runs), columnspacing=1.0)
-    style.annotate(
+    texts.title_legend(fig, *style.handles(ax), seen(points, runs), columnspacing=1.0)
+    texts.annotate(
         fig,
         list(points["n"]),
         scale=results.name,
-        extra=("grey line: Pareto front of the means", style.untested(runs)),
+        extra=("grey line: Pareto front of the means", texts.untested(runs)),
     )
-    names.write(ax, pd.DataFrame(drawn), texts)
+    names.write(ax, pd.DataFrame(drawn), words)
     return fig
 
 

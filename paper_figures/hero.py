@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments.common.acting import NOT_TESTED
 from experiments.common.files import atomic_write
-from paper_figures import saving, style
+from paper_figures import saving, style, texts
 from paper_figures.families import FAMILIES
 
 TABLES = ("policies/comparisons.csv",)
@@ -50,9 +50,9 @@ def drawn(results: Path, page: str) -> Figure:
     forest(ax, rows, page)
     ax.set_xlabel("validation loss: EDGC minus the other (nats;\n0.01 nats are about 1 % of perplexity)")
     ax.set_ylabel("EDGC against")
-    style.headline(fig, title(rows))
+    texts.headline(fig, title(rows))
     fig.get_layout_engine().set(h_pad=0.02)  # type: ignore[union-attr, call-arg]
-    style.annotate(fig, list(rows["n"]), bars="bars: 95 % t interval", scale=results.name,
+    texts.annotate(fig, list(rows["n"]), bars="bars: 95 % t interval", scale=results.name,
                    extra="Shaded: counts as no difference. Open: the bar holds zero.")  # fmt: skip
     recolour(fig, ax, page)
     return fig

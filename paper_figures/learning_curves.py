@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.methods import lost
 from paper_figures.policies import ORDERS
 
@@ -62,13 +62,13 @@ def draw(results: Path, study: str, rows_of: Callable[[pd.DataFrame], list[list[
         part.axes[0].set_xlabel(BYTES.format(unit=unit))
     if plain:
         share_across(parts)
-    style.letter(fig.axes)
-    style.headline(fig, seen(curves, variants, plain))
+    texts.letter(fig.axes)
+    texts.headline(fig, seen(curves, variants, plain))
     extra = f"Training loss, trailing mean; thin: runs, thick: their mean. Losses above {high:.2f} are cut off."
     if missing := lost(runs):
         extra += f"\n{missing}"
     seeds = list(runs.groupby("variant")["seed"].nunique())
-    style.annotate(fig, seeds, bars="every run is a line", scale=results.name, extra=extra)
+    texts.annotate(fig, seeds, bars="every run is a line", scale=results.name, extra=extra)
     return fig
 
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import CARETDOWN, CARETUP
 
-from paper_figures import names, style
+from paper_figures import names, style, texts
 
 TABLES = ("methods/table.csv", "methods/summary.csv")
 CAPTION = """\
@@ -42,7 +42,7 @@ def draw(results: Path) -> Figure:
     points(ax, near, runs)
     ax.axhline(0, color="#444444", linewidth=0.6)
     low, high = 100 * near["bytes_ratio_mean"].min(), 100 * near["bytes_ratio_mean"].max()
-    ax.set(xscale="log", xlim=(low / 1.35, high * 1.35), xlabel=style.share_of_bytes())
+    ax.set(xscale="log", xlim=(low / 1.35, high * 1.35), xlabel=texts.share_of_bytes())
     style.plain(ax.xaxis, [t for t in TICKS if low / 1.35 <= t <= 1.35 * high])
     ax.margins(y=0.14)
     ax.set_ylabel("validation loss\nabove uncompressed (nats)")
@@ -53,9 +53,9 @@ def draw(results: Path) -> Figure:
         hold(ax, near, runs)
     spoken = names.chosen(near, near["gap_nats_mean"].max() + 1, NAMED)
     cut_off(ax, near)
-    style.title_legend(fig, *style.handles(ax), seen(shown, spoken), columnspacing=1.0)
-    said = (off_the_scale(shown[~shown["variant"].isin(near["variant"])]), lost(runs), style.untested(runs))
-    style.annotate(
+    texts.title_legend(fig, *style.handles(ax), seen(shown, spoken), columnspacing=1.0)
+    said = (off_the_scale(shown[~shown["variant"].isin(near["variant"])]), lost(runs), texts.untested(runs))
+    texts.annotate(
         fig,
         list(shown["n_ok"]),
         bars="bars: 95 % t interval, dots: runs",

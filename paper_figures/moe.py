@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from paper_figures import style
+from paper_figures import style, texts
 
 TABLES = ("moe/experts.csv", "moe/table.csv")
 CAPTION = """\
@@ -30,18 +30,18 @@ def draw(results: Path) -> Figure:
     fig, (above, below) = style.figure(2, 1, height=5.6)
     entropies(above, experts)
     said = gaps(below, runs)
-    style.letter([above, below])
+    texts.letter([above, below])
     drawn, labels = style.handles(above, below)
     for text, fill in (("experts compressed", "#888888"), ("experts dense", "white")):
         drawn.append(Line2D([], [], color="#888888", marker="o", markerfacecolor=fill, linestyle=""))
         labels.append(text)
-    style.title_legend(fig, drawn, labels, said, columnspacing=1.0)
+    texts.title_legend(fig, drawn, labels, said, columnspacing=1.0)
     seeds = runs[runs["status"] == "ok"].groupby("variant")["seed"].nunique()
-    style.annotate(
+    texts.annotate(
         fig,
         list(seeds),
         scale=results.name,
-        extra=("(a): one uncompressed run, means over windows of 20 iterations", style.untested(runs)),
+        extra=("(a): one uncompressed run, means over windows of 20 iterations", texts.untested(runs)),
     )
     return fig
 
@@ -86,7 +86,7 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> str:
             costs.append(ends[1][1] - ends[0][1])  # dense first
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set(title="what it costs", xlabel=style.share_of_bytes())
+    ax.set(title="what it costs", xlabel=texts.share_of_bytes())
     ax.set_ylabel("validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)
     if not costs:

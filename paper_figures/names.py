@@ -12,7 +12,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.transforms import Affine2D, Bbox, ScaledTranslation, blended_transform_factory
 
 from experiments.common.equivalence import loss_margin
-from paper_figures import style
+from paper_figures import style, texts
 
 FAR, NEAR = 2.0, 12.0  # square pixels that a point of distance is worth; points from which a line leads to a name
 BESIDE = 3.0  # points between a point and the line that leads from it to its name
@@ -75,7 +75,7 @@ def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]
     for row, name in names:
         at = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
         text = ax.annotate(name, at, (0, 0), textcoords="offset points", va="center", fontsize=style.MIN_FONT)
-        style.outline(text)
+        texts.outline(text)
         found = []
         for place, align in PLACES:
             text.set(position=place, horizontalalignment=align)
@@ -135,13 +135,13 @@ def above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = 
     """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
     the panels the names would take most of a column's width. ``title`` stands above the panels'."""
     if title:
-        style.headline(fig, title)
+        texts.headline(fig, title)
     axes[0].set_yticks([])
     axes[0].set(ylabel="method", ylim=(len(names) - 0.55, -0.8))
     across = blended_transform_factory(fig.transFigure, axes[-1].transData)
     for place, name in enumerate(names):
         text = axes[-1].text(0.08, place - 0.27, name, transform=across, fontsize=style.MIN_FONT, va="bottom")
         text.set_in_layout(False)
-        style.outline(text)
+        texts.outline(text)
     for ax in axes:
         ax.grid(axis="y", visible=False)

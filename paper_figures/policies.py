@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.families import FAMILIES
 from paper_figures.hero import chosen, title
 
@@ -40,11 +40,11 @@ def draw(results: Path) -> Figure:
     shown = mine[~mine["rival"].isin(["no compression", "fp32 factors"])]
     differences(axes[1], shown, pairs)
     seeds(axes[1], shown)
-    style.letter(axes)
+    texts.letter(axes)
     drawn, labels = style.handles(axes[0])
-    style.title_legend(fig, drawn, labels, title(chosen(found)), ncols=3, columnspacing=1.0)
+    texts.title_legend(fig, drawn, labels, title(chosen(found)), ncols=3, columnspacing=1.0)
     bars = "(b) bars: 95 % t interval of the mean, dots: seeds"
-    style.annotate(fig, list(mine["n"]), bars=bars, scale=results.name)
+    texts.annotate(fig, list(mine["n"]), bars=bars, scale=results.name)
     return fig
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.hero import SAME, SEEDS
 from paper_figures.policies import differences, seeds
 from paper_figures.ranks_over_time import course
@@ -62,11 +62,10 @@ def draw(results: Path) -> Figure:
         ax.set_xlabel("")
     axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     style.plain_linear(axes[-1].xaxis)
-    style.letter(axes)
-    style.from_the_left(axes)
-    style.headline(fig, title(found))
+    texts.letter(axes, from_the_left=True)
+    texts.headline(fig, title(found))
     missing = [words for study, words in STUDIES.items() if study not in drawn]
-    style.annotate(
+    texts.annotate(
         fig,
         [n for mine in found.values() for n in mine["n"]] or 0,
         bars="bars: 95 % t interval, dots: seeds",

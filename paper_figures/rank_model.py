@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from paper_figures import style
+from paper_figures import style, texts
 
 TABLES = ("rank_model/table.csv", "rank_model/errors.csv", "rank_model/stiffness.csv", "rank_model/cqm.csv")
 CAPTION = """\
@@ -59,8 +59,8 @@ def draw(results: Path) -> Figure:
     over_training(axes[0], errors[errors["variant"] == variant])
     by_rank(axes[1], mine)
     cqm(axes[2], curves, stiffness)
-    style.letter(axes)
-    style.headline(fig, seen(errors[errors["variant"] == variant]))
+    texts.letter(axes)
+    texts.headline(fig, seen(errors[errors["variant"] == variant]))
     # Runs have either the mean over the workers or, older ones, the first worker's own.
     kinds = {(of, actual) for of, actual in zip(table["of"], table["actual"], strict=True)}
     drawn_kinds = [look for kind, look in ACTUAL.items() if kind in kinds]
@@ -72,7 +72,7 @@ def draw(results: Path) -> Figure:
     ):
         ax.legend(drawn, labels, loc="upper center", bbox_to_anchor=(0.45, -0.24), ncols=2, columnspacing=0.8)
     label = mine["label"].iloc[0] if len(mine) else "no finished run"
-    style.annotate(
+    texts.annotate(
         fig,
         [mine["seed"].nunique()],
         bars="",

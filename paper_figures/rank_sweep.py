@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.quickest import quickest
-from paper_figures import style
+from paper_figures import style, texts
 
 TABLES = ("rank_sweep/table.csv", "rank_sweep/timings.csv", "rank_sweep/fit.csv")
 CAPTION = """\
@@ -44,17 +44,17 @@ def draw(results: Path) -> Figure:
         ranks = sorted(table["rank"].dropna().unique())
         ax.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
         ax.set_xlabel("rank r")
-    style.letter(axes)
-    style.headline(fig, seen(table))
+    texts.letter(axes)
+    texts.headline(fig, seen(table))
     counts = list(table[table["status"] == "ok"].groupby("variant").size())
     known = {"windows (mean)": "mean_error_median", "steps (worker)": "worker_error_median"}
     over = [words for words, column in known.items() if table[column].notna().any()]
     other = table[table["status"] != "ok"]
     missing = ", ".join(f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in other.iterrows())
-    style.annotate(
+    texts.annotate(
         fig,
         counts,
-        bars=f"(c) {style.INTERVAL}",
+        bars=f"(c) {texts.INTERVAL}",
         scale=results.name,
         extra="(a) slowest stage, quickest seed, median over steps, bars: quartiles; line: fit T(r) = a·r + c.\n"
         f"(b) of the second half, medians over {' and '.join(over)}, bars: quartiles."

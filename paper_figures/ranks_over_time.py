@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from edgc.errors import UserError
-from paper_figures import style
+from paper_figures import style, texts
 
 TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
@@ -42,10 +42,10 @@ def draw(results: Path) -> Figure:
     axes[0].set_ylim(bottom=0)
     axes[0].yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     mine = curves[curves["variant"].isin(variants)]
-    style.title_legend(fig, *style.handles(*axes), seen(mine, stages), ncols=3, columnspacing=1.0)
-    style.letter(axes)
+    texts.title_legend(fig, *style.handles(*axes), seen(mine, stages), ncols=3, columnspacing=1.0)
+    texts.letter(axes)
     seeds = runs[runs["variant"].isin(variants)].groupby("variant")["seed"].nunique()
-    style.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)
+    texts.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)
     return fig
 
 

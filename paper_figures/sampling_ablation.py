@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 
 TABLES = (
     "sampling_ablation/table.csv",
@@ -61,8 +61,8 @@ def draw(results: Path) -> Figure:
         ax.set_xlabel("β, share of entries read (no unit)")
         # Six lines of text hide data wherever they are put inside.
         part.legend(*style.handles(ax), loc="outside lower center", ncols=2, columnspacing=0.8)
-    style.letter(axes)
-    style.headline(fig, seen(fine, cost))
+    texts.letter(axes)
+    texts.headline(fig, seen(fine, cost))
     counts = list(fine.groupby(["alpha", "beta"]).size())
     decided = fine.dropna(subset=["decisions_differing"])
     first = decided[(decided["seed"] == decided["seed"].min()) & ((decided["alpha"] < 1) | (decided["beta"] < 1))]
@@ -70,7 +70,7 @@ def draw(results: Path) -> Figure:
         f"α={row['alpha']:g} β={row['beta']:g}: {row['decisions_differing']:g} of {row['decisions_compared']:g}"
         for _, row in first.head(4).iterrows()
     )
-    style.annotate(
+    texts.annotate(
         fig,
         counts,
         bars="cells: mean over seeds",

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from edgc.errors import UserError
-from paper_figures import style
+from paper_figures import style, texts
 
 TABLES = ("stages.csv", "stages_iterations.csv")
 CAPTION = """\
@@ -38,10 +38,10 @@ def draw(results: Path) -> Figure:
     fig, axes = style.figure(2, 1, height=4.9)
     stages(axes[0], found)
     spread(axes[1], found, table)
-    style.letter(axes)
+    texts.letter(axes)
     words = seen(table)
-    style.headline(fig, words[0].upper() + words[1:])
-    style.annotate(
+    texts.headline(fig, words[0].upper() + words[1:])
+    texts.annotate(
         fig,
         list(table["iterations"]),
         what="iterations",
@@ -110,7 +110,7 @@ def spread(ax: Axes, found: pd.DataFrame, table: pd.DataFrame) -> None:
             va="center",
             fontsize=style.MIN_FONT,
         )
-        style.outline(ratio)
+        texts.outline(ratio)
     ax.set_xticks(range(len(LABELS)), [f"{LABELS[name]}\n{_shown(table.loc[name, 'ranks'])}" for name in LABELS])
     ax.set_xlim(-0.5, len(LABELS) - 0.2)
     low = -0.06 * ax.get_ylim()[1]  # no marker and no text is cut off

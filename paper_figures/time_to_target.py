@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import names, style
+from paper_figures import names, style, texts
 
 TABLES = ("methods/time_to_target.csv", "methods/table.csv")
 CAPTION = """\
@@ -51,11 +51,11 @@ def draw(results: Path) -> Figure:
     rivals = [label(str(runs.loc[name, "label"]), rows[rows["variant"] == name]) for name in variants]
     names.above(fig, axes, rivals, f"MODELLED networks: {seen(slowest[arrive(times)], runs)}")
     reached = rows.groupby("variant")["percent"].count()
-    style.annotate(
+    texts.annotate(
         fig,
         list(reached[reached > 0]),
         scale=results.name,
-        bars=f"{style.INTERVAL} where every seed arrives",
+        bars=f"{texts.INTERVAL} where every seed arrives",
         extra="Time of uncompressed training: 100 %. Modelled network: measured compute and compression, "
         "bytes / bandwidth, no latency, no overlap. Target: "
         "the uncompressed run's validation loss after 90 % of its iterations."

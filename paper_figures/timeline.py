@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from edgc.errors import UserError
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.stage_spread import LABELS, seen
 
 TABLES = ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json")
@@ -52,14 +52,14 @@ def draw(results: Path) -> Figure:
         panel(ax, chosen, of_variant[of_variant["iteration"] == chosen["iteration"].iloc[0]], last)
         ax.set_title(f"{LABELS[variant]}, {_ranks(str(ranks[variant]))}: {chosen['end'].max():.0f} ms")
     axes[-1].set_xlabel("time in the iteration (ms)")
-    style.letter(axes)
+    texts.letter(axes)
     shown = [Patch(color=colour, label=label) for label, colour in KINDS.values()]
     shown.append(Patch(fc="white", ec="#888888", lw=0.5, label="idle"))
     title = f"Links of injected delay: {seen(stages)}"
-    style.title_legend(fig, shown, [str(patch.get_label()) for patch in shown], title, columnspacing=0.8)
+    texts.title_legend(fig, shown, [str(patch.get_label()) for patch in shown], title, columnspacing=0.8)
     counted = sorted(set(shares.groupby("variant")["iteration"].nunique()))
     slow, fast = settings["megabytes"] / settings["slowdown"], settings["megabytes"]
-    style.note(
+    texts.note(
         fig,
         f"Measured; links slowed down by INJECTED delays: stage 0 to {slow:g} MB/s, the others to {fast:g} MB/s. "
         f"One replica of {settings['data']}. "

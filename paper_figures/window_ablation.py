@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.families import Line
 
 TABLES = ("window_ablation/table.csv", "window_ablation/trajectories.csv")
@@ -64,7 +64,7 @@ def draw(results: Path) -> Figure:
     same = f": always {ranks.min():g}" if ranks.nunique() == 1 else ""
     axes[2].set(title=f"rank, stage 0{same}", ylabel="rank r")
     if first["rank"].isna().all():
-        style.message(axes[2], "never compressed")
+        texts.message(axes[2], "never compressed")
     else:
         axes[2].set_ylim(bottom=0)
         axes[2].yaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -73,8 +73,8 @@ def draw(results: Path) -> Figure:
         ax.set_xlabel("iteration")
     axes[1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3, columnspacing=0.8)
     axes[2].legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, columnspacing=0.8)
-    style.letter(axes)
-    style.headline(fig, seen(table))
+    texts.letter(axes)
+    texts.headline(fig, seen(table))
     counts = list(table[table["status"] == "ok"].groupby("window").size())
     notes = sorted({str(text) for text in table["cc_note"].dropna() if text})
     extra = "(b), (c): first seed."
@@ -83,7 +83,7 @@ def draw(results: Path) -> Figure:
         extra += f" Sampled at every iteration: w = {', '.join(map(str, every))}."
     if notes:
         extra += " Missing points in (a): " + "; ".join(notes[:2]) + "."
-    style.annotate(fig, counts, bars=f"(a) {style.INTERVAL}", scale=results.name, extra=extra)
+    texts.annotate(fig, counts, bars=f"(a) {texts.INTERVAL}", scale=results.name, extra=extra)
     return fig
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style
+from paper_figures import style, texts
 
 TABLES = ("window_ablation/correlation.csv", "window_ablation/correlation_summary.csv")
 CAPTION = """\
@@ -37,10 +37,10 @@ def draw(results: Path) -> Figure:
         panel(ax, runs[runs["span"] == span], means[means["span"] == span])
         ax.set(title=span, ylabel="CC (Pearson, no unit)")
     axes[-1].set_xlabel("samples in a window")
-    style.letter(axes)
-    style.title_legend(fig, *style.handles(*axes), seen(means), columnspacing=1.0)
+    texts.letter(axes)
+    texts.title_legend(fig, *style.handles(*axes), seen(means), columnspacing=1.0)
     mine = runs[runs["alpha"] == ALPHA]
-    style.annotate(
+    texts.annotate(
         fig,
         list(mine[mine["kind"] == "measured"].groupby(["span", "samples"])["seed"].nunique()) or 0,
         bars="dots: runs, bars: 95 % t interval",
@@ -62,7 +62,7 @@ def seen(means: pd.DataFrame) -> str:
 def panel(ax: Axes, runs: pd.DataFrame, means: pd.DataFrame) -> None:
     """One span: what was measured at the paper's share of the iterations and at others, and the extrapolation."""
     if runs.empty:
-        style.message(ax, "no run has enough windows")
+        texts.message(ax, "no run has enough windows")
     measured = runs[runs["kind"] == "measured"]
     others = measured[measured["alpha"] != ALPHA]
     ax.plot(others["samples"], others["cc"], "s", color=OTHER, markerfacecolor="white", markersize=3,

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common import acting
-from paper_figures import style
+from paper_figures import style, texts
 from paper_figures.families import by_name
 
 TABLES = ("zero_shot/table.csv", "methods/table.csv")
@@ -57,19 +57,19 @@ def draw(results: Path) -> Figure:
         axes[2 * place].set_title(title(task))
     for ax in axes:
         style.plain_linear(ax.xaxis, 3)
-    style.letter(axes[::2])
+    texts.letter(axes[::2])
     told = pd.concat(drawn)
     told = told[~told["label"].isin(acting.idle(of_these))]
-    style.headline(fig, seen(told))
+    texts.headline(fig, seen(told))
     ok = table[table["status"] == "ok"]
     missing = [
         f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in runs.iterrows() if row["status"] != "ok"
     ]
-    idle = style.untested(of_these)
+    idle = texts.untested(of_these)
     documents = ", ".join(
         f"{title(str(task))} {rows['documents'].iloc[0]:.0f}" for task, rows in ok.groupby("task", sort=False)
     )
-    style.annotate(
+    texts.annotate(
         fig,
         list(ok.drop_duplicates("run").groupby("variant").size()),
         bars="one marker per seed",
@@ -150,4 +150,4 @@ def finish(ax: Axes, shown: pd.Series, labels: list[str]) -> None:
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(len(labels) - 0.5, -0.5)
     if not shown.notna().any():
-        style.message(ax, "no finished run")
+        texts.message(ax, "no finished run")

@@ -25,7 +25,7 @@ from edgc.errors import UserError
 from experiments.pages import pictures
 from experiments.spec import matrix
 from experiments.verdicts import details
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, saving, style
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, saving, style, texts
 from paper_figures.__main__ import main, render
 from paper_figures.families import by_name
 from tests.unit import synthetic_runs as synthetic
@@ -162,14 +162,14 @@ def test_a_kept_figure_fits_a_page_beside_its_caption(path: Path) -> None:
 def test_a_file_has_the_title_that_its_figure_shows(tmp_path: Path) -> None:
     fig = plt.figure()
     assert saving.seen(fig) == ""
-    style.headline(fig, "Ranks that follow entropy do no better than one fixed rank of as many bytes")
+    texts.headline(fig, "Ranks that follow entropy do no better than one fixed rank of as many bytes")
     said = "Ranks that follow entropy do no better than one fixed rank of as many bytes"
     assert "\n" in fig.get_suptitle() and saving.seen(fig) == said
     path = saving.save(fig, tmp_path, "x")[-1]
     assert pictures.seen(path) == said
     assert pictures.seen(tmp_path / "none.png") == ""
     fig = plt.figure()
-    style.title_legend(fig, [], [], "A title that says what is seen")
+    texts.title_legend(fig, [], [], "A title that says what is seen")
     assert saving.seen(fig) == "A title that says what is seen"
     plt.close(fig)
 
@@ -426,9 +426,9 @@ def test_every_type_of_factors_has_a_look() -> None:
 
 
 def test_spread_states_n_and_bars() -> None:
-    assert style.spread(1) == "n = 1 seed, no spread"
-    assert style.spread([3, 3], scale="ci") == "n = 3 seeds; bars: 95 % t interval of the mean; scale ci"
-    assert style.spread([1, 2, 5]).startswith("n = 1–5 seeds")
+    assert texts.spread(1) == "n = 1 seed, no spread"
+    assert texts.spread([3, 3], scale="ci") == "n = 3 seeds; bars: 95 % t interval of the mean; scale ci"
+    assert texts.spread([1, 2, 5]).startswith("n = 1–5 seeds")
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -489,7 +489,7 @@ def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
         assert not np.isfinite(one).any()
     finally:
         plt.close(fig)
-    assert style.spread([1, 3]) == "n = 1–3 seeds; bars: 95 % t interval of the mean, none where n = 1"
+    assert texts.spread([1, 3]) == "n = 1–3 seeds; bars: 95 % t interval of the mean, none where n = 1"
 
 
 def test_titles_follow_from_the_tables() -> None:
