@@ -49,8 +49,8 @@ def test_every_other_number_is_accounted_for() -> None:
 
 
 ONE_STAGE = (
-    "Seeds 4 to 10 of one stage alone do not decide against one fixed rank or against no compression, and find EDGC on par "
-    "with its placebos"
+    "Seeds 4 to 10 of one stage alone do not decide against one fixed rank or against no compression, and find EDGC on "
+    "par with its placebos"
 )
 FOUR_REPLICAS = "those of four replicas alone find it on par with all three"
 LATE = "Nor do seeds 4 to 6 after the longer warm-up decide against one fixed rank"
