@@ -128,10 +128,11 @@ def errors(ax: Axes, table: pd.DataFrame) -> None:
         bars = np.maximum(0, [middle - low, high - middle])
         ax.errorbar(middle.index, middle, yerr=bars, alpha=opacity, label=label, **look.marks(line))
     ax.set(ylabel="relative error (no unit)", title="compression error")
-    lacking = rows["mean_error_median"].median().dropna()
+    medians = rows[["mean_error_median", "worker_error_median"]].median()
+    lacking = medians["mean_error_median"].dropna()
     if len(lacking):
         ax.set_title(f"the mean lacks {lacking.iloc[0]:.2f} to {lacking.iloc[-1]:.2f} of its norm")
-    shown = rows[["mean_error_median", "worker_error_median"]].median().stack().dropna()
+    shown = medians.stack().dropna()
     if len(shown):
         room = 0.5 * max(0.02, 1 - shown.min())  # as far below the smallest as half its distance from 1
         ax.set_ylim(max(0.0, min(shown.min() - room, ax.get_ylim()[0])), max(1 + room / 4, ax.get_ylim()[1]))

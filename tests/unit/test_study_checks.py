@@ -228,7 +228,7 @@ def test_a_window_is_compared_with_the_run_it_is_of(tmp_path: Path) -> None:
     assert launch.read_run(path).edgc.method == "powersgd", "decides no ranks"
 
 
-@pytest.mark.parametrize("scale", matrix.scales())
+@pytest.mark.parametrize("scale", sorted(matrix.load_study("rank_sweep").scales))
 def test_a_rank_sweep_measures_the_error_that_it_shows(scale: str) -> None:
     """At the ends of windows, two of them in the second half, in which the figure looks; else its column is empty."""
     for run in matrix.runs("rank_sweep", scale):
