@@ -141,7 +141,7 @@ def gather_step(mine: Mapping[str, float], device: torch.device) -> Step:
                 # Every shard of a stage has as many replicas: means over ranks are sums over shards up to one factor.
                 "mean_error": relative(mean["mean_error_sq"], mean["mean_input_sq"]),
                 "bytes": int(total["bytes"]) // replicas,
-                **{f"seconds_{part}": _digits(mean[f"seconds_{part}"]) for part in SECONDS},
+                **{f"seconds_{part}": six_digits(mean[f"seconds_{part}"]) for part in SECONDS},
                 **{key: mean[key] for key in PIPELINE_MEANS},
                 **{key: _of_replica(total[key], replicas) for key in PIPELINE_SUMS},
             }
@@ -163,9 +163,9 @@ def _mean(values: Any) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def _digits(seconds: float) -> float:
-    """Six digits: more are no measurement, and would be a third of what a kept run takes."""
-    return float(f"{seconds:.6g}")
+def six_digits(timed: float) -> float:
+    """What was timed, in six digits: more are no measurement, and would be a third of what a kept run takes."""
+    return float(f"{timed:.6g}")
 
 
 def _of_replica(total: float, replicas: int) -> int | None:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from edgc.control.adaptive import OF_A_WINDOW
 from edgc.engine import Engine
 from experiments.spec.settings import RunConfig
-from experiments.training.metrics import Step
+from experiments.training.metrics import Step, six_digits
 from experiments.training.outputs import EventLog
 from experiments.training.signatures import Finding
 
@@ -105,7 +105,7 @@ class RunLog:
             skipped=step.skipped,
             pipeline_bytes=step.pipeline_bytes,
             seconds=seconds,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=six_digits(tokens / seconds),
             stages=step.stages,
         )
         ranks = "/".join("dense" if stage["rank"] is None else str(stage["rank"]) for stage in step.stages)

@@ -63,7 +63,9 @@ def test_replayed_log_gives_the_summary_of_the_steps(tmp_path: Path) -> None:
             added.add(step, 0.5 + index, tokens=64)
             log.step(index + 1, step, lr=1e-3, seconds=0.5 + index, tokens=64)
     replayed = History()
-    replayed.replay(read_events(tmp_path / "metrics.jsonl"))
+    events = read_events(tmp_path / "metrics.jsonl")
+    assert [event["tokens_per_second"] for event in events] == [128.0, 42.6667, 25.6, 18.2857, 14.2222]
+    replayed.replay(events)
     expected = added.summary(200, 9.0)
     assert replayed.summary(200, 9.0) == expected
     assert expected["skipped_steps"] == 2
