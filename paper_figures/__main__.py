@@ -11,7 +11,7 @@ import typer
 
 from edgc.errors import UserError, nearest
 from experiments.common.cli import main_guard
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, inputs
 
 KNOWN = [*FIGURES, *BENCHMARKS]
 
@@ -50,10 +50,8 @@ def main(
 
 def missing(name: str, results: Path) -> list[str]:
     """The tables without which a figure of a scale cannot be drawn and that are not under ``results``."""
-    from paper_figures import style
-
     needed = [table for table in INPUTS[name] if table not in OPTIONAL[name]]
-    return [table for table in needed if not style.there(results, table)]
+    return [table for table in needed if not inputs.there(results, table)]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.families import FAMILIES, Family, Line
 
 TABLES = ("engine.csv",)
@@ -33,7 +33,7 @@ PARTS = {"compress": "compress", "communicate": "communicate", "decompress": "de
 
 def draw(results: Path) -> Figure:
     """Medians over rounds with quartiles; processor time where one thread runs, else wall time."""
-    table = style.read_benchmark(results / "engine.csv", "the engine benchmark", "bench")
+    table = inputs.read_benchmark(results / "engine.csv", "the engine benchmark", "bench")
     table = table[table["gradient_dtype"] == table["gradient_dtype"].iloc[0]]
     good = table[(table["status"] == "ok") & (table["products"] != "bf16")]
     alone = good[good["network"] == "none"]

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import names, style, texts
+from paper_figures import inputs, names, style, texts
 from paper_figures.bench import TORCH
 from paper_figures.families import FAMILIES, Family, by_name
 
@@ -27,7 +27,7 @@ LABELS = {"compute": "no communication", "dense": "no compression", "dense, one 
 
 def draw(results: Path) -> Figure:
     """A panel per limit, the slowest link first; medians over rounds with quartiles."""
-    table = style.read_benchmark(results / "network.csv", "the network benchmark", "bench-network (root only)")
+    table = inputs.read_benchmark(results / "network.csv", "the network benchmark", "bench-network (root only)")
     rates = sorted(table["mbit_per_s"].unique(), key=lambda rate: rate or float("inf"))
     methods = list(dict.fromkeys(table["method"]))
     fig, axes = style.figure(1, len(rates), height=0.3 * len(methods) + 1.4, sharey=True)

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import names, style, texts
+from paper_figures import inputs, names, style, texts
 from paper_figures.families import by_name
 
 TABLES = ("race_summary.csv", "race.csv")
@@ -23,7 +23,7 @@ last."""
 def draw(results: Path) -> Figure:
     """A panel per limit; methods by their time at the slowest; a dot per seed."""
     summary, runs = (
-        style.read_benchmark(results / name, "the race", "bench-race (root only)")
+        inputs.read_benchmark(results / name, "the race", "bench-race (root only)")
         for name in ("race_summary.csv", "race.csv")
     )
     rates = sorted(summary["mbit_per_s"].unique())

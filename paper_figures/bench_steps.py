@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.families import by_name
 
 TABLES = ("steps.csv",)  # and pipeline.csv where pipelines were measured
@@ -25,7 +25,7 @@ def draw(results: Path) -> Figure:
     """A panel per layout: error of the prediction (%) against the measured seconds; slower links are darker."""
     paths = [results / "steps.csv", *results.glob("pipeline.csv")]
     table = pd.concat(
-        [style.read_benchmark(path, "predicted steps", "bench-steps (root only)") for path in paths],
+        [inputs.read_benchmark(path, "predicted steps", "bench-steps (root only)") for path in paths],
         ignore_index=True,
     )
     steps = table[table["used"] == "validation"]

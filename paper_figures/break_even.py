@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.families import by_name
 
 TABLES = ("break_even/table.csv",)
@@ -45,7 +45,7 @@ def title(table: pd.DataFrame, case: list[str]) -> str:
 
 def draw(results: Path) -> Figure:
     """A panel per cluster; lines: reductions after backward, pale: beside it."""
-    table = style.read(results, STUDY)
+    table = inputs.read(results, STUDY)
     assert set(table["kind"]) == {"simulated"}
     clusters = list(table["cluster"].unique())
     rows_of_panels = -(-len(clusters) // 2)

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.break_even import STUDY, label
 from paper_figures.families import by_name
 
@@ -36,7 +36,7 @@ WORDS = {
 
 def draw(results: Path) -> Figure:
     """A panel per cluster: per assumption and method, from its low to its high value; reductions beside backward."""
-    table = style.read(results, STUDY, "sensitivity.csv")
+    table = inputs.read(results, STUDY, "sensitivity.csv")
     table = table[table["overlap"] & table["method"].isin(METHODS)]
     clusters = list(table["cluster"].unique())
     moved = (table["saved_percent_high"] - table["saved_percent_low"]).abs().groupby(table["assumption"]).max()

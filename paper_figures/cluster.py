@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from edgc.errors import UserError
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.families import by_name
 
 SAVED = "reduction_communication_percent"  # what the paper's claim and ours are about
@@ -103,7 +103,7 @@ def seen(traces: pd.DataFrame) -> str:
 def draw(results: Path, study: str, *, claimed: bool) -> Figure:
     """Simulated time of the reduction and of the step, and what each method saves, by the bandwidth of a node;
     ``claimed``: the paper's largest savings are those of this model."""
-    table = style.read(results, study)
+    table = inputs.read(results, study)
     table = table[table["stage"] == "slowest"].copy()
     if set(table["kind"]) != {"simulated"}:
         raise UserError("table.csv holds rows that are not simulated", where=results / study, fix="make it again")
@@ -111,7 +111,7 @@ def draw(results: Path, study: str, *, claimed: bool) -> Figure:
     facts = json.loads((results / study / "summary.json").read_text(encoding="utf-8"))
     claim, degree = facts["paper_reduction_percent"], facts["parallel"]
     time_claim = facts["paper_time_reduction_percent"]
-    steps, traces = (style.read(results, study, name) for name in ("steps.csv", "traces.csv"))
+    steps, traces = (inputs.read(results, study, name) for name in ("steps.csv", "traces.csv"))
     traces["seconds"] = traces["seconds_communication"] + traces["seconds_compress"]
 
     fig, (top, bottom, alone, beside) = style.figure(4, 1, height=9.0, sharex=True)

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.break_even import label, title
 from paper_figures.families import by_name
 
@@ -30,7 +30,7 @@ CONTROLLERS = {
 
 def draw(results: Path) -> Figure:
     """A row per case, a marker per method; reductions after backward, and beside it."""
-    table = style.read(results, STUDY, "disturbances.csv")
+    table = inputs.read(results, STUDY, "disturbances.csv")
     assert set(table["kind"]) == {"simulated"}
     table = table[table["method"] != "none"]
     cases = list(table["label"].unique())

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from edgc.errors import UserError
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.ranks_over_time import course, limits, panel, seen
 
 TABLES = ("methods/curves.csv", "methods/table.csv")
@@ -24,8 +24,8 @@ GIVEN = ("fixed", "schedule")
 
 def draw(results: Path, study: str = "methods") -> Figure:
     """Two panels per variant: entropy (above) and rank (below) against iteration, a line per stage and seed."""
-    curves = style.read(results, study, "curves.csv")
-    runs = style.read(results, study)
+    curves = inputs.read(results, study, "curves.csv")
+    runs = inputs.read(results, study)
     mine = runs[(runs["method"] == "edgc") & ~runs["policy"].isin(GIVEN)]
     variants = list(dict.fromkeys(mine["variant"]))
     if not variants:

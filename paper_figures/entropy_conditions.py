@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.families import ARCHITECTURES, Line
 
 TABLES = ("entropy_trend/trend.csv", "entropy_trend/table.csv")
@@ -35,8 +35,8 @@ POINTS = (("minimum", "lowest", "v"), ("end", "at the end", "o"))
 
 def draw(results: Path) -> Figure:
     """Entropy since the first probe (a), and where it was lowest and ended in numbers (b); a colour per variant."""
-    trend = style.read(results, "entropy_trend", "trend.csv")
-    table = style.read(results, "entropy_trend")
+    trend = inputs.read(results, "entropy_trend", "trend.csv")
+    table = inputs.read(results, "entropy_trend")
     trend = trend[trend["group"] == "<all>"]
     table = table[(table["group"] == "<all>") & (table["estimator"] == ESTIMATOR) & (table["status"] == "ok")]
     labels = dict(zip(trend["variant"], trend["label"], strict=True))

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.entropy_trend import PLAIN
 
 TABLES = ("entropy_trend/trend.csv",)
@@ -33,7 +33,7 @@ PANELS = (
 
 def draw(results: Path) -> Figure:
     """Skewness, excess kurtosis, share near zero, correlation between layers; a line per variant."""
-    trend = style.read(results, "entropy_trend", "trend.csv")
+    trend = inputs.read(results, "entropy_trend", "trend.csv")
     trend = trend[trend["variant"].isin(PLAIN)]
     fig, axes = style.figure(4, 1, height=6.6, sharex=True)
     for ax, (column, title, unit, factor) in zip(axes, PANELS, strict=True):

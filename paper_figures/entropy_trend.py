@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = ("entropy_trend/trend.csv", "entropy_trend/parameters.csv", "entropy_trend/norms.csv")
 CAPTION = """\
@@ -29,9 +29,9 @@ GROUP_ORDER = ("embedding", "position", "qkv", "projection", "fc1", "fc2", "head
 
 def draw(results: Path) -> Figure:
     """One column of panels per run variant (GPT, BERT): entropy change, log sigma, gradient norm."""
-    trend = style.read(results, "entropy_trend", "trend.csv")
-    parameters = style.read(results, "entropy_trend", "parameters.csv")
-    norms = style.read(results, "entropy_trend", "norms.csv")
+    trend = inputs.read(results, "entropy_trend", "trend.csv")
+    parameters = inputs.read(results, "entropy_trend", "parameters.csv")
+    norms = inputs.read(results, "entropy_trend", "norms.csv")
     trend = trend[trend["variant"].isin(PLAIN)]
     variants = list(dict.fromkeys(trend["variant"]))
     fig, parts = style.stacked([2.0, 2.5, 1.9])

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.acting import idle
-from paper_figures import names, style, texts
+from paper_figures import inputs, names, style, texts
 
 TABLES = ("equal_bytes/table.csv", "equal_bytes/pareto.csv")
 CAPTION = """\
@@ -27,8 +27,8 @@ LINEAR = 0.01  # nats; the gap's axis is linear below and logarithmic above
 
 def draw(results: Path) -> Figure:
     """Gap to uncompressed training (mean and 95 % t interval over seeds) against the share of the fp32 bytes sent."""
-    runs = style.read(results, "equal_bytes")
-    points = style.read(results, "equal_bytes", "pareto.csv")
+    runs = inputs.read(results, "equal_bytes")
+    points = inputs.read(results, "equal_bytes", "pareto.csv")
     fig, (ax,) = style.figure(height=5.2)
     named: set[str] = set()
     words: list[tuple[pd.Series, str]] = []

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments.common.acting import NOT_TESTED
 from experiments.common.files import atomic_write
-from paper_figures import saving, style, texts
+from paper_figures import inputs, saving, style, texts
 from paper_figures.families import FAMILIES
 
 TABLES = ("policies/comparisons.csv",)
@@ -45,7 +45,7 @@ def draw(results: Path) -> Figure:
 
 def drawn(results: Path, page: str) -> Figure:
     """As :func:`draw`, for a ``light`` or a ``dark`` page."""
-    rows = chosen(style.read(results, "policies", "comparisons.csv"))
+    rows = chosen(inputs.read(results, "policies", "comparisons.csv"))
     fig, (ax,) = style.figure(height=1.5 + 0.3 * len(rows))
     forest(ax, rows, page)
     ax.set_xlabel("validation loss: EDGC minus the other (nats;\n0.01 nats are about 1 % of perplexity)")

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.methods import lost
 from paper_figures.policies import ORDERS
 
@@ -40,8 +40,8 @@ def draw(results: Path, study: str, rows_of: Callable[[pd.DataFrame], list[list[
     """Loss over iterations of every run; then a row per group of variants, as ``rows_of`` puts them together: loss over
     bytes and, where the study has an uncompressed variant, which is drawn in every row, the training loss above that of
     the same seed."""
-    curves = style.read(results, study, "curves.csv")
-    runs = style.read(results, study)
+    curves = inputs.read(results, study, "curves.csv")
+    runs = inputs.read(results, study)
     variants = runs.drop_duplicates("variant").set_index("variant")
     several = variants["method"].nunique() > 1
     plain = [name for name in variants.index if several and variants["method"][name] == "none"][:1]

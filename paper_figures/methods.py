@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import CARETDOWN, CARETUP
 
-from paper_figures import names, style, texts
+from paper_figures import inputs, names, style, texts
 
 TABLES = ("methods/table.csv", "methods/summary.csv")
 CAPTION = """\
@@ -32,8 +32,8 @@ FAR, NEAR = 0.3, 0.075  # nats
 
 def draw(results: Path) -> Figure:
     """Gap to uncompressed training (mean and 95 % t interval over seeds) against the share of the fp32 bytes sent."""
-    runs = style.read(results, "methods")
-    summary = style.read(results, "methods", "summary.csv")
+    runs = inputs.read(results, "methods")
+    summary = inputs.read(results, "methods", "summary.csv")
     shown = summary[summary["gap_nats_mean"].notna()]
     near = shown[shown["gap_nats_mean"] < NEAR]
     cut = shown["gap_nats_mean"].max() > FAR and len(near) > 1

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = ("moe/experts.csv", "moe/table.csv")
 CAPTION = """\
@@ -25,8 +25,8 @@ KIND = "fc1"
 
 def draw(results: Path) -> Figure:
     """(a) entropy per expert over iterations, (b) gap to uncompressed training against bytes."""
-    experts = style.read(results, "moe", "experts.csv")
-    runs = style.read(results, "moe")
+    experts = inputs.read(results, "moe", "experts.csv")
+    runs = inputs.read(results, "moe")
     fig, (above, below) = style.figure(2, 1, height=5.6)
     entropies(above, experts)
     said = gaps(below, runs)

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.families import FAMILIES
 from paper_figures.hero import chosen, title
 
@@ -32,10 +32,10 @@ MARKS = {"fixed rank": "s", "reversed": "<", "shuffled": ">", "falling": "v"}
 
 def draw(results: Path) -> Figure:
     """(a) ranks of stage 0, (b) differences from every rival, EDGC with each type of factors."""
-    found = style.read(results, "policies", "comparisons.csv")
-    pairs = style.read(results, "policies", "pairs.csv")
+    found = inputs.read(results, "policies", "comparisons.csv")
+    pairs = inputs.read(results, "policies", "pairs.csv")
     fig, axes = style.figure(2, 1, height=5.8, height_ratios=[2, 3])
-    ranks(axes[0], style.read(results, "policies", "curves.csv"))
+    ranks(axes[0], inputs.read(results, "policies", "curves.csv"))
     mine = found[(found["policy"] == "cqm") & found["variant"].isin(["cqm", "cqm_int8"])]
     shown = mine[~mine["rival"].isin(["no compression", "fp32 factors"])]
     differences(axes[1], shown, pairs)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.hero import SAME, SEEDS
 from paper_figures.policies import differences, seeds
 from paper_figures.ranks_over_time import course
@@ -51,14 +51,14 @@ RIVALS = ("no compression", "fixed rank", "placebos", "falling")
 def draw(results: Path) -> Figure:
     """A panel a setting: differences from every rival, with the number of seeds."""
     drawn = [study for study in STUDIES if study == "policies" or there(results, study)]
-    found = {study: chosen(style.read(results, study, "comparisons.csv")) for study in drawn}
+    found = {study: chosen(inputs.read(results, study, "comparisons.csv")) for study in drawn}
     rows = [len(one) for one in found.values()]
     fig, axes = style.figure(len(drawn), 1, height=1.7 + sum(0.42 + 0.2 * n for n in rows), sharex=True,
                              height_ratios=[max(1, n) for n in rows])  # fmt: skip
     for ax, (study, mine) in zip(axes, found.items(), strict=True):
-        differences(ax, mine, style.read(results, study, "pairs.csv"))
+        differences(ax, mine, inputs.read(results, study, "pairs.csv"))
         seeds(ax, mine)
-        ax.set_title(f"{STUDIES[study]}: ranks {ranks(style.read(results, study, 'curves.csv'))}")
+        ax.set_title(f"{STUDIES[study]}: ranks {ranks(inputs.read(results, study, 'curves.csv'))}")
         ax.set_xlabel("")
     axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     style.plain_linear(axes[-1].xaxis)
@@ -77,7 +77,7 @@ def draw(results: Path) -> Figure:
 
 def there(results: Path, study: str) -> bool:
     """Whether all tables of a setting are under ``results``."""
-    return all(style.there(results, table) for table in TABLES if table.startswith(f"{study}/"))
+    return all(inputs.there(results, table) for table in TABLES if table.startswith(f"{study}/"))
 
 
 def chosen(found: pd.DataFrame) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = ("rank_model/table.csv", "rank_model/errors.csv", "rank_model/stiffness.csv", "rank_model/cqm.csv")
 CAPTION = """\
@@ -49,10 +49,10 @@ SIZES = (("#CC79A7", "-"), ("#000000", "--"), ("#888888", "-."))
 
 def draw(results: Path) -> Figure:
     """(a) ratio over training, (b) error of the prediction by rank, (c) CQM's rank against the change of entropy."""
-    table = style.read(results, "rank_model")
-    errors = style.read(results, "rank_model", "errors.csv")
-    stiffness = style.read(results, "rank_model", "stiffness.csv")
-    curves = style.read(results, "rank_model", "cqm.csv")
+    table = inputs.read(results, "rank_model")
+    errors = inputs.read(results, "rank_model", "errors.csv")
+    stiffness = inputs.read(results, "rank_model", "stiffness.csv")
+    curves = inputs.read(results, "rank_model", "cqm.csv")
     fig, axes = style.figure(3, 1, height=8.2)
     variant = shown(table)
     mine = table[(table["variant"] == variant) & (table["status"] == "ok")]

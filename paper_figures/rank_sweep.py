@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.quickest import quickest
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = ("rank_sweep/table.csv", "rank_sweep/timings.csv", "rank_sweep/fit.csv")
 CAPTION = """\
@@ -33,9 +33,9 @@ PARTS = (
 
 def draw(results: Path) -> Figure:
     """Seconds, relative error and validation loss against the rank."""
-    table = style.read(results, "rank_sweep")
-    timings = style.read(results, "rank_sweep", "timings.csv")
-    fit = style.read(results, "rank_sweep", "fit.csv")
+    table = inputs.read(results, "rank_sweep")
+    timings = inputs.read(results, "rank_sweep", "timings.csv")
+    fit = inputs.read(results, "rank_sweep", "fit.csv")
     fig, axes = style.figure(3, 1, height=7.2)
     seconds(axes[0], timings, fit)
     errors(axes[1], table)

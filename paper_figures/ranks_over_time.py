@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from edgc.errors import UserError
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = ("methods/curves.csv", "methods/table.csv")
 CAPTION = """\
@@ -25,8 +25,8 @@ rank."""
 
 def draw(results: Path) -> Figure:
     """One panel per EDGC policy: rank against iteration, a line per stage and seed."""
-    curves = style.read(results, "methods", "curves.csv")
-    runs = style.read(results, "methods")
+    curves = inputs.read(results, "methods", "curves.csv")
+    runs = inputs.read(results, "methods")
     variants = list(dict.fromkeys(runs.loc[runs["method"] == "edgc", "variant"]))
     if not variants:
         raise UserError("no EDGC run in the methods study", where=results / "methods" / "table.csv")

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = (
     "sampling_ablation/table.csv",
@@ -38,8 +38,8 @@ MARKERS = {"diagonal": "o", "strided": "s", "random": "^"}
 def draw(results: Path) -> Figure:
     """Three grids of runs: CC, RMSE in nats, and seconds per step relative to reading everything; below, on the
     gradients of one run: error of a measurement against its formula, RMSE of windows, cost."""
-    table = style.read(results, "sampling_ablation")
-    timings = style.read(results, "sampling_ablation", "timings.csv")
+    table = inputs.read(results, "sampling_ablation")
+    timings = inputs.read(results, "sampling_ablation", "timings.csv")
     sampling = "diagonal" if "diagonal" in set(table["sampling"]) else str(table["sampling"].iloc[0])
     fine = table[(table["status"] == "ok") & (table["sampling"] == sampling)]
     cost = timings[(timings["status"] == "ok") & (timings["sampling"] == sampling)].copy()
@@ -52,9 +52,9 @@ def draw(results: Path) -> Figure:
     grid(axes[2], cost, "percent", "time\n(%)", "{:.1f}", (0.0, worst[2]))
     axes[0].set_ylabel("α, share of\niterations")
     axes[1].set_xlabel("β, share of entries read (no unit)")
-    error(axes[3], style.read(results, "sampling_ablation", "sampling_error.csv"))
-    windows(axes[4], style.read(results, "sampling_ablation", "grid.csv"))
-    seconds(axes[5], style.read(results, "sampling_ablation", "grid_timings.csv"))
+    error(axes[3], inputs.read(results, "sampling_ablation", "sampling_error.csv"))
+    windows(axes[4], inputs.read(results, "sampling_ablation", "grid.csv"))
+    seconds(axes[5], inputs.read(results, "sampling_ablation", "grid_timings.csv"))
     for part, ax in zip(below, axes[3:], strict=True):
         ax.set_xscale("log")
         style.plain(ax.xaxis, RATES)

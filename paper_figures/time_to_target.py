@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import names, style, texts
+from paper_figures import inputs, names, style, texts
 
 TABLES = ("methods/time_to_target.csv", "methods/table.csv")
 CAPTION = """\
@@ -28,8 +28,8 @@ TICKS = (1, 3, 10, 30, 100, 300, 1000)
 def draw(results: Path) -> Figure:
     """A panel per bandwidth, a line per variant: mean over seeds, in % of uncompressed, and its 95 % t interval where
     every seed arrives."""
-    times = style.read(results, "methods", "time_to_target.csv")
-    runs = style.read(results, "methods").drop_duplicates("variant").set_index("variant")
+    times = inputs.read(results, "methods", "time_to_target.csv")
+    runs = inputs.read(results, "methods").drop_duplicates("variant").set_index("variant")
     times["percent"] = 100 * times["of_uncompressed"]
     bandwidths = sorted(times["megabits"].unique())
     # One order for all panels, the quickest over the slowest network on top; what never arrives is named below.

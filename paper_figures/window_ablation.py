@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.families import Line
 
 TABLES = ("window_ablation/table.csv", "window_ablation/trajectories.csv")
@@ -32,11 +32,11 @@ KINDS = (("cc", "whole run", "#0072B2", "o", "-"), ("cc_after_warmup", "after wa
 
 def draw(results: Path) -> Figure:
     """CC against window length; windowed entropy of stage 0; rank of stage 0, of all variants."""
-    everything = style.read(results, "window_ablation")
+    everything = inputs.read(results, "window_ablation")
     # A window's first variant stands for it; of others, such as other step limits, only the ranks are of interest.
     own = everything.drop_duplicates("window")["variant"]
     table = everything[everything["variant"].isin(own)]
-    paths = style.read(results, "window_ablation", "trajectories.csv")
+    paths = inputs.read(results, "window_ablation", "trajectories.csv")
     fig, axes = style.figure(3, 1, height=7.8)
     correlation(axes[0], table)
     lengths = sorted(table["window"].unique())

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = ("window_ablation/correlation.csv", "window_ablation/correlation_summary.csv")
 CAPTION = """\
@@ -28,8 +28,8 @@ TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 def draw(results: Path) -> Figure:
     """A panel for the windows after warm-up and one for the whole run: CC against samples in a window."""
-    runs = style.read(results, "window_ablation", "correlation.csv")
-    means = style.read(results, "window_ablation", "correlation_summary.csv")
+    runs = inputs.read(results, "window_ablation", "correlation.csv")
+    means = inputs.read(results, "window_ablation", "correlation_summary.csv")
     runs, means = (frame[frame["stage"] == 0] for frame in (runs, means))
     spans = list(dict.fromkeys(runs["span"])) or ["after warm-up"]
     fig, axes = style.figure(len(spans), 1, height=0.8 + 2.1 * len(spans), sharex=True, sharey=True)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common import acting
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.families import by_name
 
 TABLES = ("zero_shot/table.csv", "methods/table.csv")
@@ -41,14 +41,14 @@ UNITS = {
 
 def draw(results: Path) -> Figure:
     """One row of panels per task, on the first metric of the task's table rows."""
-    table = style.read(results, "zero_shot")
+    table = inputs.read(results, "zero_shot")
     tasks = list(dict.fromkeys(table["task"]))
     labels = list(dict.fromkeys(table["label"]))
     height = 2.0 + len(tasks) * (0.56 + 0.13 * len(labels))
     fig, axes = style.figure(len(tasks), 2, height=height, sharey=True)
     drawn = []
     runs = table.drop_duplicates("run")
-    of_these = style.read(results, "methods").query("variant in @runs.variant")
+    of_these = inputs.read(results, "methods").query("variant in @runs.variant")
     for place, task in enumerate(tasks):
         rows = table[table["task"] == task]
         drawn.append(rows[rows["metric"] == rows["metric"].iloc[0]])

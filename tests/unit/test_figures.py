@@ -25,7 +25,7 @@ from edgc.errors import UserError
 from experiments.pages import pictures
 from experiments.spec import matrix
 from experiments.verdicts import details
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, saving, style, texts
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, inputs, saving, style, texts
 from paper_figures.__main__ import main, render
 from paper_figures.families import by_name
 from tests.unit import synthetic_runs as synthetic
@@ -433,13 +433,13 @@ def test_spread_states_n_and_bars() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_figure_reads_the_tables_that_it_says(tables: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, found = style.read, []
+    read, found = inputs.read, []
 
     def noted(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
         found.append(f"{study}/{table}")
         return read(results, study, table)
 
-    monkeypatch.setattr(style, "read", noted)
+    monkeypatch.setattr(inputs, "read", noted)
     plt.close(importlib.import_module(f"paper_figures.{name}").draw(tables))
     assert sorted(found) == sorted(INPUTS[name])
 

@@ -1,0 +1,39 @@
+"""The tables that figures are drawn from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgc.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
+    """One table of a study, kept as CSV or as Parquet, or ``UserError`` with the command that makes it."""
+    from experiments.common import written_tables
+
+    path = results / study / table
+    found = written_tables.kept(path)
+    if found is None:
+        fix = f"make it with: snakemake -c2 {study}"
+        raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)
+    return written_tables.read(found)
+
+
+def there(results: Path, table: str) -> bool:
+    """Whether ``study/table.csv`` is under ``results``, as CSV or as Parquet."""
+    from experiments.common import written_tables
+
+    return written_tables.kept(results / table) is not None
+
+
+def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:
+    """One table of a benchmark, in which "none" is a name, or ``UserError`` with the target that makes it."""
+    import pandas as pd
+
+    if not path.is_file():
+        raise UserError(f"there is no table of {what}", where=path, fix=f"make it with: make {make}")
+    return pd.read_csv(path, keep_default_na=False, na_values=[""])
