@@ -31,7 +31,7 @@ RIVALS = {
     "shuffled": "the same ranks\nin random order",
     "reversed": "the same ranks\nin reverse order",
 }
-MOST, SEEDS = 8, 5  # rows; seeds that a row of quantised factors needs
+MOST, SEEDS = 9, 5  # rows; seeds that a row of quantised factors needs
 SAME = "one fixed rank of the same bytes"
 PAGE = {"light": "#FFFFFF", "dark": "#0D1117"}
 INK = {"light": "#222222", "dark": "#E6E6E6"}

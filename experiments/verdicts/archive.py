@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import lzma
 import os
 import sys
 import tarfile
@@ -36,6 +37,7 @@ Compared = tuple[Path, str]  # a committed file, and how it came out
 SAME, DIFFERENT = "same", "DIFFERENT"
 FIGURES = ("{}.png", "{}-*.svg")  # files of a figure that are committed
 NAME = "runs.tar.xz"
+PRESET = 9 | lzma.PRESET_EXTREME  # twice the time of 9 for 7 % less
 SO_FAR = "runs-so-far.tar.xz"  # of a study of which only some have ended; its tables are of these where no NAME is
 FIRST = ("run.yaml", "metrics.jsonl", "summary.json")  # `status` is unpacked last: a run with one is whole
 LAST = "status"
@@ -49,7 +51,7 @@ def pack(folder: Path, names: Sequence[str]) -> bytes:
         UserError: if a run has not ended, or a table of it is damaged.
     """
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=9) as archive:
+    with tarfile.open(fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=PRESET) as archive:
         for name in names:
             if not (folder / name / LAST).is_file():
                 fix = f"train it first: snakemake -c2 {folder.name}"
