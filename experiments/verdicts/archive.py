@@ -37,8 +37,8 @@ Compared = tuple[Path, str]  # a committed file, and how it came out
 SAME, DIFFERENT = "same", "DIFFERENT"
 FIGURES = ("{}.png", "{}-*.svg")  # files of a figure that are committed
 NAME = "runs.tar.xz"
-PRESET: Any = 9 | lzma.PRESET_EXTREME  # typeshed knows 0 to 9; twice the time of 9 for 7 % less
 SO_FAR = "runs-so-far.tar.xz"  # of a study of which only some have ended; its tables are of these where no NAME is
+PRESET: Any = 9 | lzma.PRESET_EXTREME  # typeshed knows 0 to 9; twice the time of 9 for 7 % less
 FIRST = ("run.yaml", "metrics.jsonl", "summary.json")  # `status` is unpacked last: a run with one is whole
 LAST = "status"
 app = typer.Typer(add_completion=False)
