@@ -1,1 +1,0 @@
-"""Rounding to a few bits by blocks, and means of what was rounded."""
