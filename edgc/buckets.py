@@ -32,7 +32,7 @@ from edgc.compressors.base import Steps
 from edgc.control.plan import Decision
 from edgc.engine import Engine, Iteration
 from edgc.errors import UserError
-from edgc.runtime.device import host_decides
+from edgc.runtime.device import host_decides, own_modes
 
 Log = Callable[[Iteration, Decision | None], None]
 Layout = list[list[str]]
@@ -112,6 +112,7 @@ class BucketWorker:
         self._current: Layout = []
         self._seen: set[str] = set()
         self._unsettled = False  # whether an iteration has ended and is not closed
+        self._left: list[tuple[str, Tensor]] = []  # to be taken back once it is
         self._stopped = False
         self._queue: queue.SimpleQueue[Bucket | Flush | None] = queue.SimpleQueue()
         self.inline = not host_decides(device)
@@ -145,8 +146,19 @@ class BucketWorker:
         if not self.inline:
             self._queue.put(item)
             return
-        with torch.no_grad(), torch.cuda.stream(self.stream):
+        with own_modes(), torch.cuda.stream(self.stream):
             self._process(item)
+
+    def take_back(self, name: str, gradient: Tensor) -> None:
+        """:meth:`edgc.engine.Engine.take_back` for the iteration that has ended, before anything else is asked for."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            gradient.record_stream(self.stream)
+        with own_modes(), torch.cuda.stream(self.stream):
+            if self._unsettled:
+                self._left.append((name, gradient.clone()))
+            else:
+                self.engine.take_back(name, gradient)
 
     def flush(self) -> None:
         """Take everything that was put so far to its end, without waiting for further buckets.
@@ -164,7 +176,7 @@ class BucketWorker:
             self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        with torch.no_grad(), torch.cuda.stream(self.stream):
+        with own_modes(waited_for=False), torch.cuda.stream(self.stream):
             while (item := self._queue.get()) is not None:
                 self._process(item)
 
@@ -268,6 +280,9 @@ class BucketWorker:
         self.engine.end_iteration(skipped=given_up)
         assert self.engine.last is not None
         self.skipped += given_up if self.engine.deferred else self.engine.last.statistics.skipped
+        for name, gradient in self._left:
+            self.engine.take_back(name, gradient)
+        self._left.clear()
         if self.log is not None:
             self.log(self.engine.last, self.engine.decision)
 

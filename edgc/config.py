@@ -165,7 +165,8 @@ class EDGCConfig(Settings):
             if names != [""]:
                 name = values.get(key, getattr(cls, key, "") or usual)
                 if name not in names:
-                    fix = f"use one of {', '.join(names)}"
+                    known = [kind for kind in found if isinstance(name, str) and name in kind.examples]
+                    fix = _as_example(known[0], name) if known else f"use one of {', '.join(names)}"
                     raise UserError(f"{prefix}{key} = {name!r} is not valid", where=where, fix=fix)
                 found = [kind for kind in found if getattr(kind, key) == name]
         [kind] = found
@@ -263,6 +264,11 @@ def _below(kind: type[EDGCConfig]) -> Iterator[type[EDGCConfig]]:
     for other in kind.__subclasses__():
         yield other
         yield from _below(other)
+
+
+def _as_example(kind: type[EDGCConfig], name: str) -> str:
+    """The settings that are meant by the name of an example of a method."""
+    return f"did you mean {', '.join([kind.title(), *(f'{k}: {v}' for k, v in kind.examples[name].settings.items())])}?"
 
 
 def _either(kinds: Sequence[type[EDGCConfig]]) -> str:

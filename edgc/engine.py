@@ -25,6 +25,7 @@ from edgc.control.plan import Decision, Plan
 from edgc.control.settings import PolicyConfig
 from edgc.monitor import Iteration, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
+from edgc.runtime.device import in_own_modes
 
 Gradients = Sequence[Gradient]
 Observer = Callable[[int, Gradients], None]
@@ -60,6 +61,7 @@ class Engine:
         decision: the controller's at the end of the last iteration; None if it took none.
     """
 
+    @in_own_modes
     def __init__(
         self,
         config: EDGCConfig,
@@ -115,12 +117,12 @@ class Engine:
             self.waits = max(self.waits, self.warm_up.compressor.waits(THROUGH))
         self._next_due = self.monitor.next_due(self.iteration)
         self._statistics = Statistics()
-        self._due = False
+        self._due = self._unused = False
         if self.iteration == self._next_due:
             self._begin_due()
 
     def _begin_due(self) -> None:
-        self._due = True
+        self._due, self._unused = True, False
         self.plan = self.controller.plan(self.iteration)
         self.monitor.begin(self.iteration)
 
@@ -132,7 +134,7 @@ class Engine:
     @property
     def closes_at_once(self) -> bool:
         """Whether this iteration must be closed before the next thing happens, even if the host waits for a GPU."""
-        return self._due and (self.plan.exchange or self.monitor.closes_at_once)
+        return self._due and (self.plan.exchange or self.monitor.closes_at_once or self._unused)
 
     @property
     def given_up(self) -> bool:
@@ -143,6 +145,7 @@ class Engine:
     def _compressors(self) -> tuple[Compressor, ...]:
         return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up.compressor)
 
+    @in_own_modes
     def reduce(self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()) -> None:
         """Average ``gradients`` over ``group`` in place, compressed as the controller says.
 
@@ -168,6 +171,8 @@ class Engine:
         """What a reduction is made of: the gradients, with ranks of their own where single matrices have some; its
         channel; what they are compressed with, and the common rank."""
         channel = self.open_channel(group, shards)
+        size, ways = sum(gradient.tensor.nbytes for gradient in gradients), 1 if shards else 2
+        self._statistics.dense_bytes += ways * (channel.world - 1) * size // channel.world
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         compress = compress and channel.world > 1
         rank = self.plan.ranks[self.stage] if compress else None
@@ -183,6 +188,8 @@ class Engine:
 
     def _observed(self, local: Gradients, group: Group, compress: bool, shards: Shards) -> Steps:
         """The same in an iteration in which something is due, with what is measured before and after."""
+        # The result of an unused matrix is compared with what is kept of it while both are there.
+        self._unused |= any(gradient.unused for gradient in local)
         self._look_at(local, "local")
         benchmark, plan = self.monitor.benchmark, self.plan
         if plan.probe_rank is not None and local and compress:
@@ -204,13 +211,16 @@ class Engine:
         if self._due and source == self.config.entropy.source:
             self.entropy.add(self.iteration, gradients)
 
+    @in_own_modes
     def reduce_across_stages(self, gradients: Gradients, group: dist.ProcessGroup) -> None:
         """Average ``gradients`` over ``group`` in place, dense, where it has ranks of several stages.
 
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
         """
         self._look_at(gradients, "local")
-        self._statistics.bytes += self.compressor.reduce(gradients, self.open_channel(group), None).bytes
+        sent = self.compressor.reduce(gradients, self.open_channel(group), None).bytes
+        self._statistics.bytes += sent
+        self._statistics.dense_bytes += sent
         self._look_at(gradients, "reduced")
 
     def add_loss(self, loss: float) -> None:
@@ -221,6 +231,17 @@ class Engine:
         """
         self.monitor.window.add_loss(loss)
 
+    @in_own_modes
+    def take_back(self, name: str, gradient: torch.Tensor) -> None:
+        """Do not keep ``gradient`` of an unused parameter of the last, closed iteration: its owner still has it.
+
+        Args:
+            gradient: as it was given to :meth:`exchange`.
+        """
+        for compressor in self._compressors:
+            compressor.take_back(name, gradient)
+
+    @in_own_modes
     def rescale(self, scale: float) -> float:
         """Gradients come multiplied by ``scale`` from the next reduction on; error feedback follows by the factor that
         is returned."""
@@ -231,6 +252,7 @@ class Engine:
             self.entropy.scale = scale
         return factor
 
+    @in_own_modes
     def end_iteration(
         self, backward_seconds: Sequence[float] = (), *, exposed: Stopwatch | None = None, skipped: bool = False
     ) -> None:
@@ -247,6 +269,7 @@ class Engine:
         # Benchmarks disturb the step that they are part of.
         if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
             monitor.window.times.add(self.iteration, self._statistics)
+        self._statistics.unscale(self.entropy.scale)
         compressors, rank = self._compressors, self.rank if isinstance(self.compressor, PowerSGD) else None
         rank = rank if self._statistics.lossy else None
         self.last = Iteration(self.iteration, rank, self._statistics, exposed=exposed, skipped=skipped)
@@ -269,6 +292,7 @@ class Engine:
         if self.plan.probe_rank is None:
             monitor.benchmark.end_search()
 
+    @in_own_modes
     def state_dict(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
         compressor = self.compressor.state_dict()
@@ -279,6 +303,7 @@ class Engine:
             **self.monitor.state_dict(),
         }
 
+    @in_own_modes
     def load_state_dict(self, state: dict[str, Any], *, changed_settings: bool = False) -> None:
         """Go on from :meth:`state_dict` of the same rank.
 

@@ -8,6 +8,7 @@ that all controllers take the same decision. In between, most iterations have no
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +19,8 @@ import torch.distributed as dist
 
 from edgc.compressors import Channel, Compressor, Gradient, Statistics
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
-from edgc.compressors.powersgd import LowRankConfig
+from edgc.compressors.powersgd import LowRankConfig, saves_bytes
 from edgc.compressors.powersgd.algorithm import PowerSGD
-from edgc.compressors.sizes import saves_bytes
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.control.adaptive import make_controller
 from edgc.control.layer_ranks import LayerRanks
@@ -40,10 +40,12 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Iteration:
-    """What this rank did in one iteration.
+    """What this rank did in one iteration; as a string a line of it, for which a GPU is waited for.
 
     Attributes:
         rank: None where nothing was compressed.
+        statistics: sums over all reductions. Squared norms are, like everything else here, of the gradients without
+            their loss scale.
         entropy, entropy_full: in nats; nan if not measured.
         exposed: time in which the step waited for averaged gradients; None if nobody measured it.
         skipped: whether the whole step was given up because of a gradient that was not finite.
@@ -61,6 +63,18 @@ class Iteration:
     seconds_entropy: float = 0.0
     mean_error_sq: float = math.nan
     mean_input_sq: float = math.nan
+
+    def __str__(self) -> str:
+        made = self.statistics
+        sent = f"{made.bytes} bytes" + (f", {made.bytes / made.dense_bytes:.3f} of dense" if made.dense_bytes else "")
+        error = made.worker_error
+        used = f"rank {self.rank}" if self.rank is not None else "no compression" if error is None else "compressed"
+        parts = [used, sent]
+        if math.isfinite(self.entropy):
+            parts.append(f"entropy {self.entropy:.3f} nats")
+        if error is not None:
+            parts.append(f"error {error:.3f}")
+        return f"iteration {self.iteration}: {', '.join(parts)}" + ", skipped" * self.skipped
 
     @property
     def mean_error(self) -> float:
@@ -120,8 +134,18 @@ class Monitor:
         self.replicas = math.nan
         self.entropy_full: tuple[float, ...] = ()
         self._exchange_group, self._open_channel = exchange_group, open_channel
+        self._told: set[str] = set()
+        self._tell()
         dtype = config.factor_dtype if isinstance(config, LowRankConfig) else "fp32"
         self._saves_bytes = partial(saves_bytes, factor_dtype=dtype, gradient_bits=gradient_bits)
+
+    def _tell(self) -> None:
+        """Warn once, on the first rank, of what the controller wants known."""
+        notice = self.controller.notice
+        if notice and notice not in self._told:
+            self._told.add(notice)
+            if not dist.is_initialized() or dist.get_rank(self._exchange_group) == 0:
+                warnings.warn(f"edgc: {notice}", stacklevel=2)
 
     def next_due(self, iteration: int) -> int:
         """The first iteration from this one on at which something is measured or exchanged, if nothing is decided
@@ -208,6 +232,7 @@ class Monitor:
             gate=self.benchmark.judge(self._exchange_group) if plan.gate else (),
         )
         decision = self.controller.observe(iteration, made)
+        self._tell()
         if self.layer_ranks is not None and self.controller.rank_grid != grid:
             self.layer_ranks.forget()
         elif self.layer_ranks is not None and self.window_ends:
@@ -231,6 +256,7 @@ class Monitor:
         """Go on from :meth:`state_dict`; with ``changed_settings`` the window under way begins anew."""
         iteration = int(state["iteration"])
         self.controller.load_state_dict(state["controller"], iteration=iteration, changed_settings=changed_settings)
+        self._tell()
         self.entropy.scale = float(state["scale"])
         if changed_settings:
             self.window.start()

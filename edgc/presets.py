@@ -15,9 +15,10 @@ What the paper leaves open (how stable is stable, bins, seeds) stays at this lib
 
 ``best`` is what the study ``equal_bytes`` finds best at few bytes. It changes with the evidence:
 
-* 2026-11: PowerSGD of rank 32 with int8 factors. At 10.8 % of the bytes it is 0.015 nats above uncompressed (mean of
-  three seeds; ``results/reference/ci/equal_bytes/levels.csv``), better than PowerSGD of equal bytes with fp32 or bf16
-  factors and than top-k. It cannot be told there from elementwise int4 (13.8 %) nor from rank 64 with int4 factors.
+* 2026-11: PowerSGD of rank 32 with int8 factors. At 10.8 % of the bytes it is 0.0068 nats above uncompressed, which
+  three seeds do not decide (``results/reference/ci/equal_bytes/summary.csv``). Of its level it is better than rank 8
+  with fp32 factors, rank 64 with int4 ones and top-k; from rank 16 with bf16 ones and from int4 of every entry (13.8 %)
+  it cannot be told (``levels.csv`` beside it).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is written of a run's state, one file a rank, and whether it is whole."""
+"""State of a run in files, one a rank, which are whole or refused."""

@@ -1,4 +1,4 @@
-"""Whole or not at all: folders of files whose names, sizes and checksums are written down last.
+"""Folders that are there whole or not at all: names, sizes and checksums of their files are written down last.
 
 A folder is filled under a temporary name, gets its ``manifest.json``, is brought to the disk and then renamed. So a
 folder with its final name was complete once, and :func:`check` says whether each file still is what it was then. The
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds.
+    """Content of a folder.
 
     Attributes:
         about: what the writer says of it, in JSON's types.
@@ -125,7 +125,7 @@ def check(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) 
 
 
 def problem(path: Path, expected: Entry) -> str | None:
-    """What is wrong with a file that should be as ``expected``, to follow its name in a sentence; None if nothing."""
+    """Fault of a file that should be as ``expected``, to follow its name in a sentence; None without one."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:

@@ -1,4 +1,4 @@
-"""One file per rank in a folder that is published whole: tensors and plain values, read back without running code.
+"""Files of all ranks, one each, in a folder that is published whole; reading them runs no code.
 
 The functions that say so are collective: every rank of the world calls them, and what goes wrong on one rank is raised
 on all.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.checkpoints import manifest
-from edgc.checkpoints.manifest import Entry, Manifest
+from edgc.checkpoints.manifest import DamagedCheckpoint, Entry, Manifest
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects
 
@@ -30,7 +31,7 @@ def file_of(rank: int) -> str:
 
 
 def partial_name(folder: Path) -> Path:
-    """Where ``folder`` is written before it is renamed."""
+    """Name under which ``folder`` is written before it is renamed."""
     return folder.with_name(f".{folder.name}.partial")
 
 
@@ -142,10 +143,33 @@ def load(folder: Path, content: Manifest, name: str, *, lazily: bool = False) ->
         lazily: leave tensors in the file until they are used; for states that are not kept.
 
     Raises:
-        DamagedCheckpoint: the file is not what was written.
+        DamagedCheckpoint: the file is not what was written, or holds more than tensors and plain values.
     """
     manifest.check(folder, content, [name])
-    return torch.load(folder / name, map_location=_here, weights_only=True, mmap=lazily)
+    state = plain(folder / name, folder, name, map_location=_here, mmap=lazily)
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(folder, name, f"holds {type(state).__name__} instead of a state")
+    return state
+
+
+def plain(source: Path | BinaryIO, folder: Path, name: str, **options: Any) -> Any:
+    """Read ``source`` with ``torch.load``, if it holds tensors and plain values.
+
+    Raises:
+        DamagedCheckpoint: it is not; of the file ``name`` in ``folder``.
+    """
+    try:
+        return torch.load(source, weights_only=True, **options)
+    except Exception as error:  # torch raises many kinds
+        raise DamagedCheckpoint(folder, name, unreadable(error)) from None
+
+
+def unreadable(error: Exception) -> str:
+    """Reason why a file cannot be read, to follow its name in a sentence."""
+    asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if asked is not None:
+        return f"asks for {asked[1]}, which may run code"
+    return f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
 def _here(storage: Any, location: str) -> Any:

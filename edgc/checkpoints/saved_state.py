@@ -1,4 +1,4 @@
-"""Which saved state a rank goes on from, also when the number of ranks has changed.
+"""Choice of the saved state that a rank goes on from, also when the number of ranks has changed.
 
 A saved state is what one replica needs: ``{"world": W, "rank": r, "engine": Engine.state_dict(), ...}``. Only error
 feedback differs between replicas in a way that matters: it is what a replica has not sent yet. Warm starts and the
@@ -24,7 +24,7 @@ from edgc.errors import UserError
 
 State = Mapping[str, Any]
 OWN = {"errors": "error feedback", "velocities": "velocity"}
-"""What each replica has of its own in a compressor's state, by parameter name, and what to call it."""
+"""Parts of a compressor's state that each replica has of its own, by parameter name, and what to call them."""
 
 
 def state_for(saved: State | Sequence[State], *, world: int, rank: int) -> State:
@@ -60,7 +60,7 @@ def state_for(saved: State | Sequence[State], *, world: int, rank: int) -> State
 
 
 def merge(states: Sequence[State]) -> State:
-    """One state for all replicas of a new number: the first one's, with the mean of all error feedback and velocities.
+    """Merge states for a new number of replicas: the first one's, with the mean of all error feedback and velocities.
 
     Raises:
         UserError: the states are not of the same parameters.
@@ -141,7 +141,7 @@ def refuse_other_parameters(state: State, shapes: Mapping[str, tuple[int, ...]])
 
 
 def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: bool) -> bool:
-    """Whether a saved state is of other settings than ``config``.
+    """Compare the settings of a saved state with ``config``; returns whether they differ.
 
     A setting that the state does not know had its default value.
 

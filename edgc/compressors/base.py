@@ -6,9 +6,11 @@ What is in the buffer afterwards: the same approximation of their mean over the 
 What is kept: whatever was not sent, as error feedback, keyed by parameter name, so that
 mean(buffer + kept) = mean(gradient + kept before); under momentum correction a velocity stands for the gradient.
 Bytes are counted where a collective is called (:class:`~edgc.runtime.channel.Channel`), never from shapes.
-How it fails: from finite input nothing non-finite comes out. If any replica's gradient is not finite, the buffer is
-not finite on any replica, and a compressor that keeps state leaves its state as it was. With ``deferred`` on, no
-reduction changes the state before :meth:`Compressor.settle` says so, for the reductions of a whole step together.
+How it fails: from finite input nothing non-finite comes out, where the norm of every matrix, error feedback included,
+is in the range of fp32; what fp32 rounds to zero is lost. Matrices of float64 are averaged as they are. If any
+replica's gradient is not finite, the buffer is not finite on any replica, and a compressor that keeps state leaves its
+state as it was. With ``deferred`` on, no reduction changes the state before :meth:`Compressor.settle` says so, for the
+reductions of a whole step together.
 Where only a part of a mean is needed (:attr:`Gradient.needed`, :attr:`Channel.shards`), the rest of the buffer is
 undefined.
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +36,10 @@ from edgc.runtime.device import host_decides
 
 Steps = Generator[None, None, None]
 _END = object()
+# Squares of so many entries are added in fp32, their sums in fp64: relative error below 1e-6.
+_SUM = 1 << 19
+_SMALLEST, _LARGEST = 1e-24, 1e36  # outside this range squares may have left that of fp32
+_FEW = 4096  # entries that are converted to fp64 at a time
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,15 @@ class Gradient:
 
     ``needed`` is the range of its entries, in memory order, whose mean this rank needs; None is all of them. ``rank``
     stands for the call's where a low-rank method is to give this matrix one of its own; the same on every worker.
+    ``unused`` says that this rank's backward has not come by the parameter, so that the mean may be thrown away: what
+    error feedback holds of it stays held, and this rank sends zeros. Ranks need not agree in it.
     """
 
     name: str
     tensor: Tensor
     needed: tuple[int, int] | None = None
     rank: int | None = None
+    unused: bool = False
 
 
 @dataclass
@@ -58,6 +67,7 @@ class Statistics:
     ``input_sq`` of M = G + E, ``error_sq`` of what this replica keeps; on a GPU they may be tensors, so that nobody
     waits for them. Stopwatches hold wall time on this rank, ``communicate`` only the part that nothing hid.
     ``skipped`` counts reductions that were given up because a gradient was not finite; also a tensor on a GPU.
+    ``dense_bytes``, of an engine's reductions, is what ``bytes`` would be without compression.
     """
 
     bytes: int = 0
@@ -68,6 +78,14 @@ class Statistics:
     input_sq: float | Tensor = 0.0
     error_sq: float | Tensor = 0.0
     skipped: int | Tensor = 0
+    dense_bytes: int = 0
+
+    def unscale(self, scale: float) -> None:
+        """Make the norms those of gradients that come multiplied by ``scale``."""
+        if scale != 1:
+            self.gradient_sq, self.input_sq, self.error_sq = (
+                norm / scale**2 for norm in (self.gradient_sq, self.input_sq, self.error_sq)
+            )
 
     def add(self, other: Statistics) -> None:
         """Take in what another reduction has done, which shares its stopwatches with this."""
@@ -201,6 +219,10 @@ class Compressor(ABC):
         the mean of what is kept is orthogonal to it; else None."""
         return None
 
+    def take_back(self, name: str, gradient: Tensor) -> None:  # noqa: B027
+        """Take ``gradient`` out of error feedback again if that of ``name``, which was unused, holds it: it was neither
+        sent nor lost, for its owner still has it. To be called after :meth:`settle`."""
+
     def rescale(self, factor: float) -> None:  # noqa: B027
         """Gradients come multiplied by ``factor`` from now on, as when a loss scale changes: state follows."""
 
@@ -247,9 +269,12 @@ class KeepsErrors(Compressor):
 
     Attributes:
         errors: what was not sent, by parameter name, in the gradients' shapes.
+        held: gradients that error feedback took in whole in their last reduction, since they were unused, by name; with
+            whether that reduction was kept.
     """
 
     errors: dict[str, Tensor]
+    held: dict[str, Tensor]
 
     def _decides(self, device: torch.device) -> bool:
         return host_decides(device)
@@ -262,8 +287,17 @@ class KeepsErrors(Compressor):
         for error in self.errors.values():
             error.mul_(factor)
 
+    def take_back(self, name: str, gradient: Tensor) -> None:
+        ok = self.held.pop(name, None)
+        if ok is not None:
+            self.errors[name].sub_(torch.where(ok, gradient, 0))
+
+    def _owed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Those that something is kept of which is to be sent."""
+        return [gradient for gradient in gradients if gradient.name in self.errors and not gradient.unused]
+
     def _drain(self, gradients: Sequence[Gradient]) -> None:
-        owed = [gradient for gradient in gradients if gradient.name in self.errors]
+        owed = self._owed(gradients)
         self._add_errors(owed)
         self._forget(owed, torch.ones((), dtype=torch.bool, device="cpu"))
 
@@ -283,3 +317,69 @@ class KeepsErrors(Compressor):
                 self._then(partial(self.errors.__delitem__, gradient.name))
             else:
                 self.errors[gradient.name].masked_fill_(ok, 0)
+
+
+def compressible(shape: Sequence[int], min_elements: int, bits: int = 32) -> bool:
+    """Whether a parameter of this shape is compressed at all: a matrix with at least ``min_elements`` entries, of so
+    many bits. Whoever works in 64 wants all of them, and the range of them, which fp32 has not."""
+    return len(shape) == 2 and min(shape) > 1 and shape[0] * shape[1] >= min_elements and bits < 64
+
+
+def mean_bits(matrices: Iterable[tuple[Sequence[int], int]]) -> float:
+    """Mean bits of an entry of matrices of these shapes and bits; 32 without any."""
+    entries = bits = 0
+    for (rows, columns), each in matrices:
+        entries, bits = entries + rows * columns, bits + rows * columns * each
+    return bits / entries if entries else 32
+
+
+def square_sum(vector: Tensor) -> float:
+    """The squared norm of a flat fp32 tensor on a CPU."""
+    total = 0.0
+    for start in range(0, vector.numel(), _SUM):
+        part = vector[start : start + _SUM]
+        value = float(torch.dot(part, part))
+        total += value if _SMALLEST < value < _LARGEST else _careful_sum(part)
+    return total
+
+
+def _careful_sum(vector: Tensor) -> float:
+    if not vector.any():
+        return 0.0
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in vector.split(_FEW))
+
+
+def square_sums(batch: Tensor) -> Tensor:
+    """The squared norm of every ``batch[i]``, fp64; each contiguous or the transpose of a contiguous matrix."""
+    return square_sums_on_cpu(batch) if host_decides(batch.device) else square_sums_on_gpu([batch])[0]
+
+
+def square_sums_on_cpu(batch: Tensor) -> Tensor:
+    """:func:`square_sums` where the host reads every one of them."""
+    sums = [square_sum((x if x.is_contiguous() else x.mT).reshape(-1)) for x in batch]
+    return torch.tensor(sums, dtype=torch.float64, device="cpu")
+
+
+def square_sums_on_gpu(batches: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`square_sums` of every batch, launched once; entries are added in fp64 without being copied to it first."""
+    norms = torch._foreach_norm([matrix for batch in batches for matrix in batch], 2, dtype=torch.float64)
+    return list(torch.stack(norms).square().split([len(batch) for batch in batches]))
+
+
+def finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged.
+
+    Args:
+        device: of all of them, and of the answer where there are none: what masks must lie beside what it masks.
+    """
+    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
+    if not ends:
+        return torch.ones((), dtype=torch.bool, device=device)
+    alike = all(end.dtype == ends[0].dtype for end in ends)
+    return torch.stack(ends if alike else [end.double() for end in ends]).isfinite().all()
+
+
+def within(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 ``x``, clamped in place to the largest values of ``dtype``."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return x.clamp_(-limit, limit)

@@ -8,16 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgc.compressors.passes import (
-    TINY_SQ,
-    Factors,
-    Matrices,
-    Members,
-    Optionals,
-    RowBlocks,
-    square_sums_on_gpu,
-    within,
-)
+from edgc.compressors.base import square_sums_on_gpu, within
+from edgc.compressors.passes import TINY_SQ, Factors, Matrices, Members, Optionals, RowBlocks
 from edgc.lazy import Tensor, torch
 
 

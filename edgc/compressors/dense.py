@@ -144,11 +144,11 @@ class BF16Config(ConstantConfig):
 
 
 class BF16(Compressor):
-    """All gradients wider than two bytes in one bfloat16 message: half the bytes of fp32; narrower ones as they are.
+    """All gradients of fp32 in one bfloat16 message, half their bytes; others as they are.
 
     Every entry is rounded to 8 significant bits before it is sent, after each of the W - 1 additions, and after the
     division by W: a relative error of at most 2**-9 each. Nothing is kept, so the rounding is lost; the statistics
-    do not cover it. Finite as long as the sum of the workers is in the range of bfloat16, which is that of fp32.
+    do not cover it. Finite up to the largest bfloat16, which is 0.4 % below the largest fp32.
     """
 
     def __init__(self) -> None:
@@ -158,8 +158,8 @@ class BF16(Compressor):
         if channel.shards and rank is not None:
             yield from self._scattered_halves(channel)
             return
-        wide = [gradient for gradient in gradients if gradient.tensor.element_size() > 2 and rank is not None]
-        rest = [gradient.tensor for gradient in gradients if gradient.tensor.element_size() <= 2 or rank is None]
+        wide = [gradient for gradient in gradients if gradient.tensor.element_size() == 4 and rank is not None]
+        rest = [gradient.tensor for gradient in gradients if gradient.tensor.element_size() != 4 or rank is None]
         parts: list[Tensor] = []
         if wide:
             message = self._message(wide)
@@ -173,9 +173,9 @@ class BF16(Compressor):
 
     def _scattered_halves(self, channel: Channel) -> Steps:
         """The shards themselves, which hold all gradients, rounded and reduce-scattered."""
-        wide = [buffer for buffer in channel.shards if buffer.element_size() > 2]
+        wide = [buffer for buffer in channel.shards if buffer.element_size() == 4]
         halves = [buffer.to(torch.bfloat16) for buffer in wide]
-        channel.scatter_means([*halves, *(b for b in channel.shards if b.element_size() <= 2)])
+        channel.scatter_means([*halves, *(b for b in channel.shards if b.element_size() != 4)])
         yield
         for buffer, half in zip(wide, halves, strict=True):
             channel.own_part(buffer).copy_(channel.own_part(half))

@@ -12,22 +12,18 @@ B is 1 on a CPU, where batches gain nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from edgc.compressors.base import Gradient
+from edgc.compressors.base import Gradient, square_sum, square_sums_on_cpu, within
 from edgc.lazy import Tensor, torch
-from edgc.runtime.device import host_decides
+from edgc.runtime.device import reduced_products
 
 # Entries of a block: 4 MiB of fp32, measured best of 0.5 to 8 MiB. At least so many rows: for fewer, packing the right
 # factor anew for every block takes longer than the product.
 _BLOCK, _ROWS = 1 << 20, 32
 # Share of ||M||^2 below which ||M||^2 - ||Q||^2 would be made of rounding, and ||E||^2 is added up instead.
 _CANCELLED = 1e-3
-# Squares of so many entries are added in fp32, their sums in fp64: relative error below 1e-6.
-_SUM = 1 << 19
-_SMALLEST, _LARGEST = 1e-24, 1e36  # outside this range squares may have left that of fp32
-_FEW = 4096  # entries that are converted to fp64 at a time
 # A factor of at most this squared norm counts as zero: what would scale it to one is not finite in fp32. The error
 # feedback of a parameter that gets no more gradients falls there.
 TINY_SQ = 2.0**-252
@@ -37,51 +33,11 @@ Members = Sequence[Sequence[Gradient]]  # gradients of every group
 Optionals = Sequence["Tensor | None"]
 
 
-def square_sum(vector: Tensor) -> float:
-    """The squared norm of a flat fp32 tensor on a CPU."""
-    total = 0.0
-    for start in range(0, vector.numel(), _SUM):
-        part = vector[start : start + _SUM]
-        value = float(torch.dot(part, part))
-        total += value if _SMALLEST < value < _LARGEST else _careful_sum(part)
-    return total
-
-
-def _careful_sum(vector: Tensor) -> float:
-    if not vector.any():
-        return 0.0
-    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in vector.split(_FEW))
-
-
-def square_sums(batch: Tensor) -> Tensor:
-    """The squared norm of every ``batch[i]``, fp64; each contiguous or the transpose of a contiguous matrix."""
-    [sums] = RowBlocks.square_sums([batch]) if host_decides(batch.device) else square_sums_on_gpu([batch])
-    return sums
-
-
-def square_sums_on_gpu(batches: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`square_sums` of every batch, launched once; entries are added in fp64 without being copied to it first."""
-    norms = torch._foreach_norm([matrix for batch in batches for matrix in batch], 2, dtype=torch.float64)
-    return list(torch.stack(norms).square().split([len(batch) for batch in batches]))
-
-
-def finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged.
-
-    Args:
-        device: of all of them, and of the answer where there are none: what masks must lie beside what it masks.
-    """
-    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
-    if not ends:
-        return torch.ones((), dtype=torch.bool, device=device)
-    alike = all(end.dtype == ends[0].dtype for end in ends)
-    return torch.stack(ends if alike else [end.double() for end in ends]).isfinite().all()
-
-
-def within(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 ``x``, clamped in place to the largest values of ``dtype``."""
-    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    return x.clamp_(-limit, limit)
+def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """``out``, fp32, becomes the product of two fp32 matrices on a CPU, rounded to no less than that."""
+    if reduced_products():
+        return out.copy_(left.double() @ right.double())
+    return torch.mm(left, right, out=out)
 
 
 class Matrices:
@@ -152,9 +108,8 @@ class RowBlocks:
 
     @staticmethod
     def square_sums(batches: Sequence[Tensor]) -> list[Tensor]:
-        """:func:`square_sums` of every batch."""
-        flat = [[(x if x.is_contiguous() else x.mT).reshape(-1) for x in batch] for batch in batches]
-        return [_fp64([square_sum(x) for x in parts]) for parts in flat]
+        """:func:`~edgc.compressors.base.square_sums` of every batch."""
+        return [square_sums_on_cpu(batch) for batch in batches]
 
     def load(self, xs: Sequence[Matrices], gradients: Members, rights: Optionals, lefts: Optionals) -> None:
         """M = G + E and the norms, for the gradients of every x; where factors are given, left = M right^T."""
@@ -175,13 +130,13 @@ class RowBlocks:
                 norm = square_sum(block.view(-1))
             input_sq[i] += norm
             if right is not None and left is not None:
-                torch.mm(block, right[i].mT, out=left[i, rows])
+                product(block, right[i].mT, left[i, rows])
         x.gradient_sq, x.input_sq = _fp64(gradient_sq), _fp64(input_sq)
 
     def right_factor(self, x: Matrices, left: Tensor, out: Tensor) -> None:
         """out = left^T M."""
         for matrix, basis, factor in zip(x.m, left, out, strict=True):
-            torch.mm(basis.mT, matrix, out=factor)
+            product(basis.mT, matrix, factor)
 
     def store(
         self,
@@ -215,19 +170,22 @@ class RowBlocks:
         for i, rows in _blocks(x):
             block, gradient = x.m[i, rows], x.gradients[i][rows]
             if x.error is not None or cancelled[i]:
-                block.addmm_(own[0][i, rows], own[1][i], alpha=-1)
+                if reduced_products():
+                    block.sub_(product(own[0][i, rows], own[1][i], self._room(block)))
+                else:
+                    block.addmm_(own[0][i, rows], own[1][i], alpha=-1)
                 if cancelled[i]:
                     measured[i] += square_sum(block.view(-1))
             left, right = mean[0][i, rows], mean[1][i]
             if narrow:
-                result = torch.mm(left, right, out=self._room(block))
+                result = product(left, right, self._room(block))
                 block.add_(result)
                 gradient.copy_(within(result, gradient.dtype))
                 block.sub_(result.copy_(gradient))
             if kept is not None:
                 kept[i, rows].copy_(block)
             if not narrow and rows.start < x.needed[i][1] and rows.stop > x.needed[i][0]:
-                torch.mm(left, right, out=block)
+                product(left, right, block)
                 if not x.in_place:
                     gradient.copy_(block)
         known = zip(error_sq.tolist(), cancelled, measured, strict=True)

@@ -39,7 +39,7 @@ class WarmUp:
         """Whether it is still warm-up; between two iterations, all changes settled. Hands over what is kept if not."""
         before, self.on = self.on, on
         if before and not self.on:
-            self._main.adopt_errors(self.compressor.errors)
+            self._main.adopt_errors(self.compressor)
             self._keep({})
 
     def state_dict(self, main: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgc.checks import plain
-from edgc.compressors.sizes import FACTOR_BITS
-from edgc.config import EDGCConfig
+from edgc.compressors.powersgd import FACTOR_BITS, LowRankConfig, saves_bytes
+from edgc.config import CompressingConfig, EDGCConfig
 from edgc.control.controller import Controller
 from edgc.control.plan import Phase, Plan, Ranks
 from edgc.control.policies.base import History, Move, WindowEnd
@@ -34,6 +34,7 @@ from edgc.measurement.report import Report
 from edgc.timing.rank_search import bytes_limit
 from edgc.timing.stage_times import StageTimes
 
+NO_MATRIX = "no matrix is large enough to compress"
 Shapes = Sequence[Sequence[tuple[int, int]]]
 OF_A_WINDOW = ("entropy", "entropy_error", "entropy_layers", "entropy_embeddings", "embedding_share", "mean_error")
 """What a decision at a window's end takes over from the report."""
@@ -66,8 +67,27 @@ def make_controller(
     """
     if isinstance(config, PolicyConfig):
         options: dict[str, Any] = {"overlapped": overlapped, "gradient_bits": gradient_bits, "embeddings": embeddings}
-        return AdaptiveController(config, stages, iterations, **options)
-    return Controller(config, len(stages), iterations)
+        controller: Controller = AdaptiveController(config, stages, iterations, **options)
+    else:
+        controller = Controller(config, len(stages), iterations)
+    if isinstance(config, CompressingConfig):
+        why = controller.reason if controller.phase == "disabled" else ""
+        why = why or _sent_dense(config, stages, controller.r_min, gradient_bits)
+        controller.notice = f"nothing is compressed in this run: {why}" if why else ""
+    return controller
+
+
+def _sent_dense(config: CompressingConfig, stages: Shapes, lowest: int | None, gradient_bits: float) -> str:
+    """Why every matrix is sent dense at the ``lowest`` rank and so at all ranks; empty if some are compressed."""
+    shapes = [shape for stage in stages for shape in stage]
+    if not shapes:
+        return NO_MATRIX
+    dtype = config.factor_dtype if isinstance(config, LowRankConfig) else "fp32"
+    if lowest is None or any(saves_bytes(shape, lowest, dtype, gradient_bits) for shape in shapes):
+        return ""
+    bits = FACTOR_BITS[dtype]
+    highest = max(math.ceil(m * n * gradient_bits / ((m + n) * bits)) - 1 for m, n in shapes)
+    return f"rank {lowest} saves no bytes for any matrix; the highest that does is {highest}"
 
 
 class AdaptiveController(Controller):
@@ -91,7 +111,7 @@ class AdaptiveController(Controller):
         self._times = StageTimes(config, self.stages, overlapped=overlapped)
         self._paused: Ranks | None = None  # ranks to go on from once compression pays again
         if not any(stages):
-            self.reason = "no matrix is large enough to compress"
+            self.reason = NO_MATRIX
             self._policy = None
             return
         self.phase, self.reason = "warmup", ""
@@ -193,6 +213,7 @@ class AdaptiveController(Controller):
             reasons.append(self._follow_times(r_max))
         elif r_max == 0:
             self.phase = "disabled"
+            self.notice = f"{why}, so nothing is compressed for the rest of this run"
             reasons[-1] += "; compression is off for this run"
         elif r_max is not None:
             self._set_limits(r_max)
@@ -203,6 +224,7 @@ class AdaptiveController(Controller):
         old, self._paused = self._paused or self.ranks, None
         if r_max == 0:
             self._paused, self.ranks = old, (None,) * self.stages
+            self.notice = "compression became slower than none, so nothing is compressed until times change again"
             return "nothing is compressed until times change again"
         if r_max is not None:
             self._set_limits(r_max)
@@ -253,6 +275,7 @@ class AdaptiveController(Controller):
     def _spread(self, rank: int) -> str:
         """Set every stage's rank from stage 0's; returns a remark where alignment was asked for in vain."""
         self.ranks, remark = self._times.ranks(rank, *self._limits)
+        self.notice = remark or self.notice
         return f"; {remark}" if remark else ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,6 +293,8 @@ class AdaptiveController(Controller):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)
+        if self.phase == "disabled":
+            self.notice = self.notice or "nothing is compressed: an earlier search of r_max in this run ended so"
         self._history = History.from_state(state["history"])
         self._paused = tuple(state["paused"]) if state["paused"] else None
         self._times.load_state_dict(state["times"])

@@ -29,6 +29,8 @@ class Controller:
     Attributes:
         phase, ranks, r_min, r_max: as in :class:`~edgc.control.plan.Decision`, now.
         reason: of the last decision; why nothing will be compressed if that is known from the start.
+        notice: what a user has to be told, for it may hold for the rest of the run: that less is compressed than the
+            settings sound like. Empty as long as there is nothing to be said.
     """
 
     phase: Phase
@@ -41,6 +43,7 @@ class Controller:
         self.r_min: int | None = None
         self.r_max: int | None = None
         self.ranks: Ranks = (None,) * stages
+        self.notice = ""
         self._gate: GateSchedule | None = None
         if isinstance(config, CompressingConfig) and config.cost_gate:
             self._gate = GateSchedule(config.gate_interval)
@@ -85,9 +88,12 @@ class Controller:
             raise ValueError(f"iteration {iteration} has no exchange")
         if len(report.entropy) != self.stages:
             raise ValueError(f"the report has {len(report.entropy)} entropies for {self.stages} stages")
+        gate: list[str] = []
         if plan.gate and self._gate is not None:
             self._gate.measured(iteration, plan.ranks)
-        gate = [summary(report.gate)] if plan.gate and report.gate else []
+            gate = [summary(report.gate)] if report.gate else []
+            if gate and not any(verdict.compress for verdict in report.gate):
+                self.notice = f"{gate[0]}; it is measured every {self._gate.interval} iterations"
         reasons, facts = self._decide(iteration, plan, report, gate)
         if not reasons:
             return None

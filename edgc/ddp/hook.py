@@ -8,8 +8,10 @@ What follows from how DDP works:
 
 * An iteration is one synchronised backward; those under ``no_sync`` only accumulate. (With a static graph torch itself
   fails, with or without a hook, if the very first backward is under ``no_sync``: its issue 143580.)
-* A parameter that this rank did not use has a gradient of zero, but its error feedback is sent. If no rank used it,
-  DDP throws the result away, and what was sent of the error with it.
+* A parameter that no rank used keeps the ``.grad`` that it had, and DDP throws the result away. No rank knows what the
+  others used when it has to send; so one that did not use a parameter itself sends zeros and keeps its error feedback.
+  A ``.grad`` that was left from an earlier step is sent later where others did use the parameter, and else stays
+  where it is. What arrives in ``.grad`` and the mean of what is kept are what was computed.
 * If any rank's gradient is not finite, the bucket is not finite on any rank, so every rank's ``GradScaler`` (or own
   check) skips the same step. Error feedback, warm starts and the controller's means of all buckets are then as if the
   step had never been, at the price of a second error feedback (``whole_steps``).
@@ -21,8 +23,11 @@ What follows from how DDP works:
 
 # No `from __future__ import annotations`: DDP checks the hook's annotations and wants them as objects.
 import math
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,12 +44,42 @@ from edgc.engine import Engine, Iteration
 from edgc.errors import UserError, copied
 from edgc.runtime.groups import all_here
 
+PATIENCE = timedelta(seconds=10)
+"""For ranks that may be lost."""
+
 
 class Scaler(Protocol):
     """What is asked of a ``GradScaler``."""
 
     def scale(self, outputs: Any) -> Any:
         """``outputs`` times the loss scale."""
+
+
+class Slot:
+    """What DDP holds for good, for it takes one communication hook per model: handles come and go in it.
+
+    Without a handle gradients are averaged plainly.
+
+    Args:
+        group: process group of the model.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.handle: Handle | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle of the model averages plainly, as with the hooks of torch; it can be registered anew."""
+        return Unregistered, ()
+
+
+class Unregistered:
+    """What a copied model has in place of its slot."""
+
+
+def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP calls for every bucket."""
+    return allreduce_hook(slot.group, bucket) if slot.handle is None else slot.handle._reduce(bucket)
 
 
 class Handle:
@@ -57,7 +92,9 @@ class Handle:
         group: process group of the reductions.
 
     Args:
+        slot: of the model.
         own: whether ``group`` was made for this handle, which then ends it.
+        find_unused: whether backward may leave out parameters, whose ``.grad`` is then left as it was.
     """
 
     def __init__(
@@ -67,20 +104,24 @@ class Handle:
         parameters: int,
         device: torch.device,
         group: dist.ProcessGroup,
-        model_group: dist.ProcessGroup,
+        slot: Slot,
         scaler: Scaler | None = None,
         *,
         own: bool = False,
+        find_unused: bool = False,
     ) -> None:
         self.engine = engine
         self.group = group
         self._own = own
         self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = names
-        self._model_group = model_group
+        self._slot, self._model_group = weakref.ref(slot), slot.group
         self._scaler = scaler
+        self._left: list[tuple[Tensor, int]] = []  # gradients from before this iteration, with their versions
         self._worker = BucketWorker(engine, group, device, parameters)
         self._stop = weakref.finalize(self, self._worker.stop)
+        self._hooks: list[Any] = []
+        self._watch = Use(names, self._hooks) if find_unused else None
 
     @property
     def last(self) -> Iteration | None:
@@ -102,6 +143,11 @@ class Handle:
         """
         self._refuse_inside_iteration()
         self.engine.add_loss(loss)
+
+    @property
+    def active(self) -> bool:
+        """Whether EDGC averages the gradients: until :meth:`remove`."""
+        return bool(self._stop.alive)
 
     @property
     def skipped(self) -> int:
@@ -136,6 +182,7 @@ class Handle:
             "rank": self._rank,
             "engine": self.engine.state_dict(),
             "layout": self._worker.layout,
+            "memory": self._memory,
             "skipped": self.skipped,
         }
 
@@ -150,8 +197,8 @@ class Handle:
                 same method), instead of refusing it.
 
         Raises:
-            UserError: inside an iteration; for a state that is not this rank's or not this model's, that lacks
-                something, or that is of other settings, which are named.
+            UserError: inside an iteration; for a state that is not this rank's or not this model's, whose parameters
+                had another memory format, that lacks something, or that is of other settings, which are named.
 
         Warns:
             UserWarning: when error feedback was redistributed.
@@ -160,6 +207,7 @@ class Handle:
         own = state_for(state, world=self._world, rank=self._rank)
         need(own, ("layout", "skipped"), "state")
         refuse_other_parameters(own, {name: matrix_shape(p) for p, name in self._names.items()})
+        self._refuse_other_memory(own.get("memory", self._memory))
         stream = self._worker.stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -169,21 +217,55 @@ class Handle:
         self._worker.skipped = own["skipped"]
         self._worker.replay(own["layout"])
 
+    @property
+    def _memory(self) -> dict[str, list[int]]:
+        """In which order the dimensions of parameters lie in memory, the one of the largest stride first, where that is
+        not the usual one and error feedback lies as they do."""
+        orders = {name: _order(parameter) for parameter, name in self._names.items() if parameter.dim() > 2}
+        return {name: order for name, order in orders.items() if order != sorted(order)}
+
+    def _refuse_other_memory(self, saved: Mapping[str, list[int]]) -> None:
+        for name in saved.keys() | self._memory.keys():
+            was, here = saved.get(name), self._memory.get(name)
+            if was != here:
+                told = [f"dimensions in the order {o}" if o else "dimensions in the usual order" for o in (was, here)]
+                what = f"{name} has {told[0]} in the saved state's memory, {told[1]} in this model's"
+                raise UserError(what, fix="give the model the memory_format that it had, and wrap it anew")
+
+    def refuse_sparse(self, module: torch.nn.Module) -> None:
+        """Refuse sparse gradients of ``module``'s matrices when they come, before DDP meets them, where only then they
+        are known to be sparse: in modules that are not torch's own."""
+        for owner in module.modules():
+            if not type(owner).__module__.startswith("torch.nn."):
+                for parameter in owner.parameters(recurse=False):
+                    if parameter.dim() == 2 and parameter.requires_grad and parameter in self._names:
+                        refuse = partial(_refuse_sparse, self._names[parameter])
+                        self._hooks.append(parameter.register_post_accumulate_grad_hook(refuse))
+
     def remove(self) -> None:
         """End EDGC: from now on DDP averages plainly. What error feedback still holds is dropped.
 
-        To be called on every rank between the same two iterations.
+        To be called on every rank between the same two iterations; the model can be registered anew. Waits for the
+        other ranks, as long as the timeout of the model's group says; after an error, for seconds.
+
+        Warns:
+            UserWarning: if another rank is lost; this one has then ended alone.
         """
         self._refuse_inside_iteration()
         self._stop()
+        while self._hooks:
+            self._hooks.pop().remove()
+        slot = self._slot()
+        if slot is not None and slot.handle is self:
+            slot.handle = None
         if self._own:
             self._own = False
-            all_here(self._model_group)
+            try:
+                all_here(self._model_group, PATIENCE if self._worker.error is not None else None)
+            except RuntimeError as error:
+                reason = (str(error).splitlines() or ["no message"])[0]
+                warnings.warn(f"edgc.ddp: not every rank came to handle.remove(): {reason}", stacklevel=2)
             dist.destroy_process_group(self.group)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a pickle of the model averages plainly, as with the hooks of torch; it can be registered anew."""
-        return Unregistered, ()
 
     def _refuse_inside_iteration(self) -> None:
         if self._worker.busy:
@@ -205,17 +287,15 @@ class Handle:
 
     def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """What DDP calls for every bucket, always in the same order of buckets."""
-        if not self._stop.alive:
-            return allreduce_hook(self._model_group, bucket)
         if self._worker.error is not None:
             raise copied(self._worker.error)
         buffer = bucket.buffer()
         on_gpu = buffer.device.type == "cuda"
+        storage = buffer.untyped_storage().data_ptr()
         gradients = [
-            Gradient(self._names[parameter], _matrix(parameter, view))
+            Gradient(self._names[parameter], _matrix(parameter, view), unused=self._unused(parameter, storage))
             for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
         ]
-        storage = buffer.untyped_storage().data_ptr()
         if any(gradient.tensor.untyped_storage().data_ptr() != storage for gradient in gradients):
             raise RuntimeError("edgc.ddp: this version of torch does not give gradients as views of their bucket")
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
@@ -226,19 +306,67 @@ class Handle:
         self._worker.put(Bucket(bucket.is_last(), gradients, buffer, future, ready, scale=scale))
         if bucket.is_last() and torch._C._current_graph_task_id() >= 0:
             # Raises an error of the worker in the thread that called backward, as it is and in one line.
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _wait(future))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._averaged(future))
         return checked
 
+    def _unused(self, parameter: Tensor, storage: int) -> bool:
+        """Whether DDP leaves the parameter's ``.grad`` as it is unless other ranks have used it."""
+        used, gradient = self._watch is None or self._watch.used(self._names[parameter]), parameter.grad
+        if gradient is None:
+            return True
+        # A .grad that lies in the bucket gets the result in any case.
+        if used or gradient.untyped_storage().data_ptr() == storage:
+            return False
+        self._left.append((parameter, gradient._version))
+        return True
 
-class Unregistered:
-    """What a copied model has in place of its handle."""
+    def _averaged(self, future: torch.futures.Future[Tensor]) -> None:
+        """All buckets are averaged, and DDP is about to copy them to where they belong."""
+        _wait(future)
+        if self._left:
+            torch.autograd.Variable._execution_engine.queue_callback(self._copied)
 
-    def _reduce(self, bucket: Any) -> Any:
-        raise RuntimeError("edgc.ddp: this is a copy of a registered model; register it anew")
+    def _copied(self) -> None:
+        """DDP has written every result that it does not throw away."""
+        left, self._left = self._left, []
+        for parameter, version in left:
+            gradient = parameter.grad
+            if gradient is not None and gradient._version == version:
+                self._worker.take_back(self._names[parameter], _as_in_bucket(parameter, gradient))
 
 
-def hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return handle._reduce(bucket)
+class Use:
+    """Which parameters backward has come by since their gradients were last averaged, also under ``no_sync``.
+
+    Of those that could not be asked, since they are frozen, nothing is known, and they count as used.
+
+    Args:
+        hooks: takes those that this puts on parameters.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], hooks: list[Any]) -> None:
+        self._found: set[str] = set()
+        asked = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
+        self._asked = set(asked.values())
+        hooks += [
+            parameter.register_post_accumulate_grad_hook(partial(_note, self._found, name))
+            for parameter, name in asked.items()
+        ]
+
+    def used(self, name: str) -> bool:
+        """Whether a parameter was used; from now on it was not."""
+        found = name in self._found or name not in self._asked
+        self._found.discard(name)
+        return found
+
+
+def _note(found: set[str], name: str, _: Tensor) -> None:
+    found.add(name)
+
+
+def _refuse_sparse(name: str, parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise UserError(f"parameter {name} has a sparse gradient", where="edgc.ddp", fix="look it up with sparse=False")
 
 
 def _wait(future: torch.futures.Future[Tensor]) -> None:
@@ -251,7 +379,26 @@ def _wait(future: torch.futures.Future[Tensor]) -> None:
 
 def matrix_shape(parameter: Tensor) -> tuple[int, ...]:
     shape = tuple(parameter.shape)
-    return shape if len(shape) <= 2 else (shape[0], parameter[0].numel())
+    return shape if len(shape) <= 2 else (shape[0], math.prod(shape[1:]))
+
+
+def _as_in_bucket(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient as :func:`_matrix` gives that of its bucket."""
+    flat = gradient.new_empty(gradient.numel())
+    flat.as_strided(gradient.shape, _strides(parameter)).copy_(gradient)
+    return _matrix(parameter, flat.view(gradient.shape))
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Those of a parameter's gradient in its bucket: its own where it has its memory to itself and leaves no gaps."""
+    alike = torch.empty_like(parameter, device="meta").stride()
+    return alike if alike == parameter.stride() else torch.empty(parameter.shape, device="meta").stride()
+
+
+def _order(parameter: Tensor) -> list[int]:
+    """The dimensions of a parameter with several entries as its gradient has them in memory, outermost first."""
+    strides = _strides(parameter)
+    return sorted((i for i, size in enumerate(parameter.shape) if size > 1), key=lambda i: -strides[i])
 
 
 def _matrix(parameter: Tensor, view: Tensor) -> Tensor:

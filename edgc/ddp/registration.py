@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import warnings
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from edgc.buckets import Log
 from edgc.checks import dotted, integer
-from edgc.compressors.sizes import compressible, mean_bits
-from edgc.config import EDGCConfig
-from edgc.ddp.hook import Handle, Scaler, Unregistered, hook, matrix_shape
+from edgc.compressors.base import compressible, mean_bits
+from edgc.config import CompressingConfig, EDGCConfig
+from edgc.ddp.hook import Handle, Scaler, Slot, Unregistered, hook, matrix_shape
+from edgc.ddp.loss_scale import watch_first_step
 from edgc.engine import Engine, Observer
 from edgc.entropy.kinds import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
+
+_MARK = "edgc: is the node kept?"
 
 
 def register(
@@ -25,7 +34,7 @@ def register(
     config: EDGCConfig,
     *,
     iterations: int,
-    scaler: Scaler | None = None,
+    scaler: Scaler | Literal[False] | None = None,
     whole_steps: bool = True,
     process_group: dist.ProcessGroup | None = None,
     observer: Observer | None = None,
@@ -33,14 +42,17 @@ def register(
 ) -> Handle:
     """Average the gradients of ``model`` as ``config`` says, from the next backward on.
 
-    To be called on every rank of the model's process group, for several models in the same order on every rank.
+    To be called on every rank of the model's process group, for several models in the same order on every rank. A
+    refusal leaves nothing behind.
 
     Args:
-        model: wrapped, not yet compiled, without a communication hook. On a GPU with ``bucket_cap_mb=100`` or more, for
-            the host must launch less in fewer buckets.
+        model: wrapped, not yet compiled, without a communication hook but for that of a handle that was removed. On a
+            GPU with ``bucket_cap_mb=100`` or more, for the host must launch less in fewer buckets.
         iterations: length of the run in synchronised backward passes (warm-up is a share of it).
         scaler: the ``torch.amp.GradScaler`` (or anything with its ``scale``) that the loss is multiplied with, on every
-            rank or on none. With one scaler for several optimizers, all of them must skip the same steps.
+            rank or on none. With one scaler for several optimizers, all of them must skip the same steps. False says
+            that there is none, or one that is to be ignored; without it parameters in fp16 are refused, and a
+            ``GradScaler`` that makes the first step is warned of.
         whole_steps: undo a step with a gradient that is not finite in the state of every bucket, not only of those
             that have such a gradient; takes the memory of a second error feedback.
         process_group: of the same ranks as the model's, for this registration alone, if it is to have a timeout or a
@@ -52,60 +64,139 @@ def register(
     Raises:
         UserError: for a model or settings that this cannot work with, on every rank; also for settings of pipeline
             stages, of which there is one here.
+
+    Warns:
+        UserWarning: on the first rank, if these settings will compress nothing in this model, and if a ``GradScaler``
+            makes the steps that was not given.
     """
-    parameters = _parameters(model)
-    shapes = [matrix_shape(parameter) for parameter in parameters.values()]
-    described = [*zip(parameters, shapes, strict=True)]
-    _same_on_all_ranks(model, (config, iterations, scaler is not None, whole_steps, described))
-    integer("iterations", iterations, 1)
-    _refuse_stages(config)
+    parameters = _agreed(model, config, iterations, scaler, whole_steps)
     compressed = {
         name: ((shape[0], shape[1]), 8 * parameter.element_size())
-        for shape, (name, parameter) in zip(shapes, parameters.items(), strict=True)
-        if compressible(shape, config.min_compression_elements)
+        for name, parameter in parameters.items()
+        if compressible(shape := matrix_shape(parameter), config.min_compression_elements, 8 * parameter.element_size())
     }
     tables = embeddings(model.module)
     looked_up = {name for name, parameter in parameters.items() if parameter in tables}
-    group = process_group or own_group(model.process_group)
-    engine = Engine(
-        config,
-        stage=0,
-        shapes=[[shape for shape, _ in compressed.values()]],
-        iterations=iterations,
-        exchange_group=group,
-        observer=observer,
-        deferred=whole_steps,
-        overlapped=True,
-        gradient_bits=mean_bits(compressed.values()),
-        embeddings=looked_up,
-        embedding_shapes=[shape for name, (shape, _) in compressed.items() if name in looked_up],
-    )
     # Also of those that need no gradient: they may have been frozen after DDP had put them into buckets.
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     device = next(iter(parameters.values())).device
     # As many as DDP has put into buckets, of which some may have been frozen since; it does not always say which bucket
     # is the last.
     count = int(model._get_ddp_logging_data()["num_parameter_tensors"])
-    own = process_group is None
-    handle = Handle(engine, names, count, device, group, model.process_group, scaler, own=own)
-    handle.log = log
-    model.register_comm_hook(handle, hook)
+    with contextlib.ExitStack() as undo:
+        group = process_group
+        if group is None:
+            group = own_group(model.process_group)
+            undo.callback(dist.destroy_process_group, group)
+        engine = Engine(
+            config,
+            stage=0,
+            shapes=[[shape for shape, _ in compressed.values()]],
+            iterations=iterations,
+            exchange_group=group,
+            observer=observer,
+            deferred=whole_steps,
+            overlapped=True,
+            gradient_bits=mean_bits(compressed.values()),
+            embeddings=looked_up,
+            embedding_shapes=[shape for name, (shape, _) in compressed.items() if name in looked_up],
+        )
+        slot, given = _slot_of(model) or Slot(model.process_group), scaler or None
+        options = {"own": process_group is None, "find_unused": model.find_unused_parameters}
+        handle = Handle(engine, names, count, device, group, slot, given, **options)
+        undo.pop_all()
+        undo.callback(handle.remove)
+        if _slot_of(model) is None:
+            _connect(model, slot)
+        slot.handle, handle.log = handle, log
+        handle.refuse_sparse(model.module)
+        undo.pop_all()
+    if scaler is None and isinstance(config, CompressingConfig):
+        tell = partial(_tell_of_scaler, weakref.ref(handle), first=dist.get_rank(group) == 0)
+        weakref.finalize(handle, watch_first_step(parameters.values(), tell))
     return handle
 
 
+def _slot_of(model: DistributedDataParallel) -> Slot | None:
+    """The slot that a model was given when it was first registered."""
+    return next((state for _, state in model._comm_hooks if isinstance(state, Slot)), None)
+
+
+def _connect(model: DistributedDataParallel, slot: Slot) -> None:
+    try:
+        model.register_comm_hook(slot, hook)
+    except (RuntimeError, ValueError, TypeError) as error:
+        model._comm_hooks = [pair for pair in model._comm_hooks if pair[1] is not slot]
+        what, fix = f"DistributedDataParallel takes no hook: {error}", "wrap the model anew, without a hook of your own"
+        raise UserError(what, where="edgc.ddp.register", fix=fix) from None
+
+
+def _tell_of_scaler(reference: weakref.ref[Handle], *, first: bool) -> None:
+    """Warn of a ``GradScaler`` that steps a model whose handle was not given one."""
+    handle = reference()
+    if first and handle is not None and handle.active:
+        what = "edgc.ddp.register was given no scaler, but a GradScaler makes the steps: error feedback and entropies"
+        fix = "take a change of its scale for one of the gradients; give scaler=..., or scaler=False to leave it so"
+        warnings.warn(f"{what} {fix}", stacklevel=2)
+
+
+def _agreed(
+    model: DistributedDataParallel, config: EDGCConfig, iterations: int, scaler: object, whole_steps: bool
+) -> dict[str, Tensor]:
+    """The parameters whose gradients DDP averages, by name, if every rank can and means the same.
+
+    Raises:
+        UserError: on every rank, before there is anything to be left behind.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        what = f"edgc.ddp.register was given a {type(model).__name__}"
+        raise UserError(what, fix="wrap the module in DistributedDataParallel first, and compile it afterwards")
+    refused, mine = None, ""
+    try:
+        parameters = _parameters(model)
+        integer("iterations", iterations, 1)
+        _refuse_stages(config)
+        _refuse_scaler(scaler, config, parameters)
+        described = [(name, matrix_shape(parameter)) for name, parameter in parameters.items()]
+        mine = repr((config, iterations, scaler in (None, False), whole_steps, described))
+    except UserError as error:
+        refused = error
+    answers = gather_objects((mine, str(refused or "")), model.process_group)
+    if refused is not None:
+        raise refused
+    for rank, (_, other) in enumerate(answers):
+        if other:
+            raise UserError(f"rank {rank} refused: {other}", where="edgc.ddp.register")
+    differing = [rank for rank, (described, _) in enumerate(answers) if described != answers[0][0]]
+    if differing:
+        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(map(str, differing))}"
+        raise UserError(what, where="edgc.ddp.register", fix="give the same on every rank")
+    return parameters
+
+
 def _refuse_stages(config: EDGCConfig) -> None:
-    """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for."""
+    """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for; but not ``alignment``, which
+    the paper's settings have: one stage is always aligned."""
     one, values = "a plain data-parallel job has one stage", dotted(config.to_dict())
     for key, unused, word, why in (
         ("pipeline.rank", None, "null", one),
         ("fused_embedding", False, "false", one),
         ("compressed_stages", 1, "1", one),
-        ("alignment", "off", "off", one),
         ("compress_experts", True, "true", "a plain data-parallel job has no expert parallelism"),
     ):
         if (value := values.get(key, unused)) != unused:
             where, fix = "edgc.ddp.register", f"{why}; set {key}: {word}"
             raise UserError(f"{key} = {value!r} cannot be used", where=where, fix=fix)
+
+
+def _refuse_scaler(scaler: object, config: EDGCConfig, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse what is no loss scale, and fp16 where nobody has said whether there is one."""
+    if scaler is not None and scaler is not False and not callable(getattr(scaler, "scale", None)):
+        raise UserError(f"scaler = {scaler!r} is not valid", fix="give a GradScaler, or False")
+    half = [name for name, parameter in parameters.items() if parameter.dtype == torch.float16]
+    if half and scaler is None and isinstance(config, CompressingConfig):
+        fix = "give the GradScaler as scaler=..., or scaler=False if the loss is not scaled"
+        raise UserError(f"parameter {half[0]} is in fp16, and no scaler was given", where="edgc.ddp.register", fix=fix)
 
 
 def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
@@ -114,13 +205,17 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
     Raises:
         UserError: if this model's gradients cannot be reduced here.
     """
-    if not isinstance(model, DistributedDataParallel):
-        what = f"edgc.ddp.register was given a {type(model).__name__}"
-        raise UserError(what, fix="wrap the module in DistributedDataParallel first, and compile it afterwards")
     model._comm_hooks = [pair for pair in model._comm_hooks if not isinstance(pair[1], Unregistered)]
-    if model._comm_hooks:
+    slot = _slot_of(model)
+    if slot is not None and slot.handle is not None:
+        raise UserError("the model is registered already", fix="call handle.remove() before registering it anew")
+    # A built-in hook is known to DDP's logger alone.
+    if slot is None and (model._comm_hooks or model._get_ddp_logging_data().get("comm_hook")):
         what = "the model already has a communication hook"
         raise UserError(what, fix="register once per model, and wrap it without mixed_precision")
+    if getattr(model, "_use_python_reducer", False):
+        what = "the model was wrapped with torch._dynamo.config.optimize_ddp = 'python_reducer', which has no buckets"
+        raise UserError(what, fix="wrap it with another value")
     for name, module in model.module.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             raise UserError(f"module {name} has sparse gradients", fix="build it with sparse=False")
@@ -129,18 +224,30 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     }
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters.values()):
+        raise UserError("the model's optimizer steps in backward", fix="step it after backward")
     if len({parameter.device for parameter in parameters.values()}) > 1:
         raise UserError("the model's parameters are on several devices", fix="use one device per process")
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise UserError(f"parameter {name} has type {parameter.dtype}", fix="use real floating-point types")
+    if left_out := _not_reduced(parameters):
+        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        what = f"DistributedDataParallel does not average {', '.join(left_out[:3])}{more}"
+        raise UserError(what, fix="wrap the model after they were made trainable, or leave them frozen")
     return parameters
 
 
-def _same_on_all_ranks(model: DistributedDataParallel, mine: Any) -> None:
-    """Refuse on every rank what differs between ranks, before it becomes collectives that do not match."""
-    gathered = gather_objects(repr(mine), model.process_group)
-    other = [rank for rank, item in enumerate(gathered) if item != gathered[0]]
-    if other:
-        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(map(str, other))}"
-        raise UserError(what, where="edgc.ddp.register", fix="give the same on every rank")
+def _not_reduced(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters that are in no bucket of DDP, which takes those that need a gradient when it wraps.
+
+    It has no public way to ask. But it holds the autograd node that accumulates the gradient of each parameter in a
+    bucket; other parameters get a new one each time somebody asks for it.
+    """
+
+    def notes(parameter: Tensor) -> dict[str, Any]:
+        return cast(dict[str, Any], get_gradient_edge(parameter).node.metadata)
+
+    for parameter in parameters.values():
+        notes(parameter)[_MARK] = True
+    return [name for name, parameter in parameters.items() if not notes(parameter).pop(_MARK, False)]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from edgc.checks import plain
-from edgc.compressors.sizes import FACTOR_BITS
+from edgc.compressors.powersgd import FACTOR_BITS
 from edgc.doctor.diagnosis import GBIT, Request, measure, text
 from edgc.errors import UserError
 
@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Request, bool]:
     parser.add_argument("--hidden", type=int, help="instead: width of GPT blocks (default 1024, GPT-2 medium)")
     parser.add_argument("--layers", type=int, help="and their number (default 1)")
     parser.add_argument("--rank", type=int, nargs="+", default=[8, 32, 64, 128], help="default 8 32 64 128")
-    parser.add_argument("--factor-dtype", choices=FACTOR_BITS, default="fp32")
+    parser.add_argument("--factor-dtype", nargs="+", choices=FACTOR_BITS, default=["fp32", "int8"], help="of the ranks")
     parser.add_argument("--bandwidth", type=float, metavar="GBIT", help="assume this network, in Gbit/s per rank")
     parser.add_argument("--latency", type=float, metavar="US", help="assume this latency of a round, in microseconds")
     parser.add_argument("--repeats", type=int, default=5)
@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Request, bool]:
     request = Request(
         shapes=tuple(map(_shape, given.shapes)) if given.shapes else block,
         ranks=tuple(dict.fromkeys(given.rank)),
-        factor_dtype=given.factor_dtype,
+        factor_dtypes=tuple(dict.fromkeys(given.factor_dtype)),
         repeats=given.repeats,
         threads=given.threads or max(1, (os.cpu_count() or 1) // local),
         device=given.device,

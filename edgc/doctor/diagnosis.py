@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from edgc.timing.link import Cost, Link, break_even
 
 GBIT = 1e9 / 8
 _SIZES = [4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20, 16 * 2**20]  # bytes of the timed all-reduces
+_DENSITY = 0.01  # of top-k
 _SLOW = 2.0  # seconds after which a measurement is not repeated
 
 
@@ -30,7 +32,7 @@ class Request:
 
     shapes: tuple[tuple[int, int], ...]
     ranks: tuple[int, ...]
-    factor_dtype: str
+    factor_dtypes: tuple[str, ...]
     repeats: int
     threads: int
     device: str
@@ -54,9 +56,11 @@ def measure(request: Request, device: torch.device) -> dict[str, Any]:
         Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(zip(parts, request.shapes, strict=True))
     ]
     methods: list[tuple[str, EDGCConfig]] = [("dense", EDGCConfig(method="none")), ("bf16", EDGCConfig(method="bf16"))]
-    for rank in request.ranks:
-        config = EDGCConfig(method="powersgd", rank=rank, factor_dtype=request.factor_dtype)
-        methods.append((f"rank {rank}", config))
+    for dtype, rank in itertools.product(request.factor_dtypes, request.ranks):
+        name = f"rank {rank}" if dtype == "fp32" else f"rank {rank} {dtype}"
+        methods.append((name, EDGCConfig(method="powersgd", rank=rank, factor_dtype=dtype)))
+    methods += [(f"quantize {bits}", EDGCConfig(method="quantize", bits=bits)) for bits in (8, 4)]
+    methods.append((f"topk {_DENSITY:g}", EDGCConfig(method="topk", density=_DENSITY)))
     rows = [{"method": name, **_time(config, gradients, request)} for name, config in methods]
     machine = {
         "world": dist.get_world_size(),
@@ -156,7 +160,7 @@ def assess(
     return {
         **machine,
         "shapes": [list(shape) for shape in request.shapes],
-        "factor_dtype": request.factor_dtype,
+        "factor_dtypes": list(request.factor_dtypes),
         "network": {
             "bandwidth_gbit": link.bandwidth / GBIT,
             "bandwidth_source": "measured" if request.bandwidth is None else "assumed",
@@ -196,20 +200,20 @@ def text(report: dict[str, Any], local: bool) -> str:
     where = "between processes of this machine" if local else "between the processes of this job"
     lines = [
         f"{report['world']} processes ({report['backend']}, {report['device']}, {report['threads']} threads each); "
-        f"{len(report['shapes'])} matrices with {entries / 1e6:.3g} M entries; factors in {report['factor_dtype']}",
+        f"{len(report['shapes'])} matrices with {entries / 1e6:.3g} M entries",
         f"all-reduce {where}, measured: {network['measured_bandwidth_gbit']:.3g} Gbit/s, "
         f"{network['measured_latency_seconds'] * 1e6:.3g} us a round (fit within {network['fit_residual']:.0%})",
         f"network below: {network['bandwidth_gbit']:.3g} Gbit/s ({network['bandwidth_source']}), "
         f"{network['latency_seconds'] * 1e6:.3g} us a round ({network['latency_source']})",
         "",
-        f"{'':10}{'compress':>10}{'decompress':>12}{'sent':>10}{'rounds':>8}{'here':>10}  |"
+        f"{'':14}{'compress':>10}{'decompress':>12}{'sent':>10}{'rounds':>8}{'here':>10}  |"
         f"{'total':>10}{'of dense':>10}{'pays below':>13}",
-        f"{'':10}{'ms':>10}{'ms':>12}{'MB':>10}{'':>8}{'ms':>10}  |{'ms':>10}{'':>10}{'Gbit/s':>13}",
+        f"{'':14}{'ms':>10}{'ms':>12}{'MB':>10}{'':>8}{'ms':>10}  |{'ms':>10}{'':>10}{'Gbit/s':>13}",
     ]
     for row in report["methods"]:
         below = row["pays_below_gbit"]
         lines.append(
-            f"{row['method']:10}{row['seconds_compress'] * 1e3:10.2f}{row['seconds_decompress'] * 1e3:12.2f}"
+            f"{row['method']:14}{row['seconds_compress'] * 1e3:10.2f}{row['seconds_decompress'] * 1e3:12.2f}"
             f"{row['bytes'] / 1e6:10.3f}{row['rounds']:8}{row['seconds_measured'] * 1e3:10.2f}  |"
             f"{row['seconds_calculated'] * 1e3:10.2f}{row['of_dense']:10.2f}"
             f"{'' if below is None else f'{below:.3g}':>13}"

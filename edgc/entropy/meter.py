@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.sizes import compressible
+from edgc.compressors.base import compressible
 from edgc.config import EDGCConfig
 from edgc.entropy import on_device
 from edgc.entropy.estimators import combine, estimate

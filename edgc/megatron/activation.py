@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Statistics
-from edgc.compressors.passes import square_sums, within
+from edgc.compressors.base import Statistics, square_sums, within
 from edgc.compressors.powersgd.state import of_rank, random_factor
 from edgc.compressors.powersgd.workspace import ways
 from edgc.errors import UserError
@@ -120,7 +119,7 @@ class ActivationCompressor:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout | None:
-        """How a gradient of this shape, last dimension by all others, and type is sent; None is as it is."""
+        """Layout of the message for a gradient of this shape, last dimension by all others, and type; None: as is."""
         if self.rank is None:
             return None
         rows, columns = math.prod(shape[:-1]), shape[-1]

@@ -1,4 +1,4 @@
-"""The one call that a Megatron-Core user adds: ``edgc.megatron.attach(model_chunks, config, iterations=...)``."""
+"""Entry for users of Megatron-Core: ``edgc.megatron.attach(model_chunks, config, iterations=...)``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from edgc.checks import integer
-from edgc.compressors.sizes import compressible, mean_bits
+from edgc.compressors.base import compressible, mean_bits
 from edgc.config import CompressingConfig, EDGCConfig
 from edgc.control.settings import PolicyConfig
 from edgc.engine import Engine, Observer
@@ -58,6 +58,10 @@ def attach(
     Distributed optimizer: what goes dense is reduce-scattered; of what is compressed the factors are all-reduced, and
     each rank reconstructs the rows of its shard.
 
+    Frozen stages: what is frozen when the model is wrapped is in no bucket, and a rank without buckets takes part in
+    the decisions of all. Under method ``edgc`` the first stage is the first one that has a matrix to compress:
+    ``decision.ranks[0]`` is its rank.
+
     Args:
         model_chunks: this rank's chunk, or its list of chunks under an interleaved schedule.
         iterations: length of the run in iterations (warm-up is a share of it).
@@ -98,10 +102,13 @@ def attach(
     ]
     own = [matrix for matrix in own if compressible(matrix.shape, config.min_compression_elements)]
     stages = _matrices_of_all_stages(stage, own)
+    leads = [index for index, matrices in enumerate(stages) if matrices or not isinstance(config, PolicyConfig)]
+    first = leads[0] if leads else 0  # whose entropy and times the other stages follow
+    stages = stages[first:]
     overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
     engine = Engine(
         config,
-        stage=stage,
+        stage=max(stage - first, -1),  # -1: nothing that is measured here counts for any stage
         shapes=[[matrix.shape for matrix in matrices] for matrices in stages],
         iterations=iterations,
         observer=observer,
@@ -113,9 +120,8 @@ def attach(
     )
     for group in groups:
         group.__class__ = CompressedBucketGroup
-    pipeline = _communicator(chunks[0], config, engine.stages)
-    fp16 = bool(chunks[0].config.fp16)
-    attachment = Attachment(engine, groups, overlap=overlap, fp16=fp16, fused=fused, pipeline=pipeline)
+    pipeline = _communicator(chunks[0], config)
+    attachment = Attachment(engine, groups, chunks[-1], overlap=overlap, fused=fused, pipeline=pipeline)
     for group in groups:
         compress = experts or group not in expert
         group.edgc_join(attachment, names, compress=compress, elsewhere=elsewhere)
@@ -130,7 +136,8 @@ def attach(
 def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
     """Refuse what cannot work, in one line."""
     settings = chunk.ddp_config
-    if any(isinstance(group, CompressedBucketGroup) for group in chunk.bucket_groups):
+    attached = any(isinstance(group, CompressedBucketGroup) for group in chunk.bucket_groups)
+    if attached or "finish_grad_sync" in vars(chunk):  # without bucket groups only the last chunk tells
         raise UserError("these model chunks already have an attachment", fix="call attach once per model")
     if settings.num_distributed_optimizer_instances > 1:
         what = f"num_distributed_optimizer_instances = {settings.num_distributed_optimizer_instances} is not supported"
@@ -143,9 +150,9 @@ def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
         raise UserError("use_megatron_fsdp is not supported", where="DistributedDataParallelConfig", fix=fix)
 
 
-def _communicator(chunk: DistributedDataParallel, config: EDGCConfig, stages: int) -> CompressedP2P | None:
-    """What compresses the traffic between stages; None unless that is asked for."""
-    settings = config.pipeline
+def _communicator(chunk: DistributedDataParallel, config: EDGCConfig) -> CompressedP2P | None:
+    """Communicator that compresses the traffic between stages; None unless that is asked for."""
+    settings, stages = config.pipeline, parallel_state.get_pipeline_model_parallel_world_size()
     alone = {"pipeline.rank": settings.rank is not None, "fused_embedding": config.fused_embedding}
     for key, asked in alone.items() if stages == 1 and dist.get_rank() == 0 else ():
         if asked:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from edgc.buckets import Bucket, BucketWorker
@@ -29,10 +30,15 @@ class Attachment:
     """Made by :func:`edgc.megatron.attach`.
 
     With ``overlap_grad_reduce`` reductions go on beside backward (:mod:`edgc.buckets`; on a CPU in a thread, over
-    process groups of its own); without, they happen in the caller's thread. An iteration ends with the last bucket
-    group's ``finish_grad_sync``. There all ranks of all stages learn whether any averaged gradient was not finite (one
-    all-reduce of one number). If so, the step is skipped everywhere: gradients become NaN, the guarded optimizer does
-    not step, and error feedback, warm start and the controller's means stay as they were before the iteration.
+    process groups of its own); without, they happen in the caller's thread. An iteration ends with
+    ``finish_grad_sync`` of the last model chunk, also on a rank that trains nothing. There all ranks of all stages
+    learn whether any averaged gradient was not finite (one all-reduce of one number). If so, the step is skipped
+    everywhere: gradients become NaN, the guarded optimizer does not step, and error feedback, warm start and the
+    controller's means stay as they were before the iteration.
+
+    Args:
+        groups: the bucket groups of this rank; none where all parameters are frozen.
+        last_chunk: the last of this rank's model chunks.
 
     Attributes:
         engine: reduces the gradients; not to be called from outside.
@@ -40,7 +46,7 @@ class Attachment:
         skipped: steps skipped so far.
         skipped_in_a_row: up to and with the last iteration.
         averaged_at: when the last gradients of the last iteration were averaged here, before any rank waits for those
-            of other stages; a mark of :mod:`edgc.runtime.channel`.
+            of other stages; a mark of :mod:`edgc.runtime.channel`. None if nothing is trained here.
         hooks: on the model, to be removed at the end.
         pipeline: the communicator that compresses the traffic between pipeline stages, under ``config.pipeline``. Its
             error feedback follows the loss scale and is part of the state.
@@ -50,9 +56,9 @@ class Attachment:
         self,
         engine: Engine,
         groups: Sequence[CompressedBucketGroup],
+        last_chunk: DistributedDataParallel,
         *,
         overlap: bool,
-        fp16: bool,
         fused: FusedEmbedding | None = None,
         pipeline: CompressedP2P | None = None,
     ) -> None:
@@ -60,7 +66,8 @@ class Attachment:
         self.groups = list(groups)
         self._fused = fused
         self.skipped = self.skipped_in_a_row = 0
-        self.device = groups[0].buckets[0].grad_data.device
+        # Where Megatron makes its gradient buffers.
+        self.device = torch.device(torch.cuda.current_device())
         self.pipeline = pipeline
         self.hooks: list[Any] = []
         self.averaged_at: Mark | None = None
@@ -69,7 +76,7 @@ class Attachment:
         self._backward: list[tuple[Mark, Mark]] = []
         self._worker: BucketWorker | None = None
         self._own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._needs_scale = fp16  # until an optimizer tells it
+        self._needs_scale = bool(last_chunk.config.fp16)  # until an optimizer tells it
         self._guarded: Any = None  # the optimizer
         self._loaded = False  # whether a state was loaded and no iteration has begun since
         if pipeline is not None:
@@ -83,6 +90,13 @@ class Attachment:
                 self._own_groups = groups_of({tuple(dist.get_process_group_ranks(g)): timeout_of(g) for g in shared})
             # The thread must not keep the attachment alive, which ends it.
             self._stop = weakref.finalize(self, self._worker.stop)
+        self._last_chunk, finish = last_chunk, last_chunk.finish_grad_sync
+
+        def finish_grad_sync(*arguments: Any, **options: Any) -> None:
+            finish(*arguments, **options)
+            self._end_iteration()
+
+        last_chunk.finish_grad_sync = finish_grad_sync
 
     @property
     def last(self) -> Iteration | None:
@@ -158,7 +172,7 @@ class Attachment:
         return Pending(self._worker, future)
 
     def group_finished(self, started: Mark, ended: Mark, finite: Tensor) -> None:
-        """Called once per iteration by every bucket group; the last one closes the iteration.
+        """Take in what a bucket group has done, once per iteration.
 
         Args:
             started, ended: of the wait for the group's means.
@@ -166,16 +180,17 @@ class Attachment:
         """
         self._exposed.add(started, ended)
         self._finite.append(finite)
-        if len(self._finite) == len(self.groups):
-            self.averaged_at = ended
-            if self._fused is not None:
-                self._finite.append(self._fused.reduce(self.engine))
-            self._close()
+        self.averaged_at = ended
 
-    def _close(self) -> None:
+    def _end_iteration(self) -> None:
+        if self._fused is not None:
+            self._finite.append(self._fused.reduce(self.engine))
         if self.pipeline is not None:
             self.pipeline.check_used()
-        bad = torch.stack([flag.to(self.device) for flag in self._finite]).logical_not().any().float()
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
+        for flag in self._finite:
+            finite &= flag
+        bad = finite.logical_not().float()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         skipped = bool(bad)
         self.skipped += skipped
@@ -204,6 +219,7 @@ class Attachment:
         groups, self.groups = self.groups, []
         for member in groups:
             member.edgc_leave()
+        vars(self._last_chunk).pop("finish_grad_sync", None)  # that of its class comes back
         if self._worker is not None:
             self._stop()
         for group in self._own_groups.values():
@@ -214,7 +230,7 @@ class Attachment:
         for hook in self.hooks:
             hook.remove()
         if self._guarded is not None:
-            del self._guarded.prepare_grads  # the instance's: that of its class comes back
+            del self._guarded.prepare_grads  # likewise
         self._fused = self._guarded = self.pipeline = None
         self.hooks = []
 
@@ -234,7 +250,7 @@ class Attachment:
         output.register_hook(started)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs, besides model and optimizer, to go on exactly: save one per rank."""
+        """State that this rank needs, besides model and optimizer, to go on exactly: save one per rank."""
         return {
             **_replica(),
             "place": _place(),
@@ -275,7 +291,7 @@ class Attachment:
 
 
 def _replica() -> dict[str, int]:
-    """Which replica this rank is, and of how many."""
+    """Number of the replica that this rank belongs to, and of how many."""
     return {
         "world": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         "rank": parallel_state.get_data_parallel_rank(with_context_parallel=True),
@@ -283,7 +299,7 @@ def _replica() -> dict[str, int]:
 
 
 def _place() -> dict[str, int]:
-    """Which part of the model this rank holds."""
+    """Part of the model that this rank holds."""
     return {
         "pipeline stage": parallel_state.get_pipeline_model_parallel_rank(),
         "tensor-parallel rank": parallel_state.get_tensor_model_parallel_rank(),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from edgc.buckets import BucketWorker
 from edgc.compressors import Gradient
-from edgc.compressors.passes import finite
+from edgc.compressors.base import finite
 from edgc.runtime.channel import mark
 
 
@@ -110,7 +110,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         return low, min(max(start + size - first, low), gradient.numel())
 
     def _averaged(self, bucket: Any) -> Tensor:
-        """What holds the mean on this rank."""
+        """Tensor that holds the mean on this rank."""
         if self.ddp_config.use_distributed_optimizer:
             return bucket.grad_data.view(self.edgc_replicas.size(), -1)[self.edgc_replicas.rank()]
         return bucket.grad_data

@@ -20,6 +20,9 @@ With a training loop of one's own::
 
 All functions are collective: every rank of the world calls them, between two iterations, and folders are on a file
 system that all ranks share, as for Megatron. A run goes on from its checkpoint bit for bit as if it had never stopped.
+
+Checksums find damage, no forgery: they lie beside what they are of. What lies in the pickles of a checkpoint is
+therefore looked at before anybody reads them (:mod:`edgc.checkpoints.unpickling`).
 """
 
 from __future__ import annotations
@@ -32,8 +35,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from edgc.checkpoints import manifest, rank_files
+from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
+
+from edgc.checkpoints import manifest, rank_files, unpickling
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
+from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
 from edgc.megatron.checkpoint_state import (
     FOLDER,
@@ -48,7 +54,7 @@ from edgc.megatron.checkpoint_state import (
 )
 from edgc.runtime.groups import gather_objects
 
-__all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "save"]
+__all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "readable", "save"]
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -163,13 +169,13 @@ def _settle(folder: Path, names: Sequence[str]) -> dict[str, manifest.Entry]:
 
 
 def check(folder: str | Path) -> None:
-    """Compare every file of a checkpoint with its manifest, shared among the ranks.
+    """Compare every file of a checkpoint with its manifest, shared among the ranks, and look into its pickles.
 
     Of a checkpoint that :func:`publish` did not make, only EDGC's part can be compared; Megatron-LM's tracker file has
     to have named it or a later one.
 
     Raises:
-        DamagedCheckpoint: on every rank, for a file that is missing or not what was written.
+        DamagedCheckpoint: on every rank, for a file that is missing, not what was written, or would run code.
     """
     folder = Path(folder)
     inner = rank_files.together(lambda: read(folder))
@@ -180,6 +186,25 @@ def check(folder: str | Path) -> None:
         rank_files.on_first_rank(lambda: _check_tracker(folder, iteration_of(inner)))
     rank, size = rank_files.world()
     rank_files.together(lambda: _check(folder, part, content, sorted(content.files)[rank::size]))
+    rank_files.on_first_rank(lambda: unpickling.check(folder))
+
+
+@contextlib.contextmanager
+def readable(folder: Path, fix: str) -> Iterator[None]:
+    """Let what ``dist_checkpointing`` raises inside, while it reads ``folder``, be told in one line.
+
+    Raises:
+        UserError: with the cause, and with ``fix``.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:
+        cause = (str(error).strip().splitlines() or [""])[-1]
+        kind = "" if isinstance(error, CheckpointException) else f"{type(error).__name__}: "
+        what = f"the checkpoint does not hold this model: {kind}{cause[:240]}"
+        raise UserError(what, where=folder, fix=fix) from None
 
 
 def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> Path | None:

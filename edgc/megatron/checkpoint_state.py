@@ -1,4 +1,4 @@
-"""Which part of EDGC's saved state a rank of a Megatron-Core job goes on from, also with another number of replicas."""
+"""Choice of the saved state that a rank of a Megatron-Core job goes on from, also with other replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in its :class:`Layout`."""
+    """Place of a rank in its :class:`Layout`."""
 
     tensor: int
     pipeline: int
@@ -71,11 +71,11 @@ class Place:
         )
 
     def same_shard(self, other: Place) -> bool:
-        """Whether both hold the same part of the parameters that are not experts."""
+        """Compare: both hold the same part of the parameters that are not experts."""
         return (self.tensor, self.pipeline) == (other.tensor, other.pipeline)
 
     def same_experts(self, other: Place) -> bool:
-        """Whether both also hold the same part of the experts."""
+        """Compare: both also hold the same part of the experts."""
         mine = (self.expert, self.expert_tensor)
         return self.same_shard(other) and mine == (other.expert, other.expert_tensor)
 
@@ -140,7 +140,7 @@ def redistributed(states: Mapping[Place, Mapping[str, Any]], place: Place) -> St
 
 
 def iteration_of(content: Manifest) -> int:
-    """How many iterations a saved state has behind it."""
+    """Number of iterations that a saved state has behind it."""
     return int(content.about["ranks"][0]["iteration"])
 
 

@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.passes import finite
+from edgc.compressors.base import finite
 from edgc.engine import Engine
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, groups_of, timeout_of
@@ -98,30 +98,24 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
     Raises:
         UserError: on every rank, for what is not supported.
     """
-    found = [
-        (parameter, group)
-        for chunk in chunks
-        for group in chunk.bucket_groups
-        for parameter in group.params
-        if getattr(parameter, "shared_embedding", False)
-    ]
-    if not any(gather_objects(bool(found))):
+    trained = [parameter for chunk in chunks for parameter in chunk.params_with_grad]
+    tied = next((parameter for parameter in trained if getattr(parameter, "shared_embedding", False)), None)
+    replicas = dist.get_process_group_ranks(chunks[0].dp_cp_group)
+    ends = [] if tied is None else dist.get_process_group_ranks(parallel_state.get_embedding_group())
+    rows = gather_objects((replicas, ends))
+    if not any(ends for _, ends in rows):
         return None
     config = get_model_config(chunks[0])
     _check(config, chunks[0].ddp_config)
-    mine = dist.get_process_group_ranks(found[0][1].data_parallel_group) if found else None
-    replicas = gather_objects(mine)
-    ranks: tuple[int, ...] = ()
-    if mine is not None:
-        embedding = parallel_state.get_embedding_group()
-        ends = [replicas[rank] or () for rank in dist.get_process_group_ranks(embedding)]
-        ranks = tuple(sorted({rank for end in ends for rank in end}))
-    alone = (dist.get_rank(),)
-    timeout = timeout_of(found[0][1].data_parallel_group) if found else None
-    groups = groups_of(dict.fromkeys((ranks, alone), timeout) if mine is not None else {})
-    if mine is None:
+    if any(not rows[rank][1] for _, ends in rows for rank in ends):
+        fix = "freeze both copies or none, before the model is wrapped"
+        raise UserError("one copy of the tied embedding is frozen, the other is not", where=_WHERE, fix=fix)
+    ranks, alone = tuple(sorted({rank for end in ends for rank in rows[end][0]})), (dist.get_rank(),)
+    timeout = timeout_of(chunks[0].dp_cp_group)
+    groups = groups_of({} if tied is None else dict.fromkeys((ranks, alone), timeout))
+    if tied is None:
         return None
-    fused = FusedEmbedding(names[found[0][0]], found[0][0], groups[ranks], groups[alone], len(ranks) // len(mine))
+    fused = FusedEmbedding(names[tied], tied, groups[ranks], groups[alone], len(ranks) // len(replicas))
     finalize = config.finalize_model_grads_func
     config.finalize_model_grads_func = fused.wrapped(finalize)
     fused.restore = partial(setattr, config, "finalize_model_grads_func", finalize)

@@ -1,4 +1,4 @@
-"""What goes backwards over which link of Megatron's pipeline schedules, in which order: plain counting.
+"""Order of the gradients on every link of Megatron's pipeline schedules: plain counting.
 
 Link i carries gradients from stage i + 1 to stage i; under an interleaved schedule the last link goes from stage 0 to
 the last stage. A stage runs its backward steps in one order, the same on every stage, so over a link gradients come in
@@ -52,7 +52,7 @@ class BackwardSchedule:
         return [chunk for chunk in self.steps(micro_batches) if stage > 0 or chunk > 0]
 
     def cooldown(self, receiver: int, micro_batches: int) -> int:
-        """How many of the gradients sent to ``receiver`` it uses in its cool-down; they are the last ones."""
+        """Number of the gradients sent to ``receiver`` that it uses in its cool-down; they are the last ones."""
         steps = self.steps(micro_batches)
         last = steps[len(steps) - self.warmup(receiver, micro_batches) :]
         # The model's last chunk, on the last stage, starts from the loss.

@@ -93,12 +93,12 @@ class CompressedP2P(P2PCommunicator):
         self.starting: weakref.WeakMethod[Callable[[], None]] | None = None  # called when an iteration begins
 
     def schedule_arguments(self) -> dict[str, Any]:
-        """What Megatron's forward-backward function is to be called with, besides its usual arguments."""
+        """Arguments that Megatron's forward-backward function is to be called with, besides its usual ones."""
         groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         return {"p2p_communicator": self, "pg_collection": groups}
 
     def begin_iteration(self, micro_batches: int) -> None:
-        """To be called on every rank before each call of the forward-backward function that is to train.
+        """Begin an iteration: call it on every rank before each forward-backward call that trains.
 
         Args:
             micro_batches: that this iteration runs through the pipeline (``num_microbatches``).
@@ -123,7 +123,7 @@ class CompressedP2P(P2PCommunicator):
         return [(chunk, i >= first) for i, chunk in enumerate(chunks)]
 
     def check_used(self) -> None:
-        """To be called at the end of every iteration.
+        """Check, at the end of every iteration, that it ran with this communicator.
 
         Raises:
             UserError: the iteration ran without this communicator, so that nothing was compressed.
@@ -188,7 +188,7 @@ class CompressedP2P(P2PCommunicator):
         return torch.empty(shape, requires_grad=True, device=device, dtype=dtype)
 
     def _outgoing(self, gradient: Tensor) -> Tensor:
-        """What goes over the link for the next gradient."""
+        """Message that goes over the link for the next gradient."""
         chunk, compress = self._next(self._to_send)
         layout = self.compressor.layout(gradient.shape, gradient.dtype) if compress else None
         message, statistics = gradient, self.traffic.statistics
@@ -201,7 +201,7 @@ class CompressedP2P(P2PCommunicator):
         return message
 
     def _incoming(self, gradient: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-        """What the next gradient is received into, and what then remains to be done."""
+        """Tensor that the next gradient is received into, and what then remains to be done."""
         _, compressed = self._next(self._to_receive)
         layout: Layout | None = self.compressor.layout(gradient.shape, gradient.dtype) if compressed else None
         self.traffic.received += 1

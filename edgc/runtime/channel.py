@@ -28,6 +28,11 @@ from edgc.lazy import Tensor, torch
 Mark: TypeAlias = "float | torch.cuda.Event"
 
 
+def collective(name: str, before: str) -> Any:
+    """torch's collective of this name, or of the one that it had before torch 2.13."""
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
+
+
 def mark(device: torch.device) -> Mark:
     """Now: seconds on a CPU, an event in the current stream on a GPU."""
     if device.type != "cuda":
@@ -87,8 +92,9 @@ class Channel:
     Every method hands its tensors over until :meth:`finish` returns. With one rank nothing is sent, and results are
     what the collective would give.
 
-    Means of fp16 are divided before they are added, as DDP does it: the sum of two ranks' 40 000 is beyond fp16, their
-    mean is not (:func:`before_sum`). Wider types have the range of fp32 and are divided afterwards.
+    Means are divided before they are added, as DDP does it: the sum of two ranks' 40 000 is beyond fp16, their mean is
+    not (:func:`before_sum`). A mean is finite where the numbers are; among a number of ranks that is no power of two,
+    and in other types than fp16, where they are below the largest number of their type by its rounding.
 
     Args:
         group: None is the world.
@@ -130,7 +136,8 @@ class Channel:
             for buffer in buffers:
                 own = self.own_part(buffer)
                 before_sum(buffer, self.world)
-                work = torch.distributed.reduce_scatter_tensor(own, buffer, group=self.group, async_op=True)
+                start = collective("reduce_scatter_single", "reduce_scatter_tensor")
+                work = start(own, buffer, group=self.group, async_op=True)
                 self._start(work, own, divide=True)
                 self.bytes += (self.world - 1) * buffer.nbytes // self.world
 
@@ -153,8 +160,8 @@ class Channel:
             output.copy_(source.view_as(output))
             return
         with span("edgc::all_gather"):
-            work = torch.distributed.all_gather_into_tensor(output, source, group=self.group, async_op=True)
-            self._start(work, source)
+            start = collective("all_gather_single", "all_gather_into_tensor")
+            self._start(start(output, source, group=self.group, async_op=True), source)
         self.bytes += (self.world - 1) * source.nbytes
 
     def _start(self, work: Any, tensor: Tensor, divide: bool = False) -> None:
@@ -180,21 +187,24 @@ class Channel:
 
 
 def before_sum(tensor: Tensor, world: int) -> None:
-    """Make ``tensor`` ready to be summed over ``world`` ranks: fp16 is divided by the next power of two, which rounds
-    nothing but denormal numbers."""
-    if tensor.dtype == torch.float16:
-        tensor.mul_(1 / _power_above(world))
+    """Make ``tensor`` ready to be summed over ``world`` ranks: divide it by the next power of two, which rounds nothing
+    but denormal numbers."""
+    tensor.mul_(1 / _power_above(world))
 
 
 def after_sum(tensor: Tensor, world: int) -> None:
-    """Make the mean of the sum over ``world`` ranks of what :func:`before_sum` has left."""
+    """Make the mean of the sum over ``world`` ranks of what :func:`before_sum` has left: the same bits as the sum of
+    what was there before, divided."""
+    share = world / _power_above(world)
+    if share == 1:
+        return
     if tensor.dtype != torch.float16:
-        tensor.div_(world)
-    elif world != _power_above(world):
-        # Rounding of the sum must not carry a mean near the largest number over it.
-        limit = torch.finfo(torch.float16).max
-        mean = tensor.float().mul_(_power_above(world) / world).clamp_(-limit, limit)
-        tensor.copy_(torch.where(tensor.isfinite(), mean, tensor.float()))
+        tensor.div_(share)
+        return
+    # Rounding of the sum must not carry a mean near the largest number over it.
+    limit = torch.finfo(torch.float16).max
+    mean = tensor.float().mul_(1 / share).clamp_(-limit, limit)
+    tensor.copy_(torch.where(tensor.isfinite(), mean, tensor.float()))
 
 
 def _power_above(world: int) -> int:

@@ -1,20 +1,31 @@
-"""Who looks at values on a device: the host on a CPU, nobody on a GPU.
+"""How torch is worked with: who looks at values on a device, and the modes that the library works in.
 
 On a CPU the host reads whether a result is finite and decides. On a GPU reading would make the host wait for the
 device, so everything goes on there and writes are masked: the *masked path*. Tests run that path without a GPU, on CPU
 tensors, with :func:`masked_path` or, in processes that they start, with ``EDGC_MASKED_PATH=1`` in the environment.
+
+Whatever the modes of its caller are, the library has its own. Autograd, autocast and inference mode belong to a thread,
+deterministic mode and the precision of products to the process. The former are set at every entry of the library
+(:func:`own_modes`); the latter only where the caller waits for it, for another thread may be in the middle of its own
+backward. There, which is on a CPU, products that the process rounds to less than fp32 are made in fp64
+(:func:`reduced_products`). The default type is asked for nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from edgc.lazy import Tensor, torch
 
 _masked = os.environ.get("EDGC_MASKED_PATH", "") == "1"
+_Given = ParamSpec("_Given")
+_Back = TypeVar("_Back")
+_LIBRARIES = ("cuda", "mkldnn")
+_EXACT = {"none", "ieee", "highest"}
 
 
 def host_decides(device: torch.device) -> bool:
@@ -75,3 +86,64 @@ def masked_path(on: bool = True) -> Iterator[None]:
         yield
     finally:
         _masked = before
+
+
+@contextlib.contextmanager
+def own_modes(*, waited_for: bool = True) -> Iterator[None]:
+    """No autograd, autocast or inference mode inside and, if the caller's thread waits, neither deterministic
+    algorithms, of which this library has no others, nor products of less than fp32."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if waited_for and torch.are_deterministic_algorithms_enabled():
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            torch.use_deterministic_algorithms(False)
+            stack.callback(torch.use_deterministic_algorithms, True, warn_only=warns)
+        if waited_for and not _EXACT.issuperset(map(_precision, _LIBRARIES)):
+            stack.enter_context(_whole_products())
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def in_own_modes(function: Callable[_Given, _Back]) -> Callable[_Given, _Back]:
+    """Decorator: an entry of the library that the caller waits for."""
+
+    @wraps(function)
+    def inside(*arguments: _Given.args, **options: _Given.kwargs) -> _Back:
+        with own_modes():
+            return function(*arguments, **options)
+
+    return inside
+
+
+def reduced_products() -> bool:
+    """Whether the process lets products of fp32 matrices on a CPU be rounded to less."""
+    return _precision("mkldnn") not in _EXACT
+
+
+def _precision(library: str) -> str:
+    """Of products of fp32. The properties of ``torch.backends`` say the same in twenty times the time; torch before
+    2.9 has one precision for all libraries."""
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return torch.get_float32_matmul_precision() if getter is None else getter(library, "matmul")
+
+
+@contextlib.contextmanager
+def _whole_products() -> Iterator[None]:
+    before = {name: _precision(name) for name in _LIBRARIES}
+    try:
+        older: str | None = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch gives none where the libraries differ
+        older = None
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        if hasattr(torch._C, "_get_fp32_precision_getter"):
+            for library, precision in before.items():
+                getattr(torch.backends, library).matmul.fp32_precision = precision

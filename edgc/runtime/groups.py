@@ -86,10 +86,16 @@ def groups_of(wanted: Mapping[tuple[int, ...], timedelta | None]) -> dict[tuple[
     return {ranks: made[ranks] for ranks in wanted}
 
 
-def all_here(group: dist.ProcessGroup | None) -> None:
-    """Wait until all ranks of ``group`` (None: the world) are here.
+def all_here(group: dist.ProcessGroup | None, limit: timedelta | None = None) -> None:
+    """Wait until all ranks of ``group`` (None: the world) are here, at most for ``limit`` (None: the group's timeout).
 
     new_group returns when this rank has joined, under gloo before the others have; so does a collective when this rank
     has its result. A rank that ended a group at once would close connections that a slower one is still using.
+
+    Raises:
+        RuntimeError: a rank is lost, or has not come in time.
     """
-    gather_objects(None, group)
+    here = torch.zeros(1, dtype=torch.uint8, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    work = dist.all_reduce(here, group=group, async_op=True)
+    _ = work.wait() if limit is None else work.wait(limit)
+    here.item()  # on a GPU the host has waited for nothing so far

@@ -12,8 +12,10 @@ it keeps the rounding of the result from being lost. What goes dense takes its E
 empty then. If anything in the result is not finite, every worker sees so: the gradients of the call become NaN and the
 state stays as it was.
 
-Under momentum correction (:class:`~edgc.compressors.entrywise.velocity.Velocities`) the worker's velocity stands for
-G_w on the right, in whatever way a gradient goes.
+Of an unused gradient (:class:`~edgc.compressors.base.Gradient`) a worker sends zeros, and K_w is all of M_w.
+
+Under momentum correction (:class:`Velocities`) the worker's velocity stands for
+G_w on the right, in whatever way a gradient goes; that of an unused one stays as it is.
 
 On a GPU nobody looks whether the result is finite (:mod:`edgc.runtime.device`): everything is written under a mask.
 What stays as it was is E, and an E that has been sent stays, too, as zeros. Not so the count of a parameter's
@@ -30,15 +32,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from edgc.checks import need
-from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
+from edgc.compressors.base import (
+    Gradient,
+    KeepsErrors,
+    Statistics,
+    Steps,
+    compressible,
+    finite,
+    kept_of,
+    square_sums,
+    within,
+)
 from edgc.compressors.dense import dense_steps
-from edgc.compressors.entrywise.flat import Flat
-from edgc.compressors.entrywise.velocity import Velocities
-from edgc.compressors.passes import finite, square_sums, within
-from edgc.compressors.sizes import compressible
 from edgc.config import ConstantConfig
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
@@ -54,6 +63,119 @@ class EntrywiseConfig(ConstantConfig):
     """
 
     error_feedback: bool = True
+
+
+@dataclass
+class Flat:
+    """The gradients of a call end to end in flat fp32 vectors, each at a multiple of ``align``.
+
+    Attributes:
+        buffers: whatever else a method wants to keep from call to call.
+        work: M; what is kept, afterwards.
+        spare: the errors of last time, free once M is known to get across; then the result.
+        velocity: under momentum correction, the velocities of this step; None without.
+        last_velocity: those of the step before.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    buffers: dict[str, Any]
+    work: Tensor
+    spare: Tensor
+    velocity: Tensor | None = None
+    last_velocity: Tensor | None = None
+
+    @classmethod
+    def of(cls, gradients: Sequence[Gradient], align: int, momentum: bool) -> Flat:
+        sizes = [-(-g.tensor.numel() // align) * align for g in gradients]
+        *offsets, total = accumulate(sizes, initial=0)
+        shapes = tuple(g.tensor.shape for g in gradients)
+        device = gradients[0].tensor.device
+        room = [torch.empty(total, dtype=torch.float32, device=device) for _ in range(4 if momentum else 2)]
+        return cls(tuple(g.name for g in gradients), shapes, tuple(offsets), {}, *room)
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        """Flat views of the gradients' own parts of ``work``, ``spare`` or a vector like them."""
+        return [
+            vector[offset : offset + shape.numel()] for offset, shape in zip(self.offsets, self.shapes, strict=True)
+        ]
+
+    @property
+    def velocities(self) -> dict[str, Tensor]:
+        """The parts of ``velocity`` by name, in the gradients' shapes; empty without momentum."""
+        parts = [] if self.velocity is None else self.parts(self.velocity)
+        named = zip(self.names, self.shapes, parts, strict=False)
+        return {name: part.view(shape) for name, shape, part in named}
+
+    def swap(self) -> None:
+        """What is left in ``work`` is kept until the next call has brought what follows from it."""
+        self.work, self.spare = self.spare, self.work
+        self.velocity, self.last_velocity = self.last_velocity, self.velocity
+
+    def clear_gaps(self) -> None:
+        """Zeros between the gradients of ``work``."""
+        ends = [*self.offsets[1:], len(self.work)]
+        for offset, shape, end in zip(self.offsets, self.shapes, ends, strict=True):
+            self.work[offset + shape.numel() : end].zero_()
+
+
+class Velocities:
+    """The velocities u of one worker's gradients G (Deep Gradient Compression, Lin et al., ICLR 2018, section 3.2)::
+
+        u <- m u + (1 - m) G
+
+    The paper's has no factor 1 - m. With it u has the scale of G, as Adam's first moment has, so that a limit on the
+    gradients' norm and a learning rate keep their meaning.
+
+    Args:
+        momentum: m, at least 0 and below 1; with 0 nothing is kept and gradients stay as they are.
+
+    Attributes:
+        tensors: u by parameter name, in the gradients' shapes and in fp32 or, of fp64, in that.
+    """
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum = momentum
+        self.tensors: dict[str, Tensor] = {}
+
+    def advance(self, gradient: Gradient, out: Tensor) -> Tensor:
+        """Write the next velocity of a gradient to ``out`` and return it; the last one stays as it is."""
+        out.copy_(gradient.tensor).mul_(1 - self.momentum)
+        if gradient.name in self.tensors:
+            out.add_(kept_of(self.tensors, gradient, "the velocity"), alpha=self.momentum)
+        return out
+
+    def stay(self, gradient: Gradient, out: Tensor) -> None:
+        """Write the last velocity of a gradient to ``out``; zeros if it has none."""
+        if gradient.name in self.tensors:
+            out.copy_(kept_of(self.tensors, gradient, "the velocity"))
+        else:
+            out.zero_()
+
+    def replace(self, gradients: Iterable[Gradient]) -> dict[str, Tensor]:
+        """Put the next velocities in the places of all gradients but unused ones; returns them by name, to be
+        adopted."""
+        if not self.momentum:
+            return {}
+        advanced: dict[str, Tensor] = {}
+        for gradient in (gradient for gradient in gradients if not gradient.unused):
+            dtype = torch.promote_types(torch.float32, gradient.tensor.dtype)
+            room = torch.empty(gradient.tensor.shape, dtype=dtype, device=gradient.tensor.device)
+            advanced[gradient.name] = self.advance(gradient, room)
+            gradient.tensor.copy_(room)
+        return advanced
+
+    def keep_old(self, advanced: Mapping[str, Tensor], ok: Tensor) -> None:
+        """The last velocities take the place of ``advanced`` unless ``ok``, which the host does not read."""
+        for name, new in advanced.items():
+            if name in self.tensors:
+                torch.where(ok, new, self.tensors[name], out=new)
+            else:
+                new.masked_fill_(~ok, 0)
+
+    def adopt(self, advanced: Mapping[str, Tensor]) -> None:
+        self.tensors.update(advanced)
 
 
 #: Whether the result is finite, the same on every rank, and what writes it to a vector laid out like ``Flat.work``.
@@ -74,6 +196,7 @@ class Feedback(KeepsErrors):
         self.error_feedback = config.error_feedback
         self.seed = config.seed
         self.errors: dict[str, Tensor] = {}
+        self.held = {}
         self.counts: dict[str, int] = {}
         self._flats: dict[tuple[Any, ...], Flat] = {}
 
@@ -88,13 +211,15 @@ class Feedback(KeepsErrors):
         lossy: list[Gradient] = []
         dense: list[Gradient] = []
         for gradient in gradients:
-            through = rank is not None and compressible(gradient.tensor.shape, self.min_elements)
+            self.held.pop(gradient.name, None)
+            shape, bits = gradient.tensor.shape, 8 * gradient.tensor.element_size()
+            through = rank is not None and compressible(shape, self.min_elements, bits)
             (lossy if through else dense).append(gradient)
-        drained = [gradient for gradient in dense if gradient.name in self.errors]
+        drained = self._owed(dense)
         advanced = self.velocities.replace(dense)
         self._add_errors(drained)
-        messages = dense_steps([gradient.tensor for gradient in dense], channel)
-        next(messages)
+        messages = dense_steps([gradient.tensor for gradient in dense], channel) if dense else iter(())
+        next(messages, None)
         if not lossy:
             yield
             next(messages, None)
@@ -105,7 +230,9 @@ class Feedback(KeepsErrors):
             return
         flat = self._load(lossy, channel.world, statistics)
         advanced |= flat.velocities
+        held = self._hold(lossy, flat)
         arrived, write = yield from self._average(flat, channel)
+        self._take_in(held, advanced)
         next(messages, None)
         # The same bits on every worker, and so the same decision.
         ok = arrived & finite(_tensors(dense), arrived.device)
@@ -161,12 +288,33 @@ class Feedback(KeepsErrors):
             m = part.view(gradient.tensor.shape)
             m.copy_(gradient.tensor)
             statistics.gradient_sq += _square_sum(part)
-            if gradient.name in advanced:
+            if gradient.name in advanced and not gradient.unused:
                 m.copy_(self.velocities.advance(gradient, advanced[gradient.name]))
             if gradient.name in self.errors:
                 m.add_(self._error(gradient))
             statistics.input_sq += _square_sum(part)
         return flat
+
+    def _holds(self, gradient: Gradient) -> bool:
+        return gradient.unused and self.error_feedback
+
+    def _hold(self, gradients: Sequence[Gradient], flat: Flat) -> list[tuple[Gradient, Tensor, Tensor]]:
+        """Zeros for the M of unused gradients, which are returned, each with its part of ``flat.work`` and a copy of
+        that; what is not finite is sent."""
+        if not any(map(self._holds, gradients)):
+            return []
+        parts = zip(gradients, flat.parts(flat.work), strict=True)
+        held = [(gradient, part, part.clone()) for gradient, part in parts if self._holds(gradient)]
+        for _, part, _ in held:
+            part.mul_(0)
+        return held
+
+    def _take_in(self, held: Iterable[tuple[Gradient, Tensor, Tensor]], advanced: Mapping[str, Tensor]) -> None:
+        """Keep what was held, and the velocities as they were."""
+        for gradient, part, own in held:
+            part.add_(own)
+            if gradient.name in advanced:
+                self.velocities.stay(gradient, advanced[gradient.name])
 
     def _finish(
         self,
@@ -203,6 +351,8 @@ class Feedback(KeepsErrors):
                 error_sq = torch.where(ok, error_sq, 0.0)
             statistics.error_sq += error_sq
             self._then(partial(self._adopt, gradient.name, kept))
+            if self._holds(gradient):
+                self._then(partial(self.held.__setitem__, gradient.name, ok))
         self._then(flat.swap)
 
     def _keep_old(self, gradient: Gradient, kept: Tensor, ok: Tensor) -> None:
@@ -245,7 +395,7 @@ class Feedback(KeepsErrors):
         momentum = self.velocities.momentum > 0
         need(state, ("errors", "counts", *(["velocities"] if momentum else [])), "compressor")
         self.errors = _clones(state["errors"]) if self.error_feedback else {}
-        self.counts = dict(state["counts"])
+        self.counts, self.held = dict(state["counts"]), {}
         self.velocities.tensors = _clones(state["velocities"]) if momentum else {}
 
 

@@ -1,4 +1,4 @@
-"""Every entry of every matrix in 8 to 2 bits: to the nearest with error feedback, or stochastic without (QSGD)."""
+"""Every entry of every matrix in few bits: to the nearest with error feedback, at random without (QSGD), or signs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from edgc.checks import one_of, require
-from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Result
-from edgc.compressors.entrywise.flat import Flat
-from edgc.compressors.quantization.blocks import LEVELS, Blocks
-from edgc.compressors.quantization.mean import QuantisedMean, Quantiser
+from edgc.compressors.entrywise.feedback import EntrywiseConfig, Feedback, Flat, Result
+from edgc.compressors.quantization import LEVELS, Blocks, QuantisedMean, Quantiser
 from edgc.description import Example, Look
 from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
@@ -52,7 +50,7 @@ class QuantizeConfig(EntrywiseConfig):
 
 
 class Quantised(Feedback):
-    """Quantised by every worker and averaged by :class:`~edgc.compressors.quantization.mean.QuantisedMean`.
+    """Quantised by every worker and averaged by :class:`~edgc.compressors.quantization.QuantisedMean`.
 
     With one worker nothing is sent and so nothing is rounded. Every matrix starts a group of its own.
     """
@@ -95,3 +93,24 @@ class Quantize(Quantised):
     def __init__(self, config: QuantizeConfig) -> None:
         super().__init__(config, Blocks(config.bits, stochastic=config.rounding == "stochastic"))
         self.error_feedback &= not self.draws_at_random
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignConfig(EntrywiseConfig):
+    """One bit an entry with error feedback, as 1-bit Adam (Tang et al., ICML 2021) averages its momentum."""
+
+    method: str = "sign"
+
+    look = Look("Sign", "#8C510A", "h", ":")
+    examples = {"sign": Example(lambda m, n: m * n * (1 / 8 + 2 / 64))}
+
+    def build(self) -> Sign:
+        return Sign(self, Blocks(1))
+
+
+class Sign(Quantised):
+    """Signs of blocks of 64, averaged like other quantised vectors: 1.25 bits an entry.
+
+    The mean of the workers is rounded to signs once more by the worker that owns the shard, which keeps what that
+    loses, as 1-bit Adam's server does.
+    """

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgc.checks import one_of
-from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import CompressingConfig, ConstantConfig
 from edgc.description import Example, Look
+from edgc.errors import UserError
 
 if TYPE_CHECKING:
     from edgc.compressors.powersgd.algorithm import PowerSGD
+
+QUANTISED_BITS = {f"int{bits}": bits for bits in (8, 7, 6, 5, 4)}
+"""Of an entry of a factor of these types, without the scales."""
+FACTOR_BITS = {"fp32": 32.0, "bf16": 16.0} | {name: bits + 0.25 for name, bits in QUANTISED_BITS.items()}
+"""Of an entry of a factor as it is sent, with its share, 16 / 64, of the scale of its block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +28,13 @@ class LowRankConfig(CompressingConfig):
         error_feedback, warm_start: off only for ablations; the warm start is PowerSGD's.
         factor_dtype: what P and Q are sent in: ``fp32``, ``bf16`` or (ours) ``int8``, ``int7``, ``int6``, ``int5``,
             ``int4``: so many bits an entry, and 16 for the scale of every 64 entries
-            (:mod:`edgc.compressors.quantization.blocks`).
+            (:mod:`edgc.compressors.quantization`).
         one_sided: send only P or only Q, in turn: one reduction a step instead of two (ours: an option for
             latency-bound links; it measured worse at equal bytes).
         error_dtype: what error feedback is kept in: ``fp32`` or ``bf16`` (half the memory, ours).
+        orthonormal_q: make the warm-started Q orthonormal before P = M Q. In exact arithmetic M^ is the same with and
+            without it; rounding of P is not. By default for factors in integers alone, whose columns are then of one
+            scale; study ``orthonormal_q`` tries the others.
     """
 
     error_feedback: bool = True
@@ -33,16 +42,25 @@ class LowRankConfig(CompressingConfig):
     factor_dtype: str = "fp32"
     one_sided: bool = False
     error_dtype: str = "fp32"
+    orthonormal_q: bool | None = None
 
     def _check(self) -> None:
         super()._check()
         one_of("factor_dtype", self.factor_dtype, FACTOR_BITS)
         one_of("error_dtype", self.error_dtype, ("fp32", "bf16"))
+        if self.one_sided and self.orthonormal_q is not None:
+            raise UserError("orthonormal_q: one-sided, the known factor always is", fix="leave out orthonormal_q")
 
     def build(self) -> PowerSGD:
         from edgc.compressors.powersgd.algorithm import PowerSGD
 
         return PowerSGD(self)
+
+
+def saves_bytes(shape: Sequence[int], rank: int, factor_dtype: str = "fp32", gradient_bits: float = 32) -> bool:
+    """Whether the two factors of this rank, scales included, are smaller than the matrix in its own type."""
+    factors = min(rank, *shape) * (shape[0] + shape[1]) * FACTOR_BITS[factor_dtype]
+    return factors < shape[0] * shape[1] * gradient_bits
 
 
 def _factors(bits: float, sides: int = 2) -> Example:

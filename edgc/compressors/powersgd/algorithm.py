@@ -20,29 +20,28 @@ P_w = M_w Q^ sent, E_w = M_w - P_w Q^^T; then P^ known and Q_w = M_w^T P^ sent; 
 The statistics ||E_w||^2 = ||M_w||^2 - ||Q_w||^2 and the singular values of M^, which are those of Q, cost no pass over
 a matrix.
 
+Of an unused matrix (:class:`~edgc.compressors.base.Gradient`) a worker sends M_w Q = 0 and Q_w = 0, so E_w = M_w.
+
 E and Q change after the last message, and only if everything in the call's messages was finite: otherwise the call's
-gradients all become NaN, on every worker, and the state is as it was. Under reduced precision of fp32 products
-(``torch.backends.mkldnn.matmul.fp32_precision``) P^ Q^T and P^ Q_w^T are rounded too, and sent plus kept is what came
-in only up to that.
+gradients all become NaN, on every worker, and the state is as it was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Generator, Mapping, Sequence
+from collections.abc import Container, Generator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps
-from edgc.compressors.passes import Factors, Members, finite, square_sums
-from edgc.compressors.powersgd import LowRankConfig
+from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps, compressible, finite, square_sums
+from edgc.compressors.passes import Factors, Members
+from edgc.compressors.powersgd import LowRankConfig, saves_bytes
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.powersgd.wire import blocks_of
 from edgc.compressors.powersgd.workspace import RIGHT, Group, Spectrum, Workspace, grouped, ways
-from edgc.compressors.sizes import compressible, saves_bytes
 from edgc.runtime.channel import Channel
 
 Tensors = Sequence[Tensor]
@@ -63,8 +62,10 @@ class PowerSGD(KeepsErrors):
     def __init__(self, config: LowRankConfig) -> None:
         self.min_elements = config.min_compression_elements
         self.factor_dtype, self.one_sided = config.factor_dtype, config.one_sided
+        self._orthonormal_q = config.orthonormal_q
         self._state = State(config)
         self.errors = self._state.errors
+        self.held = {}
         self._workspaces: dict[str, Workspace] = {}
         self._last: dict[str, tuple[Group, int]] = {}
         self._on_cpu, self._on_gpu = ways()
@@ -83,8 +84,9 @@ class PowerSGD(KeepsErrors):
         work = self._workspace(gradients, rank)
         for gradient in gradients:
             self._last.pop(gradient.name, None)
+            self.held.pop(gradient.name, None)
         plain = [gradients[i] for i in work.plain]
-        drained = [gradient for gradient in plain if gradient.name in self.errors]
+        drained = self._owed(plain)
         if drained:
             self._add_errors(drained)
         dense = [gradient.tensor for gradient in plain]
@@ -92,7 +94,7 @@ class PowerSGD(KeepsErrors):
             members = [[gradients[i] for i in places] for places in work.factored]
             reduce = self._one_sided if self.one_sided else self._two_sided
             arrived = yield from reduce(work, members, dense, channel)
-            ok = self._finish(work, *arrived, statistics)
+            ok = self._finish(work, members, *arrived, statistics)
         else:
             work.dense.start(dense, channel)
             yield
@@ -121,6 +123,7 @@ class PowerSGD(KeepsErrors):
                 # Quantised, the columns of P are to be of one scale.
                 orthonormalise([group.right.mT for group in apart], [group.start.mT for group in apart])
             passes.load(groups, mine, [group.start for group in groups], [group.summed for group in groups])
+            self._hold(mine, [group.summed for group in groups])
         ok = finite((yield from self._first_message(work, work.first, dense, channel)), work.device)
         if decides and not ok:
             return ok, ()
@@ -130,6 +133,7 @@ class PowerSGD(KeepsErrors):
             orthonormalise([group.summed for group in groups], [group.basis for group in groups])
             for group in groups:
                 passes.right_factor(group, group.basis, group.own)
+            self._hold(members[at], [group.own for group in groups])
         work.second.copy_(work.own)
         if work.wire is None:
             channel.mean_(work.second)
@@ -154,6 +158,7 @@ class PowerSGD(KeepsErrors):
             for group, of in zip(groups, right, strict=True):
                 if not of:
                     passes.right_factor(group, group.basis, group.own)
+            self._hold(mine, [group.own for group in groups])
         message.copy_(sent)
         messages = yield from self._first_message(work, message, dense, channel)
         return finite((), work.device), messages
@@ -171,7 +176,19 @@ class PowerSGD(KeepsErrors):
         yield from work.wire.mean(factors, channel)
         return [*work.dense.messages, factors]
 
-    def _finish(self, work: Workspace, ok: Tensor, messages: Tensors, statistics: Statistics) -> Tensor:
+    def _holds(self, gradient: Gradient) -> bool:
+        return gradient.unused and self._state.error_dtype is not None
+
+    def _hold(self, members: Members, factors: Tensors) -> None:
+        """This worker's part in the factors of unused matrices is zero, so that E = M; what is not finite is sent."""
+        for group, factor in zip(members, factors, strict=True):
+            for i, gradient in enumerate(group):
+                if self._holds(gradient):
+                    factor[i].mul_(0)
+
+    def _finish(
+        self, work: Workspace, members: Members, ok: Tensor, messages: Tensors, statistics: Statistics
+    ) -> Tensor:
         """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
         owns, means = self._products(work.groups)
         ok = ok & finite(messages, work.device)
@@ -200,6 +217,9 @@ class PowerSGD(KeepsErrors):
         for group in work.groups:
             self._last |= {name: (group, i) for i, name in enumerate(group.names)}
         self._then(partial(self._adopt, work, ok))
+        held = {gradient.name: ok for group in members for gradient in group if self._holds(gradient)}
+        if held:
+            self._then(partial(self.held.update, held))
         return ok
 
     def _products(self, groups: Sequence[Group]) -> tuple[list[Factors], list[Factors]]:
@@ -237,7 +257,7 @@ class PowerSGD(KeepsErrors):
                 self._state.group(members, members[0].rank or rank or 1, self.deferred)
                 for members in grouped(factored, not way.decides, self._state.side)
             ]
-            work = Workspace(gradients, groups, self.factor_dtype, self.one_sided, way, key)
+            work = Workspace(gradients, groups, self.factor_dtype, self.one_sided, way, key, self._orthonormal_q)
             self._workspaces |= dict.fromkeys(names, work)
         elif not self._state.warm_start:
             for group in work.groups:
@@ -245,9 +265,9 @@ class PowerSGD(KeepsErrors):
         return work
 
     def _factors(self, gradient: Tensor, rank: int) -> bool:
-        if not compressible(gradient.shape, self.min_elements):
-            return False
         bits = 8 * gradient.element_size()
+        if not compressible(gradient.shape, self.min_elements, bits):
+            return False
         return self.always_factor or saves_bytes(gradient.shape, rank, self.factor_dtype, bits)
 
     def _discard(self, names: set[str]) -> None:
@@ -259,15 +279,16 @@ class PowerSGD(KeepsErrors):
         self._discard({gradient.name for gradient in gradients if gradient.name in self.errors})
         super()._drain(gradients)
 
-    def adopt_errors(self, errors: Mapping[str, Tensor]) -> None:
+    def adopt_errors(self, other: KeepsErrors) -> None:
         """Copy what another method has kept of gradients that this one has nothing of; it is sent from now on."""
         if (dtype := self._state.error_dtype) is not None:
-            self._discard(set(errors))
-            self.errors.update({name: tensor.to(dtype, copy=True) for name, tensor in errors.items()})
+            self._discard(set(other.errors))
+            self.errors.update({name: tensor.to(dtype, copy=True) for name, tensor in other.errors.items()})
+            self.held.update(other.held)
 
     def sent_sq(self, name: str) -> Tensor | None:
         """||M^||^2, that of the averaged factor; up to the rounding of factors M^ is a projection."""
-        if name not in self._last:
+        if name not in self._last or name in self.held:
             return None
         group, i = self._last[name]
         return square_sums(group.mean[i : i + 1])[0]
@@ -286,4 +307,4 @@ class PowerSGD(KeepsErrors):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state.load(state)
-        self._workspaces, self._last = {}, {}
+        self._workspaces, self._last, self.held = {}, {}, {}

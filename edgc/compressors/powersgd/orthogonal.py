@@ -21,6 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from edgc.runtime.device import reduced_products
+
 # Mean diagonal entry of the inverse of C, one for orthogonal columns: up to the first limit the basis is orthonormal
 # to about 1e-6 after one pass, up to the second a second pass reaches that.
 _ONE_PASS, _TWO_PASSES = 4.0, 1e3
@@ -53,7 +55,7 @@ class Orthonormal:
 
     def _cholesky(self, x: Tensor, out: Tensor) -> bool:
         """Cholesky-QR in one or two passes; False if that would not be accurate."""
-        if _reduced_precision():
+        if reduced_products():
             return False
         small = self._small.get(x.shape[1])
         if small is None:
@@ -163,9 +165,3 @@ class _Small:
         mean = float(torch.dot(flat, flat)) / len(self.scale)
         self.transform.copy_(self.inverse.t().mul_(self.scale[:, None]))
         return mean
-
-
-def _reduced_precision() -> bool:
-    """Whether the user lets matrix products on the CPU round fp32 to less."""
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    return getattr(matmul, "fp32_precision", "none") not in ("none", "ieee")

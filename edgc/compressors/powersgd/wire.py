@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Steps
-from edgc.compressors.quantization.blocks import Blocks
-from edgc.compressors.quantization.mean import QuantisedMean
-from edgc.compressors.sizes import QUANTISED_BITS
+from edgc.compressors.powersgd import QUANTISED_BITS
+from edgc.compressors.quantization import Blocks, QuantisedMean
 from edgc.runtime.channel import Channel
 
 
@@ -27,7 +26,7 @@ class Wire:
     all-reduced, and the reduction itself rounds too, its partial sums and the mean: by at most 2^-8 of each sum,
     unbiased and the same on all workers, known to nobody and therefore kept by nobody. It is lost once and does not
     pile up. Quantised factors are summed in fp32 and lose nothing: whoever owns a shard of the sum keeps what rounding
-    the mean once more costs (:mod:`edgc.compressors.quantization.mean`).
+    the mean once more costs (:mod:`edgc.compressors.quantization`).
 
     Attributes:
         kept: what this worker's vector had and did not get across, after :meth:`mean`.

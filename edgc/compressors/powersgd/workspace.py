@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from edgc.compressors.base import Gradient
+from edgc.compressors.base import Gradient, square_sums
 from edgc.compressors.batched import Batched
 from edgc.compressors.dense import Dense
-from edgc.compressors.passes import Matrices, RowBlocks, batch_view, square_sums
+from edgc.compressors.passes import Matrices, RowBlocks, batch_view
 from edgc.compressors.powersgd.orthogonal import Orthonormal
 from edgc.compressors.powersgd.wire import Wire, blocks_of
 from edgc.runtime.device import Later
@@ -123,7 +123,7 @@ class Workspace:
     Args:
         gradients: of the first such call.
         groups: of the gradients that are sent as factors, in the order of their messages.
-        factor_dtype, one_sided: options of the compressor.
+        factor_dtype, one_sided, orthonormal_q: options of the compressor.
 
     Attributes:
         device: of the gradients.
@@ -146,6 +146,7 @@ class Workspace:
         one_sided: bool,
         way: Way,
         key: object,
+        orthonormal_q: bool | None = None,
     ) -> None:
         self.groups, self.way, self.key = groups, way, key
         self.registered = False
@@ -174,7 +175,8 @@ class Workspace:
         self.wire = None if in_message else Wire(max(first, second), device, blocks)
         if one_sided:
             return
-        start = flat(second if blocks is not None else 0)
+        apart = blocks is not None if orthonormal_q is None else orthonormal_q
+        start = flat(second if apart else 0)
         for side, name, buffer in (
             (LEFT, "summed", self.first),
             (LEFT, "basis", self.basis),
@@ -182,7 +184,7 @@ class Workspace:
             (RIGHT, "mean", self.second),
         ):
             self._carve(name, buffer, [side] * len(groups))
-        if blocks is not None:
+        if apart:
             self._carve("start", start, [RIGHT] * len(groups))
         else:
             for group in groups:

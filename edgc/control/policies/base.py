@@ -137,7 +137,7 @@ class Policy(ABC):
         """What the end of a window makes of ``end.ranks``."""
 
     def check_loss(self, iteration: int, loss: float, history: History) -> None:  # noqa: B027  (most need none)
-        """Refuse to go on without what the policy follows; ``loss`` as in :class:`edgc.control.plan.Report`.
+        """Refuse to go on without what the policy follows; ``loss`` as in :class:`edgc.measurement.report.Report`.
 
         Raises:
             UserError: nobody has told it.
