@@ -37,14 +37,12 @@ localrules:
 onstart:
     if ON_SLURM:
         refuse_impossible(workflow.dag)
-    events.plan(workflow.dag)
 
 
 rule all:
     default_target: True
     input:
         rules.everything.input,
-        rules.snakemake_report.output,
 
 
 # Every study is a target: entropy_trend rank_sweep window_ablation sampling_ablation methods zero_shot ...
@@ -78,10 +76,26 @@ rule figures:
 rule report:
     input:
         rules.report_html.output,
-        rules.snakemake_report.output,
 
 
 # Not part of `all`: a reproduction on other hardware is complete whatever it says.
 rule ci_regression:
     input:
         rules.regression.output,
+
+
+# As a module of another workflow none of this is ours: a misspelt target is refused with the nearest names; the last line
+# is that of the step that has failed, and so is the exit code where that refuses its input.
+if workflow.is_main_process and Path(workflow.main_snakefile) == ROOT / "Snakefile":
+    folder = Path(config["results"], config["scale"])
+    try:
+        targets.check_targets(WANTED, config["scale"], folder, [rule.name for rule in workflow.rules])
+    except UserError as error:
+        stop(error)
+    shown = None if workflow.output_settings.dryrun else steps.attach()
+
+    onerror:
+        print("\n".join(program.closing_words(folder, config["scale"])), flush=True)
+        faults = shown.faults(folder)
+        print("\n".join(faults), file=sys.stderr)
+        sys.exit(2 if faults[-1].startswith(steps.REFUSED) else 1)

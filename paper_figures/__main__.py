@@ -5,15 +5,25 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgc.errors import UserError, nearest
 from experiments.common.cli import main_guard
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, inputs
+from experiments.common.files import place_of_output
+from paper_figures import BENCHMARKS, FIGURES, INPUTS, MODULES, OPTIONAL, inputs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KNOWN = [*FIGURES, *BENCHMARKS]
+
+
+def draw(name: str, results: Path) -> Figure:
+    """Figure ``name`` from the tables under ``results``."""
+    module = importlib.import_module(MODULES[name])
+    return module.draw(results, name) if isinstance(module.TABLES, dict) else module.draw(results)
 
 
 def render(name: str, results: Path, out: Path) -> list[Path]:
@@ -24,8 +34,8 @@ def render(name: str, results: Path, out: Path) -> list[Path]:
         raise UserError("results folder is missing", where=results, fix="give the folder of one scale, e.g. results/ci")
     from paper_figures import saving
 
-    module = importlib.import_module(f"paper_figures.{name}")
-    written = saving.save(module.draw(results), out, name)
+    written = saving.save(draw(name, results), out, name)
+    module = importlib.import_module(MODULES[name])
     return [*written, *(module.pages(results, out) if hasattr(module, "pages") else [])]
 
 
@@ -33,19 +43,17 @@ def render(name: str, results: Path, out: Path) -> list[Path]:
 def main(
     name: Annotated[str, typer.Argument(help=f"all (of a scale), or one of: {', '.join(KNOWN)}")],
     results: Annotated[Path, typer.Option(help="folder of one scale")] = Path("results/ci"),
-    out: Annotated[Path | None, typer.Option(help="folder of the figures; default: RESULTS/figures")] = None,
-    look: Annotated[str, typer.Option("--style", help="paper, slides or a matplotlib style file")] = "paper",
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the figures; default: RESULTS/figures, of kept results in build")
+    ] = None,
 ) -> None:
     """Draw one figure, or all of a scale, from the tables that are there."""
-    from paper_figures import style
-
-    style.choose(look)
     lacking = {one: missing(one, results) for one in FIGURES} if name == "all" else {name: []}
     for one, tables in lacking.items():
         if tables and not all(lacking.values()):  # where no figure has its tables, the first one says which it lacks
             print(f"left out {one}: no {', '.join(tables)}", file=sys.stderr)
             continue
-        print("  ".join(str(path) for path in render(one, results, out or results / "figures")))
+        print("  ".join(str(path) for path in render(one, results, out or place_of_output(results) / "figures")))
 
 
 def missing(name: str, results: Path) -> list[str]:

@@ -143,7 +143,7 @@ def floors(ax: Axes, one: pd.DataFrame) -> None:
 
 
 def shares(ax: Axes, good: pd.DataFrame) -> None:
-    """Where the wall time of a step goes with two ranks and gloo, at the rank nearest 32."""
+    """Where the wall time of a step goes with two ranks and gloo, at the rank nearest 32, over loopback."""
     gloo = good[good["network"] == "gloo"]
     if gloo.empty:
         texts.message(ax, "two ranks were not timed")
@@ -163,9 +163,9 @@ def shares(ax: Axes, good: pd.DataFrame) -> None:
         left = [start + value for start, value in zip(left, values, strict=True)]
     packs = [float(row["pack_ms"]) for row in rows]
     ax.barh(names, packs, left=0, color="none", edgecolor="black", hatch="////", linewidth=0.4, height=0.35)
-    ax.set_ylim(len(names) + 1.2, -0.7)  # from the top down, with room for the legend
+    ax.invert_yaxis()  # from the top down
     patches = [Patch(color=colour, label=label) for colour, label in zip(colours, PARTS.values(), strict=True)]
     patches.append(Patch(facecolor="none", edgecolor="black", hatch="////", label="of which packing"))
-    ax.legend(handles=patches, loc="lower right", ncols=2)
+    ax.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.4, -0.26), ncols=2, columnspacing=0.8)
     ax.set(xlabel="wall time of a step (ms)", ylabel="engine")
-    ax.set_title(f"two ranks, gloo on loopback, rank {rank}")
+    ax.set_title(f"two ranks, gloo, rank {rank}")

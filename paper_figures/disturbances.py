@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paper_figures import inputs, style, texts
+from paper_figures import inputs, names, style, texts
 from paper_figures.break_even import label, title
 from paper_figures.families import by_name
 
@@ -34,13 +33,11 @@ def draw(results: Path) -> Figure:
     assert set(table["kind"]) == {"simulated"}
     table = table[table["method"] != "none"]
     cases = list(table["label"].unique())
-    fig, axes = style.figure(2, 1, height=0.6 * len(cases) + 2.9, sharex=True)
+    fig, axes = style.figure(1, 2, height=0.5 * len(cases) + 2.9, sharey=True)
     for ax, overlap in zip(axes, (False, True), strict=True):
         panel(ax, table[table["overlap"] == overlap], cases)
-        ax.set(title=f"SIMULATED:\n{'beside' if overlap else 'after'} backward")
-        ax.set_yticks(range(len(cases)), [textwrap.fill(case, 15) for case in cases])
-        ax.set(ylim=(len(cases) - 0.5, -0.5), ylabel="disturbance")
-    axes[-1].set_xlabel("step time saved (%)")
+        ax.set(title=f"SIMULATED:\n{'beside' if overlap else 'after'} backward", xlabel="step time saved (%)")
+    names.above(fig, axes, cases, what="disturbance")
     texts.letter(axes)
     texts.title_legend(fig, *style.handles(axes[0]), title(table, ["case", "overlap"]))
     texts.note(
@@ -59,7 +56,7 @@ def panel(ax: Axes, table: pd.DataFrame, cases: list[str]) -> None:
         look = by_name("edgc" if method in CONTROLLERS else method)
         name, marker = CONTROLLERS.get(method, (None, look.marker))
         # Methods of nearly the same saving beside each other.
-        shift = 0.5 * (index / (len(methods) - 1) - 0.5)
+        shift = 0.45 * index / (len(methods) - 1) - 0.1
         ax.plot(
             rows["saved_percent"],
             [place + shift for place in range(len(cases))],

@@ -10,20 +10,23 @@ from matplotlib.figure import Figure
 
 from edgc.errors import UserError
 from paper_figures import inputs, style, texts
-from paper_figures.ranks_over_time import course, limits, panel, seen
 
-TABLES = ("methods/curves.csv", "methods/table.csv")
+TABLES = {
+    "edgc_course": ("methods/curves.csv", "methods/table.csv"),
+    "edgc_course_long": ("policies_long/curves.csv", "policies_long/table.csv"),
+}
+WORDS = {"edgc_course": {"over": "the run"}, "edgc_course_long": {"over": "eight million tokens"}}
 CAPTION = """\
-**Entropy and the rank that follows it, over the run.** Above: mean of the sampled entropies over the last
-window (nats), per stage. Below: the rank in use; grey: no rank is in use yet; thin grey lines: r_max
-and r_min. The paper says that the entropy of gradients falls through training; CQM then lowers the rank.
-Where entropy rises after warm-up instead, CQM asks for more than r_max and the rank stays there. The paper's
-own courses are described here, not drawn: this project has no numbers of them."""
+**Entropy and the rank that follows it, over {over}.** Above: mean of the sampled entropies over the last
+window (nats), per stage. Below: the rank in use; grey: no rank is in use yet; thin grey lines: r_max and r_min. The
+paper says that the entropy of gradients falls through training; CQM then lowers the rank. The paper's own courses are
+described here, not drawn: this project has no numbers of them."""
 GIVEN = ("fixed", "schedule")
 
 
-def draw(results: Path, study: str = "methods") -> Figure:
+def draw(results: Path, name: str) -> Figure:
     """Two panels per variant: entropy (above) and rank (below) against iteration, a line per stage and seed."""
+    study = TABLES[name][0].partition("/")[0]
     curves = inputs.read(results, study, "curves.csv")
     runs = inputs.read(results, study)
     mine = runs[(runs["method"] == "edgc") & ~runs["policy"].isin(GIVEN)]
@@ -60,3 +63,55 @@ def entropies(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
             ax.plot(run["iteration"], run[f"entropy_{stage}"], color=colour, linestyle=line, linewidth=1.0)
     if curves[[f"entropy_{stage}" for stage in stages]].isna().all(axis=None):
         texts.message(ax, "no entropy was measured")
+
+
+def seen(curves: pd.DataFrame, stages: list[int]) -> str:
+    """In words: in how many of the runs the rank of a stage falls, and in how many one rises again."""
+    found = [moves(run[[f"rank_{stage}" for stage in stages]]) for _, run in curves.groupby(["variant", "seed"])]
+    fell, rose = (sum(each) for each in zip(*found, strict=True))
+    return f"The rank falls in {fell} of {len(found)} runs and rises again in {rose}"
+
+
+def moves(ranks: pd.DataFrame) -> tuple[bool, bool]:
+    """Whether the rank of a stage (a column, by iteration) falls below an earlier one, and rises after that."""
+    steps = ranks.ffill().diff()
+    fell = (steps < 0).cumsum() > 0
+    return bool(fell.any(axis=None)), bool(((steps > 0) & fell).any(axis=None))
+
+
+def course(curves: pd.DataFrame, stages: list[int]) -> str:
+    """In words: which ranks all stages and seeds used."""
+    ranks = curves[[f"rank_{stage}" for stage in stages]].stack().dropna()
+    if ranks.empty:
+        return "never compressed"
+    low, high = ranks.min(), ranks.max()
+    return f"always {low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def limits(ax: Axes, runs: pd.DataFrame) -> None:
+    """r_min and r_max of the controller, where all seeds agree on them."""
+    for column in ("r_max", "r_min"):
+        values = runs[column].dropna().unique()
+        if len(values) == 1:
+            ax.axhline(values[0], color="#777777", linewidth=0.6, zorder=1, label="r_max, r_min")
+
+
+def panel(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
+    """Later stages are drawn thinner on top, so that equal ranks stay visible; grey: sent uncompressed."""
+    colours = style.stage_colours(len(stages))
+    columns = [f"rank_{stage}" for stage in stages]
+    dense = curves.groupby("iteration")[columns].count().sum(axis=1) == 0
+    if dense.any():
+        first = dense[~dense].index.min() if (~dense).any() else dense.index.max()
+        ax.axvspan(dense.index.min(), first, color="#dddddd", alpha=0.7, linewidth=0, label="no rank yet")
+    for index, stage in enumerate(stages):
+        for number, (_, run) in enumerate(curves.groupby("seed")):
+            ax.step(
+                run["iteration"],
+                run[f"rank_{stage}"],
+                where="post",
+                color=colours[index],
+                linewidth=2.4 - 1.4 * index / max(1, len(stages) - 1),
+                linestyle=("-", "--", ":", "-.")[number % 4],
+                label=f"stage {stage}" if number == 0 else None,
+            )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import seaborn as sns
 
-from edgc.compressors.sizes import FACTOR_BITS
+from edgc.compressors.powersgd import FACTOR_BITS
 from edgc.config import methods
 from edgc.control.settings import PolicyConfig
 

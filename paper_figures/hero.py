@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.acting import NOT_TESTED
+from experiments.common.equivalence import CANNOT_TELL
 from experiments.common.files import atomic_write
 from paper_figures import inputs, saving, style, texts
 from paper_figures.families import FAMILIES
@@ -22,8 +23,8 @@ CAPTION = """\
 **Is it worth following the entropy?** EDGC against no compression and against rivals that send as many bytes, in the
 study ``policies``: validation loss of EDGC minus that of the rival of the same seed. Left of zero EDGC is better. A
 difference of 0.01 nats is about 1 % of perplexity. Points are means over seeds, bars 95 % t intervals; an open point
-says that the interval holds zero. Differences in the shaded band are so small that they count as none. Factors of
-fewer bits are shown where there are at least five seeds."""
+says that the interval holds zero. Differences in the shaded band are so small that they count as none. What the fixed
+rank itself costs is what there was to win. Factors of fewer bits are shown where there are at least five seeds."""
 RIVALS = {
     "no compression": "no compression\n(sends all bytes)",
     "fixed rank": "one fixed rank\nof the same bytes",
@@ -31,6 +32,7 @@ RIVALS = {
     "shuffled": "the same ranks\nin random order",
     "reversed": "the same ranks\nin reverse order",
 }
+WIDE = 2.2  # columns, of a figure for a web page
 MOST, SEEDS = 9, 5  # rows; seeds that a row of quantised factors needs
 SAME = "one fixed rank of the same bytes"
 PAGE = {"light": "#FFFFFF", "dark": "#0D1117"}
@@ -43,17 +45,21 @@ def draw(results: Path) -> Figure:
     return drawn(results, "light")
 
 
-def drawn(results: Path, page: str) -> Figure:
-    """As :func:`draw`, for a ``light`` or a ``dark`` page."""
+def drawn(results: Path, page: str, *, wide: bool = False) -> Figure:
+    """As :func:`draw`, for a ``light`` or a ``dark`` page; ``wide``: low enough to fill the column of a web page, a
+    line a row and the verdict beside it."""
     rows = chosen(inputs.read(results, "policies", "comparisons.csv"))
     fig, (ax,) = style.figure(height=1.5 + 0.3 * len(rows))
-    forest(ax, rows, page)
-    ax.set_xlabel("validation loss: EDGC minus the other (nats;\n0.01 nats are about 1 % of perplexity)")
+    if wide:
+        fig.set_size_inches(WIDE * style.COLUMN, 1.25 + 0.2 * len(rows))
+    forest(ax, rows, page, wide=wide)
+    between = " " if wide else "\n"
+    ax.set_xlabel(f"validation loss: EDGC minus the other (nats;{between}0.01 nats are about 1 % of perplexity)")
     ax.set_ylabel("EDGC against")
     texts.headline(fig, title(rows))
     fig.get_layout_engine().set(h_pad=0.02)  # type: ignore[union-attr, call-arg]
     texts.annotate(fig, list(rows["n"]), bars="bars: 95 % t interval", scale=results.name,
-                   extra="Shaded: counts as no difference. Open: the bar holds zero.")  # fmt: skip
+                   extra=("Shaded: counts as no difference. Open: the bar holds zero.", room(rows)))  # fmt: skip
     recolour(fig, ax, page)
     return fig
 
@@ -81,6 +87,8 @@ def title(rows: pd.DataFrame) -> str:
         return "Not tested: EDGC's ranks hardly moved"
     if row["difference_low"] > 0:
         return f"Ranks that follow entropy do no better than {SAME}"
+    if row["verdict"] == CANNOT_TELL:
+        return f"Cannot tell: {SAME} leaves too little to win"
     if row["difference_high"] < 0:
         return f"Ranks that follow entropy do better than {SAME}"
     if max(-row["difference_low"], row["difference_high"]) < row["margin_nats"]:
@@ -88,7 +96,16 @@ def title(rows: pd.DataFrame) -> str:
     return f"Not decided: do ranks that follow entropy beat {SAME}?"
 
 
-def forest(ax: Axes, rows: pd.DataFrame, page: str) -> None:
+def room(rows: pd.DataFrame) -> str:
+    """What the fixed rank costs against no compression, in words; empty where that is not known."""
+    against = rows[(rows["rival"] == "fixed rank") & (rows["factor_dtype"] == "fp32")]
+    gap = against["rival_gap_nats"].iloc[0] if len(against) and "rival_gap_nats" in against else float("nan")
+    few = gap < 2 * rows["margin_nats"].max()
+    told = ", less than twice the margin: which of the two is better cannot be told" if few else ""
+    return "" if pd.isna(gap) else f"To win: the fixed rank costs {gap:+.4f} nats against no compression{told}."
+
+
+def forest(ax: Axes, rows: pd.DataFrame, page: str, *, wide: bool = False) -> None:
     """A point with its interval and its number of seeds a row; the side on which EDGC is better in words."""
     colour = FAMILIES["edgc"].colour
     names = []
@@ -104,10 +121,12 @@ def forest(ax: Axes, rows: pd.DataFrame, page: str) -> None:
             "elinewidth": 1.6,
         }
         ax.errorbar(row["difference_nats"], place, xerr=half, **marks)
-        ax.annotate(f"n = {row['n']:.0f}", (1.0, place), (3, 0), ("axes fraction", "data"), "offset points",
+        told = f", {row['verdict']}" if wide else ""
+        ax.annotate(f"n = {row['n']:.0f}{told}", (1.0, place), (3, 0), ("axes fraction", "data"), "offset points",
                     va="center", fontsize=style.MIN_FONT)  # fmt: skip
         bits = "" if row["factor_dtype"] == "fp32" else f", {row['factor_dtype']}"
-        names.append(RIVALS[row["rival"]] + bits)
+        name = RIVALS[row["rival"]] + bits
+        names.append(name.replace("\n", " ") if wide else name)
     margin = rows["margin_nats"].max()
     ax.axvspan(-margin, margin, color=GREY[page], zorder=0, linewidth=0)
     ax.axvline(0, color=INK[page], linewidth=0.9)
@@ -140,6 +159,6 @@ def pages(results: Path, out: Path) -> list[Path]:
     for page in PAGE:
         path = out / f"hero-{page}.svg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, saving.svg(drawn(results, page)))
+        atomic_write(path, saving.svg(drawn(results, page, wide=True)))
         written.append(path)
     return written

@@ -1,10 +1,10 @@
-"""Loss against iterations and against bytes, of every run of a study at any scale; its figures name the study."""
+"""Loss against iterations and against bytes, of every run of a study that has uncompressed ones."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,34 @@ from paper_figures import inputs, style, texts
 from paper_figures.methods import lost
 from paper_figures.policies import ORDERS
 
+TABLES = {
+    "learning_curves_methods": ("methods/curves.csv", "methods/table.csv"),
+    "learning_curves_policies": ("policies/curves.csv", "policies/table.csv"),
+    "learning_curves_long": ("policies_long/curves.csv", "policies_long/table.csv"),
+}
+WORDS = {
+    "learning_curves_methods": {"title": "Learning curves: all methods", "rows": "a row per group of variants"},
+    "learning_curves_policies": {
+        "title": "Learning curves: policies and fixed ranks",
+        "rows": "EDGC and its own ranks in other orders, with fp32 factors, then with int8 factors; then the other "
+        "policies, likewise",
+    },
+    "learning_curves_long": {
+        "title": "Learning curves over eight million tokens",
+        "rows": "EDGC and its own ranks in other orders, with fp32 factors, then with int8 factors; then the other "
+        "methods",
+    },
+}
+CAPTION = """\
+**{title}.** (a): training loss (trailing mean of ten steps) against iterations, of every run with compression and of
+the mean of the uncompressed ones, and validation losses, which are of other text. Below, {rows}. Left: the training
+loss against the gradient bytes sent so far; right: the training loss minus that of the uncompressed run of the same
+seed at the same iteration, on the same batches (linear below 0.01 nats). Thin: a run; thick: mean over runs. Black:
+uncompressed training. The steep start is cut off; runs without a result are named below the figure."""
 MOST = 6  # variants in a row of panels
 BLACK, GREY = "#000000", "#8c8c8c"
 THIN: dict[str, Any] = {"linewidth": 0.4, "alpha": 0.35}  # a run
 THICK: dict[str, Any] = {"linewidth": 1.2, "zorder": 3}  # the mean over the runs
-BYTES = "bytes sent ({unit})"
 LOSS, ABOVE = "loss (nats)", "loss above\nuncompressed\n(nats)"
 TICKS = (-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1)  # of ABOVE
 LINES = ("-", "--", ":", "-.")  # of what has the same colour in a row
@@ -33,75 +56,62 @@ OVERVIEW = 1.7  # inches
 CUT = 0.1  # share of the run after which the loss axis starts
 
 
-Look = tuple[str, Any, str]  # of a variant: label, colour, line
+Look = tuple[str, Any, Any]  # of a variant: label, colour, line
 
 
-def draw(results: Path, study: str, rows_of: Callable[[pd.DataFrame], list[list[str]]] | None = None) -> Figure:
-    """Loss over iterations of every run; then a row per group of variants, as ``rows_of`` puts them together: loss over
-    bytes and, where the study has an uncompressed variant, which is drawn in every row, the training loss above that of
-    the same seed."""
+def draw(results: Path, name: str) -> Figure:
+    """Loss over iterations of every run; then a row per group of variants: loss over bytes, and the training loss above
+    that of the uncompressed run of the same seed, which is drawn in every row."""
+    study = TABLES[name][0].partition("/")[0]
     curves = inputs.read(results, study, "curves.csv")
     runs = inputs.read(results, study)
     variants = runs.drop_duplicates("variant").set_index("variant")
-    several = variants["method"].nunique() > 1
-    plain = [name for name in variants.index if several and variants["method"][name] == "none"][:1]
-    rows = (rows_of or groups)(variants.drop(plain))
+    plain = variants.index[variants["method"] == "none"][0]
+    others = variants.drop(plain)
+    rows = groups(others) if study == "methods" else orders(others)
     unit, size = ("GB", 1e9) if curves["bytes"].max() > 2e9 else ("MB", 1e6)
     curves = curves.assign(validation_loss=np.log(curves["validation_perplexity"]), sent=curves["bytes"] / size)
     curves["above"] = above(curves, plain)
-    looks = [looks_of(variants, plain, row) for row in rows]
-    fig, (overview, *parts) = style.stacked(heights([legend_lines(row, plain) for row in looks], bool(plain)))
-    # What is compared with the same uncompressed runs has the same axes; other rows, as BERT and GPT, have their own.
-    own = [curves if plain else curves[curves["variant"].isin(list(row))] for row in looks]
-    low, high = (end(ends) for end, ends in zip((min, max), zip(*map(limits, own), strict=True), strict=True))
-    every(overview, curves, plain, (low, high))
-    for part, row, mine in zip(parts, looks, own, strict=True):
-        pair(part, mine, row, plain)
-        if not variants["label"].is_unique:
-            part.legends[0].set_title(variants["label"][next(iter(row))])
-        part.axes[0].set_xlabel(BYTES.format(unit=unit))
-    if plain:
-        share_across(parts)
+    looks = [looks_of(variants, row) for row in rows]
+    fig, (overview, *parts) = style.stacked(heights([legend_lines(row) for row in looks]))
+    shown = limits(curves)
+    every(overview, curves, plain, shown)
+    for part, row in zip(parts, looks, strict=True):
+        pair(part, curves, {plain: ("", BLACK, "-")} | row, shown)
+        part.axes[0].set_xlabel(f"bytes sent ({unit})")
+    share_across(parts)
     texts.letter(fig.axes)
-    texts.headline(fig, seen(curves, variants, plain))
-    extra = f"Training loss, trailing mean; thin: runs, thick: their mean. Losses above {high:.2f} are cut off."
-    if missing := lost(runs):
-        extra += f"\n{missing}"
+    texts.headline(fig, seen(curves, plain))
+    extra = (f"Training loss, trailing mean; thin: runs, thick: their mean. Losses above {shown[1]:.2f} are cut off.",
+             lost(runs))  # fmt: skip
     seeds = list(runs.groupby("variant")["seed"].nunique())
     texts.annotate(fig, seeds, bars="every run is a line", scale=results.name, extra=extra)
     return fig
 
 
-def seen(curves: pd.DataFrame, variants: pd.DataFrame, plain: list[str]) -> str:
-    """In words: how far from uncompressed training the variants end; without it, which ends lowest, of each label."""
+def seen(curves: pd.DataFrame, plain: str) -> str:
+    """In words: how far from uncompressed training the variants end."""
     last = curves.groupby("variant")["iteration"].transform("max")
-    late = curves[curves["iteration"] > 0.95 * last]
-    if plain:
-        ends = late[~late["variant"].isin(plain)].groupby("variant")["above"].mean().dropna()
-        span = f"{ends.min():+.3f} to {ends.max():+.3f} nats".replace("-", "−")
-        return f"At the end the training loss lies {span} from that of uncompressed training"
-    ends = late.groupby("variant")["train_loss"].mean().dropna()
-    best = ends.groupby(variants["label"].reindex(ends.index)).idxmin()
-    names = [name_of(variants, str(best[label])) for label in variants["label"].unique() if label in best]
-    said = ", ".join(names).replace(", learning rate ", ", ")
-    return f"Lowest training loss at the end, row by row: {said}" if names else "Training loss"
+    late = curves[(curves["iteration"] > 0.95 * last) & (curves["variant"] != plain)]
+    ends = late.groupby("variant")["above"].mean().dropna()
+    span = f"{ends.min():+.3f} to {ends.max():+.3f} nats".replace("-", "−")
+    return f"At the end the training loss lies {span} from that of uncompressed training"
 
 
-def looks_of(variants: pd.DataFrame, plain: list[str], row: list[str]) -> dict[str, Look]:
-    """How each variant of a row looks: as everywhere, but two of one colour are told apart, methods by their lines,
-    trials of one method by other colours. Uncompressed is black."""
-    own = dict.fromkeys(plain, (BLACK, "-")) | {name: look_of(variants, name) for name in row}
+def looks_of(variants: pd.DataFrame, row: list[str]) -> dict[str, Look]:
+    """How each variant of a row looks: as everywhere, but lines of one colour are told apart."""
+    own = {name: look_of(variants, name) for name in row}
     free = sns.color_palette("dark").as_hex()
     looks: dict[str, Look] = {}
     for name, (colour, line) in own.items():
-        label = re.sub(r"^shuffled \d", "shuffled", name_of(variants, name))  # several draws of one thing
+        label = re.sub(r"^shuffled \d", "shuffled", variants["label"][name])  # several draws of one thing
         alike = next((look for look in looks.values() if look[0] == label), None)
-        used = [look[1] for look in looks.values()]
-        if not alike and colour in used and variants["label"].is_unique:
-            line = LINES[used.count(colour) % len(LINES)]
-        elif not alike and colour in used:
-            taken = [to_rgb(other) for other in (*used, *(other for other, _ in own.values()))]
+        before = [look[1] for look in looks.values()].count(colour)
+        if before >= len(LINES):
+            taken = [to_rgb(other) for other in (*(look[1] for look in looks.values()), *(c for c, _ in own.values()))]
             colour = max(free, key=lambda one: min(math.dist(to_rgb(one), other) for other in taken))
+        elif [other for other, _ in own.values()].count(colour) > 1 and order_of(name) is None:
+            line = LINES[before]
         looks[name] = alike or (label, colour, line)
     return looks
 
@@ -113,13 +123,10 @@ def order_of(variant: str) -> tuple[str, str] | None:
     return next(looks, None)
 
 
-def look_of(variants: pd.DataFrame, variant: str) -> tuple[str, str]:
+def look_of(variants: pd.DataFrame, variant: str) -> tuple[str, Any]:
     """The colour and line that a variant has in every figure: those of its order of ranks, else of its method."""
-    if order := order_of(variant):
-        return order
-    run = variants.loc[variant]
-    known = {"policy", "factor_dtype", "one_sided"} <= set(run.index)  # not in every study's table
-    return (style.look(run) if known else style.family(str(run["method"]))).colour, "-"
+    look = style.look(variants.loc[variant])
+    return order_of(variant) or (look.colour, look.line)
 
 
 def legend_columns(labels: Iterable[str]) -> int:
@@ -128,17 +135,17 @@ def legend_columns(labels: Iterable[str]) -> int:
     return 3 if longest < 17 else 2 if longest < 26 else 1
 
 
-def legend_lines(looks: dict[str, Look], plain: list[str]) -> int:
+def legend_lines(looks: dict[str, Look]) -> int:
     """Lines of text that the legend of a row is high; uncompressed is explained above all rows."""
-    labels = {label for name, (label, _, _) in looks.items() if name not in plain}
+    labels = {label for label, _, _ in looks.values()}
     return 1 + -(-len(labels) // legend_columns(labels))
 
 
-def heights(legends: list[int], once: bool) -> list[float]:
-    """Of the overview and of every row, in inches, by the lines of its legend, so that all fit a page; ``once``: the
-    last row alone has the ticks and the label of x."""
-    more = [0.13 * lines + (0.0 if once else 0.35) for lines in legends]
-    more[-1] += 0.35 if once else 0.0
+def heights(legends: list[int]) -> list[float]:
+    """Of the overview and of every row, in inches, by the lines of its legend, so that all fit a page; the last row
+    alone has the ticks and the label of x."""
+    more = [0.13 * lines for lines in legends]
+    more[-1] += 0.35
     panel = min(1.3, (style.TALLEST - OVERVIEW - style.MARGIN - sum(more)) / len(legends))
     return [OVERVIEW, *(panel + own for own in more)]
 
@@ -152,49 +159,47 @@ def share_across(parts: list[SubFigure]) -> None:
             ax.tick_params(labelbottom=False)
 
 
-def every(part: SubFigure, curves: pd.DataFrame, plain: list[str], shown: tuple[float, float]) -> None:
-    """Training loss of every run over iterations, and its validation losses: how alike the variants are."""
+def every(part: SubFigure, curves: pd.DataFrame, plain: str, shown: tuple[float, float]) -> None:
+    """Training loss over iterations, and validation losses: how alike the variants are."""
     ax = part.subplots()
-    others = ~curves["variant"].isin(plain)
-    name = "every other run" if plain else "every run"
-    for label, colour, mine in ((name, GREY, curves[others]), ("no compression", BLACK, curves[~others])):
-        if mine.empty:
-            continue
-        for number, (_, run) in enumerate(mine.groupby(["variant", "seed"])):
-            ax.plot(run["iteration"], run["train_loss"], color=colour, linewidth=0.5, label=None if number else label)
+    compressed = curves["variant"] != plain
+    for number, (_, run) in enumerate(curves[compressed].groupby(["variant", "seed"])):
+        label = None if number else "every run with compression"
+        ax.plot(run["iteration"], run["train_loss"], color=GREY, linewidth=0.5, label=label)
+    columns = ["train_loss", "validation_loss"]
+    means = curves[~compressed].groupby("iteration", as_index=False)[columns].mean()
+    ax.plot(means["iteration"], means["train_loss"], color=BLACK, label="no compression, mean", **THICK)
+    for label, colour, mine in (("its validation", GREY, curves[compressed]), ("its validation ", BLACK, means)):
         at = mine.dropna(subset=["validation_loss"])
-        ax.plot(at["iteration"], at["validation_loss"], "o", color=colour, markersize=2.5, label=f"{label}, validation")
+        ax.plot(at["iteration"], at["validation_loss"], "o", color=colour, markersize=2.5, label=label)
     ax.set(title="training loss", xlabel="iteration", ylabel=LOSS, ylim=shown)
-    part.legend(*style.handles(ax), loc="outside upper center", ncols=2, columnspacing=0.8)
+    drawn, labels = style.handles(ax)
+    order = [0, 2, 1, 3]  # a column each: compressed, uncompressed
+    part.legend([drawn[k] for k in order], [labels[k] for k in order], loc="outside upper center", ncols=2)
 
 
-def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], plain: list[str]) -> None:
-    """One group of variants, left: loss over bytes sent; right: loss above uncompressed, or loss, over iterations. The
-    axes have room for all ``curves``."""
+def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], shown: tuple[float, float]) -> None:
+    """One group of variants, left: loss over bytes sent; right: loss above uncompressed over iterations. The axes have
+    room for all ``curves``."""
     left, right = part.subplots(1, 2)
-    excess = bool(plain)
     for look in dict.fromkeys(looks.values()):
         mine = curves[curves["variant"].isin([name for name, other in looks.items() if other == look])]
         lines(left, mine, "sent", "train_loss", look)
-        lines(right, mine, "iteration", "above" if excess else "train_loss", look)
+        lines(right, mine, "iteration", "above", look)
     late = curves[curves["iteration"] >= CUT * curves["iteration"].max()]
     log_bytes(left, 0.8 * late["sent"].min(), 1.2 * curves["sent"].max())
-    for ax in (left, right):
-        ax.set(ylabel=LOSS, ylim=limits(curves))
-    right.set_xlabel("iteration")
-    if excess:
-        least, most = curves["above"].min(), min(curves["above"].max(), 3.0)
-        right.set_ylabel(ABOVE)
-        right.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
-        low, high = min(1.3 * least, -LINEAR), max(1.3 * most, LINEAR)
-        ticks = [tick for tick in TICKS if low <= tick <= high]
-        if len(ticks) > 6:
-            ticks = [tick for tick in ticks if abs(tick) not in BETWEEN]
-        right.set_yticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
-        right.set_ylim(low, high)
-    black = {looks[name][0] for name in plain}
-    entries = {label: drawn for drawn, label in zip(*style.handles(left), strict=True) if label not in black}
-    options: dict[str, Any] = {"ncols": legend_columns(entries), "columnspacing": 0.8, "handlelength": 1.6}
+    left.set(ylabel=LOSS, ylim=shown)
+    right.set(xlabel="iteration", ylabel=ABOVE)
+    right.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
+    least, most = curves["above"].min(), min(curves["above"].max(), 3.0)
+    low, high = min(1.3 * least, -LINEAR), max(1.3 * most, LINEAR)
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    if len(ticks) > 6:
+        ticks = [tick for tick in ticks if abs(tick) not in BETWEEN]
+    right.set_yticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
+    right.set_ylim(low, high)
+    entries = {label: drawn for drawn, label in zip(*style.handles(left), strict=True) if label}
+    options: dict[str, Any] = {"ncols": legend_columns(entries), "columnspacing": 0.8, "handlelength": 2.2}
     part.legend(list(entries.values()), list(entries), loc="outside upper center", **options)
 
 
@@ -207,33 +212,29 @@ def log_bytes(ax: Axes, low: float, high: float) -> None:
     ax.set_xlim(low, high)
 
 
-def above(curves: pd.DataFrame, plain: list[str]) -> pd.Series:
+def above(curves: pd.DataFrame, plain: str) -> pd.Series:
     """Training loss minus that of the uncompressed run of the same seed at the same iteration; nan without one."""
     place = ["seed", "iteration"]
-    own = curves[curves["variant"].isin(plain)].drop_duplicates(place).set_index(place)["train_loss"]
-    found = curves.join(own.rename("uncompressed"), on=place)
-    return found["train_loss"] - found["uncompressed"]
-
-
-def name_of(variants: pd.DataFrame, variant: str) -> str:
-    """Its label, or what tells it apart from others of the same label."""
-    row = variants.loc[variant]
-    if variants["label"].is_unique:
-        return str(row["label"])
-    return f"learning rate {row['lr']:g}" if "lr" in row else variant
+    own = curves[curves["variant"] == plain].drop_duplicates(place).set_index(place)["train_loss"]
+    return curves["train_loss"] - curves.join(own.rename("uncompressed"), on=place)["uncompressed"]
 
 
 def groups(variants: pd.DataFrame) -> list[list[str]]:
-    """Variants by method, or by label where there is one method; few of one kind together; at most ``MOST`` a row."""
-    trials = variants["method"].nunique() == 1 and not variants["label"].is_unique
-    by = [list(group.index) for _, group in variants.groupby("label" if trials else "method", sort=False)]
-    many = [names for names in by if trials or len(names) > 2]
+    """Variants by method; few of one method together; at most ``MOST`` a row."""
+    by = [list(group.index) for _, group in variants.groupby("method", sort=False)]
+    many = [names for names in by if len(names) > 2]
     few = [name for names in by if names not in many for name in names]
-    rows = []
-    for names in (*many, few):
-        count = math.ceil(len(names) / MOST)
-        rows += [list(part) for part in np.array_split(names, count)] if count else []
-    return rows
+    return [list(part) for names in (*many, few) if names for part in np.array_split(names, -(-len(names) // MOST))]
+
+
+def orders(variants: pd.DataFrame) -> list[list[str]]:
+    """EDGC beside its own ranks in other orders, then the other policies; fp32 and int8 factors apart."""
+    found: dict[tuple[bool, bool], list[str]] = {}
+    for variant in variants.index:
+        name = variant.removesuffix("_int8")
+        other = name != "cqm" and order_of(name) is None
+        found.setdefault((other, name != variant), []).append(variant)
+    return [found[key] for key in sorted(found)]
 
 
 def lines(ax: Axes, curves: pd.DataFrame, x: str, y: str, look: Look) -> None:
@@ -246,7 +247,7 @@ def lines(ax: Axes, curves: pd.DataFrame, x: str, y: str, look: Look) -> None:
     # Where a run has stopped, the mean of the others would jump.
     by = rows.groupby("iteration")
     means = by[sorted({x, y} - {"iteration"})].mean()[by.size() == runs.ngroups].reset_index()
-    ax.plot(means[x], means[y], color=colour, linestyle=line, label=label, **THICK)
+    ax.plot(means[x], means[y], color=colour, linestyle=line, label=label or None, **THICK)
 
 
 def limits(curves: pd.DataFrame) -> tuple[float, float]:

@@ -131,13 +131,13 @@ def boxes(ax: Axes, row: pd.Series) -> list[tuple[Bbox, float]]:
     return [*found, (Bbox([[x - 1, ends[0]], [x + 1, ends[1]]]), 1.0)] if np.isfinite(ends).all() else found
 
 
-def above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = "") -> None:
+def above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = "", what: str = "method") -> None:
     """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
-    the panels the names would take most of a column's width. ``title`` stands above the panels'."""
+    the panels the names would take most of a column's width. ``title`` stands above the panels'; ``what``: of a row."""
     if title:
         texts.headline(fig, title)
     axes[0].set_yticks([])
-    axes[0].set(ylabel="method", ylim=(len(names) - 0.55, -0.8))
+    axes[0].set(ylabel=what, ylim=(len(names) - 0.55, -0.8))
     across = blended_transform_factory(fig.transFigure, axes[-1].transData)
     for place, name in enumerate(names):
         text = axes[-1].text(0.08, place - 0.27, name, transform=across, fontsize=style.MIN_FONT, va="bottom")

@@ -17,10 +17,10 @@ CAPTION = """\
 **Do ranks that follow the entropy beat the same ranks in another order?** All runs of a seed share one uncompressed
 warm-up. (a) The rank of stage 0: EDGC's, a line a seed, and below it for the first seed the same ranks reversed,
 shuffled and falling, and the fixed rank that sends as many bytes. (b) Validation loss of EDGC less that of each rival,
-paired by seed (nats; left of zero EDGC is better); on par where the 90 % interval, narrower than
-the bars, lies in the shaded band. *Placebos*: the
-mean of reversed and shuffled. A row that says "not tested" is of a policy that hardly moved: the rule
-is in ``experiments/analyse/acting.py``."""
+paired by seed (nats; left of zero EDGC is better); within the margin where the 90 % interval, narrower
+than the bars, lies in the shaded band; "cannot tell" where the rival costs less than twice the margin against no
+compression, so that nothing was to be won. *Placebos*: the mean of reversed and shuffled. A row that
+says "not tested" is of a policy that hardly moved: the rule is in ``experiments/analyse/acting.py``."""
 ORDERS = {
     "fixed rank": ("even", "#0072B2", "-"),
     "reversed": ("reversed", "#CC79A7", "--"),

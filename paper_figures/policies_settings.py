@@ -8,9 +8,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from paper_figures import inputs, style, texts
+from paper_figures.edgc_course import course
 from paper_figures.hero import SAME, SEEDS
 from paper_figures.policies import differences, seeds
-from paper_figures.ranks_over_time import course
 
 STUDIES = {
     "policies": "GPT, one stage",
@@ -42,9 +42,9 @@ CAPTION = """\
 **The same question in every setting.** A panel a setting that has tables; those that have none yet are named below the
 figure. Validation loss of EDGC less that of each rival, paired by seed (nats; left of zero EDGC is better); bars are
 95 % t intervals, small dots seeds. *Placebos*: the mean of EDGC's own ranks reversed and shuffled; *falling*:
-the same ranks sorted. On par: the 90 % interval, narrower than the bars,
-lies in the shaded band. Open markers are int8 factors, shown
-where there are at least five seeds."""
+the same ranks sorted. Within the margin: the 90 % interval, narrower than the bars, lies in
+the shaded band. Cannot tell: the rival costs less than twice the margin against no compression. Open markers
+are int8 factors, shown where there are at least five seeds."""
 RIVALS = ("no compression", "fixed rank", "placebos", "falling")
 
 

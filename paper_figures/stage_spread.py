@@ -11,8 +11,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from edgc.errors import UserError
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 
 TABLES = ("stages.csv", "stages_iterations.csv")
 CAPTION = """\
@@ -28,12 +27,8 @@ COLOURS = {name: style.FAMILIES[family].colour for name, family in FAMILY.items(
 
 def draw(results: Path) -> Figure:
     """Finish times of the stages after the first of an iteration, and their spread; a dot is an iteration."""
-    for name in TABLES:
-        if not (results / name).is_file():
-            fix = "make it with: make bench-stages"
-            raise UserError("there is no table of the stages benchmark", where=results / name, fix=fix)
-    table = pd.read_csv(results / "stages.csv").set_index("variant")
-    found = pd.read_csv(results / "stages_iterations.csv")
+    table, found = (inputs.read_benchmark(results / name, "the stages benchmark", "bench-stages") for name in TABLES)
+    table = table.set_index("variant")
     found["finish_ms"] = 1e3 * found["finish_seconds"]
     fig, axes = style.figure(2, 1, height=4.9)
     stages(axes[0], found)

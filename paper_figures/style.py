@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -19,7 +18,6 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from edgc.errors import UserError
 from paper_figures.families import (
     ARCHITECTURES,
     ESTIMATORS,
@@ -41,37 +39,6 @@ TALLEST = 2.9 * COLUMN  # inches; a higher one does not fit a page beside its ca
 MARGIN = 0.6  # inches that the title and the note of stacked parts take
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
-
-PAPER: dict[str, Any] = {}
-SIZES = ("font.size", "axes.labelsize", "axes.titlesize", "xtick.labelsize", "ytick.labelsize")
-SLIDES: dict[str, Any] = dict.fromkeys(SIZES, 9.0) | {
-    "lines.linewidth": 2.0,
-    "lines.markersize": 6,
-    "axes.linewidth": 1.0,
-    "savefig.dpi": 300,
-}
-WIDER = 1.3  # size of slides over that of paper: more than their letters grow, so that all fits that fits on paper
-_chosen: dict[str, Any] = PAPER
-
-
-def choose(name: str) -> None:
-    """Draw all figures from now on as ``paper``, ``slides`` or a matplotlib style file says.
-
-    Raises:
-        UserError: no such file, or one that matplotlib cannot read.
-    """
-    global _chosen
-    named = {"paper": PAPER, "slides": SLIDES}
-    if name in named:
-        _chosen = named[name]
-        return
-    if not Path(name).is_file():
-        raise UserError("there is no such style", where=Path(name), fix="give paper, slides or a matplotlib style file")
-    try:
-        _chosen = dict(matplotlib.rc_params_from_file(name, use_default_template=False))
-    except (OSError, ValueError) as error:
-        fix = "see matplotlib's style files"
-        raise UserError(f"cannot read the style: {error}", where=Path(name), fix=fix) from None
 
 
 def use() -> None:
@@ -115,7 +82,6 @@ def use() -> None:
             "figure.constrained_layout.use": True,
         }
     )
-    plt.rcParams.update(_chosen)
 
 
 def figure(
@@ -124,20 +90,14 @@ def figure(
     """A themed figure at its print size and its axes, row by row. ``height``: inches."""
     use()
     height = height if height is not None else 0.72 * COLUMN * rows / columns
-    fig, axes = plt.subplots(rows, columns, figsize=_size(height), squeeze=False, **options)
+    fig, axes = plt.subplots(rows, columns, figsize=(COLUMN, height), squeeze=False, **options)
     return fig, list(axes.flat)
-
-
-def _size(height: float) -> tuple[float, float]:
-    """Width and height in inches of a figure that is ``height`` high on paper."""
-    factor = WIDER if _chosen is SLIDES else 1.0
-    return factor * COLUMN, factor * height
 
 
 def stacked(heights: Sequence[float]) -> tuple[Figure, list[SubFigure]]:
     """A themed figure and its parts, one above the other, each with panels and a legend of its own. Inches."""
     use()
-    fig = plt.figure(figsize=_size(sum(heights) + MARGIN))
+    fig = plt.figure(figsize=(COLUMN, sum(heights) + MARGIN))
     parts = fig.subfigures(len(heights), 1, height_ratios=list(heights), squeeze=False)
     return fig, list(parts.flat)
 

@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from edgc.errors import UserError
-from paper_figures import style, texts
+from paper_figures import inputs, style, texts
 from paper_figures.stage_spread import LABELS, seen
 
 TABLES = ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json")
@@ -33,12 +32,10 @@ KINDS = {
 
 def draw(results: Path) -> Figure:
     """One panel per variant, one row per stage, for one replica; what is left blank is idle."""
-    for name in TABLES:
-        if not (results / name).is_file():
-            fix = "make it with: make bench-stages"
-            raise UserError("there is no timeline of the stages benchmark", where=results / name, fix=fix)
-    spans, shares = pd.read_csv(results / "timeline_spans.csv"), pd.read_csv(results / "timeline.csv")
-    stages = pd.read_csv(results / "stages.csv").set_index("variant")
+    shares, spans, stages = (
+        inputs.read_benchmark(results / name, "the stages benchmark", "bench-stages") for name in TABLES[:3]
+    )
+    stages = stages.set_index("variant")
     ranks = stages["ranks"]
     settings = json.loads((results / "stages.json").read_text())["settings"]
     spans[["start", "end"]] *= 1e3

@@ -18,7 +18,7 @@ CAPTION = """\
 **Zero-shot evaluation.** Every final model of the methods study on tasks made from held-out text, by
 lm-eval. Left: score against chance and against always giving the most frequent answer. Right: gap to the
 uncompressed run of the same seed with its 90 % interval; on par means that the whole interval lies in the
-shaded margin, which was stated beforehand. Of EDGC that says nothing where its policy did not act, which is
+shaded margin. Of EDGC that says nothing where its policy did not act, which is
 named below the figure."""
 TITLES = {
     "edgc_cloze": "cloze",

@@ -6,6 +6,7 @@ The jobs of a killed workflow are found by a mark in their environment.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -62,6 +63,33 @@ def stop(folder: Path) -> int:
             what = f"processes of a killed workflow do not end: {pids}"
             raise UserError(what, where=folder, fix="stop them")
     return len(first)
+
+
+@contextlib.contextmanager
+def ending_with_this(folder: Path) -> Iterator[None]:
+    """Around a workflow in ``folder``: when this process is killed, a second one ends the jobs that there are then."""
+    read, write = os.pipe()
+    other = os.fork()
+    if not other:
+        with contextlib.suppress(BaseException):
+            os.setsid()  # Ctrl-C is for the other one
+            for file in (0, 1, 2):
+                os.dup2(os.open(os.devnull, os.O_RDWR), file)
+            os.closerange(3, read)
+            os.closerange(write, os.sysconf("SC_OPEN_MAX"))
+            if not os.read(read, 1):
+                left = marked(folder)
+                send(signal.SIGTERM, left)
+                _, left = psutil.wait_procs(left, STOP_SECONDS)
+                send(signal.SIGKILL, left)
+        os._exit(0)
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.write(write, b".")
+        os.close(write)
+        os.waitpid(other, 0)
 
 
 def interrupt(folder: Path) -> None:

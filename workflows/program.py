@@ -6,7 +6,8 @@ Options that it does not know go to Snakemake.
 
 The results folder is locked by an open file that only this process and Snakemake hold, so the kernel drops
 the lock when both are gone, however they end; Snakemake is killed when this process is. Jobs do not hold it:
-those of a killed workflow are found by a mark in their environment, and stopped; with ``--profile slurm`` those that
+those of a killed workflow are found by a mark in their environment, and stopped, at once by a process that waits
+for that, and by the next workflow where that was killed, too; with ``--profile slurm`` those that
 it has left in the queue are cancelled.
 """
 
@@ -25,6 +26,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated
@@ -36,26 +38,25 @@ from experiments.cluster import slurm
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT, check_writable
 from experiments.common.processes import die_with_parent
+from experiments.common.yaml_settings import validate
 from experiments.spec import matrix
+from experiments.spec.study import PipelineSettings
 from experiments.training.run_folder import RunFolder
-from workflows import events, jobs
-from workflows.launches import LaunchServer
-from workflows.progress import Display, Steps
-from workflows.targets import check_targets
+from workflows import jobs
+from workflows.targets import check_studies, check_targets
 
 LOCKS = ROOT / ".snakemake" / "locks"
 Targets = Annotated[list[str] | None, typer.Argument(help="what to make, default: all; before all options")]
 
 
-def check_inputs(scale: str) -> None:
+def check_inputs(scale: str, wanted: Sequence[str]) -> None:
     """Read the scale and every study at it, so that a mistake ends the workflow before it has started.
 
     Raises:
-        UserError: naming the key, the file and the fix.
+        UserError: naming the key, the file and the fix; not for a study that ``wanted`` does not ask for.
     """
-    matrix.load_scale(scale)
-    for study in matrix.studies():
-        matrix.runs(study, scale)
+    _, broken = matrix.all_runs(scale)
+    check_studies(broken, wanted)
 
 
 def lock(folder: Path) -> IO[str]:
@@ -96,19 +97,11 @@ def unlock(arguments: list[str]) -> None:
     subprocess.run([*arguments, "--unlock", "--quiet"], cwd=ROOT, check=True, capture_output=True)
 
 
-def run_snakemake(
-    arguments: list[str],
-    handle: IO[str],
-    folder: Path,
-    on_slurm: bool,
-    display: Display | None,
-    launches: LaunchServer,
-) -> int:
+def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm: bool) -> int:
     """Run Snakemake to its end; after signal n, which ends it and all its jobs, returns 128 + n.
 
     Ctrl-C does not reach Snakemake, which would report every job that it ends: it is killed, its jobs are stopped, and
-    its lock is removed. With Slurm it is asked to end, for it cancels what it has submitted. Without a ``display`` its
-    output is all that is shown.
+    its lock is removed. With Slurm it is asked to end, for it cancels what it has submitted.
     """
     set_death_signal = die_with_parent(signal.SIGKILL)
 
@@ -117,22 +110,8 @@ def run_snakemake(
         if not on_slurm:
             interrupts.ignore()
 
-    environment = os.environ | launches.environment | {jobs.MARK: str(folder.resolve())}
-    files = [handle.fileno()]
-    if display is not None:
-        environment[events.PIPE] = str(display.events)
-        files.append(display.events)
-    process = subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env=environment,
-        pass_fds=files,
-        stdout=None if display is None else display.output,
-        stderr=None if display is None else display.errors,
-        preexec_fn=begin,
-    )
-    if display is not None:
-        display.started()
+    environment = os.environ | {jobs.MARK: str(folder.resolve())}
+    process = subprocess.Popen(arguments, cwd=ROOT, env=environment, pass_fds=[handle.fileno()], preexec_fn=begin)
     stopped = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -157,10 +136,6 @@ def run_snakemake(
             jobs.send(signal.SIGTERM, [job for job in jobs.marked(folder) if job.pid != process.pid])
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout=0.2)
-        if display is not None:
-            display.refresh()
-            if not on_slurm:
-                launches.start(display.steps.to_train())
     jobs.stop(folder)
     if stopped or code < 0:
         return 128 + (stopped or -code)
@@ -169,7 +144,8 @@ def run_snakemake(
 
 def kept_words(folder: Path, scale: str) -> str:
     """What an interrupted workflow keeps, in one line."""
-    paths = [folder / study / run.name for study in matrix.studies() for run in matrix.runs(study, scale)]
+    found, _ = matrix.all_runs(scale)
+    paths = [folder / study / run.name for study, runs in found.items() for run in runs]
     finished = sum((path / "status").is_file() for path in paths)
     newest = {path: RunFolder(path).newest_checkpoint() for path in paths if not (path / "status").is_file()}
     going_on = [f"{p.parent.name}/{p.name} goes on from {n.name}" for p, n in newest.items() if n is not None]
@@ -194,8 +170,9 @@ def closing_words(folder: Path, scale: str) -> list[str]:
             pattern = there[0].parent / "*.png" if name == "figures" else folder / "*" / "table.csv"
             lines.append(f"{name:8} {pattern} ({len(there)})")
     states: dict[str, str] = {}
-    for study in matrix.studies():
-        for run in matrix.runs(study, scale):
+    found, _ = matrix.all_runs(scale)
+    for study, runs in found.items():
+        for run in runs:
             path = folder / study / run.name / "status"
             if path.is_file():
                 states[f"{study}/{run.name}"] = path.read_text(encoding="utf-8").strip()
@@ -231,7 +208,8 @@ def main(
     if cores < 1:
         raise UserError(f"--cores {cores} is not valid", fix="use 1 or more")
     os.chdir(ROOT)
-    check_inputs(scale)
+    validate(PipelineSettings, {"scale": scale, "results": str(results)}, "the command line")
+    check_inputs(scale, wanted)
     folder = results / scale
     check_targets(wanted, scale, folder)
     on_slurm = profile is not None and Path(profile).name == "slurm"
@@ -254,18 +232,13 @@ def main(
         settings = ["--rerun-incomplete", "--quiet", "host", "reason", *config]
         # Under Slurm it would limit the jobs of all nodes together.
         arguments = [*snakemake, *([] if on_slurm else parallel), *settings, *extra, "--", *wanted]
-        with contextlib.ExitStack() as stack:
-            display, launches = None, stack.enter_context(LaunchServer())
-            if not slurm.only_looks(extra):
-                live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-                display = stack.enter_context(Display(Steps(scale, folder, 0 if on_slurm else cores), live=live))
-            code = run_snakemake(arguments, handle, folder, on_slurm, display, launches)
+        with jobs.ending_with_this(folder):
+            code = run_snakemake(arguments, handle, folder, on_slurm)
     if code == interrupts.EXIT:
         print(kept_words(folder, scale), file=sys.stderr)
         raise SystemExit(code)
-    print("\n".join(closing_words(folder, scale)))
-    if code:
-        print(f"not finished (Snakemake ended with {code}); the same command continues", file=sys.stderr)
+    if not code:  # else Snakemake has said it, and why
+        print("\n".join(closing_words(folder, scale)), flush=True)
     raise SystemExit(code)
 
 

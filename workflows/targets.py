@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from edgc.errors import UserError, nearest
@@ -12,7 +13,7 @@ from experiments.spec import matrix
 
 NAMED_RULE = re.compile(r"^ *rule +([a-z_]+):", re.MULTILINE)
 FOLDERS = ("data", "figures", "benchmarks", "logs")
-FILES = ("claims.csv", "report.html", "snakemake_report.html", "regression.csv", "runs.csv")
+FILES = ("claims.csv", "report.html", "regression.csv", "runs.csv")
 
 
 def targets() -> list[str]:
@@ -24,13 +25,51 @@ def targets() -> list[str]:
     return [*dict.fromkeys((*matrix.studies(), *joint, *named, "everything", "texts"))]
 
 
-def check_targets(wanted: Sequence[str], scale: str, folder: Path) -> None:
+def of_command_line() -> list[str]:
+    """What Snakemake was told to make; nothing where this process is not Snakemake's command."""
+    if not any(Path(part).name == "snakemake" for part in (sys.argv[0], Path(sys.argv[0]).parent)):
+        return []
+    from snakemake.cli import get_argument_parser
+
+    return list(get_argument_parser().parse_known_args(sys.argv[1:])[0].targets)
+
+
+def check_studies(broken: Mapping[str, UserError], wanted: Sequence[str]) -> None:
+    """Refuse a study that cannot be read where it is asked for: by its name, or because everything is.
+
+    Args:
+        broken: what is wrong with each such study.
+        wanted: names, or paths of files; none: everything.
+
+    Raises:
+        UserError: the first of ``broken`` that is asked for.
+    """
+    if not broken:
+        return
+    from paper_figures import FIGURES
+
+    everything, asked = not wanted, set[str]()
+    for target in wanted:
+        parts = {*Path(target).parts, Path(target).stem}
+        studies = parts.intersection(matrix.studies()).union(*(FIGURES[part] for part in parts.intersection(FIGURES)))
+        everything |= not studies
+        asked |= studies
+    for study in asked - broken.keys():
+        definition = matrix.load_study(study)
+        asked = asked.union(definition.needs or (), [(definition.scenarios or {}).get("of", study)])
+    for study, error in broken.items():
+        if everything or study in asked:
+            raise error
+
+
+def check_targets(wanted: Sequence[str], scale: str, folder: Path, others: Collection[str] = ()) -> None:
     """Refuse targets that nothing makes.
 
     Args:
         wanted: names, or paths of files.
         scale: of the runs.
         folder: of the scale's results. Of a path in it the first names are looked at; others are left to Snakemake.
+        others: names that are known, too.
 
     Raises:
         UserError: naming the nearest names.
@@ -38,7 +77,7 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path) -> None:
     known = targets()
     for name in wanted:
         if "/" not in name and not Path(name).suffix:
-            if name not in known:
+            if name not in known and name not in others:
                 raise UserError(f"unknown target {name!r}", where="the command line", fix=nearest(name, known))
             continue
         path = Path(name)

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
-from edgc.compressors.sizes import QUANTISED_BITS
+from edgc.compressors.powersgd import QUANTISED_BITS
 from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import interval

@@ -1,4 +1,4 @@
-"""Two one-sided t tests on paired differences, and how many seeds they need.
+"""The direction and the size of paired differences: t and sign test, two one-sided t tests, the seeds they need.
 
 Seeds are the unit here, documents in :mod:`experiments.evaluation.statistics`; the test is the same.
 """
@@ -6,19 +6,29 @@ Seeds are the unit here, documents in :mod:`experiments.evaluation.statistics`; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from experiments.analyse.statistics import interval
-from experiments.common.equivalence import NOT_DECIDED, ON_PAR, equivalence_p
+from experiments.common.equivalence import (
+    BETTER,
+    BETTER_WITHIN,
+    CANNOT_TELL,
+    LEAST_SEEDS,
+    NOT_DECIDED,
+    ON_PAR,
+    WORSE,
+    WORSE_WITHIN,
+    equivalence_p,
+)
 
 ALPHA = 0.05
 POWER = 0.8
 MOST = 100  # seeds; more are not looked for
-BETTER, WORSE = "better", "worse"
+WITHIN = {"": ON_PAR, BETTER: BETTER_WITHIN, WORSE: WORSE_WITHIN}  # by direction
 
 
 def two_one_sided(differences: Sequence[float], margin: float) -> float:
@@ -29,20 +39,44 @@ def two_one_sided(differences: Sequence[float], margin: float) -> float:
     return equivalence_p(found["mean"], found["sd"] / math.sqrt(found["n"]), margin, found["n"] - 1)
 
 
-def compare(differences: Sequence[float], margin: float) -> dict[str, Any]:
-    """Mean paired difference, its 95 % t interval, p of equality within ``margin``, and what they say (more is worse).
+def direction(differences: Sequence[float]) -> str:
+    """``worse`` (above 0) or ``better`` where the 95 % t interval excludes 0 or the sign test does at 5 %, else empty.
 
-    ``on par``: both one-sided tests succeed; else ``better`` or ``worse`` where the interval excludes 0; else ``not
-    decided``. A difference can be certain and yet within the margin: then it is ``on par``, and the interval tells.
+    The sign test sees what the interval misses when one seed lies far out: ten of ten on one side.
     """
-    found, p = interval(differences), two_one_sided(differences, margin)
-    said = NOT_DECIDED
+    found = interval(differences)
+    worse, better = (sum(sign * value > 0 for value in differences) for sign in (1, -1))
+    if found["low"] > 0 or found["high"] < 0:
+        return WORSE if found["low"] > 0 else BETTER
+    if worse + better and stats.binomtest(worse, worse + better).pvalue < ALPHA:
+        return WORSE if worse > better else BETTER
+    return ""
+
+
+def compare(differences: Sequence[float], margin: float) -> dict[str, Any]:
+    """Mean paired difference, its 95 % t interval, its direction, p of equality within ``margin``, and the verdict.
+
+    More is worse. The verdict is the direction; ``, within the margin`` is added where both one-sided tests succeed.
+    Without a direction it is ``on par`` where they succeed, else ``not decided``. No verdict of equality rests on
+    fewer than three seeds.
+    """
+    found, p, towards = interval(differences), two_one_sided(differences, margin), direction(differences)
+    verdict = towards or NOT_DECIDED
     if p < ALPHA:
-        said = ON_PAR
-    elif found["low"] > 0 or found["high"] < 0:
-        said = WORSE if found["low"] > 0 else BETTER
+        verdict = WITHIN[towards] if found["n"] >= LEAST_SEEDS else NOT_DECIDED
     means = {"difference_nats": found["mean"], "difference_low": found["low"], "difference_high": found["high"]}
-    return {"n": found["n"], **means, "p_equal": p, "verdict": said}
+    count = {"seeds_worse": sum(value > 0 for value in differences)}
+    return {"n": found["n"], **means, "direction": towards, **count, "p_equal": p, "verdict": verdict}
+
+
+def worth(compared: Mapping[str, Any], gap: float, margin: float) -> str:
+    """The verdict on a run against a compressed one of the same bytes, whose gap to no compression is ``gap`` nats.
+
+    ``cannot tell`` where that gap is less than twice the margin, for then there was nothing to win, unless the whole
+    interval of the difference lies beyond the margin.
+    """
+    beyond = compared["difference_low"] > margin or compared["difference_high"] < -margin
+    return str(compared["verdict"]) if beyond or not gap < 2 * margin else CANNOT_TELL
 
 
 def power_of_equality(sd: float, margin: float, seeds: int) -> float:
@@ -69,5 +103,5 @@ def power_of_difference(sd: float, effect: float, seeds: int) -> float:
 
 
 def seeds_needed(power: Callable[[float, float, int], float], sd: float, effect: float) -> float:
-    """The fewest seeds, of at least two, with which ``power`` reaches ``POWER``; infinite above ``MOST``."""
-    return next((float(n) for n in range(2, MOST + 1) if power(sd, effect, n) >= POWER), math.inf)
+    """The fewest seeds, of at least three, with which ``power`` reaches ``POWER``; infinite above ``MOST``."""
+    return next((float(n) for n in range(LEAST_SEEDS, MOST + 1) if power(sd, effect, n) >= POWER), math.inf)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edgc.compressors import Channel
+from edgc.runtime.channel import collective
 
 ALL_REDUCE, ALL_TO_ALL, ALL_GATHER = "all_reduce", "all_to_all", "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
@@ -28,7 +29,7 @@ Sent = tuple[str, float]  # the kind of a collective, and the bytes that a rank 
 
 
 def join(timeout: timedelta | None = None, backend: str = "gloo") -> None:
-    """Make the workers of :func:`experiments.bench.children.ranks` a process group."""
+    """Make the workers of :func:`experiments.bench.workers.ranks` a process group."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["STORE"], world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -146,7 +147,8 @@ def seconds_of(kind: str, entries: int, group: dist.ProcessGroup | None = None) 
     elif kind == ALL_TO_ALL:
         dist.all_to_all_single(output := torch.empty_like(buffer), buffer, group=group)
     else:
-        dist.all_gather_into_tensor(output := torch.empty_like(buffer), buffer[:share], group=group)
+        gather = collective("all_gather_single", "all_gather_into_tensor")
+        gather(output := torch.empty_like(buffer), buffer[:share], group=group)
     seconds = time.perf_counter() - started
     right = (buffer == world * (world - 1) / 2).all() if kind == ALL_REDUCE else torch.equal(output, expected)
     if not right:

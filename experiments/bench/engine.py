@@ -9,21 +9,32 @@ round; ratios are taken within a round, so that a machine that slows down for a 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from edgc.errors import UserError
-from experiments.bench import machine
-from experiments.bench.children import Child, Group, ranks
-from experiments.bench.gradients import Shape, entries, layer_shapes
-from experiments.bench.kernels import Kernel
-from experiments.bench.options import FACTORS, at_least
+import pandas as pd
+import torch
+import torch.distributed as dist
+from pydantic import Field, model_validator
+from torch import Tensor
 
-MODULE = "experiments.bench.engine_worker"
+from edgc.compressors.base import Statistics
+from edgc.compressors.quantization import Blocks
+from edgc.errors import UserError
+from edgc.runtime.channel import Stopwatch, mark
+from experiments.bench import lower_bound, machine, terminal
+from experiments.bench.collectives import join
+from experiments.bench.engines import Copy, Engine, Ours, Shape, TorchHook, entries, layer_shapes, make
+from experiments.bench.kernels import Kernel, kernel_rows, kernel_sums, kernels, timed
+from experiments.bench.terminal import Positive, device_of, known, spread
+from experiments.bench.workers import Group, Worker, ranks
+
 FLOOR = ("products", "orthogonalisation")
-BF16_PRODUCTS = ("torch+bf16", "fp32+bf16")
+BF16_PRODUCTS = ("torch+bf16",)  # our engine works in fp32 whatever the process allows
 # THP_MEM_ALLOC_ENABLE is torch's: large blocks in huge pages. The other three tell glibc never to give memory back, so
 # that a block that is freed and allocated again causes no page fault.
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -45,32 +56,60 @@ MODELS: dict[str, dict[str, Any]] = {
 # with, error feedback and a workspace of five engines.
 BYTES_PER_ENTRY = 72
 PROFILED = 3  # steps
+GRADIENTS = 2  # sets of gradients that take turns
+SETTLE = 4  # steps of an engine before it is timed
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of gradients
+FACTORS = ("fp32", "bf16", "int8", "int4")  # whose engines are measured, a selection of what there is
+PARTS = ("cpu", "wall", "compress", "communicate", "decompress", "pack")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured, all ranks with all numbers of threads."""
+class Plan(terminal.Plan):
+    """Settings of the benchmark: all ranks are measured with all numbers of threads.
 
-    layers: int = 3  # of the gradients, see :func:`experiments.bench.gradients.layer_shapes`
-    hidden: int = 1024
-    ranks: tuple[int, ...] = (8, 32, 64, 128)
-    threads: tuple[int, ...] = (1, 2)
-    repeats: int = 7  # rounds
-    device: str = "cpu"
-    dtypes: tuple[str, ...] = ("fp32",)  # of the gradients
-    allocators: tuple[str, ...] = tuple(ALLOCATORS)  # the first times all engines and the floor
-    gloo: bool = True  # also time two ranks with gloo, at the smallest number of threads
+    Attributes:
+        embeddings: rows of each, see :func:`experiments.bench.engines.layer_shapes`.
+    """
+
+    layers: Positive = Field(3, description="transformer layers whose gradients are reduced; of a model all that fit")
+    hidden: Positive = Field(1024, description="hidden size; GPT-2 medium has 1024")
+    model: str = Field("", description=f"shapes of {' or '.join(MODELS)} instead")
+    ranks: tuple[Positive, ...] = Field((8, 32, 64, 128), description="ranks, with commas")
+    threads: tuple[Positive, ...] = Field((1, 2), description="threads, with commas; ignored on a GPU")
+    repeats: Positive = Field(7, description="rounds; medians are taken over them")
+    device: str = Field("auto", description="auto, cpu or cuda")
+    dtypes: tuple[str, ...] = Field(("fp32",), description="of the gradients: fp32, bf16; on a GPU both")
+    # The first times all engines and the floor.
+    allocators: tuple[str, ...] = Field(tuple(ALLOCATORS), description="ignored on a GPU")
+    gloo: bool = Field(True, description="also time two ranks with gloo; ignored on a GPU")
+    kernels: bool = Field(False, description="also the time of every kernel (default: on a GPU)")
+    quick: bool = Field(False, description="two ranks, fp32 gradients, three rounds: a minute on a GPU")
     embeddings: tuple[int, ...] = ()
-    kernels: bool = False  # also profile each engine
-    model: str = ""  # name in ``MODELS`` of what the gradients are of, or ""
 
-    def __post_init__(self) -> None:
-        at_least(1, layers=self.layers, hidden=self.hidden, repeats=self.repeats)
-        at_least(1, ranks=self.ranks, threads=self.threads)
+    @model_validator(mode="before")
+    @classmethod
+    def _by_device_and_model(cls, given: dict[str, Any]) -> dict[str, Any]:
+        device = device_of(given.get("device", "auto"))
+        gpu = device == "cuda"
+        values = {"kernels": gpu, "dtypes": ("fp32", "bf16") if gpu else ("fp32",)} | given | {"device": device}
+        if given.get("quick"):
+            values |= {"ranks": (32, 128), "dtypes": ("fp32",), "repeats": 3}
+        if gpu:
+            values |= {"threads": (1,), "allocators": ("default",), "gloo": False}
+        if model := given.get("model"):
+            known("--model", [model], MODELS)
+            free = torch.cuda.mem_get_info()[0] if gpu else machine.free_memory()
+            values |= MODELS[model] | {"layers": given.get("layers") or layers_that_fit(model, free)}
+        return values
+
+    @model_validator(mode="after")
+    def _fits(self) -> Plan:
+        known("--dtypes", self.dtypes, DTYPES)
+        known("--allocators", self.allocators, ALLOCATORS)
         largest = self.hidden // 4
         if max(self.ranks) > largest:
             what = f"rank {max(self.ranks)} compresses matrices of {self.hidden} rows too little"
             raise UserError(what, fix=f"use ranks up to {largest} or a larger --hidden")
+        return self
 
     def clock(self, threads: int) -> str:
         """The time that engines are held against the floor by: waiting threads count as busy in processor time."""
@@ -99,7 +138,7 @@ class Key:
 
 
 @dataclass
-class Measured:
+class Measurements:
     """Answers of the workers.
 
     Attributes:
@@ -116,7 +155,7 @@ class Measured:
 
 
 def layers_that_fit(model: str, free: int) -> int:
-    """How many layers of a model all engines together can hold in ``free`` bytes; UserError if not even one fits."""
+    """Layers of a model that all engines together can hold in ``free`` bytes; UserError if not even one fits."""
     sizes = MODELS[model]
     embeddings = entries(layer_shapes(0, sizes["hidden"], sizes.get("embeddings", ())))
     layer = entries(layer_shapes(1, sizes["hidden"]))
@@ -127,34 +166,36 @@ def layers_that_fit(model: str, free: int) -> int:
     return min(fit, int(sizes["layers"]))
 
 
-def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
+def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
     """Run the benchmark; ``advance`` is told of every round.
 
     Raises:
-        experiments.bench.children.ChildError: a worker has ended or reported an error that is not one engine's.
+        experiments.bench.workers.WorkerError: a worker has ended or reported an error that is not one engine's.
     """
-    found = Measured()
+    data = Measurements()
     for dtype in plan.dtypes:
         gradients: dict[str, Any] = {"shapes": plan.shapes, "dtype": dtype, "device": plan.device}
         with contextlib.ExitStack() as stack:
             groups = {}
             for name in plan.allocators:
                 environment = {"OMP_NUM_THREADS": str(max(plan.threads)), **ALLOCATORS[name]}
-                groups[name] = stack.enter_context(Group([Child(MODULE, environment)]))
-                groups[name].ask({"do": "start", **gradients})
+                groups[name] = stack.enter_context(Group([Worker(Engines, environment)]))
+                groups[name].ask("start", **gradients)
             for rank in plan.ranks:
                 for threads in plan.threads:
-                    _section(plan, found, groups, Key(dtype, rank, threads, "", ALONE, ""), advance)
+                    _section(plan, data, groups, Key(dtype, rank, threads, "", ALONE, ""), advance)
         if plan.gloo:
             threads = min(plan.threads)
-            with ranks(MODULE, 2, threads=threads, **gradients) as group:
+            with ranks(Engines, 2, threads=threads, **gradients) as group:
                 for rank in plan.ranks:
                     key = Key(dtype, rank, threads, "", GLOO, "")
-                    _section(plan, found, {plan.allocators[0]: group}, key, advance)
-    return found
+                    _section(plan, data, {plan.allocators[0]: group}, key, advance)
+    return data
 
 
-def _section(plan: Plan, found: Measured, groups: dict[str, Group], base: Key, advance: Callable[[str], None]) -> None:
+def _section(
+    plan: Plan, data: Measurements, groups: dict[str, Group], base: Key, advance: Callable[[str], None]
+) -> None:
     """All rounds at one rank and number of threads."""
     keys: list[tuple[Group, Key]] = []
     alone, first = base.network == ALONE, groups[plan.allocators[0]]
@@ -166,23 +207,247 @@ def _section(plan: Plan, found: Measured, groups: dict[str, Group], base: Key, a
             if missing is None:
                 variants += BF16_PRODUCTS
             else:
-                found.facts |= {replace(setting, variant=of): f"not available: {missing}" for of in BF16_PRODUCTS}
-        request = {"do": "prepare", "variants": variants, "rank": base.rank, "threads": base.threads}
-        for variant, fact in group.ask(request)[0].items():
+                data.facts |= {replace(setting, variant=of): f"not available: {missing}" for of in BF16_PRODUCTS}
+        [facts, *_] = group.ask("prepare", variants=variants, rank=base.rank, threads=base.threads)
+        for variant, fact in facts.items():
             key = replace(setting, variant=variant)
-            found.facts[key] = fact
+            data.facts[key] = fact
             if not isinstance(fact, str):
                 keys.append((group, key))
     if alone:
-        first.ask({"do": "prepare_floor", "rank": base.rank})
+        first.ask("prepare_floor", rank=base.rank)
     for index in range(plan.repeats):
         for group, key in keys if index % 2 == 0 else keys[::-1]:
-            answers = group.ask({"do": "run", "name": key.variant})
-            found.rounds[key].append({name: max(answer[name] for answer in answers) for name in answers[0]})
+            answers = group.ask("run", name=key.variant)
+            data.rounds[key].append({name: max(answer[name] for answer in answers) for name in answers[0]})
         if alone:
-            parts = {name: first.ask({"do": "run", "name": name})[0][plan.clock(base.threads)] for name in FLOOR}
-            found.floor[base].append(parts)
+            parts = {name: first.ask("run", name=name)[0][plan.clock(base.threads)] for name in FLOOR}
+            data.floor[base].append(parts)
         advance(f"rank {base.rank}, {base.threads} threads" + ("" if alone else ", gloo"))
     if plan.kernels and alone:
         for group, key in keys:
-            [found.kernels[key]] = group.ask({"do": "kernels", "name": key.variant, "steps": PROFILED})
+            [data.kernels[key]] = group.ask("kernels", name=key.variant, steps=PROFILED)
+
+
+def watch_packing() -> Stopwatch:
+    """Return a stopwatch to which every call of :class:`Blocks` in this process adds from now on."""
+    watch = Stopwatch()
+
+    def watched(method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def call(blocks: Blocks, source: Tensor, target: Tensor, **options: Any) -> None:
+            started = mark(source.device)
+            method(blocks, source, target, **options)
+            watch.add(started, mark(source.device))
+
+        return call
+
+    for name in ("pack", "unpack"):
+        setattr(Blocks, name, watched(getattr(Blocks, name)))
+    return watch
+
+
+class Engines:
+    """The worker: gradients, engines and the floor of one rank at a time.
+
+    Alone it times engines without a network, as one of two ranks with gloo.
+
+    A variant is named ``copy``, ``torch`` or the ``factor_dtype`` of ours, and with ``+bf16`` behind it runs with
+    bf16 matrix products.
+    """
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.packing = watch_packing()
+        self.variants: dict[str, Engine] = {}
+        self.floors: dict[str, list[lower_bound.Call]] = {}
+        self.turn = 0
+
+    def start(self, shapes: list[Shape], dtype: str, device: str) -> None:
+        """Join the other rank, if there is one, and make the gradients."""
+        if "WORLD_SIZE" in os.environ:
+            join()
+            self.group = dist.group.WORLD
+        self.device, self.shapes = torch.device(device), shapes
+        seed = 0 if self.group is None else dist.get_rank()
+        self.gradients = make(shapes, GRADIENTS, seed=seed, dtype=DTYPES[dtype], device=self.device)
+        self.buffer = torch.empty_like(self.gradients[0])
+
+    def prepare(self, variants: list[str], rank: int, threads: int) -> dict[str, Any]:
+        """Build the engines of a rank and run each for some steps; returns the relative error of the last one and
+        its bytes. A variant that fails has its message in place of them.
+        """
+        torch.set_num_threads(threads)
+        self.variants.clear()
+        self.floors.clear()
+        data: dict[str, Any] = {}
+        for name in variants:
+            try:
+                self.variants[name] = self._build(name, rank)
+                data[name] = self._settle(name)
+            except Exception as error:
+                if self.group is not None:
+                    raise  # the peer waits in a collective: nothing can go on
+                self.variants.pop(name, None)
+                data[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return data
+
+    def prepare_floor(self, rank: int) -> None:
+        """Choose the fastest way to do what the floor counts."""
+        for part in (lower_bound.products, lower_bound.orthogonalisation):
+            self.floors[part.__name__] = part(self.shapes, rank, self.device)
+
+    def _build(self, name: str, rank: int) -> Engine:
+        engine, _, _ = name.partition("+")
+        if engine == "copy":
+            return Copy(self.shapes, self.group, self.buffer)
+        if engine == "torch":
+            return TorchHook(self.shapes, rank, self.group, self.buffer)
+        return Ours(self.shapes, rank, self.group, engine)
+
+    def _settle(self, name: str) -> dict[str, Any]:
+        """Steps that are not timed: the warm start follows the gradients, and buffers are there."""
+        for _ in range(SETTLE - 1):
+            self._load_gradient()
+            self._step(name)
+        self._load_gradient()
+        kept = self.variants[name].kept()
+        mean = self.buffer.float() if kept is None else self.buffer.float() + kept
+        if self.group is not None:
+            dist.all_reduce(mean, group=self.group)
+            mean /= dist.get_world_size(self.group)
+        done = self._step(name)
+        return {"relative_error": float((mean - self.buffer.float()).norm() / mean.norm()), "bytes": done.bytes}
+
+    def _load_gradient(self) -> None:
+        self.buffer.copy_(self.gradients[self.turn % GRADIENTS])
+        self.turn += 1
+
+    def _step(self, name: str) -> Statistics:
+        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        before = matmul.fp32_precision
+        if name.endswith("+bf16"):
+            matmul.fp32_precision = "bf16"
+        try:
+            return self.variants[name].step(self.buffer)
+        finally:
+            matmul.fp32_precision = before
+
+    def run(self, name: str) -> dict[str, float]:
+        """One timed step of a variant, or one round of a part of the floor."""
+        if name in self.floors:
+            return timed(lambda: [call() for call in self.floors[name]], self.device)
+        self._load_gradient()
+        if self.group is not None:
+            dist.barrier(group=self.group)
+        packed = self.packing.seconds
+        steps: list[Statistics] = []
+        times = timed(lambda: steps.append(self._step(name)), self.device)
+        times |= {part: getattr(steps[0], part).seconds for part in ("compress", "communicate", "decompress")}
+        return times | {"pack": self.packing.seconds - packed}
+
+    def kernels(self, name: str, steps: int) -> list[Kernel]:
+        """Kernels of one step of a variant, the longest first."""
+        return kernels(lambda: self._step(name), self.device, steps=steps, before=self._load_gradient)
+
+
+def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
+    """All tables of what was found, by the names of their files."""
+    frames = {"engine": table(plan, data), "engine_rounds": rounds_table(data)}
+    return frames | ({"engine_kernels": kernels_table(data)} if plan.kernels else {})
+
+
+def table(plan: Plan, data: Measurements) -> pd.DataFrame:
+    """A row per engine and setting.
+
+    Times are of one step: ``cpu_ms`` processor time of all threads, the others wall time, of which ``pack_ms`` is
+    inside ``compress_ms`` and ``decompress_ms``. Columns ending in ``_q1`` and ``_q3`` are quartiles over the rounds.
+    ``speedup_*`` is the time of torch's hook over this engine's, round by round, in the same process;
+    ``speedup_over_<allocator>_*`` that of torch's hook in the process with that allocator. ``ratio_to_floor`` is of
+    processor time on one thread, of wall time on several and on a GPU (:mod:`experiments.bench.lower_bound`).
+    ``kernel_ms`` is the time of all kernels (on a CPU: operations) of one step and ``kernel_calls`` their number, where
+    they were profiled.
+    """
+    rows = []
+    for key, fact in data.facts.items():
+        row: dict[str, Any] = {"device": plan.device, **_setting(key)}
+        if isinstance(fact, str):
+            rows.append({**row, "status": fact})
+            continue
+        own_rounds = pd.DataFrame(data.rounds[key])
+        row |= {"status": "ok", "repeats": len(own_rounds), **fact}
+        for part in PARTS:
+            row |= spread(f"{part}_ms", 1e3 * own_rounds[part])
+        row |= _ratios(plan, data, key, own_rounds)
+        if key.network == ALONE:
+            row |= _floor(plan, data, key, own_rounds)
+        if key in data.kernels:
+            row |= kernel_sums(data.kernels[key])
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def rounds_table(data: Measurements) -> pd.DataFrame:
+    """A row per step that was timed, in milliseconds."""
+    rows = [
+        {**_setting(key), "round": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
+        for key, rounds in data.rounds.items()
+        for index, times in enumerate(rounds)
+    ]
+    return pd.DataFrame(rows)
+
+
+def kernels_table(data: Measurements) -> pd.DataFrame:
+    """A row per kernel of each engine: how often it ran in one step, and for how long in all."""
+    rows = (_setting(key) | row for key, kernels in data.kernels.items() for row in kernel_rows(kernels))
+    return pd.DataFrame(rows)
+
+
+def _setting(key: Key) -> dict[str, Any]:
+    setting = asdict(key)
+    variant = setting.pop("variant")
+    return {**setting, **engine_and_options(variant)}
+
+
+def engine_and_options(variant: str) -> dict[str, str]:
+    """``torch+bf16`` -> torch's hook with bf16 products; ``int8`` -> our engine with such factors."""
+    name, _, matmul = variant.partition("+")
+    ours = name not in ("copy", "torch")
+    return {
+        "engine": "edgc" if ours else name,
+        "factor_dtype": name if ours else "",
+        "products": "" if name == "copy" else (matmul or "fp32"),
+    }
+
+
+def _ratios(plan: Plan, data: Measurements, key: Key, own_rounds: pd.DataFrame) -> dict[str, float]:
+    """Ratios of the time of torch's hook to this engine's, round by round."""
+    row: dict[str, float] = {}
+    for allocator in plan.allocators:
+        rounds = data.rounds.get(replace(key, allocator=allocator, variant="torch"))
+        if rounds is None:
+            continue
+        torch = pd.DataFrame(rounds)
+        prefix = "speedup" if allocator == key.allocator else f"speedup_over_{allocator}"
+        for clock in ("cpu", "wall"):
+            row |= spread(f"{prefix}_{clock}", torch[clock] / own_rounds[clock])
+    return row
+
+
+def _floor(plan: Plan, data: Measurements, key: Key, own_rounds: pd.DataFrame) -> dict[str, float]:
+    """The floor of each round from what was measured in that round, and the engine's ratio to it."""
+    clock = plan.clock(key.threads)
+    need = lower_bound.work(plan.shapes, key.rank, DTYPES[key.gradient_dtype].itemsize)
+    copies = pd.DataFrame(data.rounds[replace(key, allocator=plan.allocators[0], variant="copy")])[clock]
+    parts = pd.DataFrame(data.floor[replace(key, allocator="", variant="")])
+    bandwidth, rate = need.copied / copies, need.operations / parts["products"]
+    least = lower_bound.seconds(need, bandwidth, rate, parts["orthogonalisation"])
+    return {
+        "floor_ms": 1e3 * float(least.median()),
+        "floor_bytes": need.bytes,
+        "floor_operations": need.operations,
+        "floor_orthogonalisation_ms": 1e3 * float(parts["orthogonalisation"].median()),
+        "bandwidth_gb_per_s": float(bandwidth.median()) / 1e9,
+        "products_gflop_per_s": float(rate.median()) / 1e9,
+        **spread("ratio_to_floor", own_rounds[clock] / least),
+    }

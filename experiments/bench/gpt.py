@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.common.yaml_settings import Settings
 
-@dataclass(frozen=True)
-class Size:
+
+class Size(Settings):
     """Sizes of the model and of a batch; the defaults have 12.3 million parameters."""
 
     layers: int = 6

@@ -1,10 +1,10 @@
-"""What a call takes: processor time and wall time; time on the device by kernel, from torch's profiler; on a CPU, where
+"""Times of a call: processor time and wall time; time on the device by kernel, from torch's profiler; on a CPU, where
 there are no kernels, by operation."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,12 @@ def kernels(
             sums[kernel.name] = calls + kernel.calls, seconds + kernel.seconds
         if trace is not None and step == steps - 1:
             profiler.export_chrome_trace(str(trace))
-    found = [Kernel(name, calls / steps, seconds / steps) for name, (calls, seconds) in sums.items()]
-    return sorted(found, key=lambda kernel: kernel.seconds, reverse=True)
+    means = [Kernel(name, calls / steps, seconds / steps) for name, (calls, seconds) in sums.items()]
+    return sorted(means, key=lambda kernel: kernel.seconds, reverse=True)
 
 
 def of_events(events: Iterable[Any], on_gpu: bool) -> list[Kernel]:
-    """What ran on the device, from the profiler's averages.
+    """Kernels that ran on the device, from the profiler's averages.
 
     On a GPU each kernel is an event of its own, and its time is told once more with the operation that launched it;
     only the first is counted, and no ranges that a user has named.
@@ -84,3 +84,14 @@ def of_events(events: Iterable[Any], on_gpu: bool) -> list[Kernel]:
     seconds = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     own = [event for event in events if event.device_type == device and not event.is_user_annotation]
     return [Kernel(event.key, event.count, getattr(event, seconds) / 1e6) for event in own]
+
+
+def kernel_rows(kernels: Iterable[Kernel]) -> Iterator[dict[str, Any]]:
+    """Name, calls and milliseconds of each kernel."""
+    for of in kernels:
+        yield {"kernel": of.name, "calls": of.calls, "ms": 1e3 * of.seconds}
+
+
+def kernel_sums(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Columns of all kernels together."""
+    return {"kernel_ms": 1e3 * sum(of.seconds for of in kernels), "kernel_calls": sum(of.calls for of in kernels)}

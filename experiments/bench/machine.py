@@ -1,4 +1,4 @@
-"""What a timing must carry to be read: the processor, its caches, the GPU, the versions. Never the machine's name."""
+"""Machine that a timing was taken on: processor, caches, GPU, versions. Never the machine's name."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def describe(device: str) -> dict[str, Any]:
     Args:
         device: ``cpu`` or ``cuda``, whichever is measured.
     """
-    found = hardware()
-    name = found["gpus"][0] if device == "cuda" else f"{found['cpu']}, {found['cores']} cores"
+    host = hardware()
+    name = host["gpus"][0] if device == "cuda" else f"{host['cpu']}, {host['cores']} cores"
     return {
         "name": name,
         "slug": slug(name),
-        **{key: found[key] for key in ("cpu", "cores", "gpus")},
+        **{key: host[key] for key in ("cpu", "cores", "gpus")},
         "architecture": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "caches_kib": _caches(),
@@ -67,13 +67,13 @@ def bf16_matmul() -> str | None:
 
 def _caches() -> dict[str, int]:
     """Level and kind of each cache of the first core -> KiB; empty where the system does not say."""
-    found = {}
+    sizes = {}
     for index in sorted(CACHES.glob("index*")):
         kind = {"Data": "d", "Instruction": "i"}.get(_read(index / "type"), "")
         size = re.fullmatch(r"(\d+)K", _read(index / "size"))
         if size:
-            found[f"L{_read(index / 'level')}{kind}"] = int(size.group(1))
-    return found
+            sizes[f"L{_read(index / 'level')}{kind}"] = int(size.group(1))
+    return sizes
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Which method reaches a validation loss first over a slow link, by the clock: whole training runs on the testbed.
+"""Time to a validation loss over a slow link, by the clock and by method: whole training runs on the testbed.
 
 Each run is an ordinary one (:mod:`experiments.training.launch`), with a launcher on each host of the testbed. Its time
 is the sum of its steps up to the one at which the validation loss first was at most the target, linear between
@@ -15,23 +15,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from edgc.errors import UserError
 from edgc.presets import deep_merge
 from experiments.analyse.runs import Run, load_run
 from experiments.analyse.tables import bf16_ratio
 from experiments.analyse.time_to_target import loss_at, reached
-from experiments.bench.children import ROOT, ChildError, last_line
-from experiments.bench.options import check_rates, words
+from experiments.bench import terminal
+from experiments.bench.terminal import Positive, Rate, known
 from experiments.bench.testbed import INTERFACE, Testbed
-from experiments.common.files import atomic_write
+from experiments.bench.workers import WorkerError, last_line
+from experiments.common.files import ROOT, atomic_write
 from experiments.common.processes import die_with_parent, stop
 from experiments.common.yaml_settings import Settings, load_yaml, validate
 from experiments.spec.matrix import load_scale
@@ -52,46 +52,45 @@ class Race(Settings):
     variants: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is run."""
+class Plan(terminal.Plan):
+    """Settings of the race; every method has the same seeds, and the uncompressed one is always among them."""
 
-    rates: tuple[float, ...] = (50.0, 200.0, 1000.0)  # limits in Mbit/s
-    seeds: tuple[int, ...] = (1, 2, 3)  # of the runs; every method has the same ones
-    methods: tuple[str, ...] = ()  # names of variants, () for all; the uncompressed one is always among them
-    iterations: int | None = None  # instead of those of the file, for a short run
+    rates: tuple[Rate, ...] = Field((50.0, 200.0, 1000.0), description="limits in Mbit/s, with commas")
+    seeds: tuple[int, ...] = Field((1, 2, 3), description="seeds, with commas")
+    methods: tuple[str, ...] = Field((), description="variants of race.yaml, with commas; default: all")
+    iterations: Positive | None = Field(None, description="instead of race.yaml's, for a short run")
 
-    def __post_init__(self) -> None:
-        check_rates(self.rates)
-        if self.methods:
-            words(",".join(self.methods), "--methods", load_race().variants)
+    @model_validator(mode="after")
+    def _known(self) -> Plan:
+        known("--methods", self.methods, load_race().variants)
+        return self
 
     def runs(self) -> list[RunConfig]:
         """The runs of one limit, seed after seed, uncompressed first."""
         race = load_race()
-        wanted = {"none", *(self.methods or race.variants)}
-        chosen = [name for name in race.variants if name in wanted]
+        names = {"none", *(self.methods or race.variants)}
+        chosen = [name for name in race.variants if name in names]
         base = deep_merge(load_scale(race.scale).defaults, race.base)
         if self.iterations is not None:
             base = deep_merge(base, {"train": {"iterations": self.iterations}})
-        found = []
+        configs = []
         for seed in self.seeds:
             for variant in chosen:
                 values = lay(base, race.variants[variant], PATH)
                 values |= {"study": "race", "scale": race.scale, "variant": variant, "seed": seed}
-                found.append(resolve(values, PATH))
-        return found
+                configs.append(resolve(values, PATH))
+        return configs
 
     @property
     def turns(self) -> int:
-        """How often :func:`measure` reports progress."""
+        """Number of times that :func:`measure` reports progress."""
         return len(self.rates) * len(self.runs())
 
 
 def load_race() -> Race:
     """Raises UserError naming the key in ``race.yaml``."""
-    found: Race = validate(Race, load_yaml(PATH), PATH)
-    return found
+    race: Race = validate(Race, load_yaml(PATH), PATH)
+    return race
 
 
 def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> None:
@@ -99,7 +98,7 @@ def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> None:
 
     Raises:
         UserError: if no testbed can be made.
-        ChildError: a launcher failed; what it said last.
+        WorkerError: a launcher failed; what it said last.
     """
     runs = plan.runs()
     workers = {run.parallel.world for run in runs}
@@ -130,7 +129,7 @@ def prepared(folder: Path, scale: str) -> Path:
             [*command, "--out", str(data / name)], cwd=ROOT, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise ChildError(last_line(done.stderr) or f"data: exit code {done.returncode}")
+            raise WorkerError(last_line(done.stderr) or f"data: exit code {done.returncode}")
     return data
 
 
@@ -146,9 +145,9 @@ def train(run: RunConfig, results: Path, testbed: Testbed) -> None:
         launchers = []
         for node in range(testbed.hosts):
             log = stack.enter_context((results / "configs" / f"{run.name}-{node}.log").open("w+"))
-            own = ["--node", str(node), "--address", testbed.address(node)]
+            node_options = ["--node", str(node), "--address", testbed.address(node)]
             launcher = subprocess.Popen(
-                [*testbed.inside(node), *command, *own],
+                [*testbed.inside(node), *command, *node_options],
                 cwd=ROOT,
                 env=environment,
                 stdout=log,
@@ -160,7 +159,7 @@ def train(run: RunConfig, results: Path, testbed: Testbed) -> None:
         for launcher, log in launchers:
             if launcher.wait(RUN_SECONDS):
                 log.seek(0)
-                raise ChildError(f"{run.name}: {last_line(log.read()) or launcher.returncode}")
+                raise WorkerError(f"{run.name}: {last_line(log.read()) or launcher.returncode}")
 
 
 def table(plan: Plan, folder: Path) -> pd.DataFrame:
@@ -171,18 +170,18 @@ def table(plan: Plan, folder: Path) -> pd.DataFrame:
     race = load_race()
     rows = []
     for rate in plan.rates:
-        found = {c.name: load_run(folder / f"{rate:g}" / race.scale / "race" / c.name) for c in plan.runs()}
+        runs = {c.name: load_run(folder / f"{rate:g}" / race.scale / "race" / c.name) for c in plan.runs()}
         for config in plan.runs():
-            run, base = found[config.name], found[f"none-s{config.seed}"]
+            run, base = runs[config.name], runs[f"none-s{config.seed}"]
             end = race.target_share * config.train.iterations
             target = loss_at(base, end) if base.ok else math.nan
-            own, dense = (seconds_to(one, target) for one in (run, base))
+            time, dense = (seconds_to(one_run, target) for one_run in (run, base))
             rows.append(
                 {"mbit_per_s": rate, "method": config.variant, "label": config.label, "seed": config.seed}
                 | {"status": run.status, "bytes_ratio": (ratio := run.number("bytes_ratio"))}
                 | {"bytes_ratio_bf16": bf16_ratio(ratio)}
                 | {"target_loss": target, "iterations": reached(run, target) if run.ok else math.nan}
-                | {"seconds": own, "of_uncompressed": own / dense}
+                | {"seconds": time, "of_uncompressed": time / dense}
                 | {"seconds_step": float(run.steps["seconds"].median()) if run.ok else math.nan}
             )
     return pd.DataFrame(rows)
@@ -203,7 +202,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
     A method of which more runs reached the target comes first, whatever their time.
     """
-    found = table.groupby(["mbit_per_s", "method"], sort=False, as_index=False).agg(
+    ranking = table.groupby(["mbit_per_s", "method"], sort=False, as_index=False).agg(
         label=("label", "first"),
         seeds=("seed", "size"),
         reached=("of_uncompressed", "count"),
@@ -212,8 +211,8 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         highest=("of_uncompressed", "max"),
         **{column: (column, pd.Series.mean) for column in RACED},
     )
-    missed = 1 - found["reached"] / found["seeds"]
+    missed = 1 - ranking["reached"] / ranking["seeds"]
     order = ["mbit_per_s", "missed", "of_uncompressed"]
-    found = found.assign(missed=missed).sort_values(order, kind="stable", ignore_index=True).drop(columns="missed")
-    found.insert(1, "place", found.groupby("mbit_per_s").cumcount() + 1)
-    return found
+    ranking = ranking.assign(missed=missed).sort_values(order, kind="stable", ignore_index=True).drop(columns="missed")
+    ranking.insert(1, "place", ranking.groupby("mbit_per_s").cumcount() + 1)
+    return ranking

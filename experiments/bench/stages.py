@@ -1,49 +1,59 @@
-"""When each pipeline stage finishes its reductions: without compression, with equal ranks and with DAC.
+"""Finish times of the pipeline stages' reductions: without compression, with equal ranks and with DAC.
 
 All stages have links of an injected bandwidth (:mod:`experiments.bench.collectives`), stage 0 a slower one. What DAC is
 to bring about is that stages finish together; the spread of an iteration is the time between the first and the last.
+Times are readings of one clock that all processes of a machine share. Ranks never meet for the sake of the
+measurement: each notes its own times, and they are compared afterwards.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import torch
+import torch.distributed as dist
+from pydantic import Field
 
-from experiments.bench import children, timeline
-from experiments.bench.children import Group
-from experiments.bench.options import at_least
+from edgc.checks import plain
+from edgc.control.plan import Decision
+from edgc.megatron import cpu_shims
+from edgc.runtime.channel import Mark
+from experiments.bench import terminal, timeline, workers
+from experiments.bench.collectives import SEND, SlowLink, join, seconds_of
 from experiments.bench.testbed import Testbed
+from experiments.bench.timeline import LINK, OPTIMIZER, REDUCTION, Recorder
+from experiments.bench.workers import Group
+from experiments.spec.settings import RunConfig
 
-MODULE = "experiments.bench.stages_worker"
+if TYPE_CHECKING:
+    from experiments.training.build import Session
+
 SECONDS = 1800.0  # for all steps of one variant
 WINDOW = 4
 VARIANTS = ("none", "equal", "dac")
+TIMEOUT = timedelta(seconds=300)
+VOCABULARY = 256
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured."""
+class Plan(terminal.Plan):
+    """Settings of the benchmark; ``rank`` is of stage 0 under compression, and of all stages without DAC."""
 
-    pipeline: int = 4  # stages
-    data: int = 2  # replicas
-    rank: int = 8  # of stage 0 under compression, and of all stages without DAC
-    megabytes: float = 1.0  # injected bandwidth in MB/s
-    slowdown: float = 2.0  # by what factor stage 0's link is slower
-    steps: int = 20  # iterations that are counted, per variant
+    pipeline: int = Field(4, ge=2, description="pipeline stages")
+    data: int = Field(2, ge=2, description="replicas")
+    rank: int = Field(8, ge=1, description="of stage 0, and of all stages without DAC")
+    megabytes: float = Field(1.0, ge=0.01, description="injected bandwidth of every stage, MB/s")
+    slowdown: float = Field(2.0, ge=1, description="by what factor stage 0's link is slower")
+    steps: int = Field(20, ge=3, description="iterations that are counted, per variant")
     layers_per_stage: int = 2
     hidden: int = 64
     sequence: int = 32
     micro_batches: int = 8
-
-    def __post_init__(self) -> None:
-        at_least(1, rank=self.rank, slowdown=self.slowdown)
-        at_least(2, pipeline=self.pipeline, data=self.data)
-        at_least(3, steps=self.steps)
-        at_least(0.01, megabytes=self.megabytes)
 
     @property
     def bandwidths(self) -> list[float]:
@@ -93,8 +103,8 @@ def run_settings(
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was measured.
+class Measurements:
+    """Measurements of all variants.
 
     Attributes:
         iterations: one row per variant, counted iteration and stage, see :func:`rows`.
@@ -108,15 +118,15 @@ class Found:
     spans: pd.DataFrame
 
 
-def measure(plan: Plan, advance: Callable[[str], None]) -> Found:
+def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
     """Train all variants one after another."""
     tables, shares, spans = [], [], []
     decisions: dict[str, list[dict[str, Any]]] = {}
     with ranks(plan.pipeline * plan.data) as group:
         advance("started")
         for variant in VARIANTS:
-            request = {"do": "train", "run": settings(plan, variant), "bandwidths": plan.bandwidths}
-            answers = group.ask(request, SECONDS)
+            run = settings(plan, variant)
+            answers = group.ask("train", within=SECONDS, run=run, bandwidths=plan.bandwidths)
             counted = rows(variant, answers).groupby("stage").tail(plan.steps)
             share, span = timeline.collect(variant, answers, sorted(set(counted["iteration"])))
             tables.append(counted)
@@ -125,12 +135,12 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Found:
             decisions[variant] = answers[0]["decisions"]
             advance(variant)
     iterations, every, shown = (pd.concat(parts, ignore_index=True) for parts in (tables, shares, spans))
-    return Found(iterations, decisions, every, shown)
+    return Measurements(iterations, decisions, every, shown)
 
 
 def ranks(world: int, testbed: Testbed | None = None) -> AbstractContextManager[Group]:
     """One process per rank, each on a host of ``testbed`` if there is one, joined to a process group."""
-    return children.ranks(MODULE, world, testbed=testbed)
+    return workers.ranks(Rank, world, testbed=testbed)
 
 
 def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -139,28 +149,28 @@ def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:
     Columns: ``variant``, ``iteration``, ``stage``, ``rank`` (empty: uncompressed), ``finish_seconds`` after the first
     stage of that iteration (a stage is over when all its replicas are), ``step_seconds``.
     """
-    found = [
+    records = [
         {"variant": variant, "stage": answer["stage"], **iteration, "spans": None}
         for answer in answers
         for iteration in answer["iterations"]
         if iteration["steady"]
     ]
-    stages = pd.DataFrame(found).groupby(["variant", "iteration", "stage"], as_index=False)
+    stages = pd.DataFrame(records).groupby(["variant", "iteration", "stage"], as_index=False)
     stages = stages.agg(rank=("rank", "first"), finished=("finished", "max"), step_seconds=("seconds", "max"))
     first = stages.groupby("iteration")["finished"].transform("min")
     stages["finish_seconds"] = stages.pop("finished") - first
     return stages
 
 
-def table(found: pd.DataFrame) -> pd.DataFrame:
+def table(finishes: pd.DataFrame) -> pd.DataFrame:
     """One row per variant: median and quartiles of the spread of the stages' finish times, and its share of that
     with equal ranks."""
-    made = []
-    for variant, own in found.groupby("variant", sort=False):
-        last = own.groupby("stage").tail(1).sort_values("stage")
-        iterations = own.groupby("iteration")
+    summaries = []
+    for variant, part in finishes.groupby("variant", sort=False):
+        last = part.groupby("stage").tail(1).sort_values("stage")
+        iterations = part.groupby("iteration")
         spread = iterations["finish_seconds"].max()
-        made.append(
+        summaries.append(
             {
                 "variant": variant,
                 "iterations": len(spread),
@@ -171,6 +181,145 @@ def table(found: pd.DataFrame) -> pd.DataFrame:
                 "step_seconds": iterations["step_seconds"].max().median(),
             }
         )
-    result = pd.DataFrame(made)
+    result = pd.DataFrame(summaries)
     equal = result.loc[result["variant"] == "equal", "spread_seconds"].iloc[0]
     return result.assign(of_equal=result["spread_seconds"] / equal)
+
+
+def train(
+    run: RunConfig, bandwidths: Sequence[float | None], *, slower: Mapping[int, float] | None = None
+) -> dict[str, Any]:
+    """Train ``run`` on random text with the default process group.
+
+    Args:
+        bandwidths: injected, per stage, in bytes per second.
+        slower: from an iteration on (1-based), by what factor every bandwidth is divided.
+
+    Returns:
+        ``stage``, ``replica``; ``decisions``; and per iteration in ``iterations``: ``rank`` (None: uncompressed),
+        ``steady`` (the ranks are final and nothing is being timed), ``finished`` (clock, when this rank's last
+        reduction was over), ``bytes`` that this rank sent, ``messages`` (the same, collective by collective),
+        ``seconds`` of the whole step and ``spans`` of what was done when (:mod:`experiments.bench.timeline`).
+    """
+    with cpu_shims.without_compiler():  # here, for it takes seconds that the other benchmarks need not wait
+        from megatron.core import parallel_state
+
+        from experiments.training.build import build
+
+    session = build(run, VOCABULARY)
+    engine, stage = session.attachment.engine, session.stage
+    replica = int(parallel_state.get_data_parallel_rank())
+    recorder = _recorder(session)
+    link = engine.open_channel = SlowLink(bandwidths[stage], lambda start, end: recorder.add(LINK, start, end))
+    generator = torch.Generator().manual_seed(replica)
+    decisions: list[Decision] = []
+    iterations: list[dict[str, Any]] = []
+    full = link.bandwidth
+    for iteration in range(1, run.train.iterations + 1):
+        if slower and iteration in slower and full is not None:
+            link.bandwidth = full / slower[iteration]
+        plan, started = engine.plan, time.perf_counter()
+        recorder.take()
+        _step(session, run, generator, recorder)
+        iterations.append(
+            {
+                "iteration": iteration,
+                "rank": plan.ranks[stage],
+                "steady": plan.phase in ("active", "disabled") and plan.probe_rank is None,
+                "finished": session.attachment.averaged_at,
+                "bytes": engine.last.statistics.bytes if engine.last else 0,
+                "messages": link.take(),
+                "seconds": time.perf_counter() - started,
+                "spans": recorder.take(),
+            }
+        )
+        if engine.decision is not None:
+            decisions.append(engine.decision)
+    session.attachment.close()
+    parallel_state.destroy_model_parallel()
+    return {"stage": stage, "replica": replica, "decisions": decisions, "iterations": iterations}
+
+
+def _recorder(session: Session) -> Recorder:
+    """Notes what Megatron's timers see, and when each bucket group's gradients are averaged here."""
+    recorder, finished = Recorder(), session.attachment.group_finished
+
+    def noting(started: Mark, ended: Mark, finite: torch.Tensor) -> None:
+        assert isinstance(started, float)
+        assert isinstance(ended, float)
+        recorder.add(REDUCTION, started, ended)
+        finished(started, ended, finite)
+
+    session.attachment.group_finished = noting  # type: ignore[method-assign]
+    session.chunks[0].config.timers = recorder
+    return recorder
+
+
+def _step(session: Session, run: RunConfig, generator: torch.Generator, recorder: Recorder) -> None:
+    """One training step on the next random micro-batches."""
+    length, size = run.model.sequence_length, run.train.micro_batch
+    positions = torch.arange(length).repeat(size, 1)
+    texts = [torch.randint(0, VOCABULARY, (size, length + 1), generator=generator) for _ in range(run.micro_batches)]
+
+    def forward(batches: Any, model: Any) -> Any:
+        text = next(batches)
+        losses = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+
+        def loss(output: torch.Tensor) -> Any:
+            value = output.float().mean()
+            return value, {"loss": value.detach().clone()}
+
+        return losses, loss
+
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    [chunk] = session.chunks
+    chunk.zero_grad_buffer()
+    session.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(texts),
+        model=chunk,
+        num_microbatches=run.micro_batches,
+        seq_length=length,
+        micro_batch_size=size,
+        forward_only=False,
+    )
+    with recorder.span(OPTIMIZER):
+        session.optimizer.step()
+    session.scheduler.step(increment=1)
+
+
+class Rank:
+    """The worker: one rank of a pipeline."""
+
+    def start(self) -> None:
+        """Join the process group."""
+        cpu_shims.install()
+        join(TIMEOUT)
+
+    def train(self, run: dict[str, Any], bandwidths: list[float | None]) -> dict[str, Any]:
+        """:func:`train` in JSON's types."""
+        result = train(RunConfig(**run), bandwidths)
+        return {**result, "decisions": [plain(asdict(decision)) for decision in result["decisions"]]}
+
+    def collective(self, kind: str, entries: int, stages: int) -> dict[str, float]:
+        """Seconds of one collective on so many fp32 numbers among the replicas of every stage at once, or of sending
+        them from the first stage to the second: half the time there and back."""
+        rank, data = dist.get_rank(), dist.get_world_size() // stages
+        if kind != SEND:
+            groups = [dist.new_group(range(stage * data, (stage + 1) * data)) for stage in range(stages)]
+            seconds = seconds_of(kind, entries, groups[rank // data])
+            for group in groups:
+                dist.destroy_process_group(group)
+            return {"seconds": seconds}
+        tensor = torch.full((entries,), float(rank))
+        dist.barrier()
+        started = time.perf_counter()
+        if rank < data:
+            dist.send(tensor, rank + data)
+            dist.recv(tensor, rank + data)
+        elif rank < 2 * data:
+            dist.recv(tensor, rank - data)
+            dist.send(tensor, rank - data)
+        return {"seconds": (time.perf_counter() - started) / 2}

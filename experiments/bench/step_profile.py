@@ -1,7 +1,7 @@
-"""Where the time of a training step goes on one device, with and without a hook that compresses its gradients.
+"""Profile of a training step on one device, with and without a hook that compresses its gradients.
 
 A GPT trains under DDP in a world of one rank. What our hook would exchange with a second replica is answered on the
-device by :class:`experiments.bench.variants.Mirror`, as a replica with the same gradients would: all work of
+device by :class:`experiments.bench.engines.Mirror`, as a replica with the same gradients would: all work of
 compressing and decompressing is done, nothing is sent, and communication takes no time. What a network adds is not
 measured here. torch's hook runs as it is, its all-reduces in the world of one.
 
@@ -11,22 +11,37 @@ last, which shows how far the machine has drifted in between.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
+import resource
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
+import torch
+from pydantic import Field, model_validator
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
+import edgc.ddp
+from edgc.compressors.base import Statistics
+from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from experiments.bench.children import ChildError, ranks
-from experiments.bench.engine_table import kernel_rows, kernel_sums, spread
-from experiments.bench.gpt import Size
-from experiments.bench.kernels import Kernel
+from edgc.runtime.channel import Mark, mark, seconds_between
+from experiments.bench import terminal
+from experiments.bench.collectives import join
+from experiments.bench.engine import FACTORS
+from experiments.bench.engines import Mirror
+from experiments.bench.gpt import GPT, Size, batch
+from experiments.bench.kernels import Kernel, kernel_rows, kernel_sums, kernels
 from experiments.bench.machine import slug
-from experiments.bench.options import FACTORS, at_least
+from experiments.bench.terminal import Positive, device_of, known, spread
+from experiments.bench.workers import WorkerError, ranks
 
-MODULE = "experiments.bench.step_profile_worker"
 DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
 # Settings of EDGCConfig; each low-rank one is given the plan's rank.
 OURS: dict[str, dict[str, Any]] = {
@@ -50,34 +65,53 @@ LARGER = (TORCH, "entropy of 25 %", "powersgd fp32", "powersgd fp32 measured", "
 LARGE = {f"{of} 100 MB": (of, 100) for of in LARGER}
 VARIANTS = (DDP, TORCH, *OURS, *LARGE, AGAIN)
 QUICK = (DDP, TORCH, "none", *ENTROPY, "powersgd fp32", "powersgd int8", "powersgd int4", *LARGE, AGAIN)
-GPT2 = Size(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024, batch=8)  # 124 million parameters
 PARTS = ("step", "host", "forward", "backward", "optimizer", "compress", "communicate", "decompress")
 PROFILED = 2
 TOP = 40  # kernels of a variant that are kept
 SECONDS = 300.0  # for an answer
+BATCHES = 4
+SETTLE = 5  # DDP cuts its buckets anew after the first, torch's hook begins to compress after the second
+ITERATIONS = 1_000_000  # of the run that the hook is told of; no warm-up ends within what is timed
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured."""
+class Plan(terminal.Plan, Size):
+    """Settings of the benchmark; the defaults are GPT-2 with 124 million parameters.
 
-    size: Size = GPT2  # of the model and its batch
-    rank: int = 32  # of low-rank methods
-    steps: int = 20  # that are timed, of each variant
-    device: str = "cpu"
-    variants: tuple[str, ...] = VARIANTS
-    autocast: bool = True  # whether forward runs in bf16 where the device has it
-    traces: bool = True  # whether a trace of one step of each variant is written
+    Attributes:
+        autocast: whether forward runs in bf16 where the device has it.
+    """
 
-    def __post_init__(self) -> None:
-        at_least(1, rank=self.rank, steps=self.steps, **asdict(self.size))
-        if self.size.hidden % self.size.heads:
-            what = f"--hidden {self.size.hidden} is not valid"
-            raise UserError(what, fix=f"use a multiple of --heads {self.size.heads}")
+    layers: Positive = Field(12, description="transformer layers")
+    hidden: Positive = Field(768, description="hidden size")
+    heads: Positive = Field(12, description="attention heads")
+    vocabulary: Positive = Field(50257, description="tokens that there are")
+    sequence: Positive = Field(1024, description="tokens of a sequence")
+    batch: Positive = Field(8, description="sequences of a step")
+    rank: Positive = Field(32, description="of low-rank methods")
+    steps: Positive = Field(20, description="steps that are timed, of each variant")
+    variants: tuple[str, ...] = Field(VARIANTS, description="with commas")
+    device: str = Field("auto", description="auto, cpu or cuda")
+    traces: bool = Field(True, alias="trace", description="also write a trace of one step of each variant")
+    quick: bool = Field(False, description="ten variants, ten steps: four minutes on a GPU")
+    autocast: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_device(cls, given: dict[str, Any]) -> dict[str, Any]:
+        values = {"variants": QUICK} | given | {"steps": 10} if given.get("quick") else given
+        return values | {"device": device_of(given.get("device", "auto"))}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Plan:
+        known("--variants", self.variants, VARIANTS)
+        if self.hidden % self.heads:
+            what = f"--hidden {self.hidden} is not valid"
+            raise UserError(what, fix=f"use a multiple of --heads {self.heads}")
+        return self
 
 
 @dataclass
-class Found:
+class Measurements:
     """Answers of the workers, by variant.
 
     Attributes:
@@ -92,7 +126,7 @@ class Found:
 
 
 def bucketed(variant: str) -> tuple[str, int]:
-    """What a variant is called with DDP's own buckets, and how many MB its buckets hold."""
+    """Name of a variant with DDP's own buckets, and the MB that its buckets hold."""
     return LARGE.get(variant, (variant, BUCKET_MB))
 
 
@@ -104,73 +138,45 @@ def settings(variant: str, rank: int) -> dict[str, Any] | None:
     return options | ({"rank": rank} if options["method"] == "powersgd" else {})
 
 
-def measure(plan: Plan, folder: Path, advance: Callable[[str, Found], None]) -> Found:
+def measure(plan: Plan, folder: Path, advance: Callable[[str, Measurements], None]) -> Measurements:
     """Run every variant; ``advance`` is told of each, with all that was found so far. One that fails is noted, and the
     others go on.
 
     Args:
         folder: where traces are written, ``step_trace_<variant>.json.gz``.
     """
-    found = Found()
+    data = Measurements()
     for variant in plan.variants:
         try:
-            _one(plan, variant, folder, found)
-        except ChildError as error:
-            found.facts[variant] = str(error)
-            found.steps.pop(variant, None)
-            found.kernels.pop(variant, None)
-        advance(variant, found)
-    return found
+            _one(plan, variant, folder, data)
+        except WorkerError as error:
+            data.facts[variant] = str(error)
+            data.steps.pop(variant, None)
+            data.kernels.pop(variant, None)
+        advance(variant, data)
+    return data
 
 
-def _one(plan: Plan, variant: str, folder: Path, found: Found) -> None:
-    start: dict[str, Any] = {
-        "size": plan.size,
-        "device": plan.device,
-        "autocast": plan.autocast,
-        "variant": variant,
-        "rank": plan.rank,
-    }
-    with ranks(MODULE, 1, threads=None, **start) as group:
-        [found.steps[variant]] = group.ask({"do": "steps", "count": plan.steps}, SECONDS)
-        [found.facts[variant]] = group.ask({"do": "facts"}, SECONDS)
+def _one(plan: Plan, variant: str, folder: Path, data: Measurements) -> None:
+    start: dict[str, Any] = {"size": plan, "device": plan.device, "autocast": plan.autocast}
+    with ranks(Training, 1, threads=None, **start, variant=variant, rank=plan.rank) as group:
+        [data.steps[variant]] = group.ask("steps", within=SECONDS, count=plan.steps)
+        [data.facts[variant]] = group.ask("facts", within=SECONDS)
         trace = folder / f"step_trace_{slug(variant)}.json.gz" if plan.traces else None
-        request = {"do": "kernels", "steps": PROFILED, "trace": trace.resolve() if trace else None}
-        [found.kernels[variant]] = group.ask(request, SECONDS)
+        trace = trace.resolve() if trace else None
+        [data.kernels[variant]] = group.ask("kernels", within=SECONDS, steps=PROFILED, trace=trace)
 
 
-def tables(plan: Plan, found: Found) -> dict[str, pd.DataFrame]:
+def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     """All tables of what was found, by their files' names."""
     return {
-        "step_profile": table(plan, found),
-        "step_profile_steps": steps_table(found),
-        "step_profile_kernels": kernels_table(found),
+        "step_profile": table(plan, data),
+        "step_profile_steps": steps_table(data),
+        "step_profile_kernels": kernels_table(data),
     }
 
 
-def steps_table(found: Found) -> pd.DataFrame:
-    """A row per step that was timed, in milliseconds."""
-    rows = [
-        {"variant": variant, "step": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
-        for variant, steps in found.steps.items()
-        for index, times in enumerate(steps)
-    ]
-    return pd.DataFrame(rows)
-
-
-def kernels_table(found: Found) -> pd.DataFrame:
-    """The longest kernels of one step of each variant, and the rest in a row of its own."""
-    rows = []
-    for variant, kernels in found.kernels.items():
-        top, rest = kernels[:TOP], kernels[TOP:]
-        if rest:
-            calls, seconds = sum(of.calls for of in rest), sum(of.seconds for of in rest)
-            top = [*top, Kernel(f"{len(rest)} others", calls, seconds)]
-        rows += [{"variant": variant, **row} for row in kernel_rows(top)]
-    return pd.DataFrame(rows)
-
-
-def table(plan: Plan, found: Found) -> pd.DataFrame:
+def table(plan: Plan, data: Measurements) -> pd.DataFrame:
     """A row per variant that was run.
 
     Times in ms, medians over the steps with quartiles in ``_q1`` and ``_q3``: ``step_ms`` from one step's start to its
@@ -180,8 +186,8 @@ def table(plan: Plan, found: Found) -> pd.DataFrame:
     run shows what of that is drift. ``bytes`` are those that a replica of two would send.
     """
     rows = []
-    for variant in [of for of in plan.variants if of in found.facts]:
-        fact = found.facts[variant]
+    for variant in [of for of in plan.variants if of in data.facts]:
+        fact = data.facts[variant]
         method, bucket_mb = bucketed(variant)
         row: dict[str, Any] = {"device": plan.device, "variant": variant, "bucket_mb": bucket_mb}
         options = settings(variant, plan.rank) or {}
@@ -189,14 +195,130 @@ def table(plan: Plan, found: Found) -> pd.DataFrame:
         if isinstance(fact, str):
             rows.append({**row, "status": fact})
             continue
-        mine = pd.DataFrame(found.steps[variant])
-        row |= {"status": "ok", "steps": len(mine)}
+        seconds = pd.DataFrame(data.steps[variant])
+        row |= {"status": "ok", "steps": len(seconds)}
         for part in PARTS:
-            row |= spread(f"{part}_ms", 1e3 * mine[part])
-        rows.append({**row, **kernel_sums(found.kernels[variant]), **fact})
-    made = pd.DataFrame(rows)
-    plain = made[(made["variant"] == DDP) & (made["status"] == "ok")]
+            row |= spread(f"{part}_ms", 1e3 * seconds[part])
+        rows.append({**row, **kernel_sums(data.kernels[variant]), **fact})
+    frame = pd.DataFrame(rows)
+    plain = frame[(frame["variant"] == DDP) & (frame["status"] == "ok")]
     for column in ("step_ms", "host_ms", "kernel_ms", "peak_memory_mib"):
-        if len(plain) and column in made:
-            made[f"over_ddp_{column}"] = made[column] - plain[column].iloc[0]
-    return made
+        if len(plain) and column in frame:
+            frame[f"over_ddp_{column}"] = frame[column] - plain[column].iloc[0]
+    return frame
+
+
+def steps_table(data: Measurements) -> pd.DataFrame:
+    """A row per step that was timed, in milliseconds."""
+    rows = [
+        {"variant": variant, "step": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
+        for variant, steps in data.steps.items()
+        for index, times in enumerate(steps)
+    ]
+    return pd.DataFrame(rows)
+
+
+def kernels_table(data: Measurements) -> pd.DataFrame:
+    """The longest kernels of one step of each variant, and the rest in a row of its own."""
+    rows = []
+    for variant, longest_first in data.kernels.items():
+        top, rest = longest_first[:TOP], longest_first[TOP:]
+        if rest:
+            calls, seconds = sum(of.calls for of in rest), sum(of.seconds for of in rest)
+            top = [*top, Kernel(f"{len(rest)} others", calls, seconds)]
+        rows += [{"variant": variant, **row} for row in kernel_rows(top)]
+    return pd.DataFrame(rows)
+
+
+class Training:
+    """The worker: the model of one variant."""
+
+    def start(self, size: Size, device: str, autocast: bool, variant: str, rank: int) -> None:
+        """Build it and train a few steps."""
+        self.device, self.size = torch.device(device), size
+        on_gpu = self.device.type == "cuda"
+        join(backend="nccl" if on_gpu else "gloo")
+        torch.manual_seed(0)
+        self.autocast = autocast and on_gpu and torch.cuda.is_bf16_supported()
+        method, bucket_mb = bucketed(variant)
+        model = GPT(self.size).to(self.device)
+        cap = bucket_mb if bucket_mb != BUCKET_MB else None  # given its own size, DDP's first bucket would be as large
+        self.model = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        self.handle: edgc.ddp.Handle | None = None
+        if method == TORCH:
+            state = powerSGD_hook.PowerSGDState(cast(Any, None), matrix_approximation_rank=rank, start_powerSGD_iter=2)
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif options := settings(variant, rank):
+            config = EDGCConfig.from_dict(options)
+            self.handle = edgc.ddp.register(self.model, config, iterations=ITERATIONS)
+            self.handle.engine.open_channel = lambda *_: Mirror()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(1)
+        self.batches = [batch(self.size, generator).to(self.device) for _ in range(BATCHES)]
+        self.turn = 0
+        self.loss = torch.tensor(math.nan)
+        for _ in range(SETTLE):
+            self._step()
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _step(self) -> list[Mark]:
+        """One step; marks of its start, of the ends of forward and backward, and of its end."""
+        text = self.batches[self.turn % BATCHES]
+        self.turn += 1
+        marks = [mark(self.device)]
+        self.optimizer.zero_grad()
+        bf16 = torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        with bf16:
+            loss = self.model(text)
+        marks.append(mark(self.device))
+        loss.backward()
+        marks.append(mark(self.device))
+        self.optimizer.step()
+        marks.append(mark(self.device))
+        self.loss = loss.detach()
+        return marks
+
+    def steps(self, count: int) -> list[dict[str, float]]:
+        """Seconds of each part of ``count`` steps; the device is idle at the start of each."""
+        rows = []
+        for _ in range(count):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            began = time.perf_counter()
+            marks = self._step()
+            host = time.perf_counter() - began
+            parts = [seconds_between(*span) for span in itertools.pairwise(marks)]
+            times = dict(zip(("forward", "backward", "optimizer"), parts, strict=True))
+            times |= {"step": seconds_between(marks[0], marks[-1]), "host": host}
+            last = self._last()
+            for name in ("compress", "communicate", "decompress"):
+                times[name] = getattr(last, name).seconds if last else math.nan
+            rows.append(times)
+        return rows
+
+    def _last(self) -> Statistics | None:
+        """Statistics of our hook's last step; its times are those of its own stream."""
+        return self.handle.last.statistics if self.handle is not None and self.handle.last else None
+
+    def facts(self) -> dict[str, Any]:
+        """Memory of the steps so far (of the whole process on a CPU), and what the hook reports."""
+        if self.device.type == "cuda":
+            peak, resting = (of(self.device) for of in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated))
+        else:
+            peak, resting = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
+        last = self._last()
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "autocast": "bf16" if self.autocast else "",
+            "peak_memory_mib": peak / 2**20,
+            "resting_memory_mib": None if resting is None else resting / 2**20,
+            "bytes": last.bytes if last else None,
+            "relative_error": last.worker_error if last else None,
+            "loss": float(self.loss),
+        }
+
+    def kernels(self, steps: int, trace: Path | None) -> list[Kernel]:
+        """Kernels of one step, the longest first."""
+        return kernels(self._step, self.device, steps=steps, trace=trace)

@@ -2,26 +2,29 @@
 
 Nothing that a limit slows down is used for its prediction but collectives timed by themselves. In a round every method
 trains one step, as in :mod:`experiments.bench.network`; the first rounds are without a limit and tell what a method
-costs beside its messages, and the step without communication is timed in every round.
+costs beside its messages, and the step without communication, with the moment at which each bucket is complete, is
+timed in every round. The model is :mod:`experiments.simulation.iteration_model`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
+from scipy.optimize import brentq
 
-from experiments.bench import network
-from experiments.bench.children import Group
+from experiments.bench import network, terminal
 from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, total
-from experiments.bench.engine_table import spread
 from experiments.bench.gpt import Size
-from experiments.bench.options import at_least, check_delay, check_rates
-from experiments.bench.step_model import Compute, Link, links_of, overhead_of, predict
+from experiments.bench.terminal import DELAY, ROUNDS, Delay, Positive, Rate, spread
 from experiments.bench.testbed import Testbed
+from experiments.bench.workers import Group
+from experiments.simulation.iteration_model import Bucket, Message, Model, Stage
 
 COMPUTE = "compute"
 # fp32 entries of the collectives that tell what a link does.
@@ -31,46 +34,41 @@ FREE = 0.0  # no limit, in the tables
 
 
 def methods() -> dict[str, dict[str, Any]]:
-    """Name -> settings of :class:`experiments.bench.network_worker.Method`."""
-    found: dict[str, dict[str, Any]] = {
+    """Name -> settings of :class:`experiments.bench.network.Method`."""
+    settings: dict[str, dict[str, Any]] = {
         COMPUTE: {"hook": "ready"},
         "none": {"hook": "dense"},
         "bf16": {"hook": "bf16"},
     }
     for rank, dtype in ((4, "fp32"), (32, "fp32"), (128, "fp32"), (32, "int8"), (64, "int4")):
         name = f"powersgd_r{rank}" + (f"_{dtype}" if dtype != "fp32" else "")
-        found[name] = {"hook": "edgc", "rank": rank, "factor_dtype": dtype}
+        settings[name] = {"hook": "edgc", "rank": rank, "factor_dtype": dtype}
     for bits in (8, 4):
-        found[f"int{bits}"] = {"hook": "edgc", "method": "quantize", "bits": bits}
-    found["topk"] = {"hook": "edgc", "method": "topk", "density": 0.01}
-    return found
+        settings[f"int{bits}"] = {"hook": "edgc", "method": "quantize", "bits": bits}
+    settings["topk"] = {"hook": "edgc", "method": "topk", "density": 0.01}
+    return settings
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured."""
+class Plan(terminal.Plan):
+    """Settings of the benchmark."""
 
-    workers: tuple[int, ...] = (2, 4)  # numbers of data-parallel workers
-    rates: tuple[float, ...] = (100.0, 300.0, 1000.0)  # limits in Mbit/s
-    delay_ms: float = 0.0  # that every packet is delayed where there is a limit
-    rounds: int = 5  # per number of workers and limit, after one that is not counted
+    workers: tuple[Annotated[int, Field(ge=2)], ...] = Field(
+        (2, 4), description="numbers of data-parallel workers, with commas"
+    )
+    rates: tuple[Rate, ...] = Field((100.0, 300.0, 1000.0), description="limits in Mbit/s, with commas")
+    delay_ms: Delay = DELAY
+    rounds: Positive = ROUNDS
     threads: int = 1  # of each worker
-    size: Size = field(default_factory=lambda: Size(sequence=128, batch=2))
-
-    def __post_init__(self) -> None:
-        at_least(1, repeats=self.rounds)
-        at_least(2, workers=self.workers)
-        check_rates(self.rates)
-        check_delay(self.delay_ms)
+    size: Size = Size(sequence=128, batch=2)
 
     @property
     def turns(self) -> int:
-        """How often :func:`measure` reports progress."""
+        """Number of times that :func:`measure` reports progress."""
         return len(self.workers) * (len(self.rates) + 1) * (self.rounds + 1)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """``rounds``: a row per worker count, limit, method and round; ``probes``: per timed collective; ``sent``: per
     worker count and method what rank 0 sends, per bucket and collective."""
 
@@ -79,7 +77,14 @@ class Measured:
     sent: dict[int, dict[str, list[list[Sent]]]]
 
 
-def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
+def read(folder: Path, record: Mapping[str, Any]) -> Measurements:
+    """Measurements of an earlier time, from their tables and their record ``steps.json`` in ``folder``."""
+    rounds, probes = (pd.read_csv(folder / f"steps_{part}.csv") for part in ("rounds", "probes"))
+    sent = {int(workers): methods for workers, methods in record["sent"].items()}
+    return Measurements(rounds.fillna({"complete": ""}), probes, sent)
+
+
+def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
     """Run everything in testbeds of its own. UserError if none can be made."""
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
@@ -87,7 +92,7 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
     for workers in plan.workers:
         with Testbed(workers) as testbed, network.ranks_on(testbed, plan.size, plan.threads) as group:
             for name, settings in methods().items():
-                group.ask({"do": "prepare", "name": name, "settings": settings}, network.STEP_SECONDS)
+                group.ask("prepare", within=network.STEP_SECONDS, name=name, settings=settings)
             sent[workers] = messages(group, workers)
             for rate in (FREE, *plan.rates):
                 testbed.limit(rate or None, plan.delay_ms if rate else 0.0)
@@ -95,21 +100,21 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measured:
                 probes += [at | row for row in probe(group, PROBES, workers)]
                 for index in range(-1, plan.rounds):
                     rounds += [at | row for row in one_round(group, index) if index >= 0]
-                    advance(f"{workers} workers, {network.words(rate or None)}")
-    return Measured(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
+                    advance(f"{workers} workers, {network.words(rate)}")
+    return Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
 
 def messages(group: Group, workers: int) -> dict[str, list[list[Sent]]]:
-    """What each method sends, by its own count; of torch's all-reduces by the formula of the ring."""
-    ready = group.ask({"do": "step", "name": COMPUTE}, network.STEP_SECONDS)[0]["complete"]
-    found: dict[str, list[list[Sent]]] = {COMPUTE: [[] for _ in ready]}
+    """Messages of each method, by its own count; of torch's all-reduces by the formula of the ring."""
+    ready = group.ask("step", within=network.STEP_SECONDS, name=COMPUTE)[0]["complete"]
+    sent: dict[str, list[list[Sent]]] = {COMPUTE: [[] for _ in ready]}
     for name, settings in methods().items():
         if settings["hook"] == "edgc":
-            found[name] = group.ask({"do": "messages", "name": name}, network.STEP_SECONDS)[0]
+            sent[name] = group.ask("messages", within=network.STEP_SECONDS, name=name)[0]
         elif name != COMPUTE:
             share = 0.5 if settings["hook"] == "bf16" else 1.0
-            found[name] = [[(ALL_REDUCE, share * sent_in(ALL_REDUCE, entries, workers))] for _, entries in ready]
-    return found
+            sent[name] = [[(ALL_REDUCE, share * sent_in(ALL_REDUCE, entries, workers))] for _, entries in ready]
+    return sent
 
 
 def probe(group: Group, sizes: Mapping[str, Sequence[int]], ranks: int, **options: int) -> Iterable[dict[str, Any]]:
@@ -121,9 +126,10 @@ def probe(group: Group, sizes: Mapping[str, Sequence[int]], ranks: int, **option
         options: of the request to the workers.
     """
     for kind, entries in [(kind, entries) for kind, of_kind in sizes.items() for entries in of_kind]:
-        request = {"do": "collective", "kind": kind, "entries": entries, **options}
         for index in range(-1, PROBE_ROUNDS):
-            seconds = max(answer["seconds"] for answer in group.ask(request))
+            seconds = max(
+                answer["seconds"] for answer in group.ask("collective", kind=kind, entries=entries, **options)
+            )
             if index >= 0:
                 yield {"kind": kind, "bytes": sent_in(kind, entries, ranks), "seconds": seconds}
 
@@ -132,7 +138,7 @@ def one_round(group: Group, index: int) -> Iterable[dict[str, Any]]:
     """A step of every method, in an order that turns round."""
     names = list(methods())
     for name in names if index % 2 == 0 else names[::-1]:
-        answers = group.ask({"do": "step", "name": name}, network.STEP_SECONDS)
+        answers = group.ask("step", within=network.STEP_SECONDS, name=name)
         slowest = max(answers, key=lambda answer: float(answer["seconds"]))
         row = {"method": name, "round": index, "seconds": slowest["seconds"]}
         row |= dict(zip(("forward", "backward", "step"), slowest["moments"], strict=True))
@@ -140,32 +146,128 @@ def one_round(group: Group, index: int) -> Iterable[dict[str, Any]]:
         yield row | {"complete": " ".join(f"{at:.6f}" for at in complete)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """A step without communication.
+
+    Attributes:
+        forward, backward, rest: seconds; the rest is the optimizer.
+        complete: per bucket, the share of backward after which its gradients are complete, in (0, 1].
+    """
+
+    forward: float
+    backward: float
+    rest: float
+    complete: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A collective of one kind in which a rank sends n bytes takes ``latency`` + n / ``bandwidth`` seconds."""
+
+    latency: float
+    bandwidth: float
+
+    @classmethod
+    def fit(cls, probes: Sequence[tuple[float, float]]) -> Link:
+        """The line through (bytes sent, seconds) with the least relative errors; its latency is not negative."""
+        sent, seconds = (np.array(column, dtype=float) for column in zip(*probes, strict=True))
+        matrix = np.stack([1 / seconds, sent / seconds], axis=1)
+        (latency, slope), *_ = np.linalg.lstsq(matrix, np.ones(len(seconds)), rcond=None)
+        if latency < 0:
+            latency, slope = 0.0, float(np.sum(sent / seconds) / np.sum((sent / seconds) ** 2))
+        return cls(latency=float(latency), bandwidth=float(1 / slope))
+
+    def seconds(self, sent: float) -> float:
+        return self.latency + sent / self.bandwidth
+
+    def message(self, sent: float) -> Message:
+        return Message(latency=self.latency, seconds=sent / self.bandwidth)
+
+
+Links = Mapping[str, Link]  # by kind of message
+Messages = tuple[tuple[Sent, ...], ...]  # per bucket or stage, what a rank sends, collective by collective
+
+
+def links_of(probes: pd.DataFrame) -> dict[str, Link]:
+    """Links by kind from timed collectives (columns ``kind``, ``bytes``, ``seconds``); medians of each size count."""
+    links = {}
+    for kind, part in probes.groupby("kind"):
+        medians = part.groupby("bytes")["seconds"].median()
+        links[str(kind)] = Link.fit([(float(sent), float(seconds)) for sent, seconds in medians.items()])
+    return links
+
+
+def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0) -> float:
+    """Seconds of a step.
+
+    Args:
+        sent: per bucket, in the order in which they are complete.
+        overhead: seconds of the processor in a step, beside the compute. They are spread over the buckets as these
+            were cut, and within a bucket evenly: before its messages, between them (a second factor is computed from
+            the mean of the first) and after them. What comes before and between delays backward.
+
+    Raises:
+        ValueError: the buckets that are sent are not the compute's.
+    """
+    if len(sent) != len(compute.complete):
+        raise ValueError(f"{len(sent)} buckets are sent, but {len(compute.complete)} become complete")
+    shares = np.diff([0.0, *compute.complete])
+    buckets = []
+    for complete, share, of_bucket in zip(compute.complete, shares, sent, strict=True):
+        messages = messages_of(of_bucket, links)
+        part = overhead * share / compute.complete[-1] / (len(messages) + 1)
+        behind = part if messages else 0.0
+        buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
+    stage = Stage(forward=(compute.forward,), backward=(compute.backward,), buckets=tuple(buckets))
+    return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
+
+
+def messages_of(sent: Iterable[Sent], links: Links) -> tuple[Message, ...]:
+    """The times of one bucket's messages."""
+    return tuple(links[kind].message(bytes_) for kind, bytes_ in sent if bytes_)
+
+
+def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:
+    """Seconds that a method adds to a step of ``seconds`` over ``links`` beyond its messages; not negative."""
+
+    def missing(overhead: float) -> float:
+        return seconds - predict(compute, sent, links, overhead)
+
+    if missing(0.0) <= 0:
+        return 0.0
+    most = seconds
+    while missing(most) > 0:  # where all but the last part of it is hidden behind messages
+        most *= 2
+    return float(brentq(missing, 0.0, most))
+
+
 def compute_of(rounds: pd.DataFrame) -> Compute:
     """Medians of the steps without communication in ``rounds``."""
-    own = rounds[rounds["method"] == COMPUTE]
-    forward = float(own["forward"].median())
-    backward = float((own["backward"] - own["forward"]).median())
-    complete = np.median([[float(word) for word in text.split()] for text in own["complete"]], axis=0)
+    rows_alone = rounds[rounds["method"] == COMPUTE]
+    forward = float(rows_alone["forward"].median())
+    backward = float((rows_alone["backward"] - rows_alone["forward"]).median())
+    complete = np.median([[float(word) for word in text.split()] for text in rows_alone["complete"]], axis=0)
     shares = tuple(float(min(1.0, (at - forward) / backward)) for at in complete)
-    rest = float((own["seconds"] - own["backward"]).median())
+    rest = float((rows_alone["seconds"] - rows_alone["backward"]).median())
     return Compute(forward=forward, backward=backward, rest=rest, complete=shares)
 
 
-def table(found: Measured) -> pd.DataFrame:
+def table(data: Measurements) -> pd.DataFrame:
     """One row per worker count, limit and method: measured and predicted seconds, and the error of the prediction.
 
     ``used``: ``calibration`` (no limit, and the step without communication) or ``validation``.
     """
     rows = []
-    for workers, of_workers in found.rounds.groupby("workers"):
-        probes = found.probes[found.probes["workers"] == workers]
+    for workers, of_workers in data.rounds.groupby("workers"):
+        probes = data.probes[data.probes["workers"] == workers]
         free = of_workers[of_workers["mbit_per_s"] == FREE]
         at_first, first_links = compute_of(free), links_of(probes[probes["mbit_per_s"] == FREE])
         for rate, part in of_workers.groupby("mbit_per_s"):
             compute, links = compute_of(part), links_of(probes[probes["mbit_per_s"] == rate])
             for name in methods():
                 seconds = part[part["method"] == name]["seconds"]
-                sent = tuple(tuple(bucket) for bucket in found.sent[int(workers)][name])
+                sent = tuple(tuple(bucket) for bucket in data.sent[int(workers)][name])
                 alone = float(free[free["method"] == name]["seconds"].median())
                 extra = 0.0 if name == COMPUTE else overhead_of(at_first, sent, first_links, alone)
                 used = "calibration" if rate == FREE or name == COMPUTE else "validation"

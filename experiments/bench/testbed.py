@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,8 @@ class Testbed:
     def __enter__(self) -> Testbed:
         """Raises UserError with what the kernel or `ip` says if it cannot be made."""
         remove_left_over()
+        # So that the namespaces are removed also when somebody ends the program.
+        self._handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             self._build()
         except BaseException:
@@ -104,6 +107,7 @@ class Testbed:
     def _remove(self) -> None:
         for name in [*(self.host(index) for index in range(self.hosts)), self._switch]:
             _run("ip", "netns", "del", name, check=False)
+        signal.signal(signal.SIGTERM, self._handler or signal.SIG_DFL)
 
     def limit(self, megabits: float | None, delay_ms: float = 0.0) -> None:
         """Limit every cable, both directions, to so many Mbit/s; None takes the limit away.
@@ -120,7 +124,7 @@ class Testbed:
         self._limited = megabits is not None or delay_ms > 0
 
     def _shape(self, namespace: str, device: str, megabits: float | None, delay_ms: float = 0.0) -> None:
-        """What leaves a device: delayed first, then limited."""
+        """Shape what leaves a device: delayed first, then limited."""
         inside = ["tc", "-n", namespace, "qdisc"]
         if self._limited:
             _run(*inside, "del", "dev", device, "root", check=False)

@@ -1,4 +1,4 @@
-"""What every rank does when: spans from Megatron's own timers, sorted into kinds, without a barrier anywhere.
+"""Timeline of every rank's work: spans from Megatron's own timers, sorted into kinds, without a barrier anywhere.
 
 A rank notes when its work starts and ends (:class:`Recorder`); times are readings of one clock that all processes of a
 machine share, so they are compared afterwards (:func:`classify`). A message between two stages moves only once both
@@ -91,7 +91,7 @@ class _Timer:
 
 
 def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
-    """What is left of an interval, ascending."""
+    """Parts of an interval outside all holes, ascending."""
     left, (start, end) = [], interval
     for low, high in sorted(holes):
         if min(low, end) > start:
@@ -136,26 +136,26 @@ def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         links, reductions = ([(a, b) for name, a, b in spans if name == kind] for kind in (LINK, REDUCTION))
         number: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)
         for name, start, end in spans:
-            found: list[tuple[str, Interval]] = []
+            pieces: list[tuple[str, Interval]] = []
             micro_batch = next(number[name]) if name in _WORK else None
             if name in _KINDS:
-                found = [(_KINDS[name], (start, end))]
+                pieces = [(_KINDS[name], (start, end))]
             elif name in _MESSAGES:
                 ready = start
                 for direction, sent in _MESSAGES[name]:
                     peer = stage + (1 if sent == (direction == "forward") else -1)
                     message = (direction, not sent, next(number[direction, sent]))
                     ready = max(ready, entered[replica, peer, *message])
-                found = _split(start, end, ready, "pipeline")
+                pieces = _split(start, end, ready, "pipeline")
             elif name == _EMBEDDING and stage in ends:
-                found = _split(start, end, max(together[replica, at] for at in ends), "embedding")
+                pieces = _split(start, end, max(together[replica, at] for at in ends), "embedding")
             elif name == REDUCTION:
-                found = [("compress", piece) for piece in without((start, end), links)]
+                pieces = [("compress", piece) for piece in without((start, end), links)]
             elif name == AGREEMENT:
-                found = [("wait", piece) for piece in without((start, end), reductions)]
+                pieces = [("wait", piece) for piece in without((start, end), reductions)]
             rows += [
                 {"stage": stage, "replica": replica, "kind": kind, "micro_batch": micro_batch} | {"start": a, "end": b}
-                for kind, (a, b) in found
+                for kind, (a, b) in pieces
             ]
     made = pd.DataFrame(rows).astype({"micro_batch": "Int64"})
     made[["start", "end"]] -= made["start"].min()
@@ -165,8 +165,8 @@ def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 def _entered(
     answers: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[tuple[int, int, str, bool, int], float], dict[tuple[int, int], float]]:
-    """When a rank entered the call with its n-th message of a direction, by (replica, stage, direction, sent, n), and
-    the last all-reduce of the embedding, by (replica, stage)."""
+    """Moments at which a rank entered the call with its n-th message of a direction, by (replica, stage, direction,
+    sent, n), and the last all-reduce of the embedding, by (replica, stage)."""
     messages, embedding = {}, {}
     for answer in answers:
         replica, stage = answer["replica"], answer["stage"]

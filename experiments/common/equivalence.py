@@ -13,7 +13,11 @@ from pydantic import Field
 from experiments.common.yaml_settings import Settings, load_yaml, validate
 
 PATH = Path(__file__).with_name("equivalence.yaml")
-ON_PAR, NOT_DECIDED = "on par", "not decided"
+BETTER, WORSE, ON_PAR, NOT_DECIDED = "better", "worse", "on par", "not decided"
+BETTER_WITHIN, WORSE_WITHIN = f"{BETTER} within the margin", f"{WORSE} within the margin"
+EQUAL = (ON_PAR, BETTER_WITHIN, WORSE_WITHIN)  # shown to be less than the margin, the last two with a direction
+CANNOT_TELL = "cannot tell"  # of two compressed runs, where the other costs too little for anything to be won
+LEAST_SEEDS = 3  # of a verdict of equality
 Scale = Literal["difference", "log_ratio"]
 
 

@@ -11,10 +11,23 @@ from pathlib import Path
 
 from edgc.errors import UserError
 
-# What the system, and torch where it writes tensors, say of a full disk.
-FULL = re.compile(r"no space left|disk quota exceeded|enforce fail at inline_container", re.IGNORECASE)
+# What the system says of a full disk, a quota and a limit, and torch and NumPy where they write arrays.
+FULL = re.compile(
+    r"no space left|disk quota exceeded|file too large|enforce fail at inline_container|\d+ requested and \d+ written",
+    re.IGNORECASE,
+)
 FULL_BYTES = 2**20
 ROOT = Path(__file__).resolve().parents[2]  # of the project
+
+
+KEPT = ROOT / "results" / "reference"
+
+
+def place_of_output(results: Path) -> Path:
+    """Where figures and pages of ``results`` are written: there, and for kept results in ``build``, which is no part of
+    the tree."""
+    whole = results.resolve()
+    return ROOT / "build" / whole.relative_to(KEPT.parent) if whole.is_relative_to(KEPT) else results
 
 
 @contextlib.contextmanager

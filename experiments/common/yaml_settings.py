@@ -11,8 +11,11 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from yaml.constructor import ConstructorError
 
 from edgc.errors import UserError, nearest
+
+LONGEST = 60  # characters of a value in a message
 
 
 class Settings(BaseModel):
@@ -32,10 +35,21 @@ class DuplicateKey(yaml.YAMLError):
 _Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Loader(_Safe):
+class Loader(_Safe):
+    """Reads plain values only; what PyYAML raises of one that it cannot make, such as a day that there is not, is an
+    error of YAML at its line."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+            value = f" {_shortened(node.value)}" if isinstance(node, yaml.ScalarNode) else ""
+            kind = node.tag.rpartition(":")[2]
+            raise ConstructorError(None, None, f"{kind}{value} cannot be read", node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
                 continue  # what `<<` brings in may be said again
             line = key.start_mark.line + 1
@@ -52,24 +66,39 @@ def ends_whole(path: Path) -> None:
         raise UserError("the file is cut short", where=path, fix=fix)
 
 
+def _shortened(text: str) -> str:
+    """A value as a message names it."""
+    return repr(text if len(text) <= LONGEST else f"{text[:LONGEST]}...")
+
+
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; missing, unreadable or malformed files are user errors."""
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except DuplicateKey as error:
-        raise UserError(str(error), where=path, fix="keep one of them") from None
+        return parse_yaml(path.read_text(encoding="utf-8"), path)
     except UnicodeDecodeError:
         raise UserError("not a text in UTF-8", where=path, fix="restore the file") from None
     except FileNotFoundError:
         raise UserError("file not found", where=path, fix="check the name") from None
     except OSError as error:
         raise UserError(f"cannot read: {error.strerror}", where=path) from None
+
+
+def parse_yaml(text: str | bytes, where: object, loader: type[Loader] = Loader) -> dict[str, Any]:
+    """The mapping that ``text`` is; ``UserError``, naming ``where``, for everything else."""
+    try:
+        value = yaml.load(text, loader)
+    except DuplicateKey as error:
+        raise UserError(str(error), where=where, fix="keep one of them") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""
-        raise UserError(f"not valid YAML{line}", where=path, fix="correct the syntax") from None
+        made = f": {error.problem}" if isinstance(error, ConstructorError) else ""
+        fix = "correct the value" if made else "correct the syntax"
+        raise UserError(f"not valid YAML{line}{made}", where=where, fix=fix) from None
+    except RecursionError:
+        raise UserError("too many levels", where=where, fix="correct the syntax") from None
     if not isinstance(value, dict):
-        raise UserError("not a mapping of settings", where=path, fix="write `key: value` lines")
+        raise UserError("not a mapping of settings", where=where, fix="write `key: value` lines")
     return value
 
 

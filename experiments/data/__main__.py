@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -23,9 +24,9 @@ def find_config(scale: str, name: str) -> DataConfig:
     default = validate(DataConfig, matrix.load_scale(scale).defaults.get("data", {}), f"{path}, data")
     known = {default.path: default}
     if name != default.path:
-        for study in matrix.studies():
-            for run in matrix.runs(study, scale):
-                known.setdefault(run.data.path, run.data)
+        found, _ = matrix.all_runs(scale)
+        for run in itertools.chain.from_iterable(found.values()):
+            known.setdefault(run.data.path, run.data)
     if name not in known:
         raise UserError(f"no data.path = {name!r} at scale {scale}", where=path, fix=nearest(name, sorted(known)))
     return known[name]

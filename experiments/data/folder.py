@@ -5,11 +5,14 @@ Written by :mod:`experiments.data.prepare`; see there for the files.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml, validate
@@ -21,6 +24,7 @@ from experiments.spec.settings import DataConfig
 
 FORMAT = 1
 LAST = "vocab_size"  # key of data.yaml that is written last: a file that was cut short lacks it
+CHECKSUM = "sha256"  # key that is written first; files of earlier versions have none
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,12 @@ class DataInfo:
     def source(self) -> str:
         return str(self.config["source"])
 
-    def content(self) -> dict[str, Any]:
-        """What ``data.yaml`` holds, in the order in which it is written."""
+    def content(self) -> str:
+        """What ``data.yaml`` holds: in its first line the checksum of all others."""
         values = {"source": self.source, **asdict(self)}
-        return {key: values[key] for key in sorted(values, key=lambda key: key == LAST)}
+        values = {key: values[key] for key in sorted(values, key=lambda key: key == LAST)}
+        rest = yaml.safe_dump(values, sort_keys=False)
+        return f"{CHECKSUM}: {hashlib.sha256(rest.encode()).hexdigest()}\n{rest}"
 
 
 def load_info(folder: Path) -> DataInfo:
@@ -62,14 +68,19 @@ def load_info(folder: Path) -> DataInfo:
     if not path.is_file():
         raise UserError("prepared data is missing", where=folder, fix=fix)
     values = load_yaml(path)
+    content = path.read_bytes()
+    if CHECKSUM in values:
+        first, _, rest = content.partition(b"\n")
+        if first != f"{CHECKSUM}: {hashlib.sha256(rest).hexdigest()}".encode():
+            raise integrity.damaged(path, "has another content than was written")
     if values.get("format") != FORMAT:
         raise UserError(f"data.yaml has format {values.get('format')}, not {FORMAT}", where=path, fix=fix)
     try:
-        values = {key: value for key, value in values.items() if key != "source"}
+        values = {key: value for key, value in values.items() if key not in ("source", CHECKSUM)}
         info = DataInfo(**values)
     except TypeError:
         raise UserError("data.yaml lacks or has unknown keys", where=path, fix=fix) from None
-    if not path.read_bytes().endswith(b"\n"):
+    if not content.endswith(b"\n"):
         raise integrity.damaged(path, "is cut short")
     return info
 

@@ -28,7 +28,6 @@ from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from filelock import FileLock
 
 from edgc.checkpoints import manifest
@@ -192,7 +191,7 @@ def _write(
         code=data_code(),
         **counts,
     )
-    atomic_write(folder / "data.yaml", yaml.safe_dump(info.content(), sort_keys=False))
+    atomic_write(folder / "data.yaml", info.content())
     return info
 
 

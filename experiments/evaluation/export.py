@@ -123,12 +123,12 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
     """The unsplit fp32 model of a checkpoint of any split; call it inside :func:`single_process`.
 
     Raises:
-        UserError: the checkpoint is unreadable, of another model or of another vocabulary.
+        UserError: the checkpoint is unreadable, of another model or of another vocabulary, or would run code.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
 
+    from edgc.checkpoints import unpickling
+    from edgc.megatron.checkpoint import readable
     from experiments.spec.settings import padded_vocabulary
     from experiments.training.model import build_model
 
@@ -140,7 +140,8 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
         }
     )
     model = build_model(alone, vocab_size)
-    try:
+    unpickling.check(checkpoint)
+    with readable(checkpoint, "train the run again"):
         saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
         # Checked here because Megatron loads an embedding of any number of rows, filling up or cutting off.
         rows = saved["embedding.word_embeddings.weight"].global_shape[0]
@@ -148,10 +149,6 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
             what = f"{rows} embedding rows do not fit {vocab_size} tokens"
             raise UserError(what, where=checkpoint, fix="use the data folder that the run was trained on")
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))["model"]
-    except (CheckpointingException, CheckpointException, OSError, LookupError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:240]
-        message = f"the checkpoint does not hold this model: {reason}"
-        raise UserError(message, where=checkpoint, fix="train the run again") from None
     model.load_state_dict(state)
     return model
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from edgc.errors import UserError
+from experiments.common.yaml_settings import Loader, parse_yaml
 
 Row = dict[str, Any]
 READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")  # of an exported model
@@ -113,7 +112,7 @@ def read_models(paths: Sequence[Path]) -> list[Model]:
     return list(models.values())
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(Loader):
     """Reads task files; ``!function`` becomes its text."""
 
 
@@ -131,7 +130,7 @@ def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
         raise UserError("no folder of tasks", where=folder, fix=fix)
     known: dict[str, tuple[Path, Row]] = {}
     for path in sorted(folder.glob("*.yaml")):
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = parse_yaml(path.read_bytes(), path, _Loader)
         known[content["task"]] = (path, content)
     about = folder / "tasks.json"
     manifest = json.loads(about.read_text(encoding="utf-8"))["tasks"] if about.is_file() else {}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.common.equivalence import Equivalence, Scale
+from experiments.common.equivalence import LEAST_SEEDS, NOT_DECIDED, ON_PAR, Equivalence, Scale
 from experiments.evaluation.inputs import Model, Row, TaskFile
 from experiments.evaluation.statistics import (
     ACCURACIES,
@@ -165,7 +165,8 @@ def summary(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path, rule:
     """One row per variant, task and metric over the seeds that have both models; the uncompressed has none.
 
     ``difference_low`` and ``difference_high`` are the 95 % t interval over seeds, from two seeds on. The test
-    and the verdict are over documents, on each document's mean over seeds; they say nothing about other seeds.
+    and the verdict are over documents, on each document's mean over seeds; they say nothing about other seeds, and
+    fewer than three make no verdict of equality.
     """
     baselines, done = baselines_of(models), finished(models, tasks, out)
     variants: dict[tuple[str, str], list[Model]] = {}
@@ -205,7 +206,11 @@ def over_seeds(both: Sequence[tuple[Scores, Scores]], task: TaskFile, metric: st
         "difference_high": interval[1],
     }
     gaps = [found for pair in both if (found := gap_between(*pair, metric, rule)) is not None]
-    return row | gap_row(pooled(gaps), rule, len(gaps)) if len(gaps) == len(both) else row
+    if len(gaps) == len(both):
+        row |= gap_row(pooled(gaps), rule, len(gaps))
+        if row["verdict"] == ON_PAR and len(both) < LEAST_SEEDS:
+            row["verdict"] = NOT_DECIDED
+    return row
 
 
 def timings(models: Sequence[Model], tasks: Sequence[TaskFile], out: Path) -> list[Row]:

@@ -58,7 +58,6 @@ FAMILIES = {
 MODULES = {  # files of compressors -> family; a new file in one of these folders joins by itself
     "edgc.compressors.dense": "dense",
     "edgc.compressors.entrywise.quantize": "quantization",
-    "edgc.compressors.entrywise.sign": "quantization",
     "edgc.compressors.natural": "quantization",
     "edgc.compressors.quantization": "quantization",
     "edgc.compressors.entrywise": "sparsification",

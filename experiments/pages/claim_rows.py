@@ -14,8 +14,9 @@ import pandas as pd
 from experiments.analyse.statistics import interval
 from experiments.common.acting import NOT_TESTED
 from experiments.pages.kept import Kept, Link
-from experiments.verdicts.claim_measures import MEASURES
+from experiments.verdicts.claim_measures import COUNTS, MEASURES, Measured, Missing
 from experiments.verdicts.claims import (
+    DEPENDS,
     NOT_SUPPORTED,
     NOT_TESTABLE,
     PARTLY,
@@ -23,10 +24,9 @@ from experiments.verdicts.claims import (
     Claim,
     load_claims,
 )
-from experiments.verdicts.evidence import COUNTS, Measured, Missing
 from paper_figures import INPUTS
 
-VERDICTS = (SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTED, NOT_TESTABLE)
+VERDICTS = (SUPPORTED, PARTLY, NOT_SUPPORTED, DEPENDS, NOT_TESTED, NOT_TESTABLE)
 DECIMALS = re.compile(r"\d+\.\d{2,}")
 SINGULAR = {"entropies": "entropy"}
 

@@ -1,40 +1,26 @@
-"""``python -m experiments.pages.columns``: write docs/columns.md, which describes every column of the committed tables.
-
-The descriptions stand in ``docs/columns.yaml``; which tables and columns there are, ``results/reference`` says.
-"""
+"""The columns of the committed tables, described in ``docs/columns.yaml``, for ``docs/templates/columns.md``."""
 
 from __future__ import annotations
 
 import csv
 from pathlib import Path
 
-import typer
-
 from edgc.errors import UserError
-from experiments.common.cli import main_guard
-from experiments.common.files import ROOT, atomic_write
+from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, load_yaml, validate
-from experiments.pages.marked_tables import markdown
 
 DESCRIPTIONS = Path("docs") / "columns.yaml"
-PAGE = Path("docs") / "columns.md"
-INTRODUCTION = """# Tables and their columns
-
-Every table that is committed, with all of its columns; tables that have the same stand together. A table of a study is
-the same at every scale. Those of benchmarks lie in a folder for each machine. This page is written by `python -m
-experiments.pages.columns` from `docs/columns.yaml`.
-"""
 
 
 class Descriptions(Settings):
-    """``docs/columns.yaml``: of columns by name, of single tables, and endings of names with what they add."""
+    """``docs/columns.yaml``: columns by name, those of single tables, and endings of names with what they add."""
 
     suffixes: dict[str, str]
     columns: dict[str, str]
     tables: dict[str, dict[str, str]] = {}
 
-    def of(self, table: str, column: str) -> str | None:
-        """What a column holds; None where nothing says it."""
+    def find(self, table: str, column: str) -> str | None:
+        """The description of a column; None where nothing says it."""
         known = {**self.columns, **self.tables.get(table, {})}
         if column in known:
             return known[column]
@@ -64,19 +50,8 @@ def load(root: Path = ROOT) -> Descriptions:
     return found
 
 
-def undescribed(root: Path = ROOT) -> list[str]:
-    """``table: column`` for each column without a description."""
-    about = load(root)
-    return [
-        f"{name}: {column}"
-        for name, columns in tables(root).items()
-        for column in columns
-        if not about.of(name, column)
-    ]
-
-
 def unused(root: Path = ROOT) -> list[str]:
-    """Descriptions of columns that are not there; a table may be described before it is kept."""
+    """Descriptions of columns that no table has; a table may be described before it is kept."""
     about, known = load(root), tables(root)
     names = {column for columns in known.values() for column in columns}
     stems = {column.removesuffix(suffix) for column in names for suffix in about.suffixes}
@@ -86,26 +61,22 @@ def unused(root: Path = ROOT) -> list[str]:
     return found
 
 
-def page(root: Path = ROOT) -> str:
-    """The whole page. ``UserError`` where a column has no description."""
-    missing = undescribed(root)
+def described(root: Path = ROOT) -> list[tuple[str, str, str]]:
+    """Column, description and, where it is not the same in all of them, its tables; in the order of the alphabet.
+
+    Raises ``UserError`` where a column has no description.
+    """
     about = load(root)
-    if missing:
-        fix = "describe it under `columns`, or under `tables` where it is that table's alone"
-        raise UserError(f"column without a description: {missing[0]}", where=root / DESCRIPTIONS, fix=fix)
-    alike: dict[str, list[str]] = {}
-    for name, columns in tables(root).items():
-        rows = [[f"`{column}`", str(about.of(name, column))] for column in columns]
-        alike.setdefault(markdown(("column", "what it holds"), rows), []).append(name)
-    return INTRODUCTION + "".join(f"\n## {', '.join(names)}\n\n{text}" for text, names in alike.items())
-
-
-@main_guard
-def main() -> None:
-    """Write docs/columns.md."""
-    atomic_write(ROOT / PAGE, page())
-    print(PAGE)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    found: dict[str, dict[str, list[str]]] = {}
+    for table, columns in tables(root).items():
+        for column in columns:
+            text = about.find(table, column)
+            if text is None:
+                fix = "describe it under `columns`, or under `tables` where it is that table's alone"
+                raise UserError(f"column without a description: {table}: {column}", where=root / DESCRIPTIONS, fix=fix)
+            found.setdefault(column, {}).setdefault(text, []).append(table)
+    return [
+        (column, text, ", ".join(f"`{name}`" for name in names) if len(texts) > 1 else "")
+        for column, texts in sorted(found.items())
+        for text, names in texts.items()
+    ]

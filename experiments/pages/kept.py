@@ -1,7 +1,7 @@
 """What a folder of results holds: its studies, their tables, runs and provenance, and where links to them lead.
 
 The folder is that of a scale, ``results/ci`` with run folders, or what is committed of it, ``results/reference/ci``,
-where tables stand for the runs and some runs lie in an archive.
+where tables stand for the runs and some runs are kept as a file each.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from edgc.errors import UserError
 from experiments.common import written_tables
+from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
 from experiments.spec.study import CLUSTER_MODEL, SCENARIOS, Study
 from experiments.verdicts import archive, reference
@@ -101,7 +101,7 @@ class Kept:
 
     @property
     def reference(self) -> bool:
-        """Whether these are committed results, which hold tables and archives in place of run folders."""
+        """Whether these are committed results, which hold tables, and a file a run, in place of run folders."""
         return self.root.parent.name == "reference"
 
     def link(self, path: Path, name: str | None = None) -> Link:
@@ -141,7 +141,7 @@ class Kept:
         folder = self.root / name
         simulated = is_simulated(study)
         runs, seeds = ([], []) if simulated or study.needs else self._runs(name)
-        packed = next((folder / file for file in (archive.NAME, archive.SO_FAR) if (folder / file).is_file()), None)
+        kept = list(archive.checksums(folder)) if self.reference else []
         record, of_all = ({}, False) if simulated else self._provenance(name, study)
         return Made(
             study=name,
@@ -151,8 +151,8 @@ class Kept:
             tables=[self.link(path) for path in sorted(folder.glob("*.csv"))],
             runs=runs,
             seeds=seeds,
-            kept=_what_is_kept(simulated, study, runs, packed),
-            archive=self.link(packed) if packed else None,
+            kept=_what_is_kept(simulated, study, runs, kept),
+            archive=self.link(folder / archive.FOLDER / archive.SUMS) if kept else None,
             provenance=record,
             of_all=of_all,
             hours=self._hours(name),
@@ -179,7 +179,7 @@ class Kept:
             pass
         for path, of_all in ((self.root / name / "provenance.yaml", False), (self.root / "provenance.yaml", True)):
             if path.is_file():
-                return yaml.safe_load(path.read_text(encoding="utf-8")) or {}, of_all
+                return load_yaml(path), of_all
         return {}, False
 
     def _hours(self, study: str) -> float:
@@ -194,7 +194,7 @@ def is_simulated(study: Study) -> bool:
     return study.program in (CLUSTER_MODEL, SCENARIOS)
 
 
-def _what_is_kept(simulated: bool, study: Study, runs: list[RunFolder], packed: Path | None) -> str:
+def _what_is_kept(simulated: bool, study: Study, runs: list[RunFolder], kept: list[str]) -> str:
     if simulated:
         return "Computed by the cluster model: there are no runs."
     if study.needs:
@@ -203,9 +203,6 @@ def _what_is_kept(simulated: bool, study: Study, runs: list[RunFolder], packed: 
     if folders:
         which = "All" if folders == len(runs) else f"{folders} of {len(runs)}"
         return f"{which} run folders are here."
-    if packed is None:
+    if not kept:
         return "Only tables are kept, no runs."
-    whole = len(archive.members(packed))
-    if packed.name == archive.SO_FAR:
-        return f"{whole} runs are kept in an archive: those that had ended when it was written."
-    return f"All {whole} runs are kept in an archive."
+    return f"{len(kept)} runs are kept, a file each."

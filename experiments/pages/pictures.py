@@ -27,6 +27,9 @@ DOCUTILS = {
     "report_level": 5,
     "syntax_highlight": "none",
 }
+# In what docutils writes: an attribute with an address, and addresses that run nothing.
+ADDRESS = re.compile(r' (href|src|data|poster)="([^"]*)"')
+PLAIN = re.compile(r"https?://|mailto:|[\w.#/-]+(?:[#?/]|$)", re.IGNORECASE)
 # The end of a sentence: not that of 0.94, e.g. or GPT2-2.5B.
 SENTENCE = re.compile(r"(?<!\be\.g)(?<!\bi\.e)[.:](?:\*\*)?(?=\s|$)")
 
@@ -118,8 +121,12 @@ def plain(text: str) -> str:
 
 
 def html(text: str) -> Markup:
-    """A caption in reStructuredText as HTML; what is not markup is escaped."""
-    return Markup(publish_parts(text, writer="html5", settings_overrides=DOCUTILS)["body"])  # docutils escapes
+    """A caption in reStructuredText as HTML; what is not markup is escaped.
+
+    Links keep their address where it is of the web, of mail, or of a file beside the page; nothing is fetched.
+    """
+    body = publish_parts(text, writer="html5", settings_overrides=DOCUTILS)["body"]  # docutils escapes
+    return Markup(ADDRESS.sub(lambda found: found[0] if found[1] == "href" and PLAIN.match(found[2]) else "", body))
 
 
 def embed(path: Path, level: int = 0) -> Image64:

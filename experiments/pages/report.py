@@ -20,8 +20,8 @@ from markupsafe import Markup
 
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
-from experiments.common.equivalence import loss_margin
-from experiments.common.files import atomic_write
+from experiments.common.equivalence import BETTER_WITHIN, CANNOT_TELL, WORSE_WITHIN, loss_margin
+from experiments.common.files import atomic_write, place_of_output
 from experiments.pages import board, claim_rows, curves, pictures
 from experiments.pages.kept import Kept, as_list
 
@@ -37,6 +37,10 @@ BADGES = {  # verdict -> class of its look; the word is always beside it
     "not decided": "part",
     "not supported": "bad",
     "worse": "bad",
+    BETTER_WITHIN: "good",
+    WORSE_WITHIN: "part",
+    CANNOT_TELL: "none",
+    "depends": "none",
     "not tested": "open",
     "not testable here": "none",
 }
@@ -108,6 +112,7 @@ def contents(kept: Kept) -> dict[str, Any]:
     shown = pictures.pictures(kept)
     claims = claim_rows.rows(kept, [picture.name for picture in shown if not picture.group])
     rows = [row for one in (kept, *kept.beside) for row in board.rows(one)]
+    rows.sort(key=lambda row: row.n < 2)  # one seed tells least
     runs, points = curves.curves(kept)
     figures = {picture.name: picture for picture in shown if not picture.group}
     return {
@@ -158,14 +163,16 @@ def render(kept: Kept) -> Page:
 def main(
     scale: Annotated[str, typer.Option(help="name of a file in experiments/scales")] = "ci",
     results: Annotated[Path, typer.Option(help="results folder, or results/reference")] = Path("results"),
-    out: Annotated[Path | None, typer.Option(help="the page; default: RESULTS/SCALE/report.html")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the page; default: RESULTS/SCALE/report.html, of kept results in build")
+    ] = None,
 ) -> None:
     """Write the report of a scale."""
     root = (results / scale).resolve()
     if not root.is_dir():
         fix = f"run the studies first: snakemake -c2 all --config scale={scale}"
         raise UserError(f"no results at scale {scale}", where=results / scale, fix=fix)
-    target = out or results / scale / "report.html"
+    target = out or place_of_output(results / scale) / "report.html"
     page = render(Kept(root, target))
     atomic_write(target, page.html)
     left = f"; too large to be embedded: {', '.join(page.left_out)}" if page.left_out else ""

@@ -113,7 +113,10 @@ def rows(study: str, scale: str, *, method: str | None, rank: int) -> Iterator[R
     for run in chosen(study, scale, method):
         shape = placement.from_settings(run.model, run.parallel, run.data.vocab_size, where)
         work += [(run, shape, stage) for stage in placement.build(shape)]
-    for run, shape, stage in track(work, f"{study}: stages", console=Console(stderr=True), transient=True):
+    console = Console(stderr=True)
+    for number, (run, shape, stage) in enumerate(track(work, f"{study}: stages", console=console, transient=True), 1):
+        if not console.is_terminal:  # a bar would not be seen
+            print(f"[{number}/{len(work)}] {run.label}, stage {stage.stage}", file=sys.stderr, flush=True)
         yield look_at(run, shape, stage, rank)
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from edgc.compressors.sizes import compressible
+from edgc.compressors.base import compressible
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from experiments.simulation import placement

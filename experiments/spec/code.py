@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
+from edgc.errors import UserError
 from experiments.common import source
+from experiments.common.yaml_settings import load_yaml
 
 TRAINING = "experiments.training.train"  # what every rank of a run executes
 DATA = "experiments.data.prepare"
@@ -28,9 +28,8 @@ def recorded_code(record: Path) -> str | None:
     A run that went on from a checkpoint of other code has the fingerprints of both, joined by ``+``.
     """
     try:
-        values = yaml.safe_load(record.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        values = load_yaml(record)
+    except UserError:
         return None
-    values = values if isinstance(values, dict) else {}
     found = (values.get("provenance") or values).get("code")
     return str(found) if found else None

@@ -123,6 +123,25 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     return _connected(found, where)
 
 
+def all_runs(scale: str) -> tuple[dict[str, list[RunConfig]], dict[str, UserError]]:
+    """The runs of every study at ``scale``, and what is wrong with each study that cannot be read.
+
+    Raises:
+        UserError: the scale is wrong.
+    """
+    load_scale(scale)
+    found: dict[str, list[RunConfig]] = {}
+    broken: dict[str, UserError] = {}
+    for study in studies():
+        try:
+            found[study] = runs(study, scale)
+            if load_study(study).needs is not None:
+                evaluation(study, scale)
+        except UserError as error:
+            broken[study] = error
+    return found, broken
+
+
 def _seeds(variants: Iterable[str], common: list[int], definition: Study, scale: str) -> dict[str, list[int]]:
     """The seeds of each variant, ``common`` first; ``UserError`` where ``more_seeds`` does not fit them."""
     result = {variant: list(common) for variant in variants}

@@ -5,6 +5,7 @@ This is the one check of these files; Snakemake and every program read them thro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +32,21 @@ def _once(values: list[Any]) -> list[Any]:
     return values
 
 
-Name = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]  # of a file, a folder and a target
+def _name(value: str) -> str:
+    """Refuse what is no name of a file, a folder and a target."""
+    if not re.fullmatch("[a-z][a-z0-9_]*", value):
+        raise ValueError("this is no name; use small letters, digits and _, and begin with a letter")
+    return value
+
+
+def _plain_path(value: str) -> str:
+    """Refuse a path that a shell takes apart."""
+    if not value or re.search(r"[\s'\"$`]", value):
+        raise ValueError("a path with a space, a quote, $ or ` cannot be used; choose another folder")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[list[Name], AfterValidator(_once)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0)]], AfterValidator(_once)]
@@ -119,7 +134,7 @@ class PipelineSettings(Settings):
     """
 
     scale: Name = "ci"
-    results: Annotated[str, Field(pattern="^[^\\s'\"$`]+$")] = "results"
+    results: Annotated[str, AfterValidator(_plain_path)] = "results"
     keep_runs: Annotated[bool, BeforeValidator(_truth)] = False
 
 

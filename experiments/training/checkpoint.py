@@ -137,13 +137,7 @@ class Checkpoints:
     def _load(self, folder: Path, trunk: str | None = None) -> Progress:
         """Go on from ``folder``, a checkpoint of this run or of its ``trunk``."""
         session = self.session
-        _allocate(session.optimizer)
-        state = dist_checkpointing.load(self._sharded(is_loading=True), str(folder))
-        for key, chunk in zip(_model_keys(session.chunks), session.chunks, strict=True):
-            chunk.module.load_state_dict(state[key])
-        with torch.no_grad():  # a distributed optimizer copies into views of fp32 parameters
-            session.optimizer.load_state_dict(state["optimizer"])
-        _restore_steps(session.optimizer)
+        rank_files.together(lambda: self._load_megatron(folder))
         checkpoint.load(folder, session.attachment, changed_settings=trunk is not None)
         inner, name = folder / TRAINER, rank_files.file_of(dist.get_rank())
         own = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
@@ -157,6 +151,18 @@ class Checkpoints:
             _say(f"{run.study}/{run.name} {how} after iteration {iteration} of {run.train.iterations}")
         resumed_at = [] if trunk else [*own["resumed_at"], iteration]
         return Progress(iteration, float(own["seconds"]), resumed_at, folder / METRICS, own["watch"], trunk)
+
+    def _load_megatron(self, folder: Path) -> None:
+        """Load weights and optimizer."""
+        chunks, optimizer = self.session.chunks, self.session.optimizer
+        _allocate(optimizer)
+        with checkpoint.readable(folder, "remove it to go on from an older one, or start anew with --fresh"):
+            state = dist_checkpointing.load(self._sharded(is_loading=True), str(folder))
+            for key, chunk in zip(_model_keys(chunks), chunks, strict=True):
+                chunk.module.load_state_dict(state[key])
+            with torch.no_grad():  # a distributed optimizer copies into views of fp32 parameters
+                optimizer.load_state_dict(state["optimizer"])
+            _restore_steps(optimizer)
 
     def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
         state = _model_state(self.session.chunks)

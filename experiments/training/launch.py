@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 
 from experiments.common import interrupts
-from experiments.training import launch_client
 
 if __name__ == "__main__":
     interrupts.while_starting()
@@ -25,13 +24,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # After Ctrl-C the launcher leaves its semaphores to this process, which would warn before it removes them.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
 
-if __name__ == "__main__":
-    launch_client.hand_over()
-
 import contextlib
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import util
@@ -64,6 +61,8 @@ from experiments.training.outputs import write_manifest
 from experiments.training.ranks import check_devices, start_ranks, warm_up
 from experiments.training.resume import refuse_other, settings_of
 from experiments.training.run_folder import RunFolder
+
+SOCKET_FOLDER_BYTES = 64  # of a temporary folder in which the path of a socket, at most 107 bytes, has room
 
 
 def read_data(run: RunConfig, results: Path) -> tuple[Path, DataInfo]:
@@ -271,11 +270,17 @@ def main(
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Around a launch: the sockets of multiprocessing and the logs of the elastic agent go with it."""
+    """Around a launch: the sockets of multiprocessing and the logs of the elastic agent go with it.
+
+    They lie in a folder that multiprocessing removes itself where the program does not leave at once.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) > SOCKET_FOLDER_BYTES:
+        tempfile.tempdir = "/tmp"
     try:
         yield
-    finally:
+    except SystemExit:
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+        raise
 
 
 def program() -> None:

@@ -12,18 +12,17 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
+import threading
 import time
 from multiprocessing import forkserver, util
 from pathlib import Path
-from typing import Any
 
 from edgc.errors import UserError
 from experiments.cluster.nodes import EXIT_LOST_PEER
 from experiments.common import interrupts
 from experiments.common.cli import EXIT_BAD_INPUT
-from experiments.common.files import atomic_write
+from experiments.common.files import FULL, atomic_write
 from experiments.common.processes import children_die_with_this, die_with_parent
 from experiments.spec.matrix import study_path
 from experiments.spec.settings import RunConfig
@@ -34,7 +33,6 @@ LOST_PEER = re.compile(r"connection (reset|closed|refused)|broken pipe|remote pr
 LOST_PEER_SECONDS = 3.0
 AGENT = "torch.distributed.elastic.multiprocessing.api"  # logger
 MEETING = 300  # seconds until the launchers of all nodes must have met
-imported = False  # whether this process has imported what the ranks need: it is a copy of the launch server
 
 
 def check_devices(run: RunConfig, nodes: int) -> int:
@@ -62,6 +60,7 @@ def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path, onl
     die_with_parent(signal.SIGKILL)()
     children_die_with_this()
     interrupts.ignore()  # the launcher ends its ranks
+    threading.excepthook = _not_of_a_full_disk
     hold_as_rank(attempt)
     from experiments.training.fork_server import work
 
@@ -85,6 +84,12 @@ def _rank_main(run: RunConfig, data: tuple[Path, int] | None, attempt: Path, onl
         atomic_write(attempt / "summary.json", json.dumps(summary))
 
 
+def _not_of_a_full_disk(failure: threading.ExceptHookArgs) -> None:
+    """Say nothing of a thread that found no space, such as TensorBoard's: the rank itself ends with the same error."""
+    if not FULL.search(str(failure.exc_value)):
+        threading.__excepthook__(failure)
+
+
 def _not_said_twice(record: logging.LogRecord) -> bool:
     """Not the agent's traceback of how a rank ended: the rank has said why, and the launcher says what follows."""
     return not str(record.msg).startswith("failed (exitcode")
@@ -101,33 +106,10 @@ def warm_up(nodes: int) -> None:
 
     Not a plain fork: the agent runs threads, and a lock that one of them holds stays locked in a forked child.
     """
-    if nodes == 1 and imported:
-        _fork_from_here()
-    elif nodes == 1:
+    if nodes == 1:
         multiprocessing.set_forkserver_preload(["experiments.training.fork_server"])
         with interrupts.held_back():  # the server begins with it held back too, and leaves it to this process
             forkserver.ensure_running()
-
-
-def _fork_from_here() -> None:
-    """Have multiprocessing fork the ranks from a copy of this process instead of from one that imports all anew.
-
-    multiprocessing starts its server as a new program only, so it is told of one that runs.
-    """
-    address = str(Path(util.get_temp_dir()) / "ranks")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address)
-        listening.listen()
-        alive, kept = os.pipe()  # the server ends when no process holds `kept` any more
-        pid = os.fork()
-        if not pid:
-            die_with_parent(signal.SIGKILL)()
-            os.close(kept)
-            forkserver.main(listening.fileno(), alive, [])
-            os._exit(0)
-    os.close(alive)
-    server: Any = forkserver._forkserver
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, kept, pid
 
 
 def start_ranks(

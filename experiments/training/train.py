@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.checks import plain
-from edgc.compressors.sizes import compressible
+from edgc.compressors.base import compressible
 from edgc.control.plan import Plan
 from edgc.runtime.channel import all_reduce_bytes
 from edgc.runtime.groups import gather_objects

@@ -1,13 +1,19 @@
-"""Our value for each claim of the paper, read from the tables of one scale.
+"""Our value for each claim of the paper, read from the tables of one scale, or the reason why there is none.
 
 A measure returns every value that it finds, one per run where the evidence is a run, and never judges. How many seeds
 they are of is ``n``; how many of anything else has a name of its own.
 Without evidence it raises :class:`Missing` with the reason.
+
+No value of a simulated grid (bandwidth and recorded entropy) stands for the others, so what is told of one is the
+range, where the rule holds, and between which bandwidths the paper's number lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +21,64 @@ import pandas as pd
 
 from experiments.analyse.equivalence import compare
 from experiments.analyse.tables import bf16_ratio
-from experiments.common import acting
-from experiments.common.equivalence import NOT_DECIDED, loss_margin
-from experiments.verdicts.cluster_measures import cluster_communication, cluster_training_time
-from experiments.verdicts.evidence import Measured, Missing, join, numbers, read
-from experiments.verdicts.policy_measures import edgc_gap_acting, entropy_beats_fixed_rank
+from experiments.common import acting, written_tables
+from experiments.common.acting import NOT_TESTED
+from experiments.common.equivalence import CANNOT_TELL, NOT_DECIDED, loss_margin
 
+Place = tuple[str, float]  # recorded entropy, Gbit/s per node
+COUNTS = ("runs", "windows", "tasks", "bandwidths", "entropies")
 EDGC_CQM = "edgc_cqm"  # the variant that is the paper's method; others are no evidence for its claims
-FIXED, ORDERS = (
-    "fixed rank",
-    ("placebos", "falling"),
-)  # rivals of a policy at its bytes, as analyse/policies.py calls them
+# Rivals of a policy, as analyse/policies.py calls them.
+PLAIN, FIXED, ORDERS = "no compression", "fixed rank", ("placebos", "falling")
+OPEN = (NOT_DECIDED, CANNOT_TELL)
+SHARED = {"policies_four_replicas": "policies"}  # the same seeds, first weights and data: one replication, not two
+
+
+class Missing(Exception):
+    """There is no evidence for a claim; the text says why."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Values of one claim. ``kind`` is ``measured`` or ``simulated`` as the evidence itself says."""
+
+    values: tuple[float | str, ...]
+    evidence: str  # path below the scale's folder
+    note: str = ""
+    kind: str = "measured"
+    extrapolated: bool = False  # to what the claim is about: then a claim is supported in part at best
+    acted: bool | None = None  # whether the policy did that the claim is about; None: it is about none
+    n: int = 0  # seeds; where settings have different numbers of them, the fewest
+    n_most: int | None = None  # and the most, where that is another number
+    beside: tuple[str, ...] = ()  # tables that the values are from, too, as ``evidence`` names one
+    counts: dict[str, int] = field(default_factory=dict)  # of other things, by ``COUNTS``
+    grid: tuple[Place, ...] = ()  # of simulated values: what each is of
+    assumed: tuple[tuple[float, float], ...] = ()  # (bandwidth, value) at the mean rank that is assumed
+    things: str = "runs"  # what each of the values is of
+    also: str = ""  # values of another reading of the claim, as a range
+    others: tuple[float, ...] = ()  # these values
+    gap: tuple[float, float, float] | None = None  # of words that judge one: its mean and 95 % t interval, nats
+
+
+def read(root: Path, relative: str) -> pd.DataFrame:
+    """A table below the folder of a scale; ``Missing`` where there is none or it has no rows."""
+    path = root / relative
+    if not path.is_file():
+        raise Missing(f"{relative} does not exist")
+    frame = written_tables.read(path)
+    if frame.empty:
+        raise Missing(f"{relative} has no rows")
+    return frame
+
+
+def join(*parts: str) -> str:
+    """One note of several, some of them perhaps empty."""
+    return "; ".join(part for part in parts if part)
+
+
+def numbers(column: pd.Series) -> tuple[float, ...]:
+    """The finite values of a column."""
+    return tuple(float(v) for v in column if math.isfinite(v))
 
 
 def _runs(root: Path, relative: str) -> tuple[pd.DataFrame, str]:
@@ -131,7 +184,24 @@ def edgc_gap(root: Path) -> Measured:
     if acted and found["verdict"] == NOT_DECIDED:
         raise Missing(join("too few seeds to decide", account, note, lost))
     gap = (found["difference_nats"], found["difference_low"], found["difference_high"])
-    return Measured((found["verdict"],), relative, join(account, note, lost), acted=acted, gap=gap, **_runs_of(fine))
+    note = join(account, note, _blank(root), lost)
+    return Measured((found["verdict"],), relative, note, acted=acted, gap=gap, **_runs_of(fine))
+
+
+def _blank(root: Path) -> str:
+    """What the comparison of methods shows of bf16, which changes rounding alone, and how many methods it judges."""
+    try:
+        table = read(root, "methods/summary.csv").set_index("variant")
+    except Missing:
+        return ""
+    if "bf16" not in table.index:
+        return ""
+    row, judged = table.loc["bf16"], int(table["verdict"].notna().sum())
+    limits = f"{row['gap_nats_low']:+.4f} to {row['gap_nats_high']:+.4f}"
+    return (
+        f"bf16, which changes rounding alone, has {limits} nats here: less than that this study cannot see, and of "
+        f"{judged} methods judged one is expected to be worse or better by chance"
+    )
 
 
 def zero_shot_on_par(root: Path) -> Measured:
@@ -246,6 +316,172 @@ def correlation_early_over_late_gpt(root: Path) -> Measured:
 def correlation_early_over_late_bert(root: Path) -> Measured:
     """The same for BERT."""
     return _early_over_late(root, "bert")
+
+
+def edgc_gap_acting(root: Path) -> Measured:
+    """EDGC (cqm) against uncompressed training: a verdict for every setting in which the policy acted."""
+    return _by_setting(root, PLAIN)
+
+
+def entropy_beats_fixed_rank(root: Path) -> Measured:
+    """EDGC (cqm) against one fixed rank of exactly its bytes: a verdict for every setting in which the policy acted.
+
+    ``better`` alone says that following the entropy bought anything; beside it stand the same ranks in other orders.
+    """
+    return _by_setting(root, FIXED, ORDERS)
+
+
+def _by_setting(root: Path, rival: str, beside: Sequence[str] = ()) -> Measured:
+    """The verdict against ``rival`` in each study; the note tells it, and those against the rivals ``beside`` it."""
+    found, notes = {}, []
+    for path in sorted(root.glob("policies*/comparisons.csv")):
+        relative = path.relative_to(root).as_posix()
+        table = read(root, relative)
+        mine = table[(table["variant"] == "cqm") & (table["n"] > 0)].set_index("rival")
+        if rival not in mine.index:
+            continue
+        row = mine.loc[rival]
+        said = [
+            f"against {name} {one['difference_nats']:+.4f} nats ({one['difference_low']:.4f} to "
+            f"{one['difference_high']:.4f}), {one['verdict']}{_room(one)}"
+            for name, one in mine.iterrows()
+            if name in (rival, *beside)
+        ]
+        share = 100 * float(row["bytes_over_rival"])
+        sent = f" at {share:.1f} % of the bytes of fp32, {bf16_ratio(share):.1f} % of bf16's" if rival == PLAIN else ""
+        looked = f" (looked at with {row['looked_at']})" if "," in str(row.get("looked_at", "")) else ""
+        about = f"n = {row['n']}{looked}, acted in {row['seeds_acted']}"
+        notes.append(f"{path.parent.name}, {about}: {', '.join(said)}{sent}")
+        if row["verdict"] != NOT_TESTED:
+            found[relative] = row
+    if not notes:
+        raise Missing(f"no study of policies has EDGC (cqm) against {rival}")
+    studies = {Path(relative).parent.name for relative in found}
+    notes += [f"{one} shares seeds and data with {two}" for one, two in SHARED.items() if {one, two} <= studies]
+    decided = {relative: row for relative, row in found.items() if row["verdict"] not in OPEN}
+    if found and not decided:
+        raise Missing(join("nothing is decided", *notes))
+    if not decided:
+        return Measured((NOT_TESTED,), "policies/comparisons.csv", join(*notes), acted=False)
+    relative, most = max(decided.items(), key=lambda item: item[1]["difference_nats"])
+    gap = (most["difference_nats"], most["difference_low"], most["difference_high"])
+    words, seeds = tuple(str(row["verdict"]) for row in found.values()), [int(row["n"]) for row in found.values()]
+    # The interval is that of the setting that the evidence names, the one with the largest difference.
+    return Measured(
+        words, relative, join(*notes), acted=True, gap=gap, things="settings",
+        beside=tuple(name for name in found if name != relative),
+        n=min(seeds), n_most=max(seeds) if max(seeds) > min(seeds) else None,
+    )  # fmt: skip
+
+
+def _room(row: pd.Series) -> str:
+    """What the rival costs against no compression, which is what there was to win."""
+    gap = row.get("rival_gap_nats")
+    return "" if pd.isna(gap) else f", which costs {gap:+.4f}"
+
+
+def _cluster(root: Path, column: str, *others: tuple[str, str]) -> Measured:
+    """Percent change, a value for each bandwidth and recorded entropy; ``others`` are columns told in the note."""
+    relative = "gpt2_12p1b_h100/traces.csv"
+    frame = read(root, relative).dropna(subset=[column])
+    grid = tuple(zip(frame["entropy"].astype(str), frame["gbits_per_second"].astype(float), strict=True))
+    values = numbers(-frame[column])
+    medians: dict[str, list[str]] = {}
+    for name, median in (-frame[column]).groupby(frame["entropy"], sort=False).median().sort_values().items():
+        medians.setdefault(f"{median:.2g}", []).append(str(name))
+    note = join(
+        "median over bandwidths " + ", ".join(f"{median} ({', '.join(names)})" for median, names in medians.items()),
+        *(f"{what} {extent(numbers(-frame[other]))} %" for what, other in others),
+    )
+    counts = {"bandwidths": frame["gbits_per_second"].nunique(), "entropies": frame["entropy"].nunique()}
+    return Measured(values, relative, note, "simulated", counts=counts, grid=grid)
+
+
+def _assumed(root: Path, relative: str, where: Mapping[str, object], column: str) -> tuple[tuple[float, float], ...]:
+    """(bandwidth, value) at the mean rank that is assumed half-way between the limits."""
+    frame = read(root, relative)
+    rows = frame[(frame[list(where)] == pd.Series(where)).all(axis=1)]
+    return tuple(zip(rows["gbits_per_second"].astype(float), numbers(-rows[column]), strict=True))
+
+
+def cluster_communication(root: Path) -> Measured:
+    """Change of the slowest stage's time for communication under the ranks that EDGC's controller takes.
+
+    The slowest stage counts even where DAC leaves it uncompressed. Beside it stands the other thing that the claim may
+    mean: the change of a step's exposed time, that of reductions which nothing hides.
+    """
+    column = "reduction_communication_percent"
+    found = _cluster(root, column, ("compression included", "reduction_with_compress_percent"))
+    at, exposed = {"method": "edgc", "stage": "slowest"}, _exposed(root)
+    also = f"or of the exposed time {extent(exposed)}"
+    return replace(found, assumed=_assumed(root, "gpt2_12p1b_h100/table.csv", at, column), also=also, others=exposed)
+
+
+def _exposed(root: Path) -> tuple[float, ...]:
+    """Percent change of the exposed time of a step, reductions after backward: what the step saves, as a share of what
+    is exposed of an uncompressed one."""
+    frame, steps = (read(root, f"gpt2_12p1b_h100/{name}.csv") for name in ("traces", "steps"))
+    plain = steps[(steps["method"] == "none") & ~steps["overlap"].astype(bool)].set_index("gbits_per_second")
+    share = plain["seconds_exposed"] / plain["seconds_step"]
+    return numbers(-frame["reduction_time_percent"] / frame["gbits_per_second"].map(share))
+
+
+def cluster_training_time(root: Path) -> Measured:
+    """Change of the simulated step under the ranks that EDGC's controller takes, reductions after backward."""
+    column = "reduction_time_percent"
+    found = _cluster(root, column, ("reductions beside backward", "reduction_time_overlap_percent"))
+    at = {"method": "edgc", "overlap": False}
+    return replace(found, assumed=_assumed(root, "gpt2_12p1b_h100/steps.csv", at, column))
+
+
+def extent(values: Sequence[float]) -> str:
+    """From the most that is saved to the least: ``-40 to -0.47``."""
+    return f"{min(values):.4g} to {max(values):.4g}"
+
+
+def by_entropy(values: Sequence[float], grid: Sequence[Place]) -> dict[str, list[tuple[float, float]]]:
+    """(bandwidth, value), ascending in the bandwidth, by recorded entropy."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for value, (name, gbits) in zip(values, grid, strict=True):
+        found.setdefault(name, []).append((gbits, value))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def crossed(points: Sequence[tuple[float, float]], number: float) -> list[str]:
+    """Between which neighbouring bandwidths ``number`` lies, in words; ``points`` ascend in the bandwidth."""
+    return [
+        f"between {a:g} and {b:g} Gbit/s"
+        for (a, first), (b, second) in pairwise(points)
+        if (first - number) * (second - number) <= 0
+    ]
+
+
+def alike(found: Mapping[str, str]) -> list[str]:
+    """``a, b words`` for each of the words that entropies have, in the order in which they come."""
+    names: dict[str, list[str]] = {}
+    for name, words in found.items():
+        names.setdefault(words, []).append(name)
+    return [f"{', '.join(which)} {words}" for words, which in names.items() if words]
+
+
+def account(values: Sequence[float], grid: Sequence[Place], holds: Callable[[float], bool], number: float) -> str:
+    """Where the rule holds, and where ``number`` itself lies, in words."""
+    found = by_entropy(values, grid)
+    where = {name: [f"{gbits:g}" for gbits, value in points if holds(value)] for name, points in found.items()}
+    named = alike({name: f"at {', '.join(gbits)} Gbit/s" if gbits else "" for name, gbits in where.items()})
+    between = alike({name: ", ".join(crossed(points, number)) for name, points in found.items()})
+    holding = f"the rule holds for {sum(map(holds, values))} of {len(values)} values"
+    if named:
+        holding += f": {', and '.join(named)}"
+    return f"{holding}; {number:g} % itself: {', and '.join(between) or 'at no bandwidth'}"
+
+
+def beside(assumed: Sequence[tuple[float, float]], number: float) -> str:
+    """The range at the mean rank that is assumed, and where ``number`` lies in it, in words; empty without any."""
+    if not assumed:
+        return ""
+    where = ", ".join(crossed(sorted(assumed), number)) or "at no bandwidth"
+    return f"at a mean rank assumed half-way {extent([value for _, value in assumed])} %, {number:g} % {where}"
 
 
 MEASURES: dict[str, Callable[[Path], Measured]] = {

@@ -6,7 +6,8 @@
 The claims and the rules behind the verdicts stand in ``results/paper_claims.yaml`` and were written before the runs.
 Measured and simulated values never meet in one row: a row's ``kind`` is the one that its evidence states, and
 ``extrapolated`` where measured values are carried on to what the claim is about. The verdicts:
-``supported``, ``partly``, ``not supported``; ``not tested`` where EDGC's policy did not act
+``supported``, ``partly``, ``not supported``; ``depends`` of what is simulated, which by itself can neither support nor
+refute; ``not tested`` where EDGC's policy did not act
 (:mod:`experiments.analyse.acting`), so that the runs are those of a fixed rank and say nothing of it; ``not testable
 here`` where this scale has no evidence, or too little.
 """
@@ -28,14 +29,14 @@ from experiments.common.acting import NOT_TESTED
 from experiments.common.cli import main_guard
 from experiments.common.files import ROOT
 from experiments.common.yaml_settings import Settings, ends_whole, load_yaml, validate
-from experiments.verdicts import ranges
-from experiments.verdicts.claim_measures import MEASURES
-from experiments.verdicts.evidence import COUNTS, Measured, Missing
+from experiments.verdicts import claim_measures as measures
+from experiments.verdicts.claim_measures import COUNTS, MEASURES, Measured, Missing
 
 CLAIMS = ROOT / "results" / "paper_claims.yaml"
 ABOUT = ("id", "claim", "version", "paper_value", "our_value", "unit", "kind", "scale")
 COLUMNS = (*ABOUT, "n", "n_most", *COUNTS, "verdict", "evidence", "beside", "note")  # n: seeds
 SUPPORTED, PARTLY, NOT_SUPPORTED, NOT_TESTABLE = "supported", "partly", "not supported", "not testable here"
+DEPENDS = "depends"
 Value = float | str
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -96,7 +97,7 @@ class Claim(Settings):
     measure: str
     statistic: Literal["mean", "median", "min", "max", "worst", "range", "each"]
     rule: Rule
-    at_best: Literal["supported", "partly"] = "supported"
+    depends: str = ""
     scales: tuple[str, ...] = ()
     why_not: str = ""
 
@@ -105,7 +106,9 @@ class Claim(Settings):
         if self.measure not in MEASURES:
             raise ValueError(f"measure {self.measure} does not exist; use one of {', '.join(MEASURES)}")
         if self.statistic == "range" and (self.rule.partly is not None or isinstance(self.paper_value, str)):
-            raise ValueError("of a range, partly means that some values hold; leave `partly` out and give a number")
+            raise ValueError("of a range it is told where the rule holds; leave `partly` out and give a number")
+        if (self.kind == "simulated") != bool(self.depends):
+            raise ValueError("what is simulated says in `depends` on what it depends, and nothing else does")
         if self.statistic == "each" and self.rule.partly is not None:
             raise ValueError("of each, partly means that some values hold; leave `partly` out")
         return self
@@ -119,7 +122,7 @@ class Claim(Settings):
             return f"{found} of {len(values)} {things}" if len(values) > 1 else str(values[0])
         numbers = [value for value in values if not isinstance(value, str)]
         if self.statistic == "range" or (self.statistic in ("min", "max") and len(set(numbers)) > 1):
-            return ranges.text(numbers)
+            return measures.extent(numbers)
         return STATISTICS[self.statistic](numbers)
 
     def judged(self, values: Sequence[Value]) -> Value:
@@ -130,14 +133,14 @@ class Claim(Settings):
         return STATISTICS[self.statistic]([value for value in values if not isinstance(value, str)])
 
     def verdict(self, values: Sequence[Value]) -> str:
-        """By the rule: of a range, and of each, supported where all values hold, partly where some do. What is not
-        decided does not hold."""
-        if self.statistic in ("range", "each"):
+        """By the rule: of each, supported where all values hold, partly where some do; what is not decided does not
+        hold. What is simulated only says on what a claim depends."""
+        if self.kind == "simulated":
+            return DEPENDS
+        if self.statistic == "each":
             holding = sum(map(self.rule.supported.holds, values))
-            found = SUPPORTED if holding == len(values) else PARTLY if holding else NOT_SUPPORTED
-        else:
-            found = self.rule.verdict(self.judged(values))
-        return PARTLY if found == SUPPORTED and self.at_best == PARTLY else found
+            return SUPPORTED if holding == len(values) else PARTLY if holding else NOT_SUPPORTED
+        return self.rule.verdict(self.judged(values))
 
 
 class Claims(Settings):
@@ -179,13 +182,17 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
         return row | {"note": f"the claim asks for {claim.kind} evidence, this is {found.kind}"}
     value = claim.combine(found.values, found.things)
     row["our_value"] = value if isinstance(value, str) else float(f"{value:.6g}")
+    if found.also:
+        row["our_value"] = f"{value}, {found.also}"
     if found.acted is False:
         return row | {"verdict": NOT_TESTED}
     if claim.statistic == "range":
         numbers = [float(value) for value in found.values]
         number = float(claim.paper_value)
-        where = ranges.account(numbers, found.grid, claim.rule.supported.holds, number)
-        row["note"] = "; ".join(part for part in (where, found.note, ranges.beside(found.assumed, number)) if part)
+        holds = claim.rule.supported.holds
+        where = measures.account(numbers, found.grid, holds, number)
+        other = f"of the other reading {sum(map(holds, found.others))} of {len(found.others)}" if found.others else ""
+        row["note"] = measures.join(claim.depends, where, other, found.note, measures.beside(found.assumed, number))
     said = claim.verdict(found.values)
     return row | {"verdict": PARTLY if said == SUPPORTED and found.extrapolated else said}
 
@@ -218,6 +225,7 @@ def print_table(rows: Sequence[dict[str, Any]], scale: str) -> None:
     from rich.table import Table
 
     colours = {SUPPORTED: "green", PARTLY: "yellow", NOT_SUPPORTED: "red", NOT_TESTED: "magenta", NOT_TESTABLE: "dim"}
+    colours[DEPENDS] = "blue"
     table = Table("claim", "paper", "ours", "unit", "kind", "n (seeds)", "verdict", title=f"Claims at scale {scale}")
     for row in rows:
         counts = [f"{row[name]} {name}" for name in COUNTS if row[name]]

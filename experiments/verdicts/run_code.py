@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from experiments.analyse.tables import write_table
 from experiments.common.cli import main_guard
+from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
 from experiments.spec.code import training_code
 
@@ -29,7 +29,7 @@ def table(folder: Path, scale: str) -> list[dict[str, Any]]:
             path = folder / study / run.name
             if not (path / "status").is_file():
                 continue
-            record = yaml.safe_load((path / "run.yaml").read_text(encoding="utf-8")) or {}
+            record = load_yaml(path / "run.yaml")
             made = record.get("provenance") or {}
             code = made.get("code")
             rows.append(

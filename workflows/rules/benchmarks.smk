@@ -8,25 +8,18 @@ rule benchmark_figure:
     output:
         pdf="<results>/benchmarks/{machine}/{benchmark}.pdf",
         svg="<results>/benchmarks/{machine}/{benchmark}.svg",
-        png=report(
-            "<results>/benchmarks/{machine}/{benchmark}.png",
-            caption="../report/benchmark.rst",
-            category="Benchmarks",
-            subcategory="{machine}",
-            # One label: with a second one the report offers all combinations, and fails where one is missing.
-            labels={"shows": "{benchmark} (figure)"},
-        ),
+        png="<results>/benchmarks/{machine}/{benchmark}.png",
     log:
         "<logs>/benchmark/{machine}/{benchmark}.log",
     wildcard_constraints:
         benchmark=one_of(BENCHMARKS),
         machine="[^/]+",
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     params:
         kept=subpath(input[0], parent=True),
-        code=lambda w: code("paper_figures.__main__", f"paper_figures.{w.benchmark}"),
+        code=lambda w: code("paper_figures.__main__", MODULES[w.benchmark]),
         out=subpath(output.pdf, parent=True),
         caption=lambda w: caption(w.benchmark),
     shell:
@@ -37,20 +30,14 @@ rule benchmark_table:
     input:
         KEPT / "{machine}/{table}.csv",
     output:
-        report(
-            "<results>/benchmarks/{machine}/{table}.csv",
-            caption="../report/benchmark_table.rst",
-            category="Benchmarks",
-            subcategory="{machine}",
-            labels={"shows": "{table} (table)"},
-        ),
+        "<results>/benchmarks/{machine}/{table}.csv",
     log:
         "<logs>/benchmark/{machine}/{table}.csv.log",
     wildcard_constraints:
         table=one_of(Path(needed[0]).stem for needed in BENCHMARKS.values()),
         machine="[^/]+",
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     shell:
         "cp {input} {output} > {log} 2>&1"

@@ -8,11 +8,11 @@ rule claims:
     input:
         tables(CLAIMED),
     output:
-        report("<results>/claims.csv", caption="../report/claims.rst", category="Claims"),
+        "<results>/claims.csv",
     log:
         "<logs>/claims.log",
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     params:
         scale=config["scale"],
@@ -32,7 +32,7 @@ rule regression:
     log:
         "<logs>/regression.log",
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     params:
         scale=config["scale"],

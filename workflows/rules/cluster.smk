@@ -5,19 +5,13 @@ RECORDED_ENTROPY = "experiments/simulation/recorded_entropy.csv"
 
 rule cluster_model:
     output:
-        **table_outputs(
-            CLUSTER_MODEL,
-            {
-                "table.csv": "{study} (simulated)",
-                "traces.csv": "{study}, EDGC's ranks (simulated)",
-            },
-        ),
+        **table_outputs(CLUSTER_MODEL),
     log:
         "<logs>/cluster_model/{study}.log",
     wildcard_constraints:
         study=one_of(SIMULATED),
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     params:
         folder=subpath(output.table, parent=True),
@@ -31,20 +25,13 @@ rule cluster_model:
 
 rule scenarios:
     output:
-        **table_outputs(
-            SCENARIOS,
-            {
-                "table.csv": "{study} (simulated)",
-                "break_even.csv": "{study}, break-even (simulated)",
-                "disturbances.csv": "{study}, uneven clusters (simulated)",
-            },
-        ),
+        **table_outputs(SCENARIOS),
     log:
         "<logs>/scenarios/{study}.log",
     wildcard_constraints:
         study=one_of(IMAGINED),
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     params:
         folder=subpath(output.table, parent=True),

@@ -16,7 +16,7 @@ from experiments.spec.settings import DataConfig
 from experiments.spec.study import CLUSTER_MODEL, EVALUATION, SCENARIOS, PipelineSettings, nearest, tables_of
 from experiments.common import source
 from experiments.common.yaml_settings import load_yaml, validate
-from workflows import events
+from workflows import freshness, program, steps, targets
 
 # `python` in a rule is the interpreter that runs Snakemake, whatever the caller's PATH says, on a cluster node too
 # (or that of the rule's conda environment under `--sdm conda`), and its programs are those of this checkout.
@@ -26,7 +26,7 @@ os.environ.update(
 )
 
 
-events.attach()
+freshness.judge_by_content()
 
 
 def here(path):
@@ -42,18 +42,26 @@ def stop(error):
 
 try:
     config.update(validate(PipelineSettings, config, "--config").model_dump())
-    matrix.load_scale(config["scale"])
-    STUDIES = {name: matrix.load_study(name) for name in matrix.studies()}
-    RUNS = {name: {run.name: run for run in matrix.runs(name, config["scale"])} for name in STUDIES}
+    runs_of_studies, broken = matrix.all_runs(config["scale"])
+    RUNS = {name: {run.name: run for run in runs} for name, runs in runs_of_studies.items()}
+    STUDIES = {name: matrix.load_study(name) for name in RUNS}
+    WANTED = targets.of_command_line() if workflow.is_main_process else []
+    if workflow.is_main_process:
+        targets.check_studies(broken, WANTED)
+        for name, error in broken.items():
+            print(f"warning: study {name} is left out: {error}", file=sys.stderr)
     EVALUATIONS = {
         name: matrix.evaluation(name, config["scale"]) for name, study in STUDIES.items() if study.needs
     }
-    from paper_figures import BENCHMARKS, FIGURES, INPUTS, caption  # reads their files
+    from paper_figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption  # reads their files
 
     for name, read in INPUTS.items():
         for study, _, table in (path.partition("/") for path in read):
             if study in STUDIES and table not in STUDIES[study].tables:
-                what, file = f"TABLES: study {study} has no {table!r}", f"paper_figures/{name}.py"
+                what, file = (
+                    f"TABLES: study {study} has no {table!r}",
+                    f"{MODULES[name].replace('.', '/')}.py",
+                )
                 raise UserError(what, where=file, fix=nearest(table, STUDIES[study].tables))
     TRAINING_CODE, DATA_CODE = run_codes.training_code(), run_codes.data_code()
 except UserError as error:
@@ -184,7 +192,9 @@ RUN_FILES = ["run.yaml", "metrics.jsonl", "summary.json", "status"]
 
 
 def data_files(run):
-    return [f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES]
+    """The prepared data of a run. ``data.yaml`` has the checksums of the others, which may be too large to be read."""
+    first, *others = (f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES)
+    return [first, *map(ancient, others)]
 
 
 def run_files(study, runs=None):
@@ -205,16 +215,9 @@ def tables(studies):
     ]
 
 
-def table_outputs(program, shown, study="{study}"):
-    """The tables of a program as outputs of a rule; ``shown``: labels in the report of those that it shows."""
-    files = {}
-    for name in tables_of(program):
-        path = f"<results>/{study}/{name}"
-        if name in shown:
-            labels = {"study": shown[name]}
-            path = report(path, caption="../report/table.rst", category="Tables", labels=labels)
-        files[Path(name).stem] = path
-    return files
+def table_outputs(program, study="{study}"):
+    """The tables of a program as outputs of a rule."""
+    return {Path(name).stem: f"<results>/{study}/{name}" for name in tables_of(program)}
 
 
 def study_results(study):
@@ -232,6 +235,11 @@ def evaluated_runs(study):
         for run in RUNS[name].values()
         if variants == "all" or run.variant in variants
     ]
+
+
+def evaluated_files(wildcards):
+    """The files of the runs whose models a study evaluates."""
+    return [path for name, run in evaluated_runs(wildcards.study) for path in run_files(name, [run.name])]
 
 
 def evaluated_data(wildcards):

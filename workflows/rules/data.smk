@@ -7,7 +7,7 @@ rule data:
     log:
         "<logs>/data/{data}.log",
     conda:
-        "../envs/training.yml"
+        "../../environment.yml"
     threads: 2
     params:
         folder=subpath(output[0], parent=True),

@@ -7,21 +7,16 @@ rule figure:
     output:
         pdf="<results>/figures/{figure}.pdf",
         svg="<results>/figures/{figure}.svg",
-        png=report(
-            "<results>/figures/{figure}.png",
-            caption="../report/figure.rst",
-            category="Figures",
-            labels={"figure": "{figure}"},
-        ),
+        png="<results>/figures/{figure}.png",
     log:
         "<logs>/figure/{figure}.log",
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     params:
         results=subpath(output.pdf, ancestor=2),
         folder=subpath(output.pdf, parent=True),
-        code=lambda w: code("paper_figures.__main__", f"paper_figures.{w.figure}"),
+        code=lambda w: code("paper_figures.__main__", MODULES[w.figure]),
         caption=lambda w: caption(w.figure),
     shell:
         "python -m paper_figures {wildcards.figure} --results {params.results} --out {params.folder} > {log} 2>&1"

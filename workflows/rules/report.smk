@@ -1,15 +1,8 @@
-# Two reports. Ours is one page of tables and figures, made like any other result. Snakemake writes its own from the plan
-# of finished work, so the rule asks a second Snakemake for the report of `everything`, which that report itself is no
-# part of. That Snakemake only reads: it runs no job, needs no lock, and the records of the jobs that it shows are
-# complete because their files are inputs here.
-
-
-report: "../report/overview.rst"
+# One page of tables and figures, made like any other result.
 
 
 localrules:
     everything,
-    snakemake_report,
 
 
 # Which code made each run: with keep_runs=true, or restored, it may be other code than today's.
@@ -17,11 +10,11 @@ rule runs:
     input:
         [path for study in MAIN for path in run_files(study)],
     output:
-        report("<results>/runs.csv", caption="../report/runs.rst", category="Runs"),
+        "<results>/runs.csv",
     log:
         "<logs>/runs.log",
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     params:
         scale=config["scale"],
@@ -34,7 +27,7 @@ rule runs:
 
 # Templates, style and scripts of the page, and the claims that its table names.
 PAGE_FILES = [*sorted((ROOT / "experiments/pages/templates").iterdir()), CLAIMS]
-# What both reports show.
+# What the page shows.
 SHOWN = [
     rules.claims.output,
     rules.runs.output,
@@ -48,11 +41,11 @@ rule report_html:
     input:
         SHOWN,
     output:
-        report("<results>/report.html", caption="../report/page.rst", category="Report"),
+        "<results>/report.html",
     log:
         "<logs>/report.log",
     conda:
-        "../envs/figures.yml"
+        "../../environment.yml"
     threads: 1
     params:
         scale=config["scale"],
@@ -67,26 +60,3 @@ rule everything:
     input:
         SHOWN,
         rules.report_html.output,
-
-
-rule snakemake_report:
-    input:
-        rules.everything.input,
-    output:
-        "<results>/snakemake_report.html",
-    log:
-        "<logs>/snakemake_report.log",
-    conda:
-        "../../environment.yml"
-    threads: 1
-    params:
-        scale=config["scale"],
-        results=subpath(output[0], ancestor=2),
-        captions=source.digest(sorted((ROOT / "workflows/report").glob("*.rst"))),
-        # Of the input, so that the place of the checkout and what is kept do not count as changes.
-        snakefile=lambda w, input: ROOT / "Snakefile",
-        keep_runs=lambda w, input: config["keep_runs"],
-    shell:
-        "python -m snakemake --snakefile {params.snakefile} --profile none --workflow-profile none --nolock --cores 1"
-        " --config scale={params.scale} results={params.results} keep_runs={params.keep_runs}"
-        " --report {output} -- everything > {log} 2>&1"

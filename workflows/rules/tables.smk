@@ -9,11 +9,11 @@ for study in ANALYSED:
         input:
             run_files(study),
         output:
-            **table_outputs(STUDIES[study].program, {"table.csv": study}, study),
+            **table_outputs(STUDIES[study].program, study),
         log:
             f"<logs>/table/{study}.log",
         conda:
-            "../envs/training.yml"
+            "../../environment.yml"
         threads: 1
         params:
             study=study,

@@ -6,13 +6,13 @@
 rule train:
     input:
         lambda w: data_files(RUNS[w.study][w.run]),
-        lambda w: [f"<results>/{w.study}/{name}/status" for name in RUNS[w.study][w.run].needs],
+        lambda w: run_files(w.study, RUNS[w.study][w.run].needs),
     output:
         [f"<results>/{{study}}/{{run}}/{name}" for name in RUN_FILES],
     log:
         "<logs>/train/{study}/{run}.log",
     conda:
-        "../envs/training.yml"
+        "../../environment.yml"
     # A core for each process, so that runs side by side do not disturb each other's timings; Snakemake cuts it down
     # to the machine.
     # Under Slurm they are those of one node, and a task is the launcher of one node.

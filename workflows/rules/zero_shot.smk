@@ -16,7 +16,7 @@ rule tasks:
     log:
         "<logs>/tasks/{study}.log",
     conda:
-        "../envs/evaluation.yml"
+        "../../environment.yml"
     threads: 1
     params:
         data=subpath(input.data, parent=True),
@@ -35,7 +35,7 @@ rule standard_tasks:
     priority: 100
     localrule: True
     conda:
-        "../envs/evaluation.yml"
+        "../../environment.yml"
     params:
         scale=config["scale"],
         code=code("experiments.evaluation.standard_tasks"),
@@ -47,19 +47,19 @@ rule standard_tasks:
 
 rule export:
     input:
-        runs=lambda w: [f"<results>/{name}/{run.name}/status" for name, run in evaluated_runs(w.study)],
+        runs=evaluated_files,
         data=evaluated_data,
     output:
         directory("<results>/{study}/models"),
     log:
         "<logs>/export/{study}.log",
     conda:
-        "../envs/evaluation.yml"
+        "../../environment.yml"
     threads: 2
     params:
         data=subpath(input.data, parent=True),
         code=code("experiments.evaluation.export"),
-        runs=lambda w, input: [Path(status).parent for status in input.runs],
+        runs=lambda w, input: list(dict.fromkeys(Path(file).parent for file in input.runs)),
     # All in one process: the imports take longer than a model.
     shell:
         "python -m experiments.evaluation.export {params.runs} --data {params.data} --out {output}"
@@ -68,24 +68,24 @@ rule export:
 
 rule evaluate:
     input:
-        models="<results>/{study}/models",
+        # A folder has no checksum, so the models are judged by what they are made of: runs, and the code of the export.
+        models=ancient("<results>/{study}/models"),
+        runs=evaluated_files,
         tasks=evaluated_tasks,
     output:
-        **table_outputs(
-            EVALUATION,
-            {"table.csv": "{study}", "summary.csv": "{study}, means over seeds"},
-        ),
+        **table_outputs(EVALUATION),
     log:
         "<logs>/evaluate/{study}.log",
     wildcard_constraints:
         study=one_of(EVALUATED),
     conda:
-        "../envs/evaluation.yml"
+        "../../environment.yml"
     threads: 2
     params:
         models=lambda w, input: [Path(input.models, run.name) for _, run in evaluated_runs(w.study)],
         tasks=lambda w, input: task_options(w.study, input.tasks),
         folder=subpath(output.table, parent=True),
+        export=code("experiments.evaluation.export"),
         code=code(EVALUATION, files=["experiments/common/equivalence.yaml"]),
         settings=lambda w: settings(EVALUATIONS[w.study]),
         title=lambda w: STUDIES[w.study].title,

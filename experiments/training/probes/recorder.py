@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors.sizes import compressible
+from edgc.compressors.base import compressible
 from edgc.config import EDGCConfig
 from edgc.engine import Observer
 from experiments.spec.settings import ProbeConfig

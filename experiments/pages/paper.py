@@ -1,0 +1,209 @@
+"""Settings of runs, verdicts on claims, seeds in which a policy acted, and figures, as pages of docs show them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+import paper_figures
+from edgc.errors import UserError, nearest
+from experiments.cluster.resources import parameters
+from experiments.common import acting, written_tables
+from experiments.pages import claim_rows, pictures
+from experiments.pages.kept import Kept, as_list, is_simulated
+from experiments.spec import matrix
+from experiments.spec.settings import RunConfig
+
+SCALES = ("workstation", "ci")
+NONE, UNKNOWN = "-", "not known here"
+TEXTS = {
+    "stdlib": "documentation and source of Python's standard library",
+    "debian": "documentation of Debian packages",
+    "openwebtext": "OpenWebText",
+    "folder": "a folder of text",
+}
+
+
+def _size(run: RunConfig) -> str:
+    count = parameters(run)
+    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+
+
+def _edgc(run: RunConfig) -> str:
+    if run.edgc.method != "edgc":
+        return NONE
+    entropy = run.edgc.entropy
+    return f"{run.edgc.window}, {entropy.iteration_rate:g}, {entropy.entry_rate:g}"
+
+
+FIELDS: dict[str, Callable[[RunConfig], str]] = {
+    "model": lambda run: f"{run.model.architecture.upper()}, {run.model.layers} layers, {run.model.hidden} wide",
+    "parameters": _size,
+    "pipeline stages x replicas x tensor ranks": lambda run: (
+        f"{run.parallel.pipeline} x {run.parallel.data} x {run.parallel.tensor}"
+    ),
+    "text": lambda run: TEXTS[run.data.source],
+    "sequence length": lambda run: str(run.model.sequence_length),
+    "sequences in a step": lambda run: str(run.train.global_batch),
+    "iterations": lambda run: f"{run.train.iterations:,}".replace(",", " "),
+    "peak learning rate": lambda run: f"{run.train.lr:g}",
+    "precision": lambda run: run.train.precision,
+    "EDGC: window, alpha, beta": _edgc,
+}
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, without a line end; rows are as long as the header."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+@cache
+def run_of(study: str, scale: str, name: str | None = None) -> RunConfig:
+    """A run as the study's file has it, by default its first; of a study that evaluates models, of those models.
+
+    Raises ``UserError`` where there is none of the name.
+    """
+    needs = matrix.load_study(study).needs
+    known = {run.name: run for run in matrix.runs(next(iter(needs)) if needs else study, scale)}
+    if name is None and known:
+        return next(iter(known.values()))
+    if name not in known:
+        raise UserError(f"study {study} has no run {name!r} at scale {scale}", fix=nearest(str(name), known))
+    return known[name]
+
+
+def _machine(reference: Path, study: str, scale: str) -> str:
+    """The cluster of a simulated study or of the paper's scale, else the machine that the kept runs name."""
+    definition = matrix.load_study(study)
+    if is_simulated(definition) or scale == "paper":
+        if not definition.cluster:
+            return UNKNOWN
+        nodes, each, name = (definition.cluster[key] for key in ("nodes", "gpus_per_node", "gpu"))
+        guess = " (assumed)" if name["name"]["kind"] == "assumed" else ""
+        said = f"{nodes['value'] * each['value']} {name['name']['value']}{guess} on {nodes['value']} nodes"
+        return said if scale == "paper" else f"SIMULATED: {said}"
+    trained = next(iter(definition.needs or [study]))
+    for path in (reference / scale / trained / "provenance.yaml", reference / scale / "provenance.yaml"):
+        if path.is_file():
+            record = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            found = [f"{one['cores']} CPU cores ({one['cpu']})" for one in as_list(record.get("hardware"))]
+            if found:
+                return " and ".join(dict.fromkeys(found)) + ", no GPU"
+    return "not recorded"
+
+
+def link(path: Path, page: Path) -> str:
+    """The address of a file on a page, relative as on GitHub."""
+    return Path(os.path.relpath(path, page.parent)).as_posix()
+
+
+@dataclass(frozen=True)
+class PageParts:
+    """Parts of a page in Markdown.
+
+    Args:
+        reference: folder with a folder of committed results for each scale.
+        page: the file that is written, from which links lead.
+    """
+
+    reference: Path
+    page: Path
+
+    def claims(self, scale: str) -> dict[str, claim_rows.ClaimRow]:
+        rows = claim_rows.rows(Kept(self.reference / scale, self.page), ())
+        if rows is None:
+            raise UserError(f"no verdicts are kept at scale {scale}", fix=f"make keep-claims SCALE={scale}")
+        return {row.id: row for row in rows}
+
+    def settings(self, columns: Mapping[str, tuple[str, ...]], unknown_paper: bool = False) -> str:
+        """Settings side by side; a column is named, and is a study, a scale and, by default the first, a run."""
+        runs = []
+        for study, scale, *name in columns.values():
+            real = "paper" if is_simulated(matrix.load_study(study)) else scale
+            runs.append((run_of(study, real, *name), _machine(self.reference, study, scale)))
+        filler = [UNKNOWN] if unknown_paper else []
+        shown = {name: [field(run) for run, _ in runs] for name, field in FIELDS.items()}
+        rows = [[name, *filler, *values] for name, values in shown.items() if set(values) != {NONE}]
+        rows.append(["machine", *filler, *(machine for _, machine in runs)])
+        return markdown_table(["", *(["paper"] if filler else []), *columns], rows)
+
+    def outcome(self, claim_ids: Sequence[str], scales: Sequence[str] = SCALES) -> str:
+        """Cells of a table: the verdicts at each scale, and the kinds."""
+        known = [self.claims(scale) for scale in scales]
+        said = [", ".join(dict.fromkeys(f[c].verdict for c in claim_ids if c in f)) or NONE for f in known]
+        kinds = ", ".join(dict.fromkeys(f[c].kind.upper() for f in known for c in claim_ids if c in f)) or NONE
+        return " | ".join([*said, kinds])
+
+    def standing(self, claim_ids: Sequence[str], scales: Sequence[str] = SCALES) -> str:
+        """The verdicts of these claims in one line, each scale's once."""
+        *said, kinds = self.outcome(claim_ids, scales).split(" | ")
+        return f"Verdict, {kinds}: " + "; ".join(f"{s}: **{v}**" for s, v in zip(scales, said, strict=True)) + "."
+
+    def verdicts(self, claim_ids: Sequence[str] = (), scales: Sequence[str] = SCALES, notes: bool = True) -> str:
+        """A row for each claim (by default all) and scale, then what each verdict rests on."""
+        rows, rests = [], []
+        known = {scale: self.claims(scale) for scale in scales}
+        for claim in claim_ids or list(known[scales[0]]):
+            for scale, found in known.items():
+                if claim not in found:
+                    continue
+                row = found[claim]
+                ours = f"{row.ours} ({row.interval})" if row.interval else row.ours
+                seeds = "; ".join(part for part in (row.n, row.counts) if part)
+                names = ["/".join(target.name.split("/")[-2:]) for target in row.evidence]
+                links = ", ".join(f"[{n}]({t.href})" for n, t in zip(names, row.evidence, strict=True)) or NONE
+                where = [scale] if len(scales) > 1 else []
+                said = f"**{row.verdict}**"
+                rows.append([f"{row.claim} (`{claim}`)", row.paper, *where, ours, seeds, row.kind.upper(), said, links])
+                if row.note:
+                    rests += [f"- `{claim}`, {scale}", *(f"    - {p}" for p in " ".join(row.note.split()).split("; "))]
+        header = ["claim", "paper", *(["scale"] if len(scales) > 1 else []), "ours (95 % interval, or range)"]
+        header += ["n (seeds)", "kind", "verdict", "evidence"]
+        text = markdown_table(header, rows)
+        return f"{text}\n\nWhat each verdict rests on:\n\n" + "\n".join(rests) if notes and rests else text
+
+    def acted(self, *runs: tuple[str, ...]) -> str:
+        """In how many seeds a policy acted; each of ``runs`` is a study, a scale and variants (by default all)."""
+        lines = []
+        for study, scale, *variants in runs:
+            frame = written_tables.read(
+                self.reference / scale / study / "table.csv", keep_default_na=False, na_values=[""]
+            )
+            for name in variants or frame["variant"].unique():
+                rows = frame[(frame["variant"] == name) & (frame["status"] == "ok")]
+                seeds = acting.seeds_acted(rows) if len(rows) else None
+                if seeds is not None:
+                    label = str(rows["label"].iloc[0])
+                    ranks = ", ".join(f"{value:g}" for value in rows["ranks_used"])
+                    inside = ", ".join(f"{value:.0%}" for value in rows["windows_inside"])
+                    lines.append([f"`{study}`", scale, label, f"{seeds} of {len(rows)}", ranks, inside])
+        header = [
+            "study",
+            "scale",
+            "run",
+            "acted in seeds",
+            "ranks used, by seed",
+            "windows inside the limits, by seed",
+        ]
+        return markdown_table(header, lines)
+
+    def figure(self, name: str, scale: str = "workstation") -> str:
+        """A committed figure with its caption. Raises ``UserError`` where it is not kept."""
+        path = self.reference / scale / "figures" / f"{name}.png"
+        if not path.is_file():
+            known = sorted(found.stem for found in path.parent.glob("*.png"))
+            raise UserError(f"figure {name!r} is not kept at scale {scale}", fix=nearest(name, known))
+        caption = " ".join(paper_figures.caption(name).replace("``", "`").split())
+        title = caption.split("**")[1] if caption.startswith("**") else caption
+        seen = pictures.seen(path)
+        words = f"{title}{'' if title.endswith(('.', '?')) else '.'} {seen}" if seen else title
+        alternative = words.replace("`", "").replace("[", "(").replace("]", ")").rstrip(".")
+        return f"![{alternative}]({link(path, self.page)})\n\n{caption} Scale: {scale}."

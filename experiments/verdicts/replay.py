@@ -1,0 +1,114 @@
+"""Committed tables and figures, computed again from the committed runs and compared byte for byte.
+
+``python -m experiments.verdicts.replay --scale S``; with ``--write`` it replaces figures, and the tables that only they
+read.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import paper_figures
+from edgc.errors import UserError
+from experiments.common.cli import main_guard
+from experiments.common.files import atomic_write
+from experiments.verdicts import archive, long_tables
+
+Compared = tuple[Path, str]  # a committed file, and how it came out
+SAME, DIFFERENT = "same", "DIFFERENT"
+FIGURES = ("{}.png", "{}-*.svg")  # files of a figure that are committed
+
+
+def tables(reference: Path, study: str, scratch: Path, *, write: bool = False) -> Iterator[Compared]:
+    """The committed tables of a study, each with how it came out.
+
+    Args:
+        reference: committed results of a scale.
+        scratch: an empty folder to compute in.
+        write: whether long tables are replaced where they differ or are missing.
+    """
+    from experiments.analyse.__main__ import analyse
+
+    committed, made = reference / study, scratch / study
+    analyse(study, made, archive.unpack(committed, made))
+    for path in sorted(committed.glob("*.csv")):
+        yield path, compare(path, (made / path.name).read_bytes() if (made / path.name).is_file() else None)
+    for name in long_tables.long_tables(study):
+        path, table = committed / f"{name}.parquet", made / f"{name}.csv"
+        if write or path.is_file():
+            yield path, compare(path, long_tables.packed(table) if table.is_file() else None, write=write)
+
+
+def figures(
+    reference: Path, studies: Sequence[str], scratch: Path, *, others: bool = False, write: bool = False
+) -> Iterator[Compared]:
+    """The committed figures of ``studies`` alone, and with ``write`` those that could be; with ``others`` all committed
+    ones, of benchmarks, too."""
+    for name, needed in paper_figures.FIGURES.items():
+        own = set(needed) <= set(studies)
+        if own or others:
+            yield from redraw(name, reference, scratch, write=write, new=own and write)
+    for machine in sorted((reference.parent / "bench").glob("*/")) if others else ():
+        for name in paper_figures.BENCHMARKS:
+            yield from redraw(name, machine, scratch / machine.name, write=write)
+
+
+def redraw(name: str, folder: Path, scratch: Path, *, write: bool = False, new: bool = False) -> Iterator[Compared]:
+    """A committed figure, from the tables in ``folder``; ``new``: also one that is not there yet, if its tables are."""
+    from paper_figures.__main__ import render
+
+    committed = {path for kind in FIGURES for path in (folder / "figures").glob(kind.format(name))}
+    drawable = name not in paper_figures.INPUTS or not long_tables.missing(name, folder)
+    if committed or (new and drawable):
+        written = render(name, folder, scratch / "figures") if drawable else []
+        drawn = {folder / "figures" / path.name: path for path in written if path.name != f"{name}.svg"}
+        drawn = {path: one for path, one in drawn.items() if path.suffix != ".pdf"}
+        for path in sorted(committed | (drawn.keys() if new else set())):
+            yield path, compare(path, drawn[path].read_bytes() if path in drawn else None, write=write)
+
+
+def compare(committed: Path, content: bytes | None, *, write: bool = False) -> str:
+    """``same``, ``DIFFERENT``, or ``written`` where ``committed`` has been replaced by what was computed."""
+    if content is not None and committed.is_file() and committed.read_bytes() == content:
+        return SAME
+    if not write or content is None:
+        return DIFFERENT
+    atomic_write(committed, content)
+    return "written"
+
+
+@main_guard
+def main(
+    scale: Annotated[str, typer.Option(help="ci, workstation or paper")] = "ci",
+    study: Annotated[str | None, typer.Option(help="this study alone")] = None,
+    results: Annotated[Path, typer.Option(help="results folder")] = Path("results"),
+    write: Annotated[bool, typer.Option("--write", help="replace figures, and tables that only they read")] = False,
+) -> None:
+    """Compute the committed tables and figures again from the committed runs, and compare them byte for byte.
+
+    Without ``--study`` also figures of what has no runs, such as benchmarks, from their tables.
+    """
+    reference = results / "reference" / scale
+    names, different = [study] if study else archive.studies(reference), 0
+    if not names:
+        raise UserError("no runs are kept", where=reference, fix="see which: ls results/reference/*/*/runs")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) / scale
+        compared = [tables(reference, name, scratch, write=write) for name in names]
+        for found in (*compared, figures(reference, names, scratch, others=study is None, write=write)):
+            for path, how in found:
+                print(f"{how:9}  {path}", flush=True)
+                different += how == DIFFERENT
+    if different:
+        print(f"error: {different} files came out different", file=sys.stderr)
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,84 @@
+"""What Snakemake shows of a workflow: a line for each step that starts, and at the end why a step has failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from snakemake.logging import DefaultFormatter, logger
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from experiments.common.files import no_space
+
+# How the last line of a program begins that was refused its input, or that says itself how it goes on.
+REFUSED = "error: "
+OWN = (REFUSED, "interrupted: ")
+# Of no use to who waits; an empty line is not printed.
+UNSAID = ("Select jobs", "Execute ", "Finished jobid")
+TAIL_BYTES = 4096
+
+
+def name(step: Mapping[str, Any]) -> str:
+    """A step's rule and what it makes."""
+    return " ".join([step["rule_name"], *step["wildcards"].values()])
+
+
+class Short(DefaultFormatter):
+    """Snakemake's lines, without the files and resources of each step: there are thousands."""
+
+    def format_job_info(self, msg: Mapping[str, Any]) -> str:
+        return name(msg)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "" if str(record.msg).startswith(UNSAID) else super().format(record)
+
+
+class Steps(logging.Handler):
+    """Remembers the steps that fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, str] = {}
+        self.failed: dict[int, list[str]] = {}  # the logs of each
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.__dict__
+        if said.get("event") == LogEvent.JOB_INFO:
+            self.names[said["jobid"]] = name(said)
+            self.failed.pop(said["jobid"], None)  # submitted again
+        elif said.get("event") == LogEvent.JOB_ERROR:
+            self.failed[said["jobid"]] = said["log"]
+
+    def faults(self, folder: Path) -> list[str]:
+        """Why a workflow has not finished, a line for each step that failed; those that were refused their input last.
+
+        Args:
+            folder: of the results.
+        """
+        logs = [(self.names[number], path) for number, paths in self.failed.items() for path in paths]
+        said = [(step, line, path) for step, path in logs if (line := last_line(Path(path)))]
+        if not said:
+            why = f"no space left in {folder}" if no_space("", folder) else "a step was ended or could not be started"
+            return [f"not finished: {why}; the same command continues"]
+        lines = [line if line.startswith(OWN) else f"failed: {step}: {line} (in {path})" for step, line, path in said]
+        return sorted(dict.fromkeys(lines), key=lambda line: line.startswith(REFUSED))
+
+
+def attach() -> Steps:
+    """Show the steps of this Snakemake by :class:`Short`; returns what remembers those that fail."""
+    for handler in logger.handlers:
+        if handler.name == "DefaultStreamHandler" and isinstance(handler.formatter, DefaultFormatter):
+            handler.setFormatter(Short(handler.formatter.quiet, handler.formatter.show_failed_logs))
+    logger.addHandler(steps := Steps())
+    return steps
+
+
+def last_line(path: Path) -> str:
+    """The last line of a file that is not empty; "" where there is none."""
+    try:
+        tail = path.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "")
