@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own: README as the first page, files outside docs that pages link to, markers removed.
+"""What mkdocs does beside its own: README as the first page, files outside docs that pages link to, the report.
 
 Pages are written to be read in the repository, where a link may lead to any file of it. On the site such a file lies
 under ``repository/``, as it is; of a folder only the name stays.
@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from mkdocs.structure.nav import Link
+
+from experiments.common.files import atomic_write
+from experiments.pages import report
+from experiments.pages.kept import Kept
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = "repository"
+REPORT = "report.html"
+KEPT = Path("results/reference")
+SCALE = "workstation"  # of the kept results that the report shows first
 DOTS_PER_INCH = 200  # of the committed figures
 LINK = re.compile(r'(\]\(|srcset="|src=")([^)\s"#]+)(#[^)\s"]*)?(\)|")')
 FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)\)")
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.png)\)")
-MARKER = re.compile(r"<!--=? ?.*?-->\n?|<!--/-->", re.DOTALL)
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
@@ -63,6 +71,21 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_nav(nav: Any, **_: Any) -> Any:
+    """The report comes second; it is no page of Markdown, so the navigation of ``mkdocs.yml`` cannot name it."""
+    nav.items.insert(1, Link("The report", REPORT))
+    return nav
+
+
+def on_post_build(config: Any) -> None:
+    """Write the report of the kept results, and beside it the tables to which it leads; the kept runs stay out."""
+    site = Path(config["site_dir"])
+    below = site / OUTSIDE / KEPT
+    runs = shutil.ignore_patterns("*-s[0-9]*.parquet")
+    shutil.copytree(ROOT / KEPT, below, dirs_exist_ok=True, ignore=runs)
+    atomic_write(site / REPORT, report.render(Kept(below / SCALE, site / REPORT)).html)
+
+
 def _width(path: Path) -> int:
     """On the screen, in CSS pixels: a figure's print size times 1.4, for it is made to be read 8 cm wide."""
     inches = int.from_bytes(path.read_bytes()[16:20], "big") / DOTS_PER_INCH  # the header of a PNG
@@ -70,7 +93,7 @@ def _width(path: Path) -> int:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Take README for the first page, make links lead to where files lie on the site, drop markers."""
+    """Take README for the first page, make links lead to where files lie on the site."""
     name = page.file.src_uri
     if name == "index.md":
         markdown = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -98,4 +121,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return found[1] if path is not None and path.is_dir() else found[0]
 
     parts = CODE.split(IMAGE.sub(sized, FOLDER.sub(without_folder, markdown)))
-    return "".join(part if index % 2 else LINK.sub(rewritten, MARKER.sub("", part)) for index, part in enumerate(parts))
+    return "".join(part if index % 2 else LINK.sub(rewritten, part) for index, part in enumerate(parts))
