@@ -16,8 +16,10 @@ class Room:
 
     def __init__(self, world: int) -> None:
         self.channels = [_Channel(self, rank, world) for rank in range(world)]
+        self.meetings = 0
 
     def meet(self) -> None:
+        self.meetings += 1
         started = [channel.started for channel in self.channels]
         assert len({len(s) for s in started}) == 1, "workers started different numbers of collectives"
         for calls in zip(*started, strict=True):
@@ -62,10 +64,13 @@ class _Channel(Channel):
 
 
 def reduce_together(
-    compressors: Sequence[Compressor], gradients: Sequence[Sequence[Gradient]], rank: int | None
+    compressors: Sequence[Compressor],
+    gradients: Sequence[Sequence[Gradient]],
+    rank: int | None,
+    room: Room | None = None,
 ) -> list[Statistics]:
     """One reduction of every worker, each with its own compressor and gradients."""
-    room = Room(len(compressors))
+    room = room or Room(len(compressors))
     results = [Statistics() for _ in compressors]
     running = [
         compressor.exchange(own, channel, rank, done)

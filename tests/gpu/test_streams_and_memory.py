@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from edgc.compressors import Gradient
-from experiments.bench.variants import Mirror
+from experiments.bench.engines import Mirror
 from tests import examples
-from tests.gpu.steps import CASES, RANKS, Course, compressors, gradients, step_of
+from tests.contract import RANKS, Setting, Team, config_of, same
 
 pytestmark = pytest.mark.gpu
 
@@ -30,30 +30,20 @@ SIDE = {"cuda": 2048, "cpu": 512}
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "none",
-        "powersgd fp32",
-        "powersgd int4",
-        "powersgd bf16 one-sided",
-        "topk",
-        "randomk",
-        "int4",
-        "sign",
-        "natural",
-    ],
+    ["none", "powersgd", "powersgd int4", "powersgd, bf16 True", "topk", "randomk", "int4", "sign", "natural"],
 )
 def test_a_reduction_on_another_stream_is_the_same(name: str, device: torch.device) -> None:
     """On a GPU the gradients become ready late, on the default stream; on a CPU it repeats bit for bit."""
-    here, there = Course(), Course()
-    for course, elsewhere in ((here, False), (there, True)):
-        workers = compressors(name, 2)
+    setting, results = Setting(True, torch.float32, 2, False, "flat"), []
+    for elsewhere in (False, True):
+        team = Team(name, setting, device)
         for step, rank in enumerate(RANKS):
-            given = [gradients(step, w, device) for w in range(2)]
+            given = team.given(step)
             with _another_stream(device) if elsewhere else contextlib.nullcontext():
-                step_of(workers, given, rank, course)
-    assert here.replicas_equal and there.replicas_equal
-    for one, other in zip(here.sent, there.sent, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+                team.reduce(given, rank)
+            results.append([[gradient.tensor.clone() for gradient in own] for own in given])
+    assert same(results[: len(RANKS)], results[len(RANKS) :])
+    assert all(same(own, others[0]) for others in results for own in others)
 
 
 @contextlib.contextmanager
@@ -70,9 +60,15 @@ def _another_stream(device: torch.device) -> Any:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in (*examples.DENSE, "edgc")])
+# The first example of every method that compresses, and what needs other room.
+FIRST = {kind.method: name for name, (kind, _) in reversed(examples.FOUND.items()) if name not in examples.DENSE}
+MEASURED = [name for name in FIRST.values() if name != "edgc"]
+MEASURED += ["powersgd int8", "powersgd one-sided", "powersgd errors in bf16", "topk_dgc"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
 def test_memory_of_a_step_does_not_grow_and_is_bounded(name: str, device: torch.device) -> None:
-    [worker] = compressors(name, 1)
+    worker = config_of(name).build()
     side = SIDE[device.type]
     flat = torch.empty(MATRICES * side * side, device=device)
     given = [Gradient(f"p{i}", part.view(side, side)) for i, part in enumerate(flat.split(side * side))]
@@ -87,7 +83,7 @@ def test_memory_of_a_step_does_not_grow_and_is_bounded(name: str, device: torch.
         flat.copy_(torch.randn(len(flat), generator=generator))
         peaks.append(memory.peak(step))
     assert max(peaks[2:]) <= peaks[1], f"peaks of the steps: {peaks}"
-    size, options = flat.numel() * flat.element_size(), CASES[name]
+    size, options = flat.numel() * flat.element_size(), config_of(name).to_dict()
     quantised = options["method"] in ("quantize", "sign") or "int" in options.get("factor_dtype", "")
     scratch = SCRATCH[device.type] * (torch.get_num_threads() if device.type == "cpu" else 1) if quantised else 0
     velocities = 2.0 if options.get("momentum") else 0.0  # of this step and of the last one

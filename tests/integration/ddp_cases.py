@@ -8,14 +8,17 @@ import itertools
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
@@ -271,8 +274,72 @@ def shapes() -> dict[str, Any]:
     return record
 
 
-def refusals() -> dict[str, str]:
-    """What a mistake is answered with."""
+def alive_here() -> tuple[int, int]:
+    """How many process groups and threads of reductions this process has."""
+    threads = sum(thread.name == "edgc-buckets" for thread in threading.enumerate())
+    return len(dist.distributed_c10d._world.pg_names), threads
+
+
+def wrapped_otherwise() -> dict[str, Callable[[], DistributedDataParallel]]:
+    """Models whose gradients DDP does not give to a hook of ours, or not all of them."""
+    net = nn.Linear
+
+    def python_reducer() -> DistributedDataParallel:
+        with mock.patch("torch._dynamo.config.optimize_ddp", "python_reducer"):
+            return DistributedDataParallel(net(24, 48))
+
+    def optimizer_in_backward() -> DistributedDataParallel:
+        module = net(24, 48)
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        return DistributedDataParallel(module)
+
+    def built_in() -> DistributedDataParallel:
+        model = DistributedDataParallel(net(24, 48))
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        return model
+
+    def another_hook() -> DistributedDataParallel:
+        model = DistributedDataParallel(net(24, 48))
+        model.register_comm_hook(None, allreduce_hook)
+        return model
+
+    def hook_of_the_reducer() -> DistributedDataParallel:
+        model = DistributedDataParallel(net(24, 48))
+        dist._register_comm_hook(model.reducer, None, allreduce_hook)
+        return model
+
+    def unfrozen(ranks: Sequence[int] = (0, 1)) -> DistributedDataParallel:
+        frozen = dist.get_rank() in ranks
+        module = nn.Sequential(net(24, 48), net(48, 24))
+        module[0].requires_grad_(not frozen)
+        # Ranks whose models differ: DDP would say so itself.
+        with mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"):
+            model = DistributedDataParallel(module)
+        module.requires_grad_(True)
+        return model
+
+    def half() -> DistributedDataParallel:
+        return DistributedDataParallel(net(24, 48, dtype=torch.float16))
+
+    def mixed() -> DistributedDataParallel:
+        types = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)
+        return DistributedDataParallel(net(24, 48), mixed_precision=types)
+
+    return {
+        "python reducer": python_reducer,
+        "optimizer in backward": optimizer_in_backward,
+        "built-in hook": built_in,
+        "another hook": another_hook,
+        "hook of the reducer": hook_of_the_reducer,
+        "unfrozen": unfrozen,
+        "unfrozen on one rank": lambda: unfrozen([1]),
+        "fp16": half,
+        "mixed precision": mixed,
+    }
+
+
+def refusals() -> dict[str, Any]:
+    """What a mistake is answered with; under ``left`` what refusals by ``register`` have left behind."""
 
     def wrap(*layers: nn.Module) -> DistributedDataParallel:
         # Not every version of torch can send complex parameters with gloo, or be told to leave it.
@@ -288,6 +355,17 @@ def refusals() -> dict[str, str]:
         for _ in range(3):
             model(torch.ones(4, 32)).sum().backward()
 
+    low, left = EDGCConfig.from_dict(METHODS["powersgd"]), dict[str, Any]()
+
+    def refused(name: str, call: Callable[[], Any]) -> str:
+        before = alive_here()
+        answer = said(call)
+        left[name] = [after - now for after, now in zip(alive_here(), before, strict=True)]
+        return answer
+
+    def otherwise(make: Callable[[], DistributedDataParallel]) -> edgc.ddp.Handle:
+        return edgc.ddp.register(make(), low, iterations=9)
+
     config, mine = EDGCConfig(), EDGCConfig(seed=dist.get_rank())
     run = Run(Case(unused=True)).train(0, 1)
     handle = run.handle
@@ -301,26 +379,31 @@ def refusals() -> dict[str, str]:
     handle.log = call_inside
     run.train(1, 2)
     linear = nn.Linear(4, 4)
-    answers = {
-        "not wrapped": said(lambda: edgc.ddp.register(linear, config, iterations=9)),  # type: ignore[arg-type]
-        "twice": said(lambda: edgc.ddp.register(run.model, config, iterations=9)),
-        "sparse": said(lambda: edgc.ddp.register(wrap(nn.Embedding(9, 4, sparse=True)), config, iterations=9)),
-        "complex": said(lambda: edgc.ddp.register(wrap(nn.Linear(4, 4, dtype=torch.cfloat)), config, iterations=9)),
-        "ranks differ": said(lambda: edgc.ddp.register(wrap(nn.Linear(4, 4)), mine, iterations=9)),
-        "pipeline": said(lambda: register(pipeline={"rank": 8})),
-        "embedding": said(lambda: register(fused_embedding=True)),
-        "some stages": said(lambda: register(method="powersgd", rank=4, compressed_stages=0.5)),
-        "alignment": said(lambda: register(preset="paper", window=20)),
-        "experts": said(lambda: register(method="powersgd", rank=4, compress_experts=False)),
-        "no iterations": said(lambda: register(0)),
-        "half an iteration": said(lambda: register(1e3)),
+    by_register: dict[str, Callable[[], Any]] = {
+        "not wrapped": lambda: edgc.ddp.register(linear, config, iterations=9),  # type: ignore[arg-type]
+        "twice": lambda: edgc.ddp.register(run.model, config, iterations=9),
+        "sparse": lambda: edgc.ddp.register(wrap(nn.Embedding(9, 4, sparse=True)), config, iterations=9),
+        "complex": lambda: edgc.ddp.register(wrap(nn.Linear(4, 4, dtype=torch.cfloat)), config, iterations=9),
+        "ranks differ": lambda: edgc.ddp.register(wrap(nn.Linear(4, 4)), mine, iterations=9),
+        "pipeline": lambda: register(pipeline={"rank": 8}),
+        "embedding": lambda: register(fused_embedding=True),
+        "some stages": lambda: register(method="powersgd", rank=4, compressed_stages=0.5),
+        "experts": lambda: register(method="powersgd", rank=4, compress_experts=False),
+        "no iterations": lambda: register(0),
+        "half an iteration": lambda: register(1e3),
+        "no window": lambda: register(preset="paper"),
+        "no scaler": lambda: edgc.ddp.register(wrap(nn.Linear(4, 4)), config, iterations=9, scaler=2.0**16),  # type: ignore[arg-type]
+        **{name: partial(otherwise, make) for name, make in wrapped_otherwise().items()},
+    }
+    answers: dict[str, Any] = {
+        **{name: refused(name, call) for name, call in by_register.items()},
         "no losses": said(without_losses),
         "inside": inside[0],
         "another rank": said(lambda: handle.load_state_dict({**state, "rank": 1 - state["rank"]})),
         "another world": said(lambda: handle.load_state_dict({**state, "world": 4})),
     }
     run.close()
-    return answers
+    return {**answers, "left": left}
 
 
 def saved_states() -> dict[str, Any]:

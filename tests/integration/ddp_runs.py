@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
+from edgc.runtime.channel import collective
 from tests.examples import EACH, settings_of
 
 WIDTH = 24
@@ -210,7 +211,8 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or repr(one) == repr(other)
 
 
-OPERATIONS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single")
+GATHER = collective("all_gather_single", "all_gather_into_tensor").__name__
+OPERATIONS = ("all_reduce", "all_gather", GATHER, "all_to_all_single")
 
 
 @contextmanager

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import json
 import math
+import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,8 +22,10 @@ import edgc.ddp
 from edgc import EDGCConfig
 from edgc.runtime.device import masked_path
 from edgc.runtime.groups import timeout_of
+from tests.integration import ddp_odd_cases as odd
 from tests.integration.ddp_cases import world
-from tests.integration.ddp_runs import EDGC, SMALL, Case, Run, copied, same
+from tests.integration.ddp_runs import EDGC, METHODS, SMALL, Case, Run, copied, same
+from tests.integration.readme import DDP_PAGE, ROOT
 from tests.workers import said
 
 STEPS = 24
@@ -52,7 +58,9 @@ def followed(method: str, scaler: torch.amp.GradScaler | None) -> dict[str, Any]
         run.train(step, step + 1)
         last = run.handle.last
         assert last is not None
-        rows.append((last.iteration, last.rank, last.statistics.bytes, repr(last.entropy), repr(run.handle.decision)))
+        rows.append(
+            (last.iteration, last.rank, last.statistics.bytes, repr(last.entropy), repr(run.handle.decision), str(last))
+        )
     scale = run.handle.engine.entropy.scale
     errors = run.handle.engine.compressor.state_dict()["errors"]
     kept = {name: error.double() / scale for name, error in sorted(errors.items())}
@@ -152,7 +160,7 @@ def halves() -> dict[str, tuple[float, float]]:
         density = {"density": 1.0} if method in ("topk", "randomk") else {}
         model = DistributedDataParallel(Halves())
         config = EDGCConfig.from_dict({"method": method, **rank, **density, **SMALL})
-        handle = edgc.ddp.register(model, config, iterations=9)
+        handle = edgc.ddp.register(model, config, iterations=9, scaler=False)
         model().backward()
         assert isinstance(model.module, Halves)
         gradients = model.module.matrix.grad, model.module.bias.grad
@@ -276,6 +284,100 @@ def frozen() -> dict[str, Any]:
     return {"iterations": iterations, "reduced": reduced}
 
 
+def again() -> dict[str, Any]:
+    """A model that is registered, left to DDP, and registered again, with one hook of DDP's all the time."""
+    run = Run(Case(steps=STEPS)).train(0, 4)
+    assert run.handle is not None
+    run.handle.remove()
+    run.ranks.clear()
+    removed, sent = run.train(4, 6).weights, []
+    for method in ("topk", "powersgd"):
+        run.handle = edgc.ddp.register(run.model, EDGCConfig.from_dict(METHODS[method]), iterations=STEPS)
+        run.train(6, 9)
+        assert run.handle.last is not None
+        sent.append((run.handle.last.iteration, run.handle.last.statistics.bytes))
+        run.handle.remove()
+    return {"removed": removed, "weights": run.weights, "sent": sent, "hooks": len(run.model._comm_hooks)}
+
+
+def warned(call: Callable[[], Any]) -> list[str]:
+    """What of the library's a call warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(item.message) for item in caught if str(item.message).startswith("edgc")]
+
+
+def told() -> dict[str, list[str]]:
+    """What is warned of: a loss scale that nobody gave, and settings that compress nothing."""
+
+    def scaled(given: Any, *, enabled: bool = True, clip: bool = False) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=enabled)
+        model = DistributedDataParallel(nn.Linear(32, 32))
+        config = EDGCConfig.from_dict(METHODS["powersgd"])
+        handle = edgc.ddp.register(model, config, iterations=9, scaler=scaler if given else given)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            scaler.scale(model(torch.ones(2, 32)).square().mean()).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            scaler.step(optimizer)
+            scaler.update()
+        handle.remove()
+
+    def registered(**settings: Any) -> None:
+        model = DistributedDataParallel(nn.Linear(32, 96))
+        edgc.ddp.register(model, EDGCConfig.from_dict(settings), iterations=9).remove()
+
+    return {
+        "not given": warned(lambda: scaled(None)),
+        "not given, clipped": warned(lambda: scaled(None, clip=True)),
+        "given": warned(lambda: scaled(True)),
+        "on purpose": warned(lambda: scaled(False)),
+        "not enabled": warned(lambda: scaled(None, enabled=False)),
+        "rank too high": warned(lambda: registered(method="powersgd", rank=24)),
+        "rank high enough": warned(lambda: registered(method="powersgd", rank=23)),
+        "too small": warned(lambda: registered(method="topk", min_compression_elements=10**6)),
+        "edgc": warned(lambda: registered(**EDGC | {"rank_multiple": 24, "r_max": 24, "r_min": 24, "step_limit": 24})),
+        "none": warned(lambda: registered(method="none", min_compression_elements=10**6)),
+    }
+
+
+def lost_peer() -> dict[str, Any]:
+    """What ``remove`` does where the other rank is gone: its connections are closed, as when its process has ended."""
+    group = dist.new_group()
+    model = DistributedDataParallel(nn.Linear(32, 32), process_group=group)
+    handle = edgc.ddp.register(model, EDGCConfig.from_dict(METHODS["powersgd"]), iterations=9)
+    model(torch.ones(2, 32)).sum().backward()
+    before = len(dist.distributed_c10d._world.pg_names)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(handle.group)
+        dist.destroy_process_group(group)
+        del model, handle, group
+        gc.collect()
+        dist.barrier()
+        return {}
+    dist.barrier()
+    told = warned(handle.remove)
+    left = len(dist.distributed_c10d._world.pg_names) - before
+    return {"told": told, "again": warned(handle.remove), "groups": left, "active": handle.active}
+
+
+def advised() -> list[str]:
+    """Settings that README and the page on DDP offer, each registered as it stands."""
+    page = DDP_PAGE.read_text(encoding="utf-8") + (ROOT / "README.md").read_text(encoding="utf-8")
+    calls = re.findall(r"`EDGCConfig\.from_dict\((.*?)\)`", page)
+    calls += re.findall(r"\| `(method=.*?)` \|", page)
+    for call in calls:
+        settings = json.loads(call) if call.startswith("{") else eval(f"dict({call})")
+        model = DistributedDataParallel(nn.Linear(256, 256))
+        handle = edgc.ddp.register(model, EDGCConfig.from_dict(settings), iterations=10**5)
+        model(torch.ones(2, 256)).sum().backward()
+        handle.remove()
+    return calls
+
+
 def groups() -> list[int]:
     """How many process groups there are while models come and go."""
     alive = dist.distributed_c10d._world.pg_names
@@ -304,5 +406,16 @@ def all_cases() -> dict[str, Any]:
         "timeouts": timeouts,
         "frozen": frozen,
         "groups": groups,
+        "unused": odd.unused,
+        "modes": odd.modes,
+        "products": odd.products,
+        "empty": odd.empty,
+        "memory orders": odd.memory_orders,
+        "sparse": odd.sparse,
+        "ranges": odd.ranges,
+        "again": again,
+        "told": told,
+        "lost peer": lost_peer,
+        "advised": advised,
     }
     return world(cases)

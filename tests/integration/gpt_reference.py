@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
-from edgc.compressors.sizes import compressible, saves_bytes
+from edgc.compressors.base import compressible
+from edgc.compressors.powersgd import saves_bytes
 
 VOCABULARY, WIDTH, LENGTH, RANK, SMALLEST = 64, 32, 16, 4, 256
 

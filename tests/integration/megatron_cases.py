@@ -162,8 +162,9 @@ class _Poison:
     def __init__(self, session: Session) -> None:
         self.active = False
         if dist.get_rank() == dist.get_world_size() - 1:
-            matrices = [p for p in session.chunks[-1].parameters() if p.dim() == 2]
-            matrices[len(matrices) // 2].register_hook(self._touch)
+            matrices = [p for p in session.chunks[-1].parameters() if p.dim() == 2 and p.requires_grad]
+            if matrices:
+                matrices[len(matrices) // 2].register_hook(self._touch)
 
     def _touch(self, gradient: torch.Tensor) -> torch.Tensor:
         if self.active:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
+from edgc.checkpoints import manifest
+from edgc.checkpoints.manifest import Manifest
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from experiments.spec.settings import RunConfig, TrainConfig
@@ -160,6 +164,15 @@ def refusals(root: Path) -> dict[str, tuple[str, str]]:
     other.settings["seed"] = 2
     found["settings"] = refusal(other.resume)
     found["data"] = refusal(Checkpoints(session, root / "tp2_dp2", "other").resume)
+    empty = root / "empty" / CHECKPOINTS / f"iter_{SAVED_AFTER:07d}"
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, empty)
+        (empty / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+        known = manifest.read(empty)
+        files = {name: manifest.entry(empty / name) for name in known.files}
+        manifest.write(empty, Manifest(known.about, files))
+    dist.barrier()
+    found["empty"] = refusal(Checkpoints(session, root / "empty", "fingerprint").resume)
     if dist.get_rank() == 0:
         shutil.copytree(folder, damaged)
         file = damaged / "edgc" / "rank_00002.pt"

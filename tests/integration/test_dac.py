@@ -18,6 +18,7 @@ from tests.integration import dac_cases
 from tests.unit.test_network_change import by_formula
 from tests.workers import run_workers
 
+# Over 20 s: injected delays are waited for, and times have to be measured again after they change.
 pytestmark = pytest.mark.slow
 
 Results = dict[str, list[dict[str, Any]]]

@@ -186,7 +186,7 @@ def test_error_feedback_is_redistributed_in_another_world(two: World, four: Worl
     ("mistake", "answer"),
     [
         ("not wrapped", "edgc.ddp.register was given a Linear; wrap the module"),
-        ("twice", "already has a communication hook; register once per model"),
+        ("twice", "the model is registered already; call handle.remove() before"),
         ("sparse", "module 0 has sparse gradients; build it with sparse=False"),
         ("complex", "parameter 0.weight has type torch.complex64; use real"),
         (
@@ -205,7 +205,17 @@ def test_error_feedback_is_redistributed_in_another_world(two: World, four: Worl
             "some stages",
             "compressed_stages = 0.5 cannot be used (in edgc.ddp.register); a plain data-parallel job has",
         ),
-        ("alignment", "a plain data-parallel job has one stage; set alignment: off"),
+        ("no window", "window = 1000 leaves nothing to compress in 9 iterations; choose"),
+        ("no scaler", "scaler = 65536.0 is not valid; give a GradScaler, or False"),
+        ("python reducer", "wrapped with torch._dynamo.config.optimize_ddp = 'python_reducer', which has no buckets;"),
+        ("optimizer in backward", "the model's optimizer steps in backward; step it after backward"),
+        ("built-in hook", "the model already has a communication hook; register once"),
+        ("another hook", "the model already has a communication hook; register once"),
+        ("hook of the reducer", "DistributedDataParallel takes no hook: register_comm_hook or"),
+        ("mixed precision", "the model already has a communication hook; register once per model, and wrap it without"),
+        ("unfrozen", "DistributedDataParallel does not average 0.weight, 0.bias; wrap the model after they were made"),
+        ("unfrozen on one rank", "DistributedDataParallel does not average 0.weight, 0.bias; wrap the model after"),
+        ("fp16", "parameter weight is in fp16, and no scaler was given (in edgc.ddp.register); give the GradScaler as"),
         ("experts", "a plain data-parallel job has no expert parallelism; set compress_experts: true"),
         ("no iterations", "iterations = 0 is not valid; use a whole number of at least 1"),
         ("half an iteration", "iterations = 1000.0 is not valid; use a whole number of at least 1"),
@@ -225,3 +235,9 @@ def test_mistakes_are_answered_in_one_line_on_every_rank(two: World, mistake: st
     for rank, results in enumerate(two):
         said = results["refusals"][mistake]
         assert answer.format(rank=rank) in said and "\n" not in said
+
+
+def test_a_refusal_leaves_no_group_and_no_thread(two: World) -> None:
+    for results in two:
+        assert len(results["refusals"]["left"]) > 20
+        assert {name: left for name, left in results["refusals"]["left"].items() if left != [0, 0]} == {}

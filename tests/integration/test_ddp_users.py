@@ -126,3 +126,73 @@ def test_removing_ends_the_group_that_was_made_and_no_other(ranks: list[dict[str
     for rank in ranks:
         before, *after = rank["groups"]
         assert after == [before + 1] * 3, "the given one stays"
+
+
+def test_nothing_goes_with_a_result_that_ddp_throws_away(ranks: list[dict[str, Any]]) -> None:
+    for name, found in ranks[0]["unused"].items():
+        assert found["lost"] < 1e-5 and found["kept"] > 0, name
+
+
+def test_no_mode_of_torch_changes_anything(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["modes"] and all(rank["modes"].values()), rank["modes"]
+        assert all(lost < 1e-6 for lost in rank["products"].values()), rank["products"]
+
+
+def test_parameters_without_entries_train(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["empty"] and all(gradient == 2 for gradient in rank["empty"].values())
+
+
+def test_a_state_of_another_memory_format_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for case, answer in rank["memory orders"].items():
+            one, other = case.split(" in ")
+            assert answer == "nothing" if one == other else answer.startswith("weight has dimensions in the "), case
+
+
+def test_a_sparse_gradient_is_refused_in_one_line(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["sparse"] == "parameter table has a sparse gradient (in edgc.ddp); look it up with sparse=False"
+
+
+def test_means_are_in_the_range_of_their_type(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for name, found in rank["ranges"].items():
+            assert found == pytest.approx((1, 1), rel=2e-2), name
+
+
+def test_a_model_can_be_registered_anew(ranks: list[dict[str, Any]]) -> None:
+    for key in ("removed", "weights"):
+        assert torch.equal(ranks[0]["again"][key], ranks[1]["again"][key])
+    for rank in ranks:
+        (first, most), (second, least) = rank["again"]["sent"]
+        assert first == second == 3, "each registration counts its own iterations"
+        assert least != most and rank["again"]["hooks"] == 1
+
+
+def test_what_is_warned_of_is_told_on_the_first_rank(ranks: list[dict[str, Any]]) -> None:
+    wanted = {
+        "not given": "edgc.ddp.register was given no scaler, but a GradScaler makes the steps",
+        "not given, clipped": "edgc.ddp.register was given no scaler, but a GradScaler makes the steps",
+        "rank too high": "nothing is compressed in this run: rank 24 saves no bytes for any matrix; "
+        "the highest that does is 23",
+        "too small": "nothing is compressed in this run: no matrix is large enough",
+        "edgc": "nothing is compressed in this run: rank 24 saves no bytes",
+    }
+    for case, told in ranks[0]["told"].items():
+        assert len(told) == (case in wanted), (case, told)
+        assert all(wanted[case] in line for line in told), case
+    assert not any(ranks[1]["told"].values())
+
+
+def test_remove_ends_alone_where_the_other_rank_is_lost(ranks: list[dict[str, Any]]) -> None:
+    result = ranks[0]["lost peer"]
+    assert len(result["told"]) == 1 and "not every rank came to handle.remove()" in result["told"][0]
+    assert "\n" not in result["told"][0]
+    assert result["again"] == [] and result["groups"] == -1 and not result["active"]
+
+
+def test_the_settings_that_the_pages_offer_can_be_registered(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert any("paper" in call for call in rank["advised"]) and len(set(rank["advised"])) > 4

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from edgc.compressors.quantization.blocks import _CHUNK_ON_GPU
+from edgc.compressors.quantization import _CHUNK_ON_GPU
 from experiments.simulation import dry_run
 from experiments.simulation.placement import build, study_shape
 from experiments.spec import matrix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from edgc.checkpoints import manifest
+from edgc.checkpoints.manifest import Manifest
 from experiments.spec.code import training_code
 from experiments.training.outputs import read_events
 from experiments.training.signatures import TOLD_BY_TIMES
@@ -109,6 +111,25 @@ def wait_until(there: Callable[[], bool], process: subprocess.Popen[str]) -> Non
         time.sleep(0.001)
 
 
+class Evil:
+    """Makes the folder ``path`` where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def forge(folder: Path) -> Path:
+    """Let Megatron's part of a checkpoint make a folder, which is returned, and the manifest fit."""
+    made = folder / "made"
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+    known = manifest.read(folder)
+    manifest.write(folder, Manifest(known.about, {**known.files, ".metadata": manifest.entry(folder / ".metadata")}))
+    return made
+
+
 def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
     quiet, killed = run_of("quiet", checkpoint_interval=0), run_of("killed")
     assert launcher.run(quiet)[0] == 0
@@ -135,13 +156,14 @@ def test_a_killed_run_ends_as_if_it_had_never_been(launcher: Launcher) -> None:
     assert f"launch/killed-s1 goes on after iteration {int(behind.name[5:])} of {ITERATIONS}" in stderr
     assert list(checkpoints.glob(".iter_*.partial")), "the kill has to hit a checkpoint"
 
-    # The newest whole one is damaged as well, so the one before it is used.
+    # The newest whole one would run code, for all its checksums, so the one before it is used.
     older, newest = sorted(checkpoints.glob("iter_*"))
-    damaged = newest / "trainer" / "rank_00001.pt"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
+    made = forge(newest)
     code, stderr = launcher.run(killed)
     assert code == 0, stderr
-    reports = [line for line in stderr.splitlines() if "is damaged (file trainer/rank_00001.pt has " in line]
+    assert not made.exists()
+    assert "Warning" not in stderr, "what torch says of Megatron's checkpoints is nothing to the user"
+    reports = [line for line in stderr.splitlines() if "is damaged (file .metadata asks for posix.mkdir" in line]
     assert len(reports) == 1 and reports[0].endswith(f"going on from {older.name}"), stderr
 
     expected, found = outcome(launcher.path(quiet)), outcome(folder)

@@ -13,6 +13,7 @@ import torch
 from tests.integration import layout_cases
 from tests.workers import run_workers
 
+# Over 20 s: three trainings a layout, and a layout needs new processes.
 pytestmark = pytest.mark.slow
 
 WORLDS = {4: layout_cases.CELLS, 2: layout_cases.PAIRS}

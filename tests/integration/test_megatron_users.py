@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_workers(4, megatron_user_cases.all_cases)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_workers(4, megatron_user_cases.all_cases, str(tmp_path_factory.mktemp("checkpoints")))
 
 
 @pytest.mark.parametrize("how", megatron_user_cases.HOW)
@@ -87,3 +87,44 @@ def test_the_path_of_a_gpu_trains_alike(ranks: list[dict[str, Any]], method: str
         # Each rounds what it sends, at places that differ in the last bits: the fewer bits, the larger the steps.
         limit = 2e-2 if "int6" in method + how else 1e-2
         assert float((gpu["weights"] - cpu["weights"]).norm() / cpu["weights"].norm()) < limit
+
+
+@pytest.mark.parametrize("case", megatron_user_cases.FROZEN)
+def test_frozen_parts_train_as_megatron_alone_does(ranks: list[dict[str, Any]], case: str) -> None:
+    results = [rank["frozen"] for rank in ranks]
+    for result in results:
+        with_edgc, alone = result[case][True], result[case][False]
+        assert torch.equal(with_edgc["weights"], alone["weights"])
+        assert with_edgc["losses"] == pytest.approx(alone["losses"], nan_ok=True)
+    moved = any(not torch.equal(r[case][True]["weights"], r["all"][True]["weights"]) for r in results)
+    assert moved == (case != "all")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_edgc_measures_and_decides_beside_a_frozen_stage(ranks: list[dict[str, Any]], stage: int) -> None:
+    results = [rank["frozen search"][f"stage {stage}"] for rank in ranks]
+    for result in results:
+        assert repr(result["decisions"]) == repr(results[0]["decisions"])
+        assert result["skipped"] == (1 if stage == 0 else 0)
+        assert result["loaded"] == 16 and result["as saved"]
+        assert "already have an attachment" in result["attached again"]
+        assert result["stage"] != stage or result["errors"] == 0
+    last = results[0]["decisions"][-1]
+    if stage == 0:  # no times say whether it pays, and the other stage is the first that counts
+        assert last["phase"] == "active" and len(last["ranks"]) == 1 and last["ranks"][0] is not None
+        assert all(result["errors"] > 0 for result in results if result["stage"] == 1)
+    else:
+        assert last["phase"] in ("active", "disabled") and len(last["ranks"]) == 2
+
+
+def test_a_tied_embedding_that_one_stage_trains_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "one copy of the tied embedding is frozen" in rank["one copy frozen"]
+
+
+@pytest.mark.parametrize("method", megatron_user_cases.FEEDBACK)
+def test_nothing_is_lost_of_a_layer_that_is_not_trained_in_every_step(ranks: list[dict[str, Any]], method: str) -> None:
+    for rank in ranks:
+        lost = rank["law"][method]
+        assert set(lost) == set(megatron_user_cases.Sometimes.NAMES)
+        assert max(lost.values()) < 1e-5, lost

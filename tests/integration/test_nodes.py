@@ -27,6 +27,7 @@ from tests.integration.launching import (
 
 __all__ = ["launcher", "prepared"]  # fixtures
 
+# Over 20 s: seven launches, in each of which every rank imports Megatron anew.
 pytestmark = pytest.mark.slow
 
 

@@ -110,6 +110,7 @@ def test_two_replicas_go_on_from_four_and_owe_the_same(ranks: list[dict[str, Any
         ("data", "UserError", "data.fingerprint = 'other', but the run's checkpoint has 'fingerprint'"),
         ("damage", "DamagedCheckpoint", "iter_0000004 is damaged: file edgc/rank_00002.pt has "),
         ("none_left", "None", ""),
+        ("empty", "UserError", "the checkpoint does not hold this model: KeyError: "),
     ],
 )
 def test_what_does_not_fit_is_refused_by_every_rank_alike(

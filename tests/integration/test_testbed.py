@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import subprocess
 
 import pytest
@@ -40,8 +41,7 @@ def test_collectives_take_what_the_limit_says_and_nothing_stays() -> None:
                 (20.0, 100.0, None), itertools.product(KINDS, (ENTRIES, FEW))
             ):
                 net.limit(rate)
-                request = {"do": "collective", "kind": kind, "entries": entries}
-                runs = [group.ask(request) for _ in range(3)]
+                runs = [group.ask("collective", kind=kind, entries=entries) for _ in range(3)]
                 seconds[rate, kind, entries] = min(max(rank["seconds"] for rank in run) for run in runs)
                 for rank in (rank for run in runs for rank in run):
                     # What is counted, and headers and acknowledgements.
@@ -57,10 +57,11 @@ def test_collectives_take_what_the_limit_says_and_nothing_stays() -> None:
 
 
 def test_a_failure_inside_leaves_nothing() -> None:
-    before = namespaces()
+    before, handler = namespaces(), signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError, match=r"inside"), testbed.Testbed(1):
         raise RuntimeError("inside")
     assert namespaces() == before
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_what_a_killed_process_left_is_removed() -> None:
@@ -87,7 +88,7 @@ def test_a_delay_is_felt_by_every_message() -> None:
     with testbed.Testbed(2) as net, network.ranks_on(net, SIZE) as group:
         for rate in (100.0, None):
             net.limit(rate, delay_ms=20.0)
-            answers = group.ask({"do": "collective", "kind": "all_reduce", "entries": FEW})
+            answers = group.ask("collective", kind="all_reduce", entries=FEW)
             # Parts of the buffer, and then their sums, travel one after the other.
             assert 2 * 0.020 < max(rank["seconds"] for rank in answers) < 1.0
 
@@ -97,7 +98,7 @@ def test_bytes_counted_by_a_training_step_are_those_on_the_wire() -> None:
     wanted = network.methods((4,), (4,))
     with testbed.Testbed(2) as net, network.ranks_on(net, size) as group:
         for name, settings in wanted.items():
-            group.ask({"do": "prepare", "name": name, "settings": settings})
-            for rank in group.ask({"do": "step", "name": name}):
+            group.ask("prepare", name=name, settings=settings)
+            for rank in group.ask("step", name=name):
                 # Besides: headers, acknowledgements, the handshake of each message, two barriers.
                 assert rank["bytes"] <= rank["wire"] <= 1.15 * rank["bytes"] + 12_000, name

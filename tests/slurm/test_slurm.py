@@ -83,7 +83,7 @@ def test_tables_are_those_of_a_run_without_slurm(finished: Copy, tmp_path: Path)
     copy.forget(RUNS[0])
     code, text = copy.run("-c2", TABLE)
     assert code == 0, text
-    trained = re.findall(r"^(?:local)?rule train:$", text, re.MULTILINE)
+    trained = re.findall(r"^train rank_sweep ", text, re.MULTILINE)
     assert len(trained) == 1, "runs of Slurm are not made again because there is none now"
     assert copy.table() == finished.table()
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from edgc.compressors.sizes import FACTOR_BITS
-from experiments.bench.gradients import entries, layer_shapes, make
-from experiments.bench.torch_hook import TorchHook
-from experiments.bench.variants import Ours, Variant
+from edgc.compressors.powersgd import FACTOR_BITS
+from experiments.bench.engines import Engine, Ours, TorchHook, entries, layer_shapes, make
 
 SHAPES = layer_shapes(1, 32)
 RANK = 4
 CPU = torch.device("cpu")
 
 
-def trained(variant: Variant, steps: int) -> tuple[torch.Tensor, list[float], int]:
+def trained(variant: Engine, steps: int) -> tuple[torch.Tensor, list[float], int]:
     """The buffer after the last step, the relative errors of all steps, and the bytes of the last."""
     gradients = make(SHAPES, 2, seed=3, dtype=torch.float32, device=CPU)
     errors = []

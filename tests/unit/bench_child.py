@@ -1,4 +1,4 @@
-"""A worker of :mod:`experiments.bench.children` without torch, for its tests."""
+"""A worker without torch, for the tests of :mod:`experiments.bench.workers`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ import os
 import sys
 import time
 
-from experiments.bench.children import serve
 
+class Child:
+    def echo(self, value: object) -> object:
+        print("printed, not answered")
+        return value
 
-def echo(value: object) -> object:
-    print("printed, not answered")
-    return value
+    def fail(self, message: str) -> None:
+        raise ValueError(message)
 
+    def die(self, message: str) -> None:
+        sys.stderr.write(f"first line\n{message}\n\n")
+        sys.stderr.flush()
+        os._exit(3)
 
-def fail(message: str) -> None:
-    raise ValueError(message)
-
-
-def die(message: str) -> None:
-    sys.stderr.write(f"first line\n{message}\n\n")
-    sys.stderr.flush()
-    os._exit(3)
-
-
-def sleep(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-if __name__ == "__main__":
-    serve(sys.modules[__name__])
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)

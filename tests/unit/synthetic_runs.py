@@ -317,13 +317,18 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, tuple[float, fl
 
 
 SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "long", "two_stages")]
+# Studies with the analysis and the runs of another one: of these, tables alone.
+COPIES = {
+    **dict.fromkeys(SETTINGS_OF_POLICIES, "policies"),
+    **dict.fromkeys(("six_percent", "six_percent_confirmed", "orthonormal_q"), "methods"),
+}
 
 
-def write_policies(root: Path, study: str = "policies") -> Path:
+def write_policies(root: Path) -> Path:
     """Three seeds: a policy that acts beside four runs that follow it, and one that never moves beside one."""
-    folder = root / study
+    folder = root / "policies"
     for place, seed in enumerate((1, 2, 3)):
-        common: dict[str, Any] = {"study": study, "seed": seed}
+        common: dict[str, Any] = {"study": "policies", "seed": seed}
         write_run(folder, variant="none", loss=5.0, **common)
         for name, (settings, follows, gaps) in POLICIES.items():
             write_run(
@@ -490,12 +495,12 @@ def write_rank_model(root: Path) -> Path:
     return folder
 
 
-def write_methods(root: Path, study: str = "methods") -> Path:
+def write_methods(root: Path) -> Path:
     """Two seeds of seven methods; low rank costs most, one run diverged and one failed without a summary."""
-    folder = root / study
+    folder = root / "methods"
     for seed in (1, 2):
         base = 5.0 + 0.05 * seed
-        common: dict[str, Any] = {"study": study, "seed": seed}
+        common: dict[str, Any] = {"study": "methods", "seed": seed}
         write_run(folder, variant="none", label="uncompressed", loss=base, **common)
         for rank, gap in ((4, 0.12), (8, 0.06), (16, 0.02)):
             write_run(
@@ -524,7 +529,7 @@ def write_methods(root: Path, study: str = "methods") -> Path:
             )
     write_run(
         folder,
-        study=study,
+        study="methods",
         variant="powersgd_r2",
         seed=1,
         compression={"method": "powersgd", "rank": 2},
@@ -626,7 +631,7 @@ def write_tuning(root: Path, study: str = "tuning") -> Path:
 
 
 def write_all(root: Path) -> Path:
-    """Every trained study under ``root`` (the folder of one scale)."""
+    """Every trained study but the copies under ``root`` (the folder of one scale)."""
     for write in (
         write_methods,
         write_equal_bytes,
@@ -641,9 +646,5 @@ def write_all(root: Path) -> Path:
         write_tuning,
     ):
         write(root)
-    for study in SETTINGS_OF_POLICIES:
-        write_policies(root, study)
     write_tuning(root, "budgets")
-    for study in ("six_percent", "six_percent_confirmed"):
-        write_methods(root, study)
     return root

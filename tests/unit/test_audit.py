@@ -5,12 +5,9 @@ A number that the page quotes is asserted here. The formulas are in ``published_
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +28,6 @@ from tests.low_rank import power_sgd
 from tests.unit import published_formulas as published
 
 WARM_UP, ITERATIONS = published.WARM_UP, published.ITERATIONS
-PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
 
 
 def generator(seed: int) -> torch.Generator:
@@ -52,21 +48,6 @@ def relative(error: Tensor, of: Tensor) -> float:
 
 def squared_share(error: Tensor, of: Tensor) -> float:
     return relative(error, of) ** 2
-
-
-# ------------------------------------------------------------------------------------------------- the page
-
-
-def test_every_section_names_its_tests_and_every_test_is_named() -> None:
-    text = PAGE.read_text()
-    named = set(re.findall(r"`(test_\w+)`", text))
-    tree = ast.parse(Path(__file__).read_text())
-    tests = {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
-    assert named == tests - {"test_every_section_names_its_tests_and_every_test_is_named"}
-    body, table = text.split("\n## Table\n")
-    sections = re.findall(r"^### (\d+)\. ", body, re.MULTILINE)
-    assert [int(number) for number in sections] == list(range(1, len(sections) + 1))
-    assert re.findall(r"^\| (\d+)\. ", table, re.MULTILINE) == sections
 
 
 # ---------------------------------------------------------------------------------------- what stops the codes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -15,17 +16,15 @@ from matplotlib.text import Text
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from edgc.compressors.sizes import FACTOR_BITS
+from edgc.compressors.powersgd import FACTOR_BITS
 from edgc.errors import UserError
-from experiments.bench import engine, engine_table, floor, gpt, network, testbed
+from experiments.bench import engine, lower_bound, network, terminal, testbed
 from experiments.bench.__main__ import app
-from experiments.bench.children import Child, ChildError, Group
-from experiments.bench.gradients import make, views
-from experiments.bench.torch_hook import TorchHook
-from experiments.bench.variants import Ours
-from paper_figures import BENCHMARKS, bench, bench_network, style
-from paper_figures.__main__ import render
+from experiments.bench.engines import Ours, TorchHook, make, views
+from experiments.bench.workers import Group, Worker, WorkerError
+from paper_figures import bench, bench_network
 from tests.unit.bench_cases import RANK, SHAPES, trained, two_real_ranks
+from tests.unit.bench_child import Child
 from tests.workers import run_workers
 
 CPU = torch.device("cpu")
@@ -37,29 +36,21 @@ CPU = torch.device("cpu")
 def test_floor_of_a_case_counted_by_hand() -> None:
     # One 2 x 3 matrix at rank 1: each of 4 products takes 6 multiplications and 6 additions; G is read and written
     # once, M is written and read once, E is read and written once: 6 entries, 4 bytes each, 6 times.
-    need = floor.work([(2, 3)], 1)
+    need = lower_bound.work([(2, 3)], 1)
     assert (need.bytes, need.operations, need.copied) == (144, 48, 48)
-    assert floor.seconds(need, bandwidth=72.0, rate=16.0, orthogonalisation=0.5) == 2 + 3 + 0.5
+    assert lower_bound.seconds(need, bandwidth=72.0, rate=16.0, orthogonalisation=0.5) == 2 + 3 + 0.5
     # With gradients of two bytes the two passes over G are half as long.
-    assert floor.work([(2, 3)], 1, gradient_bytes=2).bytes == 120
+    assert lower_bound.work([(2, 3)], 1, gradient_bytes=2).bytes == 120
     # Two matrices, and a rank that only one of them can have.
-    assert floor.work([(2, 3), (4, 5)], 3).operations == 8 * (6 * 2 + 20 * 3)
+    assert lower_bound.work([(2, 3), (4, 5)], 3).operations == 8 * (6 * 2 + 20 * 3)
 
 
 def test_what_is_measured_for_the_floor_does_the_operations_that_it_counts() -> None:
-    products = floor.products([*SHAPES, (700, 500)], 8, CPU)
+    products = lower_bound.products([*SHAPES, (700, 500)], 8, CPU)
     with FlopCounterMode(display=False) as counter:
         for product in products:
             product()
-    assert counter.get_total_flops() == floor.work([*SHAPES, (700, 500)], 8).operations
-
-
-@pytest.mark.parametrize("method", [floor._householder, floor._cholesky])
-def test_both_orthogonalisations_of_the_floor_are_some(method: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    factor = torch.randn(200, 16, generator=torch.Generator().manual_seed(0))
-    basis = method(factor)
-    assert torch.allclose(basis.mT @ basis, torch.eye(16), atol=1e-5)
-    assert torch.allclose(basis @ (basis.mT @ factor), factor, atol=1e-4)
+    assert counter.get_total_flops() == lower_bound.work([*SHAPES, (700, 500)], 8).operations
 
 
 # ---- what is timed
@@ -105,50 +96,50 @@ def test_engines_reconstruct_equally_well() -> None:
 
 @pytest.fixture
 def children() -> Iterator[Group]:
-    with Group([Child("tests.unit.bench_child", {}) for _ in range(2)]) as group:
+    with Group([Worker(Child, {}) for _ in range(2)]) as group:
         yield group
 
 
 def test_answers_come_in_order_and_errors_do_not_mix_with_later_answers(children: Group) -> None:
-    assert children.ask({"do": "echo", "value": [1, "ä"]}) == [[1, "ä"]] * 2
-    with pytest.raises(ChildError, match=r"^ValueError: no good$"):
-        children.ask({"do": "fail", "message": "no\ngood"})
-    assert children.ask({"do": "echo", "value": 2}) == [2, 2]
+    assert children.ask("echo", value=[1, "ä"]) == [[1, "ä"]] * 2
+    with pytest.raises(WorkerError, match=r"^ValueError: no good$"):
+        children.ask("fail", message="no\ngood")
+    assert children.ask("echo", value=2) == [2, 2]
 
 
 def test_a_worker_that_dies_tells_its_last_line(children: Group) -> None:
-    with pytest.raises(ChildError, match=r"^last words$"):
-        children.ask({"do": "die", "message": "last words"})
-    with pytest.raises(ChildError, match=r"last words"):
-        children.ask({"do": "echo", "value": 1})
+    with pytest.raises(WorkerError, match=r"^last words$"):
+        children.ask("die", message="last words")
+    with pytest.raises(WorkerError, match=r"last words"):
+        children.ask("echo", value=1)
 
 
 def test_a_worker_that_hangs_is_given_up() -> None:
     with (
-        pytest.raises(ChildError, match=r"no answer within 0.2 s"),
-        Group([Child("tests.unit.bench_child", {})]) as group,
+        pytest.raises(WorkerError, match=r"no answer within 0.2 s"),
+        Group([Worker(Child, {})]) as group,
     ):
-        group.ask({"do": "sleep", "seconds": 600}, 0.2)
+        group.ask("sleep", within=0.2, seconds=600)
 
 
 # ---- tables from known times
 
 
-def _measured() -> tuple[engine.Plan, engine.Measured]:
+def _measured() -> tuple[engine.Plan, engine.Measurements]:
     """Torch takes 6, 4 and 9 seconds, ours 2, 2 and 3."""
     plan = engine.Plan(layers=1, hidden=32, ranks=(4,), threads=(1,), repeats=3, allocators=("default", "thp"))
-    found = engine.Measured()
+    found = engine.Measurements()
 
     def add(variant: str, seconds: list[float], allocator: str = "default") -> None:
         key = engine.Key("fp32", 4, 1, allocator, "none", variant)
         found.facts[key] = {"relative_error": 0.5, "bytes": 7}
-        found.rounds[key] = [dict.fromkeys(engine_table.PARTS, value) for value in seconds]
+        found.rounds[key] = [dict.fromkeys(engine.PARTS, value) for value in seconds]
 
     add("torch", [6.0, 4.0, 9.0])
     add("fp32", [2.0, 2.0, 3.0])
     add("copy", [1.0, 1.0, 1.0])
     add("torch", [3.0, 3.0, 3.0], "thp")
-    found.facts[engine.Key("fp32", 4, 1, "default", "none", "fp32+bf16")] = "not available: no such unit"
+    found.facts[engine.Key("fp32", 4, 1, "default", "none", "torch+bf16")] = "not available: no such unit"
     setting = engine.Key("fp32", 4, 1, "", "none", "")
     found.floor[setting] = [{"products": 2.0, "orthogonalisation": 0.5}] * 3
     return plan, found
@@ -156,7 +147,7 @@ def _measured() -> tuple[engine.Plan, engine.Measured]:
 
 def test_ratios_are_taken_within_rounds() -> None:
     plan, found = _measured()
-    table = engine_table.table(plan, found).set_index(["allocator", "engine", "products"])
+    table = engine.table(plan, found).set_index(["allocator", "engine", "products"])
     ours = table.loc[("default", "edgc", "fp32")]
     assert ours["cpu_ms"] == 2000
     assert ours["speedup_cpu"] == 3  # of 3, 2 and 3; the ratio of the medians is 3 as well
@@ -166,10 +157,10 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert ours["floor_ms"] == pytest.approx(5500)
     assert ours["ratio_to_floor"] == pytest.approx(2 / 5.5)
     assert table.loc[("default", "torch", "fp32"), "ratio_to_floor"] == pytest.approx(6 / 5.5)
-    missing = table.loc[("default", "edgc", "bf16")]
+    missing = table.loc[("default", "torch", "bf16")]
     assert missing["status"] == "not available: no such unit"
     assert pd.isna(missing["cpu_ms"])
-    assert len(engine_table.rounds_table(found)) == 12
+    assert len(engine.rounds_table(found)) == 12
 
 
 # ---- the programs
@@ -198,71 +189,44 @@ def test_engine_benchmark_writes_every_engine_in_every_setting(folder: Path) -> 
         mine = alone[alone["rank"] == rank]
         assert list(mine["engine"]) == ["copy", "torch", "edgc", "edgc", "edgc", "edgc"]
         assert list(mine["factor_dtype"].dropna()) == ["fp32", "bf16", "int8", "int4"]
-        assert (mine["repeats"] == 2).all()
     assert set(ok.loc[ok["network"] == "gloo", "engine"]) == {"copy", "torch", "edgc"}
     assert set(ok.loc[ok["allocator"] == "thp", "engine"]) == {"torch", "edgc"}
-    assert (ok[["cpu_ms", "wall_ms"]] > 0).all(axis=None)
-    parts = ok[["compress_ms", "communicate_ms", "decompress_ms"]].sum(axis=1)
-    assert (parts > 0).all()
-    # A processor with bf16 products adds rows of torch's hook with them, which are not the reference.
-    reference = ok[(ok["engine"] == "torch") & (ok["products"] == "fp32")]
-    assert (reference[["speedup_cpu", "speedup_wall"]] == 1).all(axis=None)
-    assert alone["ratio_to_floor"].gt(0).all()
+    assert (ok[["cpu_ms", "wall_ms"]] > 0).all(axis=None) and alone["ratio_to_floor"].gt(0).all()
     quantised = ok["factor_dtype"].isin(["int8", "int4"])
-    assert (ok.loc[quantised, "pack_ms"] > 0).all()
-    assert (ok.loc[~quantised, "pack_ms"] == 0).all()
+    assert (ok.loc[quantised, "pack_ms"] > 0).all() and (ok.loc[~quantised, "pack_ms"] == 0).all()
     # The error of a rank is that of torch's hook, and a copy has none.
     for key, part in ok[ok["engine"] != "copy"].groupby(["network", "rank"]):
         theirs = part.loc[part["engine"] == "torch", "relative_error"].iloc[0]
         assert (part["relative_error"] < 1.1 * theirs).all(), key
-        same = part.loc[(part["factor_dtype"] == "fp32") & (part["products"] == "fp32"), "relative_error"]
-        assert list(same) == pytest.approx([theirs] * len(same), rel=1e-5), key
     assert (ok.loc[ok["engine"] == "copy", "relative_error"] < 1e-6).all()
     # Where the processor has no bf16 products, the rows say so.
-    others = table[table["products"] == "bf16"]
-    assert len(others) == 4
-    assert (others["status"] == "ok").all() or others["status"].str.startswith("not available: ").all()
+    others = table.loc[table["products"] == "bf16", "status"]
+    assert len(others) == 2 and ((others == "ok").all() or others.str.startswith("not available: ").all())
     rounds = pd.read_csv(folder / "engine_rounds.csv")
     assert len(rounds) == 2 * len(ok)
     # Every engine that ran alone was profiled, and its kernels add up.
     kernels = pd.read_csv(folder / "engine_kernels.csv", keep_default_na=False)
     assert set(kernels["engine"]) == {"copy", "torch", "edgc"}
-    assert (kernels[["calls", "ms"]] >= 0).all(axis=None)
     profiled = ok[ok["network"] == "none"]
-    assert (profiled["kernel_ms"] > 0).all() and ok.loc[ok["network"] == "gloo", "kernel_ms"].isna().all()
     assert kernels["ms"].sum() == pytest.approx(profiled["kernel_ms"].sum(), rel=1e-3)
-    assert kernels["kernel"].str.contains("mm").any(), "no matrix product was seen"
     described = json.loads((folder / "engine.json").read_text())
     assert described["settings"]["hidden"] == 64
     assert described["machine"]["slug"] == folder.name
     assert (table["machine"] == described["machine"]["name"]).all()
 
 
-def _legible(fig: Figure) -> None:
-    """Every text is large enough and inside the page; every panel has both labels and data."""
+def texts(fig: Figure) -> str:
+    """All words of a figure, which has labelled axes with data in every panel."""
     try:
         fig.canvas.draw()
-        width, height = fig.canvas.get_width_height()
-        for ax in fig.axes:
-            assert ax.get_xlabel()
-            assert ax.lines or ax.containers
-        assert fig.axes[0].get_ylabel()
-        for text in fig.findobj(Text):
-            if text.get_visible() and text.get_text().strip():
-                assert text.get_fontsize() >= style.MIN_FONT, text.get_text()
-        for text in [*fig.texts, *(label for ax in fig.axes for label in (ax.xaxis.label, ax._left_title))]:
-            box = text.get_window_extent()
-            assert box.x0 >= -1 and box.y0 >= -1, text.get_text()
-            assert box.x1 <= width + 1 and box.y1 <= height + 1, text.get_text()
-        assert "n = " in " ".join(text.get_text() for text in fig.texts)
+        assert all(ax.get_xlabel() and (ax.lines or ax.containers) for ax in fig.axes)
+        return " ".join(text.get_text() for text in fig.findobj(Text))
     finally:
         plt.close(fig)
 
 
-def test_engine_figure(folder: Path, tmp_path: Path) -> None:
-    _legible(bench.draw(folder))
-    written = render("bench", folder, tmp_path)
-    assert [path.name for path in written] == ["bench.pdf", "bench.svg", "bench.png"]
+def test_engine_figure(folder: Path) -> None:
+    assert "n = 2" in texts(bench.draw(folder))
 
 
 def test_results_are_kept_on_request_only(folder: Path, tmp_path: Path) -> None:
@@ -271,7 +235,6 @@ def test_results_are_kept_on_request_only(folder: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     kept = {str(path.relative_to(reference)) for path in reference.rglob("*") if path.is_file()}
     assert kept == {f"{folder.name}/{name}" for name in ENGINE}
-    assert CliRunner().invoke(app, ["keep", "--results", str(tmp_path / "none")]).exit_code == 2
 
 
 def test_layers_of_a_model_are_as_many_as_fit() -> None:
@@ -288,25 +251,34 @@ def test_layers_of_a_model_are_as_many_as_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["engine", "--ranks", "8,x"], "--ranks '8,x' is not valid"),
-        (["engine", "--ranks", "0"], "--ranks 0 is not valid"),
-        (["engine", "--hidden", "64", "--ranks", "32"], "rank 32"),
-        (["engine", "--repeats", "0"], "--repeats 0 is not valid"),
-        (["engine", "--device", "tpu"], "--device 'tpu' is not known"),
-        (["engine", "--allocators", "huge"], "--allocators 'huge' is not known"),
-        (["engine", "--dtypes", "fp16"], "--dtypes 'fp16' is not known"),
-        (["engine", "--model", "gpt3"], "--model 'gpt3' is not known"),
-        (["step", "--variants", "ddp,gzip"], "--variants 'gzip' is not known"),
-        (["step", "--heads", "7"], "--hidden 768 is not valid"),
-        (["step", "--layers", "0"], "--layers 0 is not valid"),
-        (["step", "--steps", "0"], "--steps 0 is not valid"),
-        (["network", "--rates", "fast"], "--rates 'fast' is not valid"),
-        (["network", "--rates", "20000"], "--rates 20000 is not valid"),
-        (["network", "--threads", "0"], "--threads 0 is not valid"),
+        ("engine --ranks 8,x", "--ranks 8,x is not valid"),
+        ("engine --ranks 0", "--ranks 0 is not valid"),
+        ("engine --hidden 64 --ranks 32", "rank 32"),
+        ("engine --repeats few", "--repeats few is not valid"),
+        ("engine --device tpu", "--device 'tpu' is not known"),
+        ("engine --allocators huge", "--allocators 'huge' is not known"),
+        ("engine --dtypes fp16", "--dtypes 'fp16' is not known"),
+        ("engine --model gpt3", "--model 'gpt3' is not known"),
+        ("step --variants ddp,gzip", "--variants 'gzip' is not known"),
+        ("step --heads 7", "--hidden 768 is not valid"),
+        ("step --layers 0", "--layers 0 is not valid"),
+        ("network --rates fast", "--rates fast is not valid"),
+        ("network --rates 100,20000", "--rates 100,20000 is not valid"),
+        ("steps --workers 1", "--workers 1 is not valid"),
+        ("steps --rates 0", "--rates 0 is not valid"),
+        ("steps --delay -1", "--delay -1 is not valid"),
+        ("pipeline --micro-batches 1", "--micro-batches 1 is not valid"),
+        ("race --methods int3", "--methods 'int3' is not known"),
+        ("race --seeds x", "--seeds x is not valid"),
+        ("stages --slowdown 0.5", "--slowdown 0.5 is not valid"),
+        ("stages --steps 0", "--steps 0 is not valid"),
+        ("predict results/none", "no measured steps"),
+        ("keep", "there are no results of a benchmark"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, [*arguments, "--results", str(tmp_path / "bench")])
+def test_bad_input_is_one_line(arguments: str, words: str, tmp_path: Path) -> None:
+    where = [] if arguments.startswith("predict") else ["--results", str(tmp_path / "bench")]
+    done = CliRunner().invoke(app, [*arguments.split(), *where])
     assert done.exit_code == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -354,19 +326,7 @@ def test_network_program_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert done.stdout.splitlines() == [str(folder)]
     assert json.loads((folder / "network.json").read_text())["settings"]["rates"] == [100.0]
     assert len(pd.read_csv(folder / "network_rounds.csv")) == len(rounds)
-    fig = bench_network.draw(folder)
-    assert any(text.get_text() == "failed" for text in fig.findobj(Text))
-    _legible(fig)
-    assert {"bench", "bench_network"} < set(BENCHMARKS)
-
-
-def test_size_of_the_network_benchmark() -> None:
-    parameters = sum(parameter.numel() for parameter in gpt.GPT(gpt.Size()).parameters())
-    assert parameters == pytest.approx(12.3e6, rel=0.01)
-    size = gpt.Size(layers=1, hidden=8, heads=2, vocabulary=16, sequence=4, batch=2)
-    text = gpt.batch(size, torch.Generator().manual_seed(0))
-    loss = gpt.GPT(size)(text)
-    assert loss.item() == pytest.approx(torch.tensor(16.0).log().item(), rel=0.1)
+    assert "failed" in texts(bench_network.draw(folder))
 
 
 @pytest.mark.parametrize(
@@ -383,3 +343,10 @@ def test_without_a_testbed_the_benchmark_says_why_and_succeeds(
     assert done.exit_code == 0
     assert done.stdout == ""
     assert done.stderr == f"skipped: {reason}\n"
+
+
+def test_asking_for_a_testbed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testbed, "missing", lambda **_: None)
+    before = signal.getsignal(signal.SIGTERM)
+    terminal.need_testbed()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,11 +1,12 @@
-"""The predictions of training steps, and the program that compares them with measurements."""
+"""Predicted training steps, also with pipeline stages, and the programs that compare them with measured ones."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -13,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from experiments.bench import network_worker, steps, testbed
+from experiments.bench import network, pipeline, stages, steps, testbed
 from experiments.bench.__main__ import REFERENCE, app
-from experiments.bench.children import ranks
-from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Sent
+from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SEND
 from experiments.bench.gpt import Size
-from experiments.bench.step_model import Compute, Link, Messages, overhead_of, predict
-from paper_figures import BENCHMARKS, bench_steps
+from experiments.bench.steps import Compute, Link, Links, Messages, overhead_of, predict
+from experiments.bench.workers import ranks
+from experiments.spec.settings import RunConfig
+from paper_figures import bench_steps
 
 COMPUTE = Compute(forward=1.0, backward=2.0, rest=0.25, complete=(0.25, 1.0))
 LINKS = {
@@ -39,17 +41,6 @@ def computes(draw: st.DrawFn) -> Compute:
 def reduced(*buckets: tuple[float, ...]) -> Messages:
     """All-reduces."""
     return tuple(tuple((ALL_REDUCE, sent) for sent in bucket) for bucket in buckets)
-
-
-@given(st.floats(0, 1), st.floats(1e3, 1e9))
-def test_a_link_is_found_from_its_own_times(latency: float, bandwidth: float) -> None:
-    link = Link(latency=latency, bandwidth=bandwidth)
-    probes = [(sent, latency + sent / bandwidth) for sent in (1e5, 1e6, 1e7)]
-    found = Link.fit(probes)
-    for sent, expected in probes:
-        message = found.message(sent)
-        assert message.latency + message.seconds == pytest.approx(expected, rel=1e-6)
-    assert found.latency == pytest.approx(link.latency, abs=1e-6 * probes[-1][1])
 
 
 def test_a_link_never_has_a_negative_latency() -> None:
@@ -94,107 +85,38 @@ def test_the_overhead_explains_the_step_that_it_was_taken_from(
     assert predict(compute, nothing, links, overhead_of(compute, nothing, links, step)) == pytest.approx(step)
 
 
-@settings(deadline=None, max_examples=20)
-@given(computes(), st.floats(0.5, 2.0))
-def test_the_table_compares_with_the_median_of_what_was_measured(compute: Compute, factor: float) -> None:
-    table = steps.table(_measured(compute, factor)).set_index(["mbit_per_s", "method"])
-    assert len(table) == 2 * len(steps.methods())
-    assert set(table[table["used"] == "calibration"].index) == {
-        *((0.0, name) for name in steps.methods()),
-        (100.0, "compute"),
-    }
-    assert table.loc[(100.0, "compute"), "error"] == pytest.approx(0, abs=1e-9)
-    for name in set(steps.methods()) - {"compute"}:
-        row = table.loc[(100.0, name)]
-        assert row["error"] == pytest.approx(1 / factor - 1, rel=1e-6, abs=1e-6)
-    summary = steps.summary(table.reset_index())
-    assert summary["configurations"] == len(steps.methods()) - 1
-    assert summary["worst_error"] == pytest.approx(abs(1 / factor - 1), rel=1e-6, abs=1e-6)
-
-
-def _measured(compute: Compute, factor: float) -> steps.Measured:
-    """Steps as the model has them, those at the limit ``factor`` times as long; a round that is out of the way."""
-    links = {0.0: Link(latency=0.0, bandwidth=1e9), 100.0: Link(latency=0.01, bandwidth=1e6)}
-    kinds = dict(zip(steps.methods(), itertools.cycle(LINKS), strict=False))
-    sent: dict[str, list[list[Sent]]] = {
-        name: [[(kinds[name], 1e5)] for _ in compute.complete] for name in steps.methods()
-    }
-    sent["compute"] = [[] for _ in compute.complete]
-    rounds, probes = [], []
-    for rate, link in links.items():
-        # Collectives of the three kinds take once, twice and three times as long.
-        of_kind = {
-            kind: Link(latency=times * link.latency, bandwidth=link.bandwidth / times)
-            for times, kind in enumerate(LINKS, 1)
-        }
-        for size, kind in itertools.product((1e5, 1e6), LINKS):
-            seconds = of_kind[kind].seconds(size)
-            probes.append({"workers": 2, "mbit_per_s": rate, "kind": kind, "bytes": size, "seconds": seconds})
-        for name in steps.methods():
-            own = name == "compute"
-            messages = tuple(map(tuple, sent[name]))
-            step = predict(compute, messages, of_kind) * (1 if own or not rate else factor)
-            for index, disturbed in enumerate((1.0, 1.0, 5.0)):
-                complete = [compute.forward + share * compute.backward for share in compute.complete]
-                rounds.append(
-                    {"workers": 2, "mbit_per_s": rate, "method": name, "round": index}
-                    | {"seconds": step * disturbed, "forward": compute.forward}
-                    | {"backward": compute.forward + compute.backward, "step": step}
-                    | {"complete": " ".join(map(repr, complete)) if own else ""}
-                )
-    return steps.Measured(pd.DataFrame(rounds), pd.DataFrame(probes), {2: sent})
-
-
 def test_the_program_writes_tables_and_the_figure_shows_every_validated_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = _measured(COMPUTE, 1.2)
+    """With what was measured on the machine whose results are kept."""
+    [folder] = [path.parent for path in REFERENCE.glob("*/steps.json")]
+    record = json.loads((folder / "steps.json").read_text())
     monkeypatch.setattr(testbed, "missing", lambda **_: None)
-    monkeypatch.setattr(steps, "measure", lambda plan, advance: found)
-    arguments = ["steps", "--workers", "2", "--rates", "100", "--repeats", "3", "--results", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments)
+    monkeypatch.setattr(steps, "measure", lambda plan, advance: steps.read(folder, record))
+    done = CliRunner().invoke(app, ["steps", "--results", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    [folder] = tmp_path.iterdir()
-    assert done.stdout.splitlines() == [str(folder)]
-    described = json.loads((folder / "steps.json").read_text())
-    assert described["summary"]["median_error"] == pytest.approx(1 - 1 / 1.2)
-    assert described["sent"]["2"] == json.loads(json.dumps(found.sent[2]))
-    assert len(pd.read_csv(folder / "steps_rounds.csv")) == len(found.rounds)
-    fig = bench_steps.draw(folder)
+    [made] = tmp_path.iterdir()
+    assert done.stdout.splitlines() == [str(made)]
+    described = json.loads((made / "steps.json").read_text())
+    assert described["summary"] == record["summary"] and described["sent"] == record["sent"]
+    columns = ["workers", "mbit_per_s", "method", "seconds", "seconds_predicted", "error"]
+    tables = [pd.read_csv(path / "steps.csv")[columns] for path in (made, folder)]
+    pd.testing.assert_frame_equal(*tables)
+    fig = bench_steps.draw(made)
     points = sum(len(line.get_xdata()) for ax in fig.axes for line in ax.lines if line.get_gid() == "step")
-    assert points == len(steps.methods()) - 1
-    low = (pd.read_csv(folder / "steps.csv").query("used == 'validation'")["error"] < 0).mean()
-    title = " ".join(fig.legends[0].get_title().get_text().split())
-    assert f"too low in {100 * low:.0f} % of the {points} steps" in title
-    assert "bench_steps" in BENCHMARKS
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--workers", "1"], "--workers 1 is not valid"),
-        (["--rates", "0"], "--rates 0 is not valid"),
-        (["--repeats", "0"], "--repeats 0 is not valid"),
-        (["--delay", "-1"], "--delay -1 is not valid"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["steps", *arguments, "--results", str(tmp_path / "bench")])
-    assert done.exit_code == 2
-    assert words in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "bench").exists()
+    assert points == (pd.read_csv(made / "steps.csv")["used"] == "validation").sum() > 0
 
 
 def test_messages_of_real_workers_are_what_the_methods_count(tmp_path: Path) -> None:
     """Two workers without a testbed: what is noted message by message is what the engine says that it sent."""
     size = Size(layers=2, hidden=32, heads=2, vocabulary=64, sequence=16, batch=2)
-    with ranks(network_worker.__name__, 2, size=size) as group:
+    with ranks(network.Rank, 2, size=size) as group:
         for name, options in steps.methods().items():
             if options["hook"] == "edgc":
                 options = options | {"rank": 4} if "rank" in options else options
-                group.ask({"do": "prepare", "name": name, "settings": options})
-                first, second = (group.ask({"do": "messages", "name": name}) for _ in range(2))
-                counted = group.ask({"do": "counted", "name": name})
+                group.ask("prepare", name=name, settings=options)
+                first, second = (group.ask("messages", name=name) for _ in range(2))
+                counted = group.ask("counted", name=name)
                 for rank in range(2):
                     assert first[rank] == second[rank]
                     sent = [(kind, bytes_) for bucket in first[rank] for kind, bytes_ in bucket]
@@ -220,4 +142,129 @@ def test_predictions_that_are_kept_follow_from_the_rounds_beside_them(tmp_path: 
         assert done.exit_code == 0, done.output
         for path in map(Path, done.stdout.split()):
             assert path.read_text() == (folder / path.name).read_text(), path
-    assert CliRunner().invoke(app, ["predict", str(tmp_path)]).exit_code == 2
+
+
+# ---- with pipeline stages
+
+FREE_LINK = Link(latency=0.0, bandwidth=1e12)
+STAGED = pipeline.Compute(forward=(1.0, 1.0), backward=(2.0, 2.0), rest=0.25)
+
+
+def links(replicas: Link = FREE_LINK, between: Link = FREE_LINK) -> Links:
+    """An exchange takes as long as an all-reduce, and a gathering twice as long."""
+    twice = Link(latency=2 * replicas.latency, bandwidth=replicas.bandwidth / 2)
+    return {ALL_REDUCE: replicas, ALL_TO_ALL: replicas, ALL_GATHER: twice, SEND: between}
+
+
+def traffic(*sent: tuple[float, ...], activations: float = 0.0, embedding: float = 0.0) -> pipeline.Traffic:
+    """All-reduces."""
+    reduced = tuple(tuple((ALL_REDUCE, bytes_) for bytes_ in stage) for stage in sent)
+    return pipeline.Traffic(activations=activations, sent=reduced, embedding=embedding)
+
+
+def test_pipelined_steps_counted_by_hand() -> None:
+    # 1F1B of equal stages: (micro-batches + stages - 1) times forward and backward.
+    assert pipeline.predict(STAGED, traffic((), ()), links(), 4) == pytest.approx(5 * 3 + 0.25)
+    beside = replace(STAGED, beside=0.5)
+    assert pipeline.predict(beside, traffic((), ()), links(), 4) == pytest.approx(5 * 3.5 + 0.25)
+    slow = Link(latency=0.1, bandwidth=10.0)
+    # Stage 0 ends last, and its two messages follow: 0.1 + 2 each. Stage 1's are over before.
+    sent = traffic((20.0, 20.0), (20.0,))
+    assert pipeline.predict(STAGED, sent, links(replicas=slow), 4) == pytest.approx(15 + 4.2 + 0.25)
+    gathered = replace(sent, sent=(((ALL_TO_ALL, 20.0), (ALL_GATHER, 20.0)), ()))
+    assert pipeline.predict(STAGED, gathered, links(replicas=slow), 4) == pytest.approx(15 + 2.1 + 4.2 + 0.25)
+    # Compression comes between, the embedding's sum after all.
+    sent = traffic((20.0,), (), embedding=5.0)
+    assert pipeline.predict(STAGED, sent, links(replicas=slow), 4, 0.5) == pytest.approx(15 + 0.5 + 2.1 + 0.6 + 0.25)
+    # With two micro-batches, whose activations take 0.3 s: stage 0 is busy until 1.3 and 2.6, stage 1 from 1.3 to 4.6
+    # and to 7.9, with what it sends back; then stage 0 works until 9.9.
+    between = Link(latency=0.1, bandwidth=10.0)
+    sent = traffic((), (), activations=2.0)
+    assert pipeline.predict(STAGED, sent, links(between=between), 2) == pytest.approx(9.9 + 0.25)
+    with pytest.raises(ValueError, match="1 stages send, but 2 compute"):
+        pipeline.predict(STAGED, traffic(()), links(), 2)
+
+
+def measured_pipeline(plan: pipeline.Plan, compute: pipeline.Compute, factor: float) -> pipeline.Measurements:
+    """Steps as the model has them, those under a limit ``factor`` times as long; a round that is out of the way."""
+    own = {rate: 1e9 if not rate else 1e5 * rate for rate in (0.0, *plan.rates)}
+    sent = {name: [[(ALL_REDUCE, 1e6)], [(ALL_REDUCE, 2e6), (ALL_REDUCE, 1e6)]] for name in pipeline.METHODS}
+    activations = 4.0 * plan.sequence * plan.micro_batch * plan.hidden
+    embedding = 4.0 * pipeline.VOCABULARY * plan.hidden
+    bytes_ = traffic((1e6,), (2e6, 1e6), activations=activations, embedding=embedding)
+    rounds: list[dict[str, Any]] = []
+    probes: list[dict[str, Any]] = []
+    for rate, bandwidth in own.items():
+        for kind in pipeline.PROBES:
+            probes += [
+                {"mbit_per_s": rate, "kind": kind, "bytes": size, "seconds": 0.01 + size / bandwidth}
+                for size in (1e5, 1e6)
+            ]
+    for rate, count, name in plan.configurations:
+        link = Link(latency=0.01, bandwidth=own[rate])
+        overhead = 0.0 if name == "none" else 0.3
+        seconds = pipeline.predict(compute, bytes_, links(link, link), count, overhead) * (factor if rate else 1)
+        for index, disturbed in enumerate((1.0, 1.0, 5.0)):
+            row = {"mbit_per_s": rate, "micro_batches": count, "method": name, "round": index}
+            row |= {"seconds": seconds * disturbed}
+            for stage in range(pipeline.STAGES):
+                row |= {
+                    f"forward_{stage}": compute.forward[stage],
+                    f"backward_{stage}": compute.backward[stage],
+                }
+            rounds.append(row)
+    return pipeline.Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.floats(0.01, 10.0), min_size=6, max_size=6), st.floats(0.5, 2.0))
+def test_the_table_of_pipelines_finds_what_the_steps_were_made_of(times: list[float], factor: float) -> None:
+    plan = pipeline.Plan(rates=(20.0, 200.0), micro_batches=(2, 3))
+    compute = pipeline.Compute(
+        forward=(times[0], times[1]), backward=(times[2], times[3]), beside=times[4], rest=times[5]
+    )
+    table = pipeline.table(plan, measured_pipeline(plan, compute, factor))
+    assert len(table) == len(pipeline.METHODS) * (2 + 2 * 2)
+    assert set(table.loc[table["mbit_per_s"] == 0, "used"]) == {"calibration"}
+    limited = table[table["used"] == "validation"]
+    assert (limited["mbit_per_s"] > 0).all()
+    assert (limited["error"] - (1 / factor - 1)).abs().max() < 1e-6
+    overhead = table.set_index("method")["seconds_overhead"]
+    assert overhead["bf16"].to_numpy() == pytest.approx(0.3, rel=1e-6)
+    assert steps.summary(table)["configurations"] == len(limited)
+
+
+def test_the_figure_has_a_panel_for_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = pipeline.Plan(rates=(20.0,), micro_batches=(2,))
+    found = measured_pipeline(plan, STAGED, 1.2)
+    monkeypatch.setattr(testbed, "missing", lambda **_: None)
+    monkeypatch.setattr(pipeline, "measure", lambda plan, advance: found)
+    arguments = ["pipeline", "--rates", "20", "--micro-batches", "2", "--results", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    [folder] = tmp_path.iterdir()
+    assert json.loads((folder / "pipeline.json").read_text())["summary"]["median_error"] == pytest.approx(1 - 1 / 1.2)
+    table = pd.read_csv(folder / "pipeline.csv")
+    table.assign(layout="DP2").to_csv(folder / "steps.csv", index=False)
+    fig = bench_steps.draw(folder)
+    assert any("DP2 x PP2" in ax.get_title(loc="left") for ax in fig.axes)
+
+
+def test_real_ranks_note_what_they_send_and_time_messages(tmp_path: Path) -> None:
+    """Four ranks without a testbed."""
+    plan = pipeline.Plan(rounds=1, layers=2, hidden=32, sequence=16)
+    with stages.ranks(4) as group:
+        for kind, sizes in pipeline.PROBES.items():
+            answers = group.ask("collective", kind=kind, entries=sizes[0], stages=pipeline.STAGES)
+            assert all(answer["seconds"] > 0 for answer in answers)
+        quantised = {ALL_REDUCE, ALL_TO_ALL, ALL_GATHER}
+        for name, kinds in (("none", {ALL_REDUCE}), ("powersgd_r4", {ALL_REDUCE}), ("int8", quantised)):
+            values = pipeline.settings(plan, name, 2)
+            assert RunConfig(**values).micro_batches == 2
+            answers = group.ask("train", run=values, bandwidths=[None, None])
+            for answer in answers:
+                for iteration in answer["iterations"]:
+                    assert sum(sent for _, sent in iteration["messages"]) == iteration["bytes"] > 0
+                    assert {kind for kind, _ in iteration["messages"]} == kinds
+            [row] = pipeline._rounds(answers)
+            assert all(0 < row[f"{kind}_{at}"] < row["seconds"] for kind in ("forward", "backward") for at in (0, 1))

@@ -55,11 +55,20 @@ def test_what_is_not_finite_stays_so(world: int, value: float) -> None:
     assert not bool(tensor[0].isfinite()) and float(tensor[1]) == pytest.approx(1.0, rel=1e-3)
 
 
-def test_powers_of_two_change_no_bit_of_wider_types() -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        tensor = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
-        expected = tensor.clone()
-        before_sum(tensor, 4)
-        assert torch.equal(tensor, expected)
-        after_sum(tensor, 4)
-        assert torch.equal(tensor, expected / 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_dividing_first_changes_no_bit_of_wider_types(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for world in (2, 3, 4, 5, 6, 7, 8, 12):
+        tensors = [torch.randn(512, generator=generator).to(dtype) for _ in range(world)]
+        expected = sum(tensors[1:], start=tensors[0].clone()).div_(world)
+        for tensor in tensors:
+            before_sum(tensor, world)
+        found = sum(tensors[1:], start=tensors[0].clone())
+        after_sum(found, world)
+        assert torch.equal(found, expected), world
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, 3e38), (torch.float32, 3.4e38), (torch.float64, 1e308)])
+def test_wider_types_do_not_overflow_either(dtype: torch.dtype, value: float) -> None:
+    for world in (2, 3, 4, 7):
+        assert mean([value] * world, dtype) == pytest.approx(value, rel=2e-2)

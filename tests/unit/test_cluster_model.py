@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import subprocess
 import sys
@@ -269,10 +268,10 @@ def test_cluster_config_refuses_a_share_above_one() -> None:
 def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path, study: str, claimed: bool) -> None:
     pytest.importorskip("seaborn")
     from paper_figures import saving
+    from paper_figures.__main__ import draw
 
-    draw = importlib.import_module(f"paper_figures.{study}").draw
     cluster_model.main(study=study, out=tmp_path / study)
-    figure = draw(tmp_path)
+    figure = draw(study, tmp_path)
     drawn = [str(line.get_label()) for ax in figure.axes for line in ax.get_lines()]
     assert any(label.startswith("paper: up to") for label in drawn) == claimed
     for ax in figure.axes:
@@ -282,4 +281,4 @@ def test_the_figure_says_simulated_and_refuses_anything_else(tmp_path: Path, stu
     path = tmp_path / study / "table.csv"
     write_text(path, path.read_text().replace("simulated", "measured"))
     with pytest.raises(UserError, match="not simulated"):
-        draw(tmp_path)
+        draw(study, tmp_path)

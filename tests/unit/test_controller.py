@@ -192,22 +192,6 @@ def test_the_reference_is_the_end_of_warm_up() -> None:
     assert {d.ranks[0] for d in decisions if d.phase == "active"} == {64}
 
 
-def test_reasons_say_what_happened() -> None:
-    def reasons(overrides: dict[str, Any], entropies: list[float]) -> list[str]:
-        return [d.reason for d in drive(make_controller(config(**overrides), [SHAPES], 100), entropies)[1]]
-
-    stable = reasons({}, [1.0, 1.0, 0.0, NAN])
-    assert "not stable" in stable[0]
-    assert "entropy stable within 0.0000" in stable[1]
-    assert "rank 64 -> 56" in stable[2]
-    assert "no entropy" in stable[3]
-    assert "ranks unchanged" in stable[3]
-    assert "warmup_limit_fraction" in reasons({}, [float(k) for k in range(10)])[4]
-    assert "before warmup_fraction" in reasons({"warmup_fraction": 0.35}, [1.0])[0]
-    assert "equal entropies" in reasons({"policy": "released"}, [1.0])[2]
-    assert reasons({"policy": "fixed", "rank": 8}, [1.0])[-1] == "fixed rank"
-
-
 def power_law(exponents: Sequence[Sequence[float | None]]) -> Curves:
     """Squared error (1 + rank)^-e, e per window and stage; None: no spectra. ``e`` = 1 meets 0.201 at rank 24."""
 
@@ -278,17 +262,6 @@ def test_spectral_is_smoothed() -> None:
     assert 24 < expected[2] < 64 and expected[3] > 24
 
 
-def test_spectral_says_why() -> None:
-    settings_ = config(policy="spectral", target_error=0.201, smoothing=1.0)
-    _, decisions = drive(make_controller(settings_, [SHAPES] * 2, 100), [1.0], curves=power_law([[1.0, None]]))
-    assert decisions[2].reason == (
-        "stage 0: predicted error 0.2000 at rank 24 meets 0.201; rank 64 -> 56; "
-        "stage 1: no spectra in this window, rank unchanged"
-    )
-    _, decisions = drive(make_controller(settings_, [SHAPES], 100), [1.0], curves=power_law([[0.5]]))
-    assert "predicted error 0.3522 at rank 64 does not meet 0.201; rank 64 -> 64" in decisions[2].reason
-
-
 def test_the_rank_grid_is_asked_for_only_while_it_is_used() -> None:
     controller = make_controller(config(policy="spectral", r_max=16), [SHAPES], 100)
     assert controller.rank_grid == ()
@@ -347,7 +320,16 @@ def test_a_gate_without_verdicts_decides_nothing() -> None:
     settings_ = EDGCConfig(method="powersgd", rank=6, cost_gate=True)
     controller = make_controller(settings_, [SHAPES], 30)
     assert controller.observe(1, Report((NAN,))) is None
-    assert not controller.plan(2).gate
+    assert not controller.plan(2).gate and not controller.notice
+
+
+def test_a_gate_that_compresses_nothing_is_noticed() -> None:
+    settings_ = EDGCConfig(method="powersgd", rank=6, cost_gate=True)
+    for some in (True, False):
+        controller = make_controller(settings_, [SHAPES], 30)
+        made = (GateVerdict(0, "w", 2.0, 1.0, False), GateVerdict(0, "v", 2.0, 3.0, some))
+        controller.observe(1, Report((NAN,), gate=made))
+        assert bool(controller.notice) == (not some)
 
 
 def test_a_probe_that_was_given_up_is_timed_again() -> None:
@@ -420,12 +402,17 @@ def test_compression_that_never_pays_is_disabled() -> None:
     assert "even rank 4 is slower" in decisions[-1].reason
     assert all(p == Plan("disabled", (None, None), None, False) for p in plans[13:])
     assert (decisions[-1].r_min, decisions[-1].r_max) == (None, None)
+    assert "even rank 4 is slower" in controller.notice
+    resumed = make_controller(config(r_max=None), [SHAPES] * 2, 200)
+    assert not resumed.notice
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.notice, "a resumed run does not compress either"
 
 
 def test_compression_that_always_pays_goes_to_the_last_rank_that_saves_bytes() -> None:
     controller = make_controller(config(r_max=None, search_start=1), [[(256, 256)]], 400)
     drive(controller, [1.0], probe=linear(dense=100.0))
-    assert controller.r_max == 124
+    assert controller.r_max == 124 and not controller.notice
 
 
 def test_matrices_that_cannot_shrink_disable_compression() -> None:
@@ -434,7 +421,22 @@ def test_matrices_that_cannot_shrink_disable_compression() -> None:
         (make_controller(config(), [[], []], 100), "no matrix"),
     ):
         assert controller.plan(1).phase == "disabled"
-        assert reason in controller.reason
+        assert reason in controller.reason and reason in controller.notice
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "highest"),
+    [([(384, 128)], "fp32", 95), ([(64, 64), (384, 128)], "fp32", 95), ([(64, 64)], "bf16", 63)],
+)
+def test_a_rank_at_which_no_matrix_saves_bytes_is_noticed(
+    shapes: list[tuple[int, int]], dtype: str, highest: int
+) -> None:
+    for rank in (highest, highest + 1, 4096):
+        settings_ = EDGCConfig(method="powersgd", rank=rank, factor_dtype=dtype)
+        controller = make_controller(settings_, [shapes], 30)
+        assert (
+            bool(controller.notice) == (rank > highest) == (f"the highest that does is {highest}" in controller.notice)
+        )
 
 
 def aligned(**overrides: Any) -> PolicyConfig:

@@ -33,7 +33,7 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
 def without_sizes(folder: Path) -> None:
     """As written before data.yaml had sizes: special tokens last."""
     values = yaml.safe_load((folder / "data.yaml").read_text())
-    del values["files"]
+    del values["files"], values["sha256"]
     values["special_tokens"] = values.pop("special_tokens")
     (folder / "data.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
 
@@ -73,9 +73,20 @@ def test_every_cut_of_data_yaml_is_found(folder: Path) -> None:
         path.write_bytes(content[:end])
         with pytest.raises(UserError):
             check_whole(folder, load_info(folder))
-    path.write_bytes(content[:-1])  # vocab_size is whole, by chance
-    with pytest.raises(UserError, match=r"data\.yaml is cut short"):
+    path.write_bytes(content)
+    without_sizes(folder)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"data\.yaml is cut short|lacks or has"):
         load_info(folder)
+
+
+def test_every_flipped_bit_of_data_yaml_is_found(folder: Path) -> None:
+    path = folder / "data.yaml"
+    content = path.read_bytes()
+    for place in range(0, len(content), 17):
+        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :])
+        with pytest.raises(UserError, match=r"data\.yaml"):
+            load_info(folder)
 
 
 def test_a_sample_order_that_is_cut_short_is_named(folder: Path) -> None:

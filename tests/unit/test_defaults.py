@@ -1,13 +1,10 @@
-"""Results do not depend on torch's defaults: a type and a device are named wherever a tensor is made."""
+"""Results do not depend on torch's defaults for the type and the device of a tensor."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import math
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ from torch import Tensor
 from edgc import EDGCConfig
 from edgc.checkpoints.saved_state import merge
 from edgc.compressors import Gradient, Statistics
-from edgc.compressors.sizes import FACTOR_BITS
 from edgc.engine import Engine
 from edgc.entropy.estimators import estimate, moments
 from edgc.entropy.on_device import ESTIMATES, estimate_rows
@@ -25,10 +21,9 @@ from edgc.entropy.sampler import Sampler
 from edgc.megatron.activation import ActivationCompressor
 from edgc.runtime.device import masked_path
 from edgc.sections import ESTIMATORS, EntropyConfig, PipelineConfig
-from tests import examples
+from tests import contract
 from tests.lockstep import reduce_together
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS: dict[str, tuple[torch.dtype, str]] = {
     "float64": (torch.float64, "cpu"),
     "bfloat16": (torch.bfloat16, "cpu"),
@@ -51,20 +46,6 @@ every_default = pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAUL
 BOTH_PATHS = pytest.mark.parametrize("masked", [False, True], ids=["host looks", "masked"])
 
 
-def configurations() -> dict[str, dict[str, Any]]:
-    """Every method, with every value of what changes how it computes."""
-    found = {name: examples.settings_of(name) for name in examples.FOUND if name != "edgc"}  # that is powersgd
-    for factors in FACTOR_BITS:
-        label = f"powersgd {factors} one-sided"
-        found[label] = {"method": "powersgd", "rank": 4, "factor_dtype": factors, "one_sided": True}
-    found["powersgd without warm start"] = {"method": "powersgd", "rank": 4, "warm_start": False}
-    for method in ("topk", "randomk"):
-        for density in (0.02, 0.7, 1.0):
-            found[f"{method} {density}"] = {"method": method, "density": density}
-    return found
-
-
-CONFIGURATIONS = configurations()
 SHAPES = [(40, 24), (24,), (), (0,), (33, 70), (3, 4), (40, 24)]
 
 
@@ -87,12 +68,12 @@ def plain(thing: Any) -> Any:
     return repr(thing) if isinstance(thing, float) and math.isnan(thing) else thing
 
 
-def reductions(options: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Six reductions of three workers, with ranks that change, one of them exact; what is sent, kept and said."""
-    workers = [EDGCConfig(**options, min_compression_elements=16, seed=3).build() for _ in range(3)]
+def reductions(name: str, dtype: torch.dtype) -> Any:
+    """Six reductions of two workers, with ranks that change, one of them exact; what is sent, kept and said."""
+    workers = [contract.config_of(name).build() for _ in range(2)]
     seen: list[Any] = []
     for step, rank in enumerate((4, 4, 8, None, 6, 2)):
-        gradients = [drawn(step, worker, dtype) for worker in range(3)]
+        gradients = [drawn(step, worker, dtype) for worker in range(2)]
         statistics = reduce_together(workers, gradients, rank)
         seen.append([[gradient.tensor for gradient in mine] for mine in gradients])
         seen += [[float(getattr(s, f"{k}_sq")) for k in ("gradient", "input", "error")] for s in statistics]
@@ -103,29 +84,20 @@ def reductions(options: dict[str, Any], dtype: torch.dtype) -> Any:
     return plain([seen, [worker.state_dict() for worker in workers]])
 
 
-@cache
-def usual(name: str, dtype: torch.dtype, masked: bool) -> Any:
-    """:func:`reductions` under the usual defaults."""
+# A covering set: every variant under one default, each default on both paths, and with every type of gradients.
+COVERING = [
+    pytest.param(name, tuple(DEFAULTS.values())[i % 3], i // 3 % 2 == 1, dtype, id=f"{name}-{[*DEFAULTS][i % 3]}")
+    for i, name in enumerate(contract.variants())
+    for dtype in [(torch.float32, torch.float16, torch.float64)[i // 6 % 3]]
+]
+
+
+@pytest.mark.parametrize(("name", "default", "masked", "dtype"), COVERING)
+def test_every_method(name: str, default: tuple[torch.dtype, str], masked: bool, dtype: torch.dtype) -> None:
     with masked_path(masked):
-        return reductions(CONFIGURATIONS[name], dtype)
-
-
-@every_default
-@BOTH_PATHS
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_every_method(name: str, masked: bool, default: tuple[torch.dtype, str]) -> None:
-    expected = usual(name, torch.float32, masked)
-    with masked_path(masked), defaults(*default):
-        assert reductions(CONFIGURATIONS[name], torch.float32) == expected
-
-
-@every_default
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize("name", ["powersgd int4", "topk", "int8", "sign"])
-def test_other_gradients(name: str, dtype: torch.dtype, default: tuple[torch.dtype, str]) -> None:
-    expected = usual(name, dtype, False)
-    with defaults(*default):
-        assert reductions(CONFIGURATIONS[name], dtype) == expected
+        expected = reductions(name, dtype)
+        with defaults(*default):
+            assert reductions(name, dtype) == expected
 
 
 def activations(factor_dtype: str) -> Any:
@@ -207,63 +179,3 @@ def test_a_whole_run(default: tuple[torch.dtype, str]) -> None:
     expected = engine_run()
     with defaults(*default):
         assert engine_run() == expected
-
-
-# ------------------------------------------------------------------ in the source
-
-FACTORIES = {
-    *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "scalar_tensor", "asarray"),
-    *("arange", "range", "linspace", "logspace", "eye", "complex", "from_file", "sparse_coo_tensor"),
-    *("rand", "randn", "randint", "randperm", "normal", "poisson", "bernoulli"),
-    *("tril_indices", "triu_indices", "vander", "bartlett_window", "blackman_window", "hamming_window"),
-    *("hann_window", "kaiser_window"),
-}
-LEGACY = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "LongTensor", "IntTensor", "BoolTensor"}
-
-
-def unnamed(source: str) -> list[str]:
-    """Calls that make a tensor, or a generator, with torch's defaults, and imports that would hide them."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module == "torch":
-            hidden = {alias.name for alias in node.names} & (FACTORIES | {"Generator"})
-            found += [f"line {node.lineno}: from torch import {name}" for name in hidden]
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        function, given = node.func, {keyword.arg for keyword in node.keywords}
-        if not (isinstance(function.value, ast.Name) and function.value.id == "torch"):
-            continue
-        missing: set[str] = set()
-        if function.attr in FACTORIES:
-            missing = {"dtype", "device"} - {name for name in given if name is not None}
-        elif function.attr in LEGACY:
-            missing = {"dtype", "device"}
-        elif function.attr == "Generator" and not node.args and "device" not in given:
-            missing = {"device"}
-        if missing:
-            found.append(f"line {node.lineno}: torch.{function.attr} without {' and '.join(sorted(missing))}")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("torch.empty(0)", 1),
-        ("torch.empty(0, dtype=torch.float32)", 1),
-        ("torch.arange(3, dtype=torch.int64, device=x.device)", 0),
-        ("torch.Generator()", 1),
-        ("torch.Generator('cpu')", 0),
-        ("torch.Tensor([1.0])", 1),
-        ("from torch import zeros", 1),
-        ("torch.empty_like(x), x.new_empty(3), torch.cat([x])", 0),
-    ],
-)
-def test_what_is_looked_for(source: str, count: int) -> None:
-    assert len(unnamed(source)) == count
-
-
-def test_every_tensor_of_the_library_names_its_type_and_device() -> None:
-    files = sorted((ROOT / "edgc").rglob("*.py"))
-    assert len(files) > 40
-    found = {path.relative_to(ROOT).as_posix(): unnamed(path.read_text(encoding="utf-8")) for path in files}
-    assert not {path: calls for path, calls in found.items() if calls}

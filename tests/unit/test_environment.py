@@ -15,7 +15,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.other_torch import library_tests
-from workflows import environments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,31 +48,6 @@ def pins(path: Path) -> dict[str, str]:
     [pip] = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
     assert "python=3.11" in environment["dependencies"]
     return dict(line.split("==") for line in pip)
-
-
-def test_small_environments_have_pins_of_the_lock_and_what_their_rules_import() -> None:
-    for path, content in environments.environments().items():
-        assert path.read_text() == content, f"{path}: run `make environment`"
-        assert pins(path).items() <= lock().items()
-    small = {kind: pins(ROOT / "workflows" / "envs" / f"{kind}.yml") for kind in environments.KINDS}
-    assert {"torch", "megatron-core", "psutil", "pyarrow"} < small["training"].keys()
-    assert {"torch", "lm_eval", "transformers"} < small["evaluation"].keys()
-    assert {"matplotlib", "seaborn", "pandas"} < small["figures"].keys()
-    assert "torch" not in small["figures"] and "snakemake" not in {name for kind in small.values() for name in kind}
-
-
-def test_every_program_of_a_rule_is_one_of_its_environment() -> None:
-    found = []
-    for path in sorted((ROOT / "workflows" / "rules").glob("*.smk")):
-        for rule in re.split(r"^ *rule\b", path.read_text(), flags=re.MULTILINE)[1:]:
-            programs = re.findall(r"python -m ([\w.]+)", rule)
-            kinds = re.findall(r'"\.\./envs/(\w+)\.yml"', rule)
-            if programs and kinds:
-                # A package is started by its __main__, which imports a module at run time.
-                known = environments.KINDS[kinds[0]][0]
-                assert any(name == programs[0] or name.startswith(f"{programs[0]}.") for name in known), rule
-                found.append(kinds[0])
-    assert set(found) == {"training", "evaluation", "figures"} and len(found) >= 10
 
 
 def test_container_is_made_from_the_lock_with_the_same_python() -> None:
@@ -123,6 +97,6 @@ def test_another_torch_is_tried_with_the_tests_of_the_library() -> None:
         "test_checkpoint",
         "test_megatron",
         "test_analyse",
-        "test_layering",
+        "test_imports",
         "test_environment",
     }

@@ -40,7 +40,12 @@ def test_the_sign_of_a_difference_does_not_matter_for_equality(values: list[floa
     ("differences", "verdict"),
     [
         ([0.0001, -0.0002, 0.0], "on par"),
-        ([0.0011, 0.0010, 0.0012], "on par"),  # certainly worse, and within the margin
+        ([0.0011, 0.0010, 0.0012], "worse within the margin"),
+        ([-0.0011, -0.0010, -0.0012], "better within the margin"),
+        ([0.0001, 0.0002], "not decided"),  # two seeds show no equality
+        ([0.002] * 9 + [0.06], "worse"),  # ten of ten, where the interval holds zero
+        ([0.002] * 5, "worse within the margin"),
+        ([0.002] * 4 + [0.06], "not decided"),  # five of five are too few
         ([0.020, 0.021, 0.022], "worse"),
         ([-0.020, -0.021, -0.022], "better"),
         ([-0.02, 0.02, 0.0], "not decided"),
@@ -49,7 +54,21 @@ def test_the_sign_of_a_difference_does_not_matter_for_equality(values: list[floa
     ],
 )
 def test_verdicts(differences: list[float], verdict: str) -> None:
-    assert equivalence.compare(differences, 0.005)["verdict"] == verdict
+    found = equivalence.compare(differences, 0.005)
+    assert found["verdict"] == verdict
+    assert verdict.startswith(found["direction"]) or verdict == "not decided"
+    assert found["seeds_worse"] == sum(value > 0 for value in differences)
+
+
+@settings(deadline=None)
+@given(VALUES, st.floats(-0.01, 0.03))
+def test_where_nothing_is_to_be_won_only_a_difference_beyond_the_margin_is_told(
+    values: list[float], gap: float
+) -> None:
+    found = equivalence.compare(values, 0.005)
+    beyond = found["difference_low"] > 0.005 or found["difference_high"] < -0.005
+    assert equivalence.worth(found, gap, 0.005) == (found["verdict"] if beyond or gap >= 0.01 else "cannot tell")
+    assert equivalence.worth(found, math.nan, 0.005) == found["verdict"], "no compression was not run"
 
 
 @pytest.mark.parametrize(("sd", "seeds"), [(0.002, 3), (0.004, 5), (0.004, 10), (0.01, 10)])
@@ -70,7 +89,7 @@ def test_the_fewest_seeds_reach_the_power_and_one_less_does_not(kind: object) ->
     needed = equivalence.seeds_needed(kind, 0.004, 0.005)
     assert kind(0.004, 0.005, int(needed)) >= equivalence.POWER > kind(0.004, 0.005, int(needed) - 1)
     assert equivalence.seeds_needed(kind, 1.0, 0.005) == math.inf
-    assert equivalence.seeds_needed(kind, 0.0, 0.005) == 2
+    assert equivalence.seeds_needed(kind, 0.0, 0.005) == 3
 
 
 def table() -> pd.DataFrame:

@@ -200,5 +200,6 @@ def test_bad_margins_are_refused(text: str, message: str, tmp_path: Path) -> Non
 def test_stated_margins_of_one_quantity_agree() -> None:
     margins = RULE.margins
     nats = margins["bits_per_byte"].margin * math.log(2)
-    assert margins["byte_perplexity"].margin == pytest.approx(nats, rel=1e-3)
+    assert margins["byte_perplexity"].margin == pytest.approx(nats, rel=1e-2)
     assert margins["word_perplexity"].margin == pytest.approx(6 * nats, rel=1e-2)
+    assert margins["validation_loss"].margin == pytest.approx(3 * nats, rel=1e-2), "a token has three bytes"

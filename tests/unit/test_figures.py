@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.colors
@@ -19,15 +20,28 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
 
-from edgc.compressors.sizes import FACTOR_BITS
 from edgc.config import methods
 from edgc.errors import UserError
 from experiments.pages import pictures
 from experiments.spec import matrix
-from experiments.verdicts import details
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, inputs, saving, style, texts
-from paper_figures.__main__ import main, render
-from paper_figures.families import by_name
+from experiments.verdicts import long_tables
+from paper_figures import (
+    BENCHMARKS,
+    FIGURES,
+    INPUTS,
+    OPTIONAL,
+    break_even,
+    caption,
+    hero,
+    inputs,
+    learning_curves,
+    policies_settings,
+    rank_sweep,
+    saving,
+    style,
+    texts,
+)
+from paper_figures.__main__ import draw, main, render
 from tests.unit import synthetic_runs as synthetic
 
 TRAINED = (
@@ -41,7 +55,6 @@ TRAINED = (
     "rank_model",
     "window_ablation",
     "sampling_ablation",
-    "tuning",
 )
 OURS = tuple(name for name, studies in FIGURES.items() if set(studies) <= set(TRAINED))
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,56 +87,68 @@ def has_data(ax: Axes) -> bool:
     return bool(ax.images or ax.collections or any(len(line.get_xdata()) > 2 for line in ax.lines) or ax.containers)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_panels_are_filled_labelled_and_legible(tables: Path, name: str) -> None:
-    fig = importlib.import_module(f"paper_figures.{name}").draw(tables)
-    try:
-        fig.canvas.draw()
-        panels = data_panels(fig)
-        assert panels
-        assert fig.get_figwidth() == style.COLUMN
-        assert fig.get_figheight() <= style.TALLEST + 0.01
-        for ax in panels:
-            assert has_data(ax), ax.get_title(loc="left")
-            # Shared axes are labelled once, at the outside.
-            siblings = ax.get_shared_x_axes().get_siblings(ax)
-            assert any(other.get_xlabel() for other in siblings)
-            siblings = ax.get_shared_y_axes().get_siblings(ax)
-            assert any(other.get_ylabel() for other in siblings)
-        for text in fig.findobj(Text):
-            if text.get_visible() and text.get_text().strip():
-                assert text.get_fontsize() >= style.MIN_FONT, text.get_text()
-        assert cut_off(fig) == []
-        assert saving.seen(fig), "no title says what is seen"
-        note = " ".join(word for text in fig.texts for word in text.get_text().split())
-        assert "n = " in note
-        assert "scale ci" in note
-    finally:
-        plt.close(fig)
+@dataclass
+class Drawn:
+    name: str
+    figure: Figure
+    read: list[str]
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_every_line_is_explained(tables: Path, name: str) -> None:
+@pytest.fixture(scope="module", params=OURS)
+def drawn(request: pytest.FixtureRequest, tables: Path) -> Iterator[Drawn]:
+    """A figure, drawn once for all tests of it, and the tables that it has read."""
+    read, found = inputs.read, []
+
+    def noted(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
+        found.append(f"{study}/{table}")
+        return read(results, study, table)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "read", noted)
+        figure = draw(request.param, tables)
+    figure.canvas.draw()
+    yield Drawn(request.param, figure, found)
+    plt.close(figure)
+
+
+def test_panels_are_filled_labelled_and_legible(drawn: Drawn) -> None:
+    fig, panels = drawn.figure, data_panels(drawn.figure)
+    assert panels
+    assert fig.get_figwidth() == style.COLUMN
+    assert fig.get_figheight() <= style.TALLEST + 0.01
+    for ax in panels:
+        assert has_data(ax), ax.get_title(loc="left")
+        # Shared axes are labelled once, at the outside.
+        assert any(other.get_xlabel() for other in ax.get_shared_x_axes().get_siblings(ax))
+        assert any(other.get_ylabel() for other in ax.get_shared_y_axes().get_siblings(ax))
+    for text in fig.findobj(Text):
+        if text.get_visible() and text.get_text().strip():
+            assert text.get_fontsize() >= style.MIN_FONT, text.get_text()
+    assert cut_off(fig) == []
+    assert saving.seen(fig), "no title says what is seen"
+    note = " ".join(word for text in fig.texts for word in text.get_text().split())
+    assert "n = " in note and "scale ci" in note
+
+
+def test_every_line_is_explained(drawn: Drawn) -> None:
     """In a panel with several coloured curves each colour has a legend entry somewhere in the figure."""
-    fig = importlib.import_module(f"paper_figures.{name}").draw(tables)
-    try:
-        legends = fig.findobj(Legend)
-        named = {
-            matplotlib.colors.to_hex(handle.get_color())
-            for legend in legends
-            for handle in legend.legend_handles
-            if hasattr(handle, "get_color")
+    named = {
+        matplotlib.colors.to_hex(handle.get_color())
+        for legend in drawn.figure.findobj(Legend)
+        for handle in legend.legend_handles
+        if hasattr(handle, "get_color")
+    }
+    for ax in data_panels(drawn.figure):
+        coloured = {
+            matplotlib.colors.to_hex(line.get_color())
+            for line in ax.lines
+            if len(line.get_xdata()) > 2 and line.get_linewidth() > 0.7
         }
-        for ax in data_panels(fig):
-            drawn = {
-                matplotlib.colors.to_hex(line.get_color())
-                for line in ax.lines
-                if len(line.get_xdata()) > 2 and line.get_linewidth() > 0.7
-            }
-            if len(drawn) > 1:
-                assert drawn <= named, ax.get_title(loc="left")
-    finally:
-        plt.close(fig)
+        assert len(coloured) < 2 or coloured <= named, ax.get_title(loc="left")
+
+
+def test_a_figure_reads_the_tables_that_it_says(drawn: Drawn) -> None:
+    assert sorted(drawn.read) == sorted(INPUTS[drawn.name])
 
 
 KEPT_BENCHMARKS = [
@@ -143,7 +168,7 @@ KEPT_FIGURES = [(path.stem, WORKSTATION) for path in sorted((WORKSTATION / "figu
     ("name", "folder"), KEPT_BENCHMARKS + KEPT_FIGURES, ids=lambda value: getattr(value, "name", value)
 )
 def test_kept_tables_are_drawn_whole_under_a_title_that_says_what_is_seen(name: str, folder: Path) -> None:
-    fig = importlib.import_module(f"paper_figures.{name}").draw(folder)
+    fig = draw(name, folder)
     try:
         fig.canvas.draw()
         assert fig.get_figheight() <= style.TALLEST + 0.01
@@ -153,40 +178,10 @@ def test_kept_tables_are_drawn_whole_under_a_title_that_says_what_is_seen(name: 
         plt.close(fig)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "results" / "reference").rglob("*.png")), ids=lambda path: path.stem)
-def test_a_kept_figure_fits_a_page_beside_its_caption(path: Path) -> None:
-    height, width = plt.imread(path).shape[:2]
-    assert height / width <= style.TALLEST / style.COLUMN + 0.01
-
-
-def test_a_file_has_the_title_that_its_figure_shows(tmp_path: Path) -> None:
-    fig = plt.figure()
-    assert saving.seen(fig) == ""
-    texts.headline(fig, "Ranks that follow entropy do no better than one fixed rank of as many bytes")
-    said = "Ranks that follow entropy do no better than one fixed rank of as many bytes"
-    assert "\n" in fig.get_suptitle() and saving.seen(fig) == said
-    path = saving.save(fig, tmp_path, "x")[-1]
-    assert pictures.seen(path) == said
-    assert pictures.seen(tmp_path / "none.png") == ""
-    fig = plt.figure()
-    texts.title_legend(fig, [], [], "A title that says what is seen")
-    assert saving.seen(fig) == "A title that says what is seen"
-    plt.close(fig)
-
-
 def test_files_repeat_byte_for_byte_in_another_process(tables: Path, tmp_path: Path) -> None:
     first = render("methods", tables, tmp_path / "a")
-    command = [
-        sys.executable,
-        "-m",
-        "paper_figures",
-        "methods",
-        "--results",
-        str(tables),
-        "--out",
-        str(tmp_path / "b"),
-    ]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    words = "-m", "paper_figures", "methods", "--results", str(tables), "--out", str(tmp_path / "b")
+    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, capture_output=True)
     for path in first:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
     assert {path.suffix for path in first} == {".pdf", ".png", ".svg"}
@@ -194,7 +189,7 @@ def test_files_repeat_byte_for_byte_in_another_process(tables: Path, tmp_path: P
 
 
 def test_methods_figure_shows_the_planted_gap_and_names_lost_runs(tables: Path) -> None:
-    fig = importlib.import_module("paper_figures.methods").draw(tables)
+    fig = draw("methods", tables)
     try:
         drawn = {
             (round(float(x), 2), round(float(y), 4))
@@ -220,7 +215,7 @@ def test_methods_that_are_far_off_do_not_press_the_others_onto_one_line(tables: 
         table.loc[mine, [column for column in table.columns if column.startswith("gap_nats")]] = 1.5
         table.to_csv(folder / name, index=False)
     summary = pd.read_csv(folder / "summary.csv")
-    fig = importlib.import_module("paper_figures.methods").draw(tmp_path / "ci")
+    fig = draw("methods", tmp_path / "ci")
     try:
         (ax,) = fig.axes
         low, high = ax.get_ylim()
@@ -248,27 +243,15 @@ def hero_rows(low: float, high: float, verdict: str = "on par") -> pd.DataFrame:
     return pd.DataFrame([*rows, rows[0] | {"variant": "loss"}])
 
 
-def test_the_first_figure_says_what_its_table_says() -> None:
-    hero = importlib.import_module("paper_figures.hero")
-    rows = hero.chosen(hero_rows(0.001, 0.002))
-    assert list(rows["rival"]) == ["no compression", "fixed rank", "falling", "fixed rank"]
-    assert list(rows["factor_dtype"]) == ["fp32"] * 3 + ["int8"], "int8 where there are five seeds"
-    said = {(0.001, 0.009): "no better", (-0.009, -0.001): "do better", (-0.004, 0.001): "as well as"}
-    for (low, high), words in (said | {(-0.004, 0.009): "Not decided", (-0.009, 0.001): "Not decided"}).items():
-        assert words in hero.title(hero.chosen(hero_rows(low, high)))
-    assert "Not tested" in hero.title(hero.chosen(hero_rows(0.001, 0.009, "not tested")))
-    assert hero.title(rows.head(0)) == "EDGC against other ways to send as many bytes"
-
-
 def test_the_first_figure_is_small_and_drawn_for_light_and_dark_pages(tables: Path, tmp_path: Path) -> None:
-    light, dark = (path.read_bytes() for path in importlib.import_module("paper_figures.hero").pages(tables, tmp_path))
+    light, dark = (path.read_bytes() for path in hero.pages(tables, tmp_path))
     assert max(len(light), len(dark)) <= 120_000
     assert b"#ffffff" in light and b"#ffffff" not in dark and b"#0d1117" in dark
 
 
 def test_learning_curves_show_every_run_and_what_it_lies_above_uncompressed(tables: Path) -> None:
     curves = pd.read_csv(tables / "policies" / "curves.csv")
-    fig = importlib.import_module("paper_figures.learning_curves_policies").draw(tables)
+    fig = draw("learning_curves_policies", tables)
     try:
         by_bytes, above = fig.axes[1::2], fig.axes[2::2]
         thin = [line for ax in by_bytes for line in ax.lines if len(line.get_xdata()) > 20]
@@ -286,59 +269,12 @@ def test_learning_curves_show_every_run_and_what_it_lies_above_uncompressed(tabl
         assert black and all((line.get_ydata() == 0).all() for line in black)
     finally:
         plt.close(fig)
-    module = importlib.import_module("paper_figures.learning_curves")
     rows = curves[["variant", "seed", "iteration", "train_loss"]]
-    found = rows.assign(above=module.above(curves, ["none"])).pivot(
+    found = rows.assign(above=learning_curves.above(curves, "none")).pivot(
         index=["seed", "iteration"], columns="variant", values=["train_loss", "above"]
     )
     expected = found["train_loss"]["fixed_8"] - found["train_loss"]["none"]
     assert found["above"]["fixed_8"].to_numpy() == pytest.approx(expected.to_numpy(), nan_ok=True)
-
-
-def test_trials_of_another_kind_have_axes_of_their_own(tables: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "ci" / "tuning"
-    folder.mkdir(parents=True)
-    curves, runs = (pd.read_csv(tables / "tuning" / name) for name in ("curves.csv", "table.csv"))
-    far = runs["variant"].iloc[-1]
-    runs.loc[runs["variant"] == far, "label"] = "BERT"
-    mine = curves["variant"] == far
-    curves.loc[mine, "train_loss"] += 20.0
-    curves.loc[mine, "validation_perplexity"] *= np.exp(20.0)
-    curves.to_csv(folder / "curves.csv", index=False)
-    runs.to_csv(folder / "table.csv", index=False)
-    fig = importlib.import_module("paper_figures.learning_curves_tuning").draw(tmp_path / "ci")
-    try:
-        for ax in fig.axes:
-            low, high = ax.get_ylim()
-            ends = [line.get_ydata()[-1] for line in ax.lines if len(line.get_xdata()) > 20]
-            assert ends and all(low <= end <= high for end in ends), ax.get_title(loc="left")
-    finally:
-        plt.close(fig)
-
-
-def test_rows_of_learning_curves_hold_every_variant_once() -> None:
-    module = importlib.import_module("paper_figures.learning_curves")
-    methods_of = {f"p{k}": "powersgd" for k in range(11)} | {"q": "quantize", "s": "sign", "e1": "edgc", "e2": "edgc"}
-    table = pd.DataFrame({"method": methods_of, "label": list(methods_of)}, index=list(methods_of))
-    rows = module.groups(table)
-    assert sorted(name for row in rows for name in row) == sorted(methods_of)
-    assert all(0 < len(row) <= module.MOST for row in rows)
-    assert ["q", "s", "e1", "e2"] in rows, "few of a method share a row"
-    trials = pd.DataFrame({"method": "none", "label": ["a", "b", "a"]}, index=["a1", "b1", "a2"])
-    assert module.groups(trials) == [["a1", "a2"], ["b1"]], "of one method, those of one label"
-
-
-def test_extrapolated_correlation_is_drawn_dashed_from_what_was_measured(tables: Path) -> None:
-    fig = importlib.import_module("paper_figures.window_correlation").draw(tables)
-    try:
-        for ax in fig.axes:
-            (dashed,) = [line for line in ax.lines if line.get_label().startswith("extrapolated")]
-            assert dashed.get_linestyle() == "--"
-            assert dashed.get_xdata()[0] < 5 and 100 in dashed.get_xdata()
-            marks = {(tuple(line.get_xdata()), tuple(line.get_ydata())) for line in ax.lines}
-            assert ((0, 1), (0.94, 0.94)) in marks and ((100, 100), (0, 1)) in marks
-    finally:
-        plt.close(fig)
 
 
 def test_an_undefined_correlation_is_explained_not_hidden(tables: Path, tmp_path: Path) -> None:
@@ -351,10 +287,23 @@ def test_an_undefined_correlation_is_explained_not_hidden(tables: Path, tmp_path
             table["cc_note"] = table["cc_note"].astype(object)
             table.loc[table["window"] == 50, "cc_note"] = "cc: 2 usable windows, 3 needed"
         table.to_csv(folder / path.name, index=False)
-    fig = importlib.import_module("paper_figures.window_ablation").draw(tmp_path / "ci")
+    fig = draw("window_ablation", tmp_path / "ci")
     try:
         words = " ".join(word for text in fig.texts for word in text.get_text().split())
         assert "2 usable windows" in words
+    finally:
+        plt.close(fig)
+
+
+def test_extrapolated_correlation_is_drawn_dashed_from_what_was_measured(tables: Path) -> None:
+    fig = draw("window_correlation", tables)
+    try:
+        for ax in fig.axes:
+            (dashed,) = [line for line in ax.lines if line.get_label().startswith("extrapolated")]
+            assert dashed.get_linestyle() == "--"
+            assert dashed.get_xdata()[0] < 5 and 100 in dashed.get_xdata()
+            marks = {(tuple(line.get_xdata()), tuple(line.get_ydata())) for line in ax.lines}
+            assert ((0, 1), (0.94, 0.94)) in marks and ((100, 100), (0, 1)) in marks
     finally:
         plt.close(fig)
 
@@ -384,6 +333,19 @@ def test_families_are_fixed_and_distinct() -> None:
     }
     assert {name: style.family(name).key for name in expected} == expected
     assert style.family("edgc", "released").key == "released"
+
+
+def test_the_title_of_the_settings_counts_those_in_which_edgc_is_better() -> None:
+    better, worse, unknown = (hero_rows(*ends) for ends in ((-0.004, -0.001), (0.001, 0.002), (0.001, 0.002)))
+    unknown[["difference_low", "difference_high"]] = float("nan")
+    found = {
+        "a": policies_settings.chosen(better),
+        "b": policies_settings.chosen(worse),
+        "c": policies_settings.chosen(unknown),
+    }
+    assert policies_settings.title(found).endswith("in 1 of 2 settings")
+    assert "settings" not in policies_settings.title({"c": found["c"]})
+    assert list(found["a"]["rival"][:4]) == list(policies_settings.RIVALS)
 
 
 # Linear RGB as seen with deuteranopia (Machado, Oliveira and Fernandes 2009, severity 1), and linear RGB to XYZ.
@@ -417,40 +379,12 @@ def test_looks_that_deuteranopia_takes_for_one_differ_in_marker_and_dash() -> No
     assert near, "colours are few, methods are many"
 
 
-def test_every_type_of_factors_has_a_look() -> None:
-    for dtype in FACTOR_BITS.keys() - {"fp32"}:
-        assert by_name(f"powersgd_r32_{dtype}").key == by_name(f"factors_{dtype}_r64").key == f"factors_{dtype}"
-        for method, kind in (("powersgd", "factors"), ("edgc", "edgc")):
-            row = pd.Series({"method": method, "policy": "cqm", "one_sided": False, "factor_dtype": dtype})
-            assert style.look(row).key == f"{kind}_{dtype}"
-
-
-def test_spread_states_n_and_bars() -> None:
-    assert texts.spread(1) == "n = 1 seed, no spread"
-    assert texts.spread([3, 3], scale="ci") == "n = 3 seeds; bars: 95 % t interval of the mean; scale ci"
-    assert texts.spread([1, 2, 5]).startswith("n = 1–5 seeds")
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_a_figure_reads_the_tables_that_it_says(tables: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, found = inputs.read, []
-
-    def noted(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
-        found.append(f"{study}/{table}")
-        return read(results, study, table)
-
-    monkeypatch.setattr(inputs, "read", noted)
-    plt.close(importlib.import_module(f"paper_figures.{name}").draw(tables))
-    assert sorted(found) == sorted(INPUTS[name])
-
-
 def test_settings_without_tables_are_named_in_place_of_being_drawn(tables: Path, tmp_path: Path) -> None:
-    module = importlib.import_module("paper_figures.policies_settings")
     found = tmp_path / "ci"
     found.mkdir()
     for study in ("policies", "policies_bert"):
         (found / study).symlink_to(tables / study)
-    fig = module.draw(found)
+    fig = draw("policies_settings", found)
     try:
         assert [ax.get_title(loc="left").partition(":")[0] for ax in fig.axes] == ["(a) GPT, one stage", "(b) BERT"]
         note = fig.texts[-1].get_text().replace("\n", " ")
@@ -459,29 +393,18 @@ def test_settings_without_tables_are_named_in_place_of_being_drawn(tables: Path,
     finally:
         plt.close(fig)
     assert set(OPTIONAL["policies_settings"]) < set(INPUTS["policies_settings"])
-    assert not details.missing("policies_settings", found)
+    assert not long_tables.missing("policies_settings", found)
     (found / "policies").unlink()
-    assert details.missing("policies_settings", found)
+    assert long_tables.missing("policies_settings", found)
     with pytest.raises(UserError, match="study policies is missing"):
-        module.draw(found)
-
-
-def test_the_title_of_the_settings_counts_those_in_which_edgc_is_better() -> None:
-    module = importlib.import_module("paper_figures.policies_settings")
-    better, worse, unknown = (hero_rows(*ends) for ends in ((-0.004, -0.001), (0.001, 0.002), (0.001, 0.002)))
-    unknown[["difference_low", "difference_high"]] = float("nan")
-    found = {"a": module.chosen(better), "b": module.chosen(worse), "c": module.chosen(unknown)}
-    assert module.title(found).endswith("in 1 of 2 settings")
-    assert "settings" not in module.title({"c": found["c"]})
-    assert list(found["a"]["rival"][:4]) == list(module.RIVALS)
+        draw("policies_settings", found)
 
 
 def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
-    module = importlib.import_module("paper_figures.rank_sweep")
     seeds = pd.DataFrame({"status": "ok", "rank": [4, 4, 4, 8], "validation_perplexity": [10.0, 11.0, 12.0, 9.0]})
     fig, (ax,) = style.figure()
     try:
-        module.loss(ax, seeds)
+        rank_sweep.loss(ax, seeds)
         (mean,) = ax.containers
         (bars,) = mean.lines[2]  # type: ignore[attr-defined]
         several, one = bars.get_segments()
@@ -492,40 +415,33 @@ def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
     assert texts.spread([1, 3]) == "n = 1–3 seeds; bars: 95 % t interval of the mean, none where n = 1"
 
 
-def test_titles_follow_from_the_tables() -> None:
+def test_titles_say_what_the_tables_say(tmp_path: Path) -> None:
+    said = {(0.001, 0.009): "no better", (-0.009, -0.001): "do better", (-0.004, 0.001): "as well as"}
+    for ends, words in (said | {(-0.004, 0.009): "Not decided", (-0.009, 0.001): "Not decided"}).items():
+        assert words in hero.title(hero.chosen(hero_rows(*ends)))
+    rows = hero.chosen(hero_rows(0.001, 0.002))
+    assert list(rows["factor_dtype"]) == ["fp32"] * 3 + ["int8"], "int8 where there are five seeds"
     saved = {"int4": [9, 9, 9], "bf16": [1, 1, 1], "edgc": [2, 99, 2], "edgc_unaligned": [2, 2, 99]}
-    rows = [{"case": k, "method": name, "saved_percent": x} for name, of in saved.items() for k, x in enumerate(of)]
-    simulated = importlib.import_module("paper_figures.break_even")
-    assert simulated.title(pd.DataFrame(rows), ["case"]) == "SIMULATED: EDGC saves most in 2 of 3 cases"
-    rows = [row for row in rows if row["method"] != "edgc_unaligned"]
-    assert simulated.title(pd.DataFrame(rows), ["case"]) == "SIMULATED: int4 saves most in 2 of 3 cases, EDGC in 1"
-    verdicts = pd.DataFrame({"verdict": ["on par", "on par", "different", "not decided", None]})
-    said = importlib.import_module("paper_figures.zero_shot").seen(verdicts)
-    assert said == "Of 4 runs and tasks 2 are on par with uncompressed, 1 differ, 1 are not decided"
-    names = ["EDGC (CQM)", "cheap and bad", "cheap and good"]
-    points = pd.DataFrame({"variant": names, "label": names, "percent": [40, 3, 10], "gap_nats": [0.02, 0.3, 0.01]})
-    runs = pd.DataFrame({"variant": names, "method": ["edgc", "sign", "powersgd"], "policy": ["cqm", "cqm", "cqm"]})
-    title = importlib.import_module("paper_figures.equal_bytes").seen(points, runs)
-    assert title == "cheap and good loses no more in the mean than EDGC (CQM) and sends 10 % of the bytes, not 40 %"
-    # What a policy loses that did not act says nothing of it.
-    idle = runs.assign(label=names, ranks_used=1, windows_inside=0.0, acted=[False, None, None])
-    near = points.assign(gap_nats=[0.001, 0.3, 0.004], method=runs["method"])
-    told = importlib.import_module("paper_figures.equal_bytes").seen(near, idle)
-    assert told == "In the mean cheap and good sends the fewest bytes within 0.005 nats of no compression: 10 %"
-    ways = ["edgc", "sign", "powersgd", "none"]
-    means = pd.DataFrame({"label": [*names, "no compression"], "method": ways, "edgc": [True, False, False, False]})
-    means = means.assign(bytes_ratio_mean=[0.4, 0.03, 0.1, 1.0], gap_nats_mean=[0.02, 0.3, 0.01, 0.0])
-    seen = importlib.import_module("paper_figures.methods").seen
-    decided = means.assign(verdict=["worse", "worse", "not decided", None])
-    assert seen(decided, decided[:3]) == title
-    undecided = means.assign(verdict=["not decided", "worse", "not decided", None])
-    told = "Of 3 methods against no compression: 1 worse, 2 not decided"
-    assert seen(undecided, means[:3]) == told
+    each = [{"case": k, "method": name, "saved_percent": x} for name, of in saved.items() for k, x in enumerate(of)]
+    assert "EDGC saves most in 2 of 3" in break_even.title(pd.DataFrame(each), ["case"])
+    fig = plt.figure()
+    texts.headline(fig, title := "Ranks that follow entropy do no better than one fixed rank of as many bytes")
+    path = saving.save(fig, tmp_path, "x")[-1]
+    assert pictures.seen(path) == title
+
+
+def test_rows_of_learning_curves_hold_every_variant_once() -> None:
+    methods_of = {f"p{k}": "powersgd" for k in range(11)} | {"q": "quantize", "s": "sign", "e1": "edgc", "e2": "edgc"}
+    rows = learning_curves.groups(pd.DataFrame({"method": methods_of}))
+    assert sorted(name for row in rows for name in row) == sorted(methods_of)
+    assert all(0 < len(row) <= learning_curves.MOST for row in rows)
+    assert ["q", "s", "e1", "e2"] in rows, "few of a method share a row"
 
 
 def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
-    assert {"methods", "zero_shot", "gpt2_2p5b_v100", "break_even"} < set(FIGURES)
-    assert all(len(caption(name).split()) > 25 for name in (*FIGURES, *BENCHMARKS))
+    assert {"methods", "zero_shot", "gpt2_2p5b_v100", "break_even", "learning_curves_long"} < set(FIGURES)
+    captions = [caption(name) for name in (*FIGURES, *BENCHMARKS)]
+    assert all(len(text.split()) > 25 for text in captions) and len(set(captions)) == len(captions)
     for table in (table for tables in INPUTS.values() for table in tables):
         study, _, file = table.partition("/")
         assert file in matrix.load_study(study).tables, table

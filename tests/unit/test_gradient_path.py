@@ -2,15 +2,13 @@
 
 Counted are calls of the library's functions, a generator that is resumed among them, from the hook to the closed
 iteration, of an iteration in which nothing is measured and no window ends; comprehensions and lambdas belong to the
-function they are in. A change of file is one between two consecutive calls of a thread; a gradient changes threads
-inside of `buckets.py`.
+function they are in.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,28 +55,22 @@ def calls_of(settings: dict[str, Any], iteration: int) -> list[list[Call]]:
     return list(threads.values())
 
 
-def passed(threads: list[list[Call]]) -> tuple[set[str], int]:
-    """Distinct files, and changes of file."""
-    changes = sum(a != b for calls in threads for (a, _), (b, _) in pairwise(calls))
-    return {file for calls in threads for file, _ in calls}, changes
+def passed(threads: list[list[Call]]) -> set[str]:
+    """Distinct files."""
+    return {file for calls in threads for file, _ in calls}
 
 
-@pytest.mark.parametrize(
-    ("settings", "most_files", "most_changes"),
-    [({"method": "powersgd", "rank": 4}, 10, 30), ({"method": "none"}, 6, 18)],
-    ids=["powersgd", "none"],
-)
-def test_a_gradient_passes_few_files(settings: dict[str, Any], most_files: int, most_changes: int) -> None:
+@pytest.mark.parametrize("settings", [{"method": "powersgd", "rank": 4}, {"method": "none"}], ids=["powersgd", "none"])
+def test_a_gradient_passes_few_files(settings: dict[str, Any]) -> None:
     for threads in run_workers(2, calls_of, settings, QUIET):
-        files, changes = passed(threads)
+        files = passed(threads)
         assert {"ddp/hook.py", "buckets.py", "engine.py", "runtime/channel.py", "compressors/base.py"} < files
-        assert len(files) <= most_files
-        assert changes <= most_changes
+        assert len(files) <= 10
 
 
 def test_only_an_iteration_in_which_something_is_due_asks_what_measures() -> None:
     for due in (False, True):
         settings = {"method": "powersgd", "rank": 4}
         for threads in run_workers(2, calls_of, settings, DUE if due else QUIET):
-            files, _ = passed(threads)
+            files = passed(threads)
             assert ("monitor.py" in files) == ("measurement/mean_error.py" in files) == due

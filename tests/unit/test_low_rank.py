@@ -12,8 +12,9 @@ from torch import Tensor
 
 from edgc.compressors import Gradient
 from edgc.compressors import passes as module
+from edgc.compressors.base import square_sum, square_sums
 from edgc.compressors.batched import Batched
-from edgc.compressors.passes import Matrices, RowBlocks, batch_view, square_sum, square_sums
+from edgc.compressors.passes import Matrices, RowBlocks, batch_view
 
 BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
 OK = torch.tensor(True)

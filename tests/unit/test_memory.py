@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from edgc.compressors import Channel, Gradient
-from edgc.compressors.quantization.blocks import Blocks
+from edgc.compressors.quantization import Blocks
 from edgc.config import EDGCConfig
 from tests.lockstep import reduce_together
 

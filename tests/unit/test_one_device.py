@@ -20,8 +20,8 @@ from edgc.entropy.on_device import ESTIMATES, estimate_rows
 from edgc.measurement.sketch import sketches
 from edgc.runtime.device import Later
 from edgc.timing import benchmark
-from experiments.bench.variants import Mirror
-from tests.gpu.steps import CASES, SHAPES, compressors
+from experiments.bench.engines import Mirror
+from tests.contract import SHAPES, config_of, variants
 from tests.lockstep import reduce_together
 
 META = torch.device("meta")
@@ -52,8 +52,9 @@ def gradients(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Gradient]:
 
 
 def built(name: str, world: int = 2, deferred: bool = False) -> list[Compressor]:
-    made = compressors(name, world, deferred)
+    made: list[Compressor] = [config_of(name).build() for _ in range(world)]
     for compressor in made:
+        compressor.deferred = deferred
         if getattr(compressor, "draws_at_random", False):
             compressor.draws_at_random = False  # type: ignore[attr-defined]  # the device has no random numbers either
     return made
@@ -69,25 +70,26 @@ def test_a_mixture_is_seen() -> None:
         torch.empty(3, device=META).masked_fill_(torch.ones((), dtype=torch.bool), 0)
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "deferred"), [(name, i % 2 == 1) for i, name in enumerate(variants())])
 def test_reductions_stay_on_the_device(name: str, deferred: bool) -> None:
     workers = built(name, deferred=deferred)
-    for rank in (None, 4, 4, 8, None, 4):
+    for rank in (4, 4, None, 8):
         reduce_together(workers, [gradients() for _ in workers], rank)
         for worker in workers:
             worker.settle(True)
 
 
-@pytest.mark.parametrize("shapes", [[(17,)], [(3, 5), (31,)], [(0, 5)]], ids=["a vector", "too small", "empty"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_bucket_without_a_matrix_stays_there_too(name: str, shapes: list[tuple[int, ...]]) -> None:
-    workers = built(name)
-    for rank in (4, None):
-        reduce_together(workers, [gradients(shapes) for _ in workers], rank)
+@pytest.mark.parametrize("name", variants())
+def test_a_bucket_without_a_matrix_stays_there_too(name: str) -> None:
+    """A vector, what is too small, and what is empty."""
+    shapes: tuple[list[tuple[int, ...]], ...] = [(17,)], [(3, 5), (31,)], [(0, 5)]
+    for bucket in shapes:
+        workers = built(name)
+        for rank in (4, None):
+            reduce_together(workers, [gradients(bucket) for _ in workers], rank)
 
 
-@pytest.mark.parametrize("name", ["powersgd fp32", "powersgd int8 one-sided", "edgc"])
+@pytest.mark.parametrize("name", ["powersgd", "powersgd int8", "powersgd one-sided"])
 def test_benchmarks_beside_the_training_stay_there(name: str) -> None:
     """The search of r_max begins with the exact mean, from a compressor that has sent nothing yet."""
     for rank in (None, 4):

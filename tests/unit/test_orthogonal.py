@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors.powersgd.orthogonal import Orthonormal, _together
+from edgc.compressors.powersgd.orthogonal import Orthonormal
 
 
 def decide(x: Tensor) -> Tensor:
@@ -136,25 +136,6 @@ def test_same_bits_from_same_bits(orthonormalise: Any) -> None:
         assert torch.equal(orthonormalise(x), orthonormalise(x.clone()))
 
 
-def test_one_pass_is_enough_for_a_warm_start_and_householder_takes_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    well, ill = conditioned(200, 16, 5.0)[None], conditioned(200, 16, 1e7)[None]
-    calls: list[Tensor] = []
-    original = torch.linalg.qr
-
-    def counting(x: Tensor) -> Any:
-        calls.append(x)
-        return original(x)
-
-    monkeypatch.setattr(torch.linalg, "qr", counting)
-    # The scale of a column is not its condition.
-    decide(well * torch.logspace(0, -9, 16))
-    assert not calls
-    decide(ill)
-    assert len(calls) == 1
-
-
 def test_reduced_precision_of_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """With bf16 products C would be good to three digits."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
@@ -193,15 +174,3 @@ def test_matrices_of_several_shapes_are_one_batch_and_do_not_touch_each_other() 
     assert spoiled[2][1].isnan().all()
     spoiled[2][1] = together[2][1]
     assert all(torch.equal(a, b) for a, b in zip(spoiled, together, strict=True))
-
-
-def test_large_matrices_are_not_padded() -> None:
-    sizes = [torch.Size(shape) for shape in ((1, 1 << 16, 32), (13, 7680, 32), (13, 1920, 32), (1, 64, 32), (1, 64, 8))]
-    batches = _together(sizes)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
-    for batch in batches:
-        tallest = max(sizes[i][1] for i in batch)
-        padded = sum(sizes[i][0] for i in batch) * tallest * sizes[batch[0]][2]
-        assert len(batch) == 1 or padded <= 1 << 22
-        assert len({sizes[i][2] for i in batch}) == 1
-    assert len(batches) < len(sizes), "small ones are to be one batch"

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.profiler import ProfilerActivity, profile
 
 from edgc.compressors import Channel, Gradient
+from edgc.compressors.base import compressible
 from edgc.compressors.passes import RowBlocks
+from edgc.compressors.powersgd import saves_bytes
 from edgc.compressors.powersgd.state import random_factor
-from edgc.compressors.sizes import compressible, saves_bytes
 from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd
 from tests.workers import run_workers
@@ -38,21 +40,6 @@ def gradients_of(step: int) -> Tensor:
     return 0.5 * common + torch.randn(WORLD, *SHAPE, generator=generator)
 
 
-def aggregate_form(steps: int) -> list[float]:
-    """||E||^2 / ||G||^2 over the steps where every worker subtracts the mean: E_w = M_w - M^."""
-    errors = torch.zeros(WORLD, *SHAPE)
-    q = random_factor(0, 1, "w", SHAPE[1], RANK)
-    ratios = []
-    for step in range(steps):
-        gradients = gradients_of(step)
-        m = gradients + errors
-        p = torch.linalg.qr((m @ q).mean(0)).Q
-        q = (m.mT @ p).mean(0)
-        errors = m - p @ q.T
-        ratios.append(float(errors.square().sum() / gradients.square().sum()))
-    return ratios
-
-
 def own_form(steps: int, **options: Any) -> list[float]:
     workers = [power_sgd(min_elements=1, **options) for _ in range(WORLD)]
     ratios = []
@@ -63,23 +50,11 @@ def own_form(steps: int, **options: Any) -> list[float]:
     return ratios
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def test_the_aggregate_form_drifts_without_bound() -> None:
-    ratios = aggregate_form(2000)
-    early, late = mean(ratios[500:1000]), mean(ratios[1500:])
-    # A random walk: ||E||^2 grows with the number of steps, so from 750 to 1750 on average.
-    assert late / early == pytest.approx(1750 / 750, rel=0.15)
-    assert late > 500
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"error_dtype": "bf16"}, {"factor_dtype": "int4"}], ids=str)
 def test_the_own_form_stays_within_a_constant_of_the_gradient(options: dict[str, Any]) -> None:
     ratios = own_form(1000, **options)
-    early, late = mean(ratios[250:500]), mean(ratios[750:])
+    early, late = fmean(ratios[250:500]), fmean(ratios[750:])
     assert late == pytest.approx(early, rel=0.1)
     # A direction waits for its turn: about min(m, n) / r steps.
     assert max(ratios) < 4 * min(SHAPE) / RANK
@@ -144,18 +119,16 @@ def steady_state(dtype: torch.dtype, options: dict[str, Any]) -> Callable[[], An
 ALLOWED = 8 * SMALL * SMALL + 4096
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dtype"),
     [
-        {},
-        {"error_dtype": "bf16"},
-        {"factor_dtype": "bf16"},
-        {"factor_dtype": "int8"},
-        {"factor_dtype": "int6"},
-        {"factor_dtype": "int5"},
-        {"factor_dtype": "int4"},
-        {"one_sided": True},
+        ({}, torch.float32),
+        ({}, torch.bfloat16),
+        ({"error_dtype": "bf16"}, torch.bfloat16),
+        ({"factor_dtype": "bf16"}, torch.float32),
+        ({"factor_dtype": "int8"}, torch.float32),
+        ({"factor_dtype": "int5"}, torch.bfloat16),
+        ({"one_sided": True}, torch.float32),
     ],
     ids=str,
 )

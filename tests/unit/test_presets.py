@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgc.compressors.entrywise.sign import SignConfig
+from edgc.compressors.entrywise.quantize import SignConfig
 from edgc.config import EDGCConfig
 from edgc.control.adaptive import make_controller
 from edgc.errors import UserError

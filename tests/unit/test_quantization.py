@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-import edgc.compressors.quantization.blocks as blocks_module
+import edgc.compressors.quantization as blocks_module
 from edgc.compressors import Channel
 from edgc.compressors.powersgd.wire import Wire
-from edgc.compressors.quantization.blocks import FACTORS, Blocks
-from edgc.compressors.quantization.mean import QuantisedMean
+from edgc.compressors.quantization import FACTORS, Blocks, QuantisedMean
 from tests.workers import run_workers
 
 BITS = (8, 7, 6, 5, 4, 2, 1)
@@ -368,9 +367,9 @@ def means(sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tens
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_the_mean_and_what_is_kept(world: int) -> None:
-    results = run_workers(world, means, [1, 63, 64, 65, 500, 4097])
+    results = run_workers(world, means, [1, 65, 4097])
     for records in zip(*results, strict=True):
         befores, afters, kepts = zip(*records, strict=True)
         assert all(torch.equal(after, afters[0]) for after in afters)

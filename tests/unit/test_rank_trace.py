@@ -52,7 +52,7 @@ def line(change: float, start: float = 0.1) -> Recorded:
 
 def test_the_recorded_entropies_are_those_of_the_kept_runs(tmp_path: Path) -> None:
     trends = []
-    for name in archive.unpack(REFERENCE / "runs.tar.xz", tmp_path):
+    for name in archive.unpack(REFERENCE, tmp_path):
         run = load_run(tmp_path / name)
         trends.append(trajectories(grouped(run.tensors)).assign(variant=run.variant, seed=run.seed))
     found = rank_trace.entropies(pd.concat(trends, ignore_index=True))

@@ -8,10 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 
 from edgc.errors import UserError
 from experiments.analyse.runs import load_run, load_runs
+from experiments.common.cli import main_guard
 from experiments.training import outputs
 from experiments.training.outputs import EventLog, read_events
 from tests.unit import synthetic_runs as synthetic
@@ -124,3 +126,23 @@ def test_a_stream_that_is_cut_names_its_line(tmp_path: Path) -> None:
     for torn in (False, True):
         with pytest.raises(UserError, match="line 1 is no whole event"):
             read_events(path, torn=torn)
+
+
+def test_a_full_disk_is_one_line_of_every_program(capsys: pytest.CaptureFixture[str]) -> None:
+    """``/dev/full`` answers as a full disk does; NumPy says so in its own words."""
+
+    def text() -> None:
+        Path("/dev/full").write_text("x")
+
+    def array() -> None:
+        with Path("/dev/full").open("wb") as file:
+            numpy.zeros(10_000).tofile(file)
+
+    for write in (text, array):
+        with pytest.raises(SystemExit) as end:
+            main_guard(write)()
+        assert end.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: no space left on the disk") and "free space" in line
+    with pytest.raises(FileNotFoundError):  # a fault of the program keeps its traceback
+        main_guard(lambda: Path("/dev/none/x").read_text())()

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.training.signatures import (
-    FIXES,
     IN_A_ROW,
     SHORTEST_WINDOW,
     Finding,
@@ -194,7 +193,3 @@ def test_a_resumed_watch_goes_on(seed: int, at: int) -> None:
 @pytest.mark.parametrize(("window", "expected"), [(1, 8), (3, 9), (8, 8), (50, 50)])
 def test_windows_are_long_enough_to_be_judged(window: int, expected: int) -> None:
     assert SignatureWatch(window).window == expected >= SHORTEST_WINDOW
-
-
-def test_every_signature_has_a_fix_of_one_line() -> None:
-    assert all(fix and "\n" not in fix for fix in FIXES.values())

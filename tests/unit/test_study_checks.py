@@ -72,6 +72,12 @@ STUDY: dict[str, tuple[str, Callable[[str], str], str, str]] = {
         "key title appears twice, in lines 1 and ",
         "keep one of them",
     ),
+    "a day that there is not": (
+        MINE,
+        insert("seeds: [2020-13-45]"),
+        "not valid YAML at line 1: timestamp '2020-13-45' cannot be read",
+        "correct the value",
+    ),
     "seeds": (MINE, insert("seeds: [1, 2, 1]"), "seeds = [1, 2, 1]: seed 1 appears twice", "give it once"),
     "more_seeds of an unknown variant": (
         MINE,
@@ -149,6 +155,19 @@ def test_a_wrong_scale_is_one_line(root: Path, capsys: pytest.CaptureFixture[str
         assert problem in line and f"(in {path})" in line
     with pytest.raises(UserError, match=r"unknown scale 'workstaton' .*did you mean workstation\?"):
         matrix.load_scale("workstaton")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["!!int q", "!!float x", "!!bool q", "!!timestamp x", "9" * 6000, "2020-01-01T99:00:00Z", "!!set 3", "{[1]: 2}"],
+)
+def test_a_value_that_cannot_be_made_is_a_line_with_its_place(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.yaml"
+    for content, line in ((f"a: 1\nb: {text}\n", 2), (f"{{? {text} : 1}}\n", 1)):
+        path.write_text(content)
+        with pytest.raises(UserError, match=rf"^not valid YAML at line {line}: .* \(in .*a\.yaml\); correct") as error:
+            load_yaml(path)
+        assert len(str(error.value)) < 400
 
 
 def test_a_study_that_nothing_analyses_is_refused(root: Path) -> None:

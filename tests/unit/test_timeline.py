@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.bench import timeline
-from experiments.bench.timeline import Recorder, covered, idle_share, median_iteration, without
+from experiments.bench.timeline import Recorder, covered, idle_share, without
 
 ticks = st.integers(0, 40)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (min(pair), max(pair))), max_size=8)
@@ -22,21 +22,11 @@ def cells(found: list[tuple[Any, Any]]) -> set[int]:
     return {cell for start, end in found for cell in range(int(start), int(end))}
 
 
-@given(intervals)
-def test_covered_counts_every_moment_once(found: list[tuple[int, int]]) -> None:
-    assert covered(found) == len(cells(found))
-
-
-@given(st.tuples(ticks, ticks).map(sorted), intervals)
-def test_without_leaves_what_no_hole_covers(whole: list[int], holes: list[tuple[int, int]]) -> None:
-    left = without((whole[0], whole[1]), holes)
-    assert cells(left) == cells([(whole[0], whole[1])]) - cells(holes)
-    assert sum(b - a for a, b in left) == len(cells(left)) and all(a < b for a, b in left)
-
-
 @given(intervals, ticks, st.integers(1, 20))
-def test_idle_share_is_what_no_work_covers(work: list[tuple[int, int]], start: int, length: int) -> None:
+def test_moments_are_counted_once(work: list[tuple[int, int]], start: int, length: int) -> None:
     window = cells([(start, start + length)])
+    assert covered(work) == len(cells(work))
+    assert covered(without((start, start + length), work)) == len(window - cells(work))
     assert idle_share(work, (start, start + length)) == pytest.approx(len(window - cells(work)) / length)
 
 
@@ -55,14 +45,6 @@ def test_recorder_keeps_megatrons_spans_without_meeting_other_ranks() -> None:
     assert timers.take() == []
     with pytest.raises(KeyError):
         timers("forward-compute").stop()
-
-
-@given(st.dictionaries(st.integers(0, 50), st.integers(0, 5), min_size=1))
-def test_median_iteration(seconds: dict[int, int]) -> None:
-    chosen = median_iteration({key: float(value) for key, value in seconds.items()})
-    shorter = sum(value < seconds[chosen] for value in seconds.values())
-    longer = sum(value > seconds[chosen] for value in seconds.values())
-    assert shorter <= (len(seconds) - 1) // 2 and longer <= len(seconds) // 2
 
 
 # Two stages, one micro-batch. Stage 1 is in its call at 1, the message can be sent at 3 and has arrived at 4; the

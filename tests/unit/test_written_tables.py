@@ -11,7 +11,7 @@ from edgc.errors import UserError
 from experiments.analyse.tables import write_table
 from experiments.common import written_tables
 from experiments.simulation import rank_trace
-from experiments.verdicts import claims, evidence, regression
+from experiments.verdicts import claim_measures, claims, regression
 from paper_figures import inputs
 
 ROWS = [{"variant": f"r{rank}", "status": "ok", "loss": 5.0 + rank / 64} for rank in (4, 8, 16)]
@@ -30,7 +30,7 @@ def readers(table: Path) -> dict[str, object]:
     check = regression.Check(study="methods", kind="rows", column="status", key=["variant"])
     return {
         "figures": lambda: inputs.read(root, "methods"),
-        "claims": lambda: evidence.read(root, "methods/table.csv"),
+        "claims": lambda: claim_measures.read(root, "methods/table.csv"),
         "regression": lambda: regression.read_table(root, check, "make it"),
     }
 

@@ -68,7 +68,7 @@ def test_conda_makes_the_environment_of_figures(small: Checkout, tmp_path: Path)
 def test_from_another_folder_everything_is_made_there(small: Checkout, tmp_path: Path) -> None:
     snakemake(tmp_path, "--snakefile", str(small.path / "Snakefile"), "all", "ci_regression")
     made = tmp_path / "results" / "ci"
-    assert (made / "report.html").is_file() and "rank_sweep" in (made / "snakemake_report.html").read_text()
+    assert (made / "report.html").is_file()
     assert (made / "regression.csv").is_file() and (made / "benchmarks" / "a-machine" / "stage_spread.png").is_file()
     assert not (small.path / "results" / "ci").exists()
 

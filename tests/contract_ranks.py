@@ -1,0 +1,188 @@
+"""What the gloo ranks of ``unit/test_contract.py`` do: laws that need real collectives, for every variant.
+
+Each law returns what is wrong; all ranks go through all of them, for a collective that one leaves out would hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgc.compressors import Channel, Compressor, Gradient, Statistics
+from edgc.runtime.channel import collective
+from edgc.runtime.device import masked_path
+from tests import examples
+from tests.contract import CLOSE, EXACT, IN_BF16, Setting, Traits, config_of, gradients, same, variants
+
+
+@contextmanager
+def recorded() -> Iterator[list[Fraction]]:
+    """Bytes that this rank sends in every collective, by the best algorithm, from the tensors as they are passed."""
+    sent: list[Fraction] = []
+    world = dist.get_world_size()
+    share = Fraction(world - 1, world)
+    scatter = collective("reduce_scatter_single", "reduce_scatter_tensor").__name__
+    gather = collective("all_gather_single", "all_gather_into_tensor").__name__
+    costs = {
+        "all_reduce": lambda tensor, *_: 2 * share * tensor.nbytes,
+        scatter: lambda output, source, *_: share * source.nbytes,
+        "all_to_all_single": lambda output, source, *_: share * source.nbytes,
+        gather: lambda output, source, *_: Fraction((world - 1) * source.nbytes),
+    }
+    originals = {name: getattr(dist, name) for name in costs}
+
+    def recording(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            sent.append(costs[name](*arguments))
+            return originals[name](*arguments, **options)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, recording(name))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def mean(tensor: Tensor) -> Tensor:
+    """Mean over the ranks in float64."""
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().reshape(-1) for tensor in tensors])
+
+
+def brought(compressor: Compressor, own: Sequence[Gradient]) -> Tensor:
+    """The mean over the ranks of what comes in, error feedback included."""
+    errors = compressor.kept
+    return mean(flat([examples.came_in(compressor, g) + errors.get(g.name, torch.zeros(())) for g in own]))
+
+
+def kept(compressor: Compressor, own: Sequence[Gradient]) -> Tensor:
+    return mean(flat([compressor.kept.get(g.name, torch.zeros_like(g.tensor)) for g in own]))
+
+
+def counted_and_kept(name: str, setting: Setting) -> tuple[list[str], list[Tensor]]:
+    """Bytes said and sent, equal replicas, and sent + kept = input while two buckets are in flight; and the results of
+    the first step, which are those of workers in one process."""
+    me, compressor, traits, wrong = dist.get_rank(), config_of(name).build(), Traits.of(name), []
+    first: list[Tensor] = []
+    for step, (rank, cut) in enumerate(((4, 0), (4, 4), (None, 0))):
+        own = gradients(step, me, setting, torch.device("cpu"))
+        owed = brought(compressor, own)
+        buckets = [bucket for bucket in (own[cut:], own[:cut]) if bucket]
+        statistics, channels = Statistics(), [Channel(None) for _ in buckets]
+        with recorded() as sent:
+            running = [
+                compressor.exchange(bucket, channel, rank, statistics)
+                for bucket, channel in zip(buckets, channels, strict=True)
+            ]
+            while running:
+                running = [exchange for exchange in running if next(exchange, "end") != "end"]
+        results = flat([gradient.tensor for gradient in own])
+        # Whole bytes are counted call by call, of which each may have had a part of one.
+        if not 0 <= sum(sent) - statistics.bytes <= len(sent):
+            wrong.append(f"step {step}: says {statistics.bytes} bytes, sends {float(sum(sent))}")
+        if statistics.bytes != sum(channel.bytes for channel in channels):
+            wrong.append(f"step {step}: other bytes in the statistics than in the channels")
+        replicas = [torch.empty_like(results) for _ in range(dist.get_world_size())]
+        dist.all_gather(replicas, results)
+        if not all(torch.equal(replica, results) for replica in replicas):
+            wrong.append(f"step {step}: replicas differ")
+        left = kept(compressor, own)
+        if rank is None or traits.remembers or not (traits.entrywise or traits.low_rank):
+            gap = float((results + left - owed).norm() / owed.norm())
+            if gap > (EXACT if traits.exact else IN_BF16):
+                wrong.append(f"step {step}: sent + kept misses {gap:g} of the input")
+        first = first or [gradient.tensor.clone() for gradient in own]
+    return wrong, first
+
+
+NEEDED = {"p0": ((0, 500), (500, 960)), "p3": ((0, 96), (96, 2304)), "p5": ((0, 0), (0, 1170))}
+
+
+def part_is_of_the_whole(name: str, setting: Setting) -> list[str]:
+    """Rows that a rank needs are those of the whole result; what it keeps is the same."""
+    me, wrong, config = dist.get_rank(), [], config_of(name)
+    # A product of fewer rows may add in another order, and then a level may fall to the other side.
+    limit = max(CLOSE[getattr(config, key)] for key in ("factor_dtype", "error_dtype"))
+    part, whole = config_of(name).build(), config_of(name).build()
+    for step in range(3):
+        full = gradients(step, me, setting, torch.device("cpu"))
+        some = [Gradient(g.name, g.tensor.clone(), NEEDED[g.name][me] if g.name in NEEDED else None) for g in full]
+        part.reduce(some, Channel(None), 4)
+        whole.reduce(full, Channel(None), 4)
+        for s, f in zip(some, full, strict=True):
+            low, high = s.needed or (0, f.tensor.numel())
+            one, other = (of.tensor.reshape(-1)[low:high] for of in (s, f))
+            if float((one - other).norm()) > limit * float(f.tensor.norm()):
+                wrong.append(f"step {step}: another part of {s.name} than of the whole")
+        for key, error in part.kept.items():
+            if float((error.float() - whole.kept[key].float()).norm()) > limit * float(error.float().norm()):
+                wrong.append(f"step {step}: keeps something else of {key} than beside the whole")
+    return wrong
+
+
+def scatters(name: str, setting: Setting) -> list[str]:
+    """An exact mean into shards: all that is owed in this rank's part, for half the bytes, and nothing of it again."""
+    me, runs, wrong = dist.get_rank(), [], []
+    for shards in (True, False):
+        compressor, sent = config_of(name).build(), []
+        for step, rank in enumerate((4, None, 4)):
+            own = gradients(step, me, setting, torch.device("cpu"))
+            buffer = torch.cat([gradient.tensor.reshape(-1) for gradient in own])
+            buffer = torch.nn.functional.pad(buffer, (0, -len(buffer) % 2))
+            place, views = 0, []
+            for gradient in own:
+                size = gradient.tensor.numel()
+                views.append(Gradient(gradient.name, buffer[place : place + size].view(gradient.tensor.shape)))
+                place += size
+            owed, channel = brought(compressor, views), Channel(None, [buffer] if shards else [])
+            statistics = compressor.reduce(views, channel, rank)
+            mine = channel.own_part(buffer).clone()
+            if rank is None and shards:
+                right = torch.nn.functional.pad(owed, (0, len(buffer) - len(owed))).chunk(2)[me]
+                if not torch.allclose(mine.double(), right, atol=1e-5):
+                    wrong.append("a part is not the mean of what was owed")
+                if statistics.bytes != buffer.nbytes // 2:
+                    wrong.append(f"{statistics.bytes} bytes for a buffer of {buffer.nbytes}")
+            sent.append(mine)
+        runs.append((sent, compressor.state_dict()))
+    return wrong if same(*runs) else [*wrong, "goes on otherwise than after an all-reduced mean"]
+
+
+def length(name: str) -> tuple[float, float | None]:
+    """Bytes of a matrix of 512 x 512 at rank 8, and the share of its norm that is kept."""
+    matrix = torch.randn(512, 512, generator=torch.Generator().manual_seed(dist.get_rank()))
+    config = examples.config_of(name, min_compression_elements=64)
+    statistics = config.build().reduce([Gradient("p", matrix)], Channel(None), 8)
+    return statistics.bytes, statistics.worker_error
+
+
+def everything() -> dict[str, Any]:
+    world, wrong, lengths = dist.get_world_size(), {}, {}
+    results: dict[tuple[str, bool], list[Tensor]] = {}
+    for masked in (False, True)[: 2 if world == 2 else 1]:
+        setting = Setting(masked, torch.float32, world, False, "flat")
+        with masked_path(masked):
+            for name in variants():
+                found, results[name, masked] = counted_and_kept(name, setting)
+                if world == 2:
+                    found += scatters(name, setting)
+                    found += part_is_of_the_whole(name, setting) if Traits.of(name).low_rank else []
+                wrong[name, masked] = found
+    if world == 2:
+        lengths = {name: length(name) for name in examples.FOUND}
+    return {"wrong": wrong, "results": results, "lengths": lengths}
