@@ -20,22 +20,20 @@ PY := $(VENV)/bin/python
 SNAKEFMT = PATH='$(abspath $(VENV))/bin':"$$PATH" snakefmt
 BENCH = $(PY) -m experiments.bench
 KEEP = $(PY) -m experiments.verdicts.reference --scale $(SCALE) --results $(RESULTS) --reference results/reference/$(SCALE)
-# What steps took is kept: rule, study, name, threads, seconds; also a whole reproduction, and all tests.
-DURATIONS = results/reference/$(SCALE)/durations.csv
-HOW_LONG = $$1 == "all" { print "\n`make reproduce SCALE=$(SCALE)` took " int($$5 / 60 + 0.5) " min on " $$4 " cores." } \
-  $$1 == "tests" { print "`make test` took " int($$5 / 60 + 0.5) " min on " $$4 " cores." }
 PIPELINE = $(PY) -m workflows.program --die-with-parent --scale $(SCALE) --cores $(CORES) --results $(RESULTS)
 
 # A misspelt target is refused before anything is made, with the names that are nearest.
 GOALS := $(shell sed -n 's/^\.PHONY: //p' $(firstword $(MAKEFILE_LIST)))
-$(foreach goal,$(filter-out $(GOALS) $(VENV)/.complete,$(MAKECMDGOALS)), \
-  $(error $(or $(shell python3 workflows/nearest.py '$(goal)' $(GOALS)),unknown target $(goal))))
+NEAREST = import difflib, sys; print(" or ".join(difflib.get_close_matches(sys.argv[1], sys.argv[2:])))
+near = $(shell python3 -c '$(NEAREST)' '$1' $(GOALS))
+meant = $(if $(wildcard experiments/studies/$1.yaml),it is a study: .venv/bin/snakemake -c2 $1,$\
+  $(if $(near),did you mean $(near)?,`make` lists all))
+$(foreach goal,$(filter-out $(GOALS) $(VENV)/.complete,$(MAKECMDGOALS)),$(error unknown target $(goal); $(call meant,$(goal))))
 
 .PHONY: help
 help: ## list the targets and settings
 	@printf 'Usage: make TARGET [SCALE=%s] [CORES=%s] [RESULTS=%s]\n\n' '$(SCALE)' '$(CORES)' '$(RESULTS)'
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@[ ! -f '$(DURATIONS)' ] || awk -F , '$(HOW_LONG)' '$(DURATIONS)'
 
 .PHONY: reproduce
 reproduce: venv ## run the main studies, then figures, claims and report; a second call does only what is missing
@@ -53,6 +51,10 @@ figures: venv ## draw all figures (trains what they need)
 report: venv ## write the HTML report (makes what it shows)
 	@$(PIPELINE) report $(ARGS)
 
+.PHONY: report-kept
+report-kept: venv ## write the HTML report of what is kept of SCALE, without training: build/report-SCALE.html
+	@$(PY) -m experiments.pages.report --scale '$(SCALE)' --results results/reference --out 'build/report-$(SCALE).html'
+
 .PHONY: regression
 regression: venv ## compare a ci run with results/reference/ci
 	@$(PIPELINE) ci_regression $(ARGS)
@@ -62,7 +64,6 @@ reference: venv ## write results/reference/SCALE from the results of SCALE
 	@$(PIPELINE) all
 	@$(KEEP)
 	@$(KEEP) --study window_ablation --runs
-	@install -D -m 644 '$(RESULTS)/$(SCALE)/durations.csv' '$(DURATIONS)'
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
 
 .PHONY: keep
@@ -75,14 +76,14 @@ keep-claims: venv ## judge the claims by what is kept in results/reference/SCALE
 	@$(PY) -m experiments.verdicts.claims --scale $(SCALE) --results results/reference --print
 
 .PHONY: save
-save: venv ## keep the runs of STUDY that have ended, and what they show (ARGS=--replace: for those of an earlier time)
+save: venv ## keep the runs of STUDY that have ended, and what they show (ARGS=--replace: in place of others)
 	@$(KEEP) --study '$(STUDY)' --so-far $(ARGS)
 
-# The text first: runs have to be younger, or they would be made again.
+# The text first: runs that came after it are taken to be made of it.
 .PHONY: restore
 restore: venv ## put the runs of STUDY that are kept back into results, where the workflow goes on with the others
 	@$(PIPELINE) texts
-	@$(PY) -m experiments.verdicts.archive restore --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
+	@$(PY) -m experiments.verdicts.archive --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
 # Not part of `reproduce`: 87 runs, more than an hour at ci scale; 12 runs; 21 runs.
 .PHONY: equal-bytes
@@ -99,7 +100,7 @@ moe: ## train a small mixture of experts, compressed or not, and write that to r
 
 .PHONY: replay
 replay: venv ## compute what is in results/reference/SCALE again from its runs and compare (ARGS=--write: redraw)
-	@$(PY) -m experiments.verdicts.archive replay --scale $(SCALE) $(ARGS)
+	@$(PY) -m experiments.verdicts.replay --scale $(SCALE) $(ARGS)
 
 .PHONY: dry-run
 dry-run: venv ## print memory and bytes of every rank of STUDY (a paper-scale one), no GPU needed (ARGS: its options)
@@ -141,26 +142,65 @@ bench-stages: venv ## see when pipeline stages finish with and without DAC, over
 bench-keep: venv ## copy the results of the benchmarks to results/reference/bench, to be committed
 	@$(BENCH) keep --results '$(RESULTS)/bench' $(ARGS)
 
-# The Python that runs it needs nothing but itself: it makes .venv, and .venv-gpu where torch in .venv sees no GPU.
+# What each part of `make gpu` may take in seconds, and what the Python then runs.
+PARTS ?= tests engine stage step
+ON_GPU = --device cuda $(if $(FULL),,--quick) --results '$(RESULTS)/bench'
+GPU_tests = 350 -m pytest tests/gpu -m gpu -q -p no:cacheprovider
+GPU_engine = $(if $(FULL),1440,180) -m experiments.bench engine --model gpt2-124m $(ON_GPU)
+GPU_stage = $(if $(FULL),1920,240) -m experiments.bench engine --model gpt2-2.5b-stage $(ON_GPU)
+GPU_step = $(if $(FULL),2880,360) -m experiments.bench step $(ON_GPU)
+# What the parts import, added to a PYTHON of the user's where it is missing.
+GPU_NEEDS = megatron-core>=0.16.1 psutil numpy pandas>=2 pydantic>=2 PyYAML rich typer scipy pytest>=9
+
+# Where torch in .venv sees no GPU, .venv-gpu lies over it: a CUDA build of the same version, the rest from .venv. Builds
+# for CUDA 13 are PyPI's, those for 12.6 run on every driver for CUDA 12. How pip finds the other build is left out.
 .PHONY: gpu
-gpu: ## test, time and profile on an NVIDIA GPU, 25 minutes (PYTHON: one with a torch for it; ARGS); docs/gpu.md
-	@for python in $(if $(PYTHON),'$(PYTHON)') python3.11 python3 none; do \
-	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && break; \
-	done; \
-	if [ "$$python" = none ]; then \
-	  echo "error: no Python 3.11 found (tried python3.11 and python3); install it or give PYTHON=" >&2; exit 2; \
+gpu: ## test, time and profile on an NVIDIA GPU (PYTHON: one whose torch sees it; PARTS; FULL=1); docs/gpu.md
+	@end() { echo "error: $$1; $$2" >&2; exit 2; }; \
+	sees() { "$$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; }; \
+	[ -z '$(ARGS)' ] || end 'make gpu takes no ARGS' 'use PARTS="tests step" or FULL=1'; \
+	unknown='$(filter-out tests engine stage step,$(PARTS))'; \
+	[ -z "$$unknown" ] || end "unknown part $$unknown" 'use some of PARTS="tests engine stage step"'; \
+	found=$$(nvidia-smi 2> /dev/null) || end 'nvidia-smi finds no GPU' '`make test` runs tests/gpu on the CPU'; \
+	$(if $(PYTHON),,$(MAKE) --no-print-directory venv;) \
+	python='$(or $(PYTHON),$(PY))'; over='$(abspath $(VENV))-gpu'; \
+	if [ -n '$(PYTHON)' ]; then \
+	  sees "$$python" || end "no torch in $$python that sees this GPU" 'name another PYTHON, or none'; \
+	  version=$$("$$python" -c 'import torch; print(torch.__version__.partition("+")[0])'); \
+	  packages=("torch==$$version" $(GPU_NEEDS:%='%')); \
+	elif sees "$$python"; then over=; \
+	elif sees "$$over/bin/python"; then python="$$over/bin/python"; over=; \
+	else \
+	  index=https://pypi.org/simple; \
+	  case "$$found" in *'CUDA Version: 12.'*) index=https://download.pytorch.org/whl/cu126 ;; esac; \
+	  packages=(--index-url "$${EDGC_GPU_INDEX:-$$index}" "$$(grep '^torch==' requirements.lock)"); \
+	  export PIP_CONFIG_FILE=/dev/null; unset PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX; \
 	fi; \
-	"$$python" -m experiments.bench.gpu_kit --make '$(MAKE)' --venv '$(VENV)' --results '$(RESULTS)' \
-	  $(if $(PYTHON),--python '$(PYTHON)') $(ARGS)
+	if [ -n "$$over" ]; then \
+	  echo "== a Python environment in $$over"; rm -rf -- "$$over"; "$$python" -m venv "$$over"; \
+	  "$$python" -c 'import sys; [print(f"import site; site.addsitedir({p!r})") \
+	    for p in sys.path if p.endswith("-packages")]' > "$$(echo "$$over"/lib/python3*/site-packages)/below.pth"; \
+	  python="$$over/bin/python"; \
+	  timeout 600 "$$python" -m pip install --quiet --disable-pip-version-check "$${packages[@]}" && sees "$$python" || \
+	    end "no torch for this GPU in $$over" 'EDGC_GPU_INDEX names another package index; see docs/gpu.md'; \
+	fi; \
+	mkdir -p '$(RESULTS)/gpu'; failed=; trap 'kill $$! 2> /dev/null; exit 130' INT TERM; \
+	part() { \
+	  log='$(RESULTS)/gpu/'$$1.log; echo "== $$1, at most $$2 s ($$log)"; code=0; \
+	  env -u TORCH_ALLOW_TF32_CUBLAS_OVERRIDE timeout -k 10 "$$2" "$$python" "$${@:3}" > "$$log" 2>&1 & \
+	  wait $$! || code=$$?; \
+	  case $$code in 0) ;; 124 | 137) failed+=" $$1 (out of time)" ;; *) failed+=" $$1 (exit code $$code)" ;; esac; \
+	  tail -n 1 "$$log"; \
+	}; \
+	$(foreach part,$(PARTS),part $(part) $(GPU_$(part));) \
+	echo "logs: $(RESULTS)/gpu; results: $(RESULTS)/bench"; \
+	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 # The tests of a file stay together, for they share what takes long to make; tests/conftest.py says which start first.
 # One file more than cores: some of them wait, for injected delays or for what they have killed.
 .PHONY: test
 test: venv ## run all tests, CORES files and one at a time (ARGS: options of pytest; -n0 runs one after another)
-	@began=$$SECONDS; \
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder $(ARGS); \
-	$(if $(ARGS),true,$(PY) -m workflows.durations $$((SECONDS - began)) \
-	  --cores $(CORES) --scale $(SCALE) --results '$(RESULTS)')
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Not part of `test`: it fetches another torch.
 .PHONY: test-torch
@@ -182,6 +222,7 @@ lint: venv ## ruff, mypy and snakefmt
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-cache --no-logo | tail -n +9
 	@$(SNAKEFMT) --check Snakefile workflows/rules
 
 .PHONY: format
@@ -195,19 +236,18 @@ clean-results: ## delete the generated results of SCALE (never results/reference
 	@test -f 'experiments/scales/$(SCALE).yaml' || { echo "error: unknown scale '$(SCALE)'" >&2; exit 2; }
 	@rm -rf -- '$(RESULTS)/$(SCALE)' && echo 'deleted $(RESULTS)/$(SCALE)'
 
-.PHONY: numbers
-numbers: venv ## write the numbers and tables of README and docs from results/reference
-	@$(PY) -m experiments.pages.columns
-	@$(PY) -m experiments.pages.side_by_side write
-	@$(PY) -m experiments.pages.numbers fill $(ARGS)
+.PHONY: pages
+pages: venv ## render README.md and docs from docs/templates and the tables of results/reference
+	@$(PY) -m experiments.pages.render
 
 .PHONY: docs
-docs: venv ## build the site of the documentation into build/site; a link that leads nowhere is an error
+docs: venv ## build the site of the documentation, with the report, into build/site; a dead link is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --site-dir build/site $(ARGS) && echo build/site/index.html
 
 .PHONY: environment
-environment: venv ## rewrite environment.yml and workflows/envs from requirements.lock
-	@$(PY) -m workflows.environments
+environment: ## rewrite environment.yml from requirements.lock
+	@{ sed '/^  - pip:$$/q' environment.yml; sed -n 's/^[^#]/      - &/p' requirements.lock; } > environment.yml.tmp
+	@mv environment.yml.tmp environment.yml
 
 .PHONY: venv
 venv: $(VENV)/.complete ## make .venv from requirements.lock
