@@ -6,7 +6,9 @@ copy the locks of whatever threads earlier tests have left.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import importlib
 import multiprocessing
 import tempfile
 import traceback
@@ -17,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from edgc.errors import UserError
+from edgc.runtime.groups import gather_objects
 
 multiprocessing.set_forkserver_preload(
-    ["tests.integration.ddp_cases", "tests.integration.megatron_cases", "tests.contract_ranks"]
+    ["tests.integration.ddp_runs", "tests.integration.megatron_cases", "tests.contract_ranks"]
 )
 
 
@@ -51,18 +55,56 @@ def run_workers(world: int, function: Callable[..., Any], *arguments: Any) -> li
         try:
             mp.start_processes(_enter, (world, folder, function, arguments), nprocs=world, start_method="forkserver")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            said = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
-            if not said:
+            failed = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+            if not failed:
                 raise
-            told = "\n".join(f"-- rank {path.stem}:\n{path.read_text(encoding='utf-8')}" for path in said)
-            raise AssertionError(told) from error
+            texts = "\n".join(f"-- rank {path.stem}:\n{path.read_text(encoding='utf-8')}" for path in failed)
+            raise AssertionError(texts) from error
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
+def run_cases(world: int, module: str) -> dict[str, str]:
+    """Call each of the functions in the ``CASES`` of a module on every rank, in one launch.
+
+    A case asserts what it has to; if it also compares ranks, with :func:`equal`, it asserts after its last collective.
+
+    Returns:
+        By case: the tracebacks of the ranks on which an assertion failed; empty if all held.
+    """
+    ranks = run_workers(world, _outcomes, module)
+    return {case: "\n".join(rank[case] for rank in ranks if rank[case]) for case in ranks[0]}
+
+
+def _outcomes(module: str) -> dict[str, str]:
+    results = {}
+    for name, case in importlib.import_module(module).CASES.items():
+        # A rank that hangs ends with the stacks of its threads, and so the launch.
+        faulthandler.dump_traceback_later(300, exit=True)
+        try:
+            case()
+            results[name] = ""
+        except AssertionError:
+            results[name] = traceback.format_exc()
+    faulthandler.cancel_dump_traceback_later()
+    return results
+
+
+def equal(*tensors: Tensor) -> bool:
+    """True if these tensors of all ranks are finite and all the same, bit for bit. Collective."""
+    each = [tensor for row in gather_objects(tensors) for tensor in row]
+    return all(torch.equal(each[0], other) and bool(other.isfinite().all()) for other in each)
+
+
 def said(call: Callable[[], Any]) -> str:
-    """What a mistake of the user's is answered with."""
+    """Message that answers a mistake of the user's; "nothing" without one."""
     try:
         call()
     except UserError as error:
         return str(error)
     return "nothing"
+
+
+def refused(call: Callable[[], Any], *names: str) -> None:
+    """Assert that a call is refused in one line that holds each of ``names``."""
+    message = said(call)
+    assert "\n" not in message and all(name in message for name in names), (names, message)

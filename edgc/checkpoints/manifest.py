@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a folder.
-
-    Attributes:
-        about: what the writer says of it, in JSON's types.
-        files: relative paths, with ``/``, and what they were when written.
-    """
+    """Content of a folder: ``about`` in JSON's types, and ``files`` by their relative paths, with ``/``."""
 
     about: dict[str, Any]
     files: dict[str, Entry]
@@ -92,13 +87,13 @@ def read(folder: Path) -> Manifest:
         UserError: it is of a later version of this package.
     """
     try:
-        found = (folder / NAME).read_bytes()
+        text = (folder / NAME).read_bytes()
     except OSError as error:
         raise DamagedCheckpoint(folder, NAME, _reason(error)) from None
     try:
-        content = json.loads(found)
+        content = json.loads(text)
         manifest = Manifest(dict(content["about"]), {name: Entry(**item) for name, item in content["files"].items()})
-        intact = found == _encode(manifest, content["format"])
+        intact = text == _encode(manifest, content["format"])
     except (ValueError, TypeError, KeyError, AttributeError):
         intact = False
     if not intact:
@@ -116,12 +111,11 @@ def check(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) 
         DamagedCheckpoint: for the first file that is not what it was when written.
     """
     for name in manifest.files if names is None else names:
-        expected = manifest.files.get(name)
-        if expected is None:
+        if name not in manifest.files:
             raise DamagedCheckpoint(folder, NAME, f"does not list {name}")
-        found = problem(folder / name, expected)
-        if found is not None:
-            raise DamagedCheckpoint(folder, name, found)
+        fault = problem(folder / name, manifest.files[name])
+        if fault is not None:
+            raise DamagedCheckpoint(folder, name, fault)
 
 
 def problem(path: Path, expected: Entry) -> str | None:
@@ -158,17 +152,12 @@ def sync(path: Path) -> None:
 
 
 def _encode(manifest: Manifest, version: int = FORMAT) -> bytes:
-    content = {
-        "format": version,
-        "about": manifest.about,
-        "files": {name: asdict(item) for name, item in manifest.files.items()},
-    }
-    digest = hashlib.sha256(_text(content).encode()).hexdigest()
-    return _text({**content, "sha256": digest}).encode()
+    def text() -> str:
+        return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
-
-def _text(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+    content: dict[str, Any] = {"format": version, **asdict(manifest)}
+    content["sha256"] = hashlib.sha256(text().encode()).hexdigest()
+    return text().encode()
 
 
 def _reason(error: OSError) -> str:

@@ -6,7 +6,6 @@ on all.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -49,20 +48,19 @@ def together(action: Callable[[], T]) -> T:
     Raises:
         UserError: on every rank, for the first rank where it was raised; an ``OSError`` becomes one.
     """
-    result, problem = _attempt(action)
-    for found in gather_objects(problem):
-        if found is not None:
-            raise found
-    return result  # type: ignore[return-value]  # without a problem there is a result
+    result, error = _attempt(action)
+    for raised in gather_objects(error):
+        if raised is not None:
+            raise raised
+    return result  # type: ignore[return-value]  # without an error there is a result
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
     """Do ``action`` on rank 0; what it returns, or raises, on every rank. Collective."""
-    result, problem = _attempt(action) if world()[0] == 0 else (None, None)
-    first, found = gather_objects((result, problem))[0]
-    if found is not None:
-        raise found
-    return first  # type: ignore[return-value]
+    result, raised = gather_objects(_attempt(action) if world()[0] == 0 else (None, None))[0]
+    if raised is not None:
+        raise raised
+    return result  # type: ignore[return-value]
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, UserError | None]:
@@ -87,11 +85,15 @@ def write(folder: Path, state: Mapping[str, Any], about: Callable[[], Mapping[st
         UserError: a file cannot be written.
     """
     rank, _ = world()
-    partial = partial_name(folder)
-    portable = own_copy(state)
-    on_first_rank(lambda: fresh(partial))
-    mine = together(lambda: save(partial / file_of(rank), portable))
-    rows = gather_objects((mine, dict(about())))
+    partial, content = partial_name(folder), portable(state)
+
+    def prepare() -> None:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+
+    on_first_rank(prepare)
+    rows = gather_objects((together(lambda: save(partial / file_of(rank), content)), dict(about())))
 
     def finish() -> None:
         files = {file_of(index): item for index, (item, _) in enumerate(rows)}
@@ -104,36 +106,13 @@ def write(folder: Path, state: Mapping[str, Any], about: Callable[[], Mapping[st
 # ------------------------------------------------------------------ one file
 
 
-def fresh(folder: Path) -> None:
-    """Make ``folder`` an empty one."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-class _Hashing:
-    """Writes to a file and keeps the checksum of what it was given to write."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.bytes += len(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def save(path: Path, state: Mapping[str, Any]) -> Entry:
-    """Write ``state`` to ``path`` and to the disk; size and checksum of what was written."""
+    """Write ``state`` to ``path`` and to the disk; its size and checksum."""
     with path.open("wb") as file:
-        hashing: Any = _Hashing(file)
-        torch.save(state, hashing)
+        torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    return Entry(hashing.bytes, hashing.digest.hexdigest())
+    return manifest.entry(path)
 
 
 def load(folder: Path, content: Manifest, name: str, *, lazily: bool = False) -> dict[str, Any]:
@@ -146,17 +125,21 @@ def load(folder: Path, content: Manifest, name: str, *, lazily: bool = False) ->
         DamagedCheckpoint: the file is not what was written, or holds more than tensors and plain values.
     """
     manifest.check(folder, content, [name])
-    state = plain(folder / name, folder, name, map_location=_here, mmap=lazily)
+
+    def here(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.cuda()
+
+    state = load_plain(folder / name, folder, name, map_location=here, mmap=lazily)
     if not isinstance(state, dict):
         raise DamagedCheckpoint(folder, name, f"holds {type(state).__name__} instead of a state")
     return state
 
 
-def plain(source: Path | BinaryIO, folder: Path, name: str, **options: Any) -> Any:
+def load_plain(source: Path | BinaryIO, folder: Path, name: str, **options: Any) -> Any:
     """Read ``source`` with ``torch.load``, if it holds tensors and plain values.
 
     Raises:
-        DamagedCheckpoint: it is not; of the file ``name`` in ``folder``.
+        DamagedCheckpoint: it does not; of the file ``name`` in ``folder``.
     """
     try:
         return torch.load(source, weights_only=True, **options)
@@ -166,17 +149,13 @@ def plain(source: Path | BinaryIO, folder: Path, name: str, **options: Any) -> A
 
 def unreadable(error: Exception) -> str:
     """Reason why a file cannot be read, to follow its name in a sentence."""
-    asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if asked is not None:
-        return f"asks for {asked[1]}, which may run code"
+    requested = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if requested is not None:
+        return f"asks for {requested[1]}, which may run code"
     return f"cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
-def _here(storage: Any, location: str) -> Any:
-    return storage if location == "cpu" else storage.cuda()
-
-
-def own_copy(value: Any, path: str = "state") -> Any:
+def portable(value: Any, path: str = "state") -> Any:
     """``value`` with every tensor in memory of just its own size, and mappings as dictionaries.
 
     Raises:
@@ -191,7 +170,7 @@ def own_copy(value: Any, path: str = "state") -> Any:
     if isinstance(value, float):  # NumPy's, which a mean or a setting may be
         return float(value)
     if isinstance(value, Mapping):
-        return {own_copy(key, path): own_copy(item, f"{path}.{key}") for key, item in value.items()}
+        return {portable(key, path): portable(item, f"{path}.{key}") for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(own_copy(item, f"{path}[{index}]") for index, item in enumerate(value))
+        return type(value)(portable(item, f"{path}[{index}]") for index, item in enumerate(value))
     raise TypeError(f"{path} is a {type(value).__name__}; a checkpoint holds tensors and plain values")

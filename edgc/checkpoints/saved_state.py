@@ -23,8 +23,8 @@ from edgc.config import EDGCConfig
 from edgc.errors import UserError
 
 State = Mapping[str, Any]
-OWN = {"errors": "error feedback", "velocities": "velocity"}
-"""Parts of a compressor's state that each replica has of its own, by parameter name, and what to call them."""
+LOCAL = {"errors": "error feedback", "velocities": "velocity"}
+"""Parts of a compressor's state that each replica has of its own, by parameter name, and how messages call them."""
 
 
 def state_for(saved: State | Sequence[State], *, world: int, rank: int) -> State:
@@ -71,10 +71,10 @@ def merge(states: Sequence[State]) -> State:
         errors = _mean([traffic["errors"] for traffic in pipelines if traffic is not None])
         first = {**first, "pipeline": {**first["pipeline"], "errors": errors}}
     compressors = [state["engine"]["compressor"] for state in states]
-    own = [key for key in OWN if any(key in compressor for compressor in compressors)]
-    if not own:
+    local = [key for key in LOCAL if any(key in compressor for compressor in compressors)]
+    if not local:
         return first
-    compressor = {**compressors[0], **{key: _mean([c.get(key, {}) for c in compressors], OWN[key]) for key in own}}
+    compressor = {**compressors[0], **{key: _mean([c.get(key, {}) for c in compressors], LOCAL[key]) for key in local}}
     engine = {**first["engine"], "compressor": compressor}
     if "window" in engine:
         # One replica's sketches of what it kept say nothing of the mean; they begin anew.
@@ -82,19 +82,18 @@ def merge(states: Sequence[State]) -> State:
     return {**first, "engine": engine}
 
 
-def _mean(errors: Sequence[Mapping[str, Tensor]], called: str = OWN["errors"]) -> dict[str, Tensor]:
+def _mean(replicas: Sequence[Mapping[str, Tensor]], kind: str = LOCAL["errors"]) -> dict[str, Tensor]:
     """The mean of every tensor over the replicas, in its own type; for a replica without one it is zero."""
     means: dict[str, Tensor] = {}
-    for name in {name: None for replica in errors for name in replica}:  # in order, each name once
-        tensors = [replica[name] for replica in errors if name in replica]
+    for name in {name: None for replica in replicas for name in replica}:  # in order, each name once
+        tensors = [replica[name] for replica in replicas if name in replica]
         if any(tensor.shape != tensors[0].shape for tensor in tensors):
-            shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-            what = f"the saved {called} of {name} has shapes {shapes}"
+            what = f"the saved {kind} of {name} has shapes {sorted({tuple(tensor.shape) for tensor in tensors})}"
             raise UserError(what, fix="load states that were saved together")
         total = torch.zeros(tensors[0].shape, dtype=torch.float64, device="cpu")
         for tensor in tensors:
             total += tensor.cpu()
-        means[name] = (total / len(errors)).to(tensors[0].dtype).to(tensors[0].device)
+        means[name] = (total / len(replicas)).to(tensors[0].dtype).to(tensors[0].device)
     return means
 
 
@@ -105,8 +104,8 @@ def _all_ranks(saved: Sequence[State]) -> list[State]:
     states = sorted(saved, key=lambda state: state["rank"])
     world = states[0]["world"] if states else 0
     if not states or [(s["world"], s["rank"]) for s in states] != [(world, rank) for rank in range(world)]:
-        found = ", ".join(f"{state['rank']} of {state['world']}" for state in states) or "none"
-        what = f"the saved states are not those of all ranks of one run: {found}"
+        ranks = ", ".join(f"{state['rank']} of {state['world']}" for state in states) or "none"
+        what = f"the saved states are not those of all ranks of one run: {ranks}"
         raise UserError(what, fix="give the states of all its ranks, each once")
     return states
 
@@ -132,12 +131,12 @@ def refuse_other_parameters(state: State, shapes: Mapping[str, tuple[int, ...]])
     """
     need(state["engine"], ("compressor",), "engine")
     need(state["engine"]["compressor"], (), "engine.compressor")
-    compressor = state["engine"]["compressor"]
-    for called, name, tensor in ((OWN[key], *item) for key in OWN for item in compressor.get(key, {}).items()):
-        if tuple(tensor.shape) != shapes.get(name):
-            now = f"has {shapes[name]} here" if name in shapes else "is no parameter of this rank's"
-            what = f"the saved state has {called} of {name}, {tuple(tensor.shape)}, which {now}"
-            raise UserError(what, fix="load the state of this very rank of this very model")
+    for key, kind in LOCAL.items():
+        for name, tensor in state["engine"]["compressor"].get(key, {}).items():
+            if tuple(tensor.shape) != shapes.get(name):
+                here = f"has {shapes[name]} here" if name in shapes else "is no parameter of this rank's"
+                what = f"the saved state has {kind} of {name}, {tuple(tensor.shape)}, which {here}"
+                raise UserError(what, fix="load the state of this very rank of this very model")
 
 
 def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: bool) -> bool:
@@ -153,11 +152,11 @@ def compare_settings(saved: Mapping[str, Any], config: EDGCConfig, *, allowed: b
         what = f"the saved state is of method {method}, not {config.method}"
         raise UserError(what, fix=f"set method: {method}, or start without the state")
     old = dotted(EDGCConfig.from_record(saved, where="the saved state").to_dict())
-    now = dotted(config.to_dict())
+    new = dotted(config.to_dict())
     # Files may not tell lists from tuples.
-    other = [key for key in {**old, **now} if plain(old.get(key)) != plain(now.get(key))]
+    other = [key for key in {**old, **new} if plain(old.get(key)) != plain(new.get(key))]
     if other and not allowed:
-        found = ", ".join(f"{key} = {old.get(key)!r}, now {now.get(key)!r}" for key in other)
+        changes = ", ".join(f"{key} = {old.get(key)!r}, now {new.get(key)!r}" for key in other)
         fix = "use the saved settings, or load with changed_settings=True to go on with those of now"
-        raise UserError(f"the saved state is of other settings: {found}", fix=fix)
+        raise UserError(f"the saved state is of other settings: {changes}", fix=fix)
     return bool(other)

@@ -10,38 +10,28 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from edgc.checkpoints.manifest import DamagedCheckpoint
-from edgc.checkpoints.rank_files import plain, unreadable
+from edgc.checkpoints.rank_files import load_plain, unreadable
 
 METADATA, COMMON = ".metadata", "common.pt"
+_METADATA_TYPES = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING"
+)
+_PLAN_TYPES = "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType"
 _NEEDED = {
     "pathlib": {"PosixPath"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    "torch.distributed.checkpoint.metadata": _METADATA_TYPES.split(),
     # The plans of all ranks, which Megatron keeps to compare the next save with.
-    "torch.distributed.checkpoint.planner": {
-        "BytesIOWriteData",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    },
+    "torch.distributed.checkpoint.planner": _PLAN_TYPES.split(),
 }
 
 
@@ -65,17 +55,19 @@ def check(folder: Path) -> None:
         return
     try:
         with (folder / METADATA).open("rb") as file:
-            metadata = _Metadata(file).load()
-        objects = _objects(metadata)
+            objects = _objects(_Metadata(file).load())
     except Exception as error:  # a foreign pickle fails in any way
         raise DamagedCheckpoint(folder, METADATA, unreadable(error)) from None
     for name, offset, length in objects:
-        with _opened(folder, name) as file:
-            file.seek(offset)
-            content = io.BytesIO(file.read(length))
-        plain(content, folder, name, map_location="cpu")
+        try:
+            with (folder / name).open("rb") as file:
+                file.seek(offset)
+                content = io.BytesIO(file.read(length))
+        except OSError as error:
+            raise DamagedCheckpoint(folder, name, unreadable(error)) from None
+        load_plain(content, folder, name, map_location="cpu")
     if (folder / COMMON).exists():
-        plain(folder / COMMON, folder, COMMON, map_location="cpu")
+        load_plain(folder / COMMON, folder, COMMON, map_location="cpu")
 
 
 def _objects(metadata: Any) -> list[tuple[str, int, int]]:
@@ -91,10 +83,3 @@ def _objects(metadata: Any) -> list[tuple[str, int, int]]:
                 raise ValueError(f"{key} is stored as {stored.transform_descriptors}")
             objects.append((str(stored.relative_path), int(stored.offset), int(stored.length)))
     return objects
-
-
-def _opened(folder: Path, name: str) -> BinaryIO:
-    try:
-        return (folder / name).open("rb")
-    except OSError as error:
-        raise DamagedCheckpoint(folder, name, unreadable(error)) from None

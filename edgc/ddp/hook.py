@@ -25,7 +25,7 @@ What follows from how DDP works:
 import math
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -49,7 +49,7 @@ PATIENCE = timedelta(seconds=10)
 
 
 class Scaler(Protocol):
-    """What is asked of a ``GradScaler``."""
+    """The part of a ``GradScaler`` that is used here."""
 
     def scale(self, outputs: Any) -> Any:
         """``outputs`` times the loss scale."""
@@ -61,24 +61,20 @@ class Slot:
     Without a handle gradients are averaged plainly.
 
     Args:
-        group: process group of the model.
+        group: process group of the model; None in a copy of a model, which has no hook any more.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.handle: Handle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle of the model averages plainly, as with the hooks of torch; it can be registered anew."""
-        return Unregistered, ()
-
-
-class Unregistered:
-    """What a copied model has in place of its slot."""
+        return Slot, ()
 
 
 def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP calls for every bucket."""
+    """Average a bucket of DDP's, as the handle in ``slot`` does it."""
     return allreduce_hook(slot.group, bucket) if slot.handle is None else slot.handle._reduce(bucket)
 
 
@@ -93,7 +89,7 @@ class Handle:
 
     Args:
         slot: of the model.
-        own: whether ``group`` was made for this handle, which then ends it.
+        ends_group: whether ``group`` was made for this handle, which then ends it.
         find_unused: whether backward may leave out parameters, whose ``.grad`` is then left as it was.
     """
 
@@ -107,21 +103,25 @@ class Handle:
         slot: Slot,
         scaler: Scaler | None = None,
         *,
-        own: bool = False,
+        ends_group: bool = False,
         find_unused: bool = False,
     ) -> None:
-        self.engine = engine
-        self.group = group
-        self._own = own
+        self.engine, self.group, self._ends_group = engine, group, ends_group
         self._world, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self._names = names
+        self._names, self._scaler = names, scaler
         self._slot, self._model_group = weakref.ref(slot), slot.group
-        self._scaler = scaler
-        self._left: list[tuple[Tensor, int]] = []  # gradients from before this iteration, with their versions
         self._worker = BucketWorker(engine, group, device, parameters)
         self._stop = weakref.finalize(self, self._worker.stop)
+        self._earlier: list[tuple[Tensor, int]] = []  # gradients from before this iteration, with their versions
         self._hooks: list[Any] = []
-        self._watch = Use(names, self._hooks) if find_unused else None
+        # Parameters that backward has come by since their gradients were last averaged, also under no_sync; of those
+        # that have no hook, since they are frozen, nothing is known, and they count as used.
+        self._used: set[str] = set()
+        self._watched: set[str] = set()
+        for parameter, name in names.items() if find_unused else ():
+            if parameter.requires_grad:
+                self._watched.add(name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_note, self._used, name)))
 
     @property
     def last(self) -> Iteration | None:
@@ -146,12 +146,12 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether EDGC averages the gradients: until :meth:`remove`."""
+        """True while EDGC averages the gradients: until :meth:`remove`."""
         return bool(self._stop.alive)
 
     @property
     def skipped(self) -> int:
-        """Steps that were given up so far because a gradient was not finite; stateless methods do not look.
+        """Number of steps that were given up so far because a gradient was not finite; stateless methods do not look.
 
         Without ``whole_steps`` it counts reductions.
         """
@@ -160,7 +160,7 @@ class Handle:
 
     @property
     def log(self) -> Log | None:
-        """Called with what :attr:`last` and :attr:`decision` are, after each iteration and in another thread."""
+        """Function that gets :attr:`last` and :attr:`decision` after each iteration, in another thread."""
         return self._worker.log
 
     @log.setter
@@ -168,7 +168,7 @@ class Handle:
         self._worker.log = log
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs, besides model and optimizer, to go on: save one per rank.
+        """State that this rank needs, besides model and optimizer, to go on: save one per rank.
 
         A run that goes on with it equals one that never stopped, bit for bit if it was saved after the first two
         iterations, in which DDP settles its buckets.
@@ -204,33 +204,36 @@ class Handle:
             UserWarning: when error feedback was redistributed.
         """
         self._refuse_inside_iteration()
-        own = state_for(state, world=self._world, rank=self._rank)
-        need(own, ("layout", "skipped"), "state")
-        refuse_other_parameters(own, {name: matrix_shape(p) for p, name in self._names.items()})
-        self._refuse_other_memory(own.get("memory", self._memory))
+        state = state_for(state, world=self._world, rank=self._rank)
+        need(state, ("layout", "skipped"), "state")
+        refuse_other_parameters(state, {name: matrix_shape(p) for p, name in self._names.items()})
+        saved, here = state.get("memory", self._memory), self._memory
+        for name in saved.keys() | here.keys():
+            if saved.get(name) != here.get(name):
+                orders = [f"order {order}" if order else "usual order" for order in (saved.get(name), here.get(name))]
+                what = f"{name} has its dimensions in the {orders[0]} in the saved memory, in the {orders[1]} here"
+                raise UserError(what, fix="give the model the memory_format that it had, and wrap it anew")
         stream = self._worker.stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         # The tensors belong to the worker's stream, which alone uses and frees them.
         with torch.cuda.stream(stream):
-            self.engine.load_state_dict(own["engine"], changed_settings=changed_settings)
-        self._worker.skipped = own["skipped"]
-        self._worker.replay(own["layout"])
+            self.engine.load_state_dict(state["engine"], changed_settings=changed_settings)
+        self._worker.skipped = state["skipped"]
+        self._worker.replay(state["layout"])
 
     @property
     def _memory(self) -> dict[str, list[int]]:
         """In which order the dimensions of parameters lie in memory, the one of the largest stride first, where that is
         not the usual one and error feedback lies as they do."""
-        orders = {name: _order(parameter) for parameter, name in self._names.items() if parameter.dim() > 2}
-        return {name: order for name, order in orders.items() if order != sorted(order)}
-
-    def _refuse_other_memory(self, saved: Mapping[str, list[int]]) -> None:
-        for name in saved.keys() | self._memory.keys():
-            was, here = saved.get(name), self._memory.get(name)
-            if was != here:
-                told = [f"dimensions in the order {o}" if o else "dimensions in the usual order" for o in (was, here)]
-                what = f"{name} has {told[0]} in the saved state's memory, {told[1]} in this model's"
-                raise UserError(what, fix="give the model the memory_format that it had, and wrap it anew")
+        orders = {}
+        for parameter, name in self._names.items():
+            strides = _strides(parameter)
+            axes = [axis for axis, size in enumerate(parameter.shape) if size > 1]
+            order = sorted(axes, key=lambda axis: -strides[axis])
+            if parameter.dim() > 2 and order != axes:
+                orders[name] = order
+        return orders
 
     def refuse_sparse(self, module: torch.nn.Module) -> None:
         """Refuse sparse gradients of ``module``'s matrices when they come, before DDP meets them, where only then they
@@ -258,8 +261,8 @@ class Handle:
         slot = self._slot()
         if slot is not None and slot.handle is self:
             slot.handle = None
-        if self._own:
-            self._own = False
+        if self._ends_group:
+            self._ends_group = False
             try:
                 all_here(self._model_group, PATIENCE if self._worker.error is not None else None)
             except RuntimeError as error:
@@ -277,7 +280,7 @@ class Handle:
             self._worker.settle()
 
     def _loss_scale(self, device: torch.device) -> float | None:
-        """What the gradients of this iteration come multiplied by; None if it is known or nobody knows it."""
+        """Loss scale of this iteration; None if it is known already or nobody knows it."""
         if self._scaler is None or (self._worker.inline and self._worker.busy):
             return None
         scale = float(self._scaler.scale(torch.ones((), dtype=torch.float32, device=device)))
@@ -286,7 +289,7 @@ class Handle:
         return scale
 
     def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """What DDP calls for every bucket, always in the same order of buckets."""
+        """Start to average a bucket; DDP calls this in the same order of buckets on every rank."""
         if self._worker.error is not None:
             raise copied(self._worker.error)
         buffer = bucket.buffer()
@@ -311,57 +314,40 @@ class Handle:
 
     def _unused(self, parameter: Tensor, storage: int) -> bool:
         """Whether DDP leaves the parameter's ``.grad`` as it is unless other ranks have used it."""
-        used, gradient = self._watch is None or self._watch.used(self._names[parameter]), parameter.grad
+        name, gradient = self._names[parameter], parameter.grad
+        used = name in self._used or name not in self._watched
+        self._used.discard(name)
         if gradient is None:
             return True
         # A .grad that lies in the bucket gets the result in any case.
         if used or gradient.untyped_storage().data_ptr() == storage:
             return False
-        self._left.append((parameter, gradient._version))
+        self._earlier.append((parameter, gradient._version))
         return True
 
     def _averaged(self, future: torch.futures.Future[Tensor]) -> None:
         """All buckets are averaged, and DDP is about to copy them to where they belong."""
-        _wait(future)
-        if self._left:
+        try:
+            future.wait()
+        except Exception as error:
+            # The future keeps what it raises, and is itself kept by the model, so the frames must not be.
+            raise copied(error.with_traceback(None)) from error.__cause__
+        if self._earlier:
             torch.autograd.Variable._execution_engine.queue_callback(self._copied)
 
     def _copied(self) -> None:
         """DDP has written every result that it does not throw away."""
-        left, self._left = self._left, []
-        for parameter, version in left:
+        earlier, self._earlier = self._earlier, []
+        for parameter, version in earlier:
             gradient = parameter.grad
             if gradient is not None and gradient._version == version:
-                self._worker.take_back(self._names[parameter], _as_in_bucket(parameter, gradient))
+                flat = gradient.new_empty(gradient.numel())
+                flat.as_strided(gradient.shape, _strides(parameter)).copy_(gradient)
+                self._worker.take_back(self._names[parameter], _matrix(parameter, flat.view(gradient.shape)))
 
 
-class Use:
-    """Which parameters backward has come by since their gradients were last averaged, also under ``no_sync``.
-
-    Of those that could not be asked, since they are frozen, nothing is known, and they count as used.
-
-    Args:
-        hooks: takes those that this puts on parameters.
-    """
-
-    def __init__(self, names: Mapping[Tensor, str], hooks: list[Any]) -> None:
-        self._found: set[str] = set()
-        asked = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
-        self._asked = set(asked.values())
-        hooks += [
-            parameter.register_post_accumulate_grad_hook(partial(_note, self._found, name))
-            for parameter, name in asked.items()
-        ]
-
-    def used(self, name: str) -> bool:
-        """Whether a parameter was used; from now on it was not."""
-        found = name in self._found or name not in self._asked
-        self._found.discard(name)
-        return found
-
-
-def _note(found: set[str], name: str, _: Tensor) -> None:
-    found.add(name)
+def _note(used: set[str], name: str, _: Tensor) -> None:
+    used.add(name)
 
 
 def _refuse_sparse(name: str, parameter: Tensor) -> None:
@@ -369,36 +355,16 @@ def _refuse_sparse(name: str, parameter: Tensor) -> None:
         raise UserError(f"parameter {name} has a sparse gradient", where="edgc.ddp", fix="look it up with sparse=False")
 
 
-def _wait(future: torch.futures.Future[Tensor]) -> None:
-    try:
-        future.wait()
-    except Exception as error:
-        # The future keeps what it raises, and is itself kept by the model, so the frames must not be.
-        raise copied(error.with_traceback(None)) from error.__cause__
-
-
 def matrix_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape in which a parameter is compressed: of more than two dimensions the first one by the rest."""
     shape = tuple(parameter.shape)
     return shape if len(shape) <= 2 else (shape[0], math.prod(shape[1:]))
-
-
-def _as_in_bucket(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient as :func:`_matrix` gives that of its bucket."""
-    flat = gradient.new_empty(gradient.numel())
-    flat.as_strided(gradient.shape, _strides(parameter)).copy_(gradient)
-    return _matrix(parameter, flat.view(gradient.shape))
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
     """Those of a parameter's gradient in its bucket: its own where it has its memory to itself and leaves no gaps."""
     alike = torch.empty_like(parameter, device="meta").stride()
     return alike if alike == parameter.stride() else torch.empty(parameter.shape, device="meta").stride()
-
-
-def _order(parameter: Tensor) -> list[int]:
-    """The dimensions of a parameter with several entries as its gradient has them in memory, outermost first."""
-    strides = _strides(parameter)
-    return sorted((i for i, size in enumerate(parameter.shape) if size > 1), key=lambda i: -strides[i])
 
 
 def _matrix(parameter: Tensor, view: Tensor) -> Tensor:

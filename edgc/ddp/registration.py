@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Mapping
-from functools import partial
+from functools import cache
+from types import FrameType
 from typing import Any, Literal, cast
 
 import torch
@@ -14,19 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from edgc.buckets import Log
 from edgc.checks import dotted, integer
 from edgc.compressors.base import compressible, mean_bits
 from edgc.config import CompressingConfig, EDGCConfig
-from edgc.ddp.hook import Handle, Scaler, Slot, Unregistered, hook, matrix_shape
-from edgc.ddp.loss_scale import watch_first_step
+from edgc.ddp.hook import Handle, Scaler, Slot, hook, matrix_shape
 from edgc.engine import Engine, Observer
 from edgc.entropy.kinds import embeddings
 from edgc.errors import UserError
 from edgc.runtime.groups import gather_objects, own_group
 
 _MARK = "edgc: is the node kept?"
+_unscaled: weakref.WeakKeyDictionary[Handle, set[int]] = weakref.WeakKeyDictionary()
+"""Handles that were given no scaler, until their first step, with the ids of their parameters."""
 
 
 def register(
@@ -101,19 +105,25 @@ def register(
             embeddings=looked_up,
             embedding_shapes=[shape for name, (shape, _) in compressed.items() if name in looked_up],
         )
-        slot, given = _slot_of(model) or Slot(model.process_group), scaler or None
-        options = {"own": process_group is None, "find_unused": model.find_unused_parameters}
-        handle = Handle(engine, names, count, device, group, slot, given, **options)
+        slot = _slot_of(model) or Slot(model.process_group)
+        options = {"ends_group": process_group is None, "find_unused": model.find_unused_parameters}
+        handle = Handle(engine, names, count, device, group, slot, scaler or None, **options)
         undo.pop_all()
         undo.callback(handle.remove)
         if _slot_of(model) is None:
-            _connect(model, slot)
+            try:
+                model.register_comm_hook(slot, hook)
+            except (RuntimeError, ValueError, TypeError) as error:
+                model._comm_hooks = [pair for pair in model._comm_hooks if pair[1] is not slot]
+                what = f"DistributedDataParallel takes no hook: {error}"
+                fix = "wrap the model anew, without a hook of your own"
+                raise UserError(what, where="edgc.ddp.register", fix=fix) from None
         slot.handle, handle.log = handle, log
         handle.refuse_sparse(model.module)
         undo.pop_all()
     if scaler is None and isinstance(config, CompressingConfig):
-        tell = partial(_tell_of_scaler, weakref.ref(handle), first=dist.get_rank(group) == 0)
-        weakref.finalize(handle, watch_first_step(parameters.values(), tell))
+        _watch_steps()
+        _unscaled[handle] = {id(parameter) for parameter in parameters.values()}
     return handle
 
 
@@ -122,22 +132,35 @@ def _slot_of(model: DistributedDataParallel) -> Slot | None:
     return next((state for _, state in model._comm_hooks if isinstance(state, Slot)), None)
 
 
-def _connect(model: DistributedDataParallel, slot: Slot) -> None:
-    try:
-        model.register_comm_hook(slot, hook)
-    except (RuntimeError, ValueError, TypeError) as error:
-        model._comm_hooks = [pair for pair in model._comm_hooks if pair[1] is not slot]
-        what, fix = f"DistributedDataParallel takes no hook: {error}", "wrap the model anew, without a hook of your own"
-        raise UserError(what, where="edgc.ddp.register", fix=fix) from None
+@cache
+def _watch_steps() -> None:
+    # For good: torch goes through its hooks while they run, and none may leave then.
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _tell_of_scaler(reference: weakref.ref[Handle], *, first: bool) -> None:
-    """Warn of a ``GradScaler`` that steps a model whose handle was not given one."""
-    handle = reference()
-    if first and handle is not None and handle.active:
-        what = "edgc.ddp.register was given no scaler, but a GradScaler makes the steps: error feedback and entropies"
-        fix = "take a change of its scale for one of the gradients; give scaler=..., or scaler=False to leave it so"
-        warnings.warn(f"{what} {fix}", stacklevel=2)
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn of a ``GradScaler`` that steps a model whose handle was not given one. Gradients do not show that they come
+    multiplied by a number, but a scaler makes the optimizer step itself."""
+    if not _unscaled:
+        return
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for handle in [handle for handle, watched in _unscaled.items() if not watched.isdisjoint(stepped)]:
+        del _unscaled[handle]
+        if handle.active and dist.get_rank(handle.group) == 0 and _scaler_steps():
+            what = "edgc.ddp.register was given no scaler, but a GradScaler makes the steps: error feedback and"
+            fix = "entropies follow its scale; give scaler=..., or scaler=False to leave it so"
+            warnings.warn(f"{what} {fix}", stacklevel=2)
+
+
+def _scaler_steps() -> bool:
+    """Whether one of the callers is a method of a ``GradScaler`` that is enabled."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _agreed(
@@ -151,25 +174,25 @@ def _agreed(
     if not isinstance(model, DistributedDataParallel):
         what = f"edgc.ddp.register was given a {type(model).__name__}"
         raise UserError(what, fix="wrap the module in DistributedDataParallel first, and compile it afterwards")
-    refused, mine = None, ""
+    refusal, described = None, ""
     try:
         parameters = _parameters(model)
         integer("iterations", iterations, 1)
         _refuse_stages(config)
         _refuse_scaler(scaler, config, parameters)
-        described = [(name, matrix_shape(parameter)) for name, parameter in parameters.items()]
-        mine = repr((config, iterations, scaler in (None, False), whole_steps, described))
+        shapes = [(name, matrix_shape(parameter)) for name, parameter in parameters.items()]
+        described = repr((config, iterations, scaler in (None, False), whole_steps, shapes))
     except UserError as error:
-        refused = error
-    answers = gather_objects((mine, str(refused or "")), model.process_group)
-    if refused is not None:
-        raise refused
+        refusal = error
+    answers = gather_objects((described, str(refusal or "")), model.process_group)
+    if refusal is not None:
+        raise refusal
     for rank, (_, other) in enumerate(answers):
         if other:
             raise UserError(f"rank {rank} refused: {other}", where="edgc.ddp.register")
-    differing = [rank for rank, (described, _) in enumerate(answers) if described != answers[0][0]]
+    differing = [str(rank) for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
     if differing:
-        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(map(str, differing))}"
+        what = f"config, iterations, options or parameters differ between ranks 0 and {', '.join(differing)}"
         raise UserError(what, where="edgc.ddp.register", fix="give the same on every rank")
     return parameters
 
@@ -205,7 +228,8 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
     Raises:
         UserError: if this model's gradients cannot be reduced here.
     """
-    model._comm_hooks = [pair for pair in model._comm_hooks if not isinstance(pair[1], Unregistered)]
+    copies = [pair for pair in model._comm_hooks if isinstance(pair[1], Slot) and pair[1].group is None]
+    model._comm_hooks = [pair for pair in model._comm_hooks if pair not in copies]
     slot = _slot_of(model)
     if slot is not None and slot.handle is not None:
         raise UserError("the model is registered already", fix="call handle.remove() before registering it anew")
@@ -231,9 +255,9 @@ def _parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise UserError(f"parameter {name} has type {parameter.dtype}", fix="use real floating-point types")
-    if left_out := _not_reduced(parameters):
-        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        what = f"DistributedDataParallel does not average {', '.join(left_out[:3])}{more}"
+    if missing := _not_reduced(parameters):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        what = f"DistributedDataParallel does not average {', '.join(missing[:3])}{more}"
         raise UserError(what, fix="wrap the model after they were made trainable, or leave them frozen")
     return parameters
 

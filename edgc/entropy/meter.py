@@ -18,7 +18,7 @@ from edgc.entropy import on_device
 from edgc.entropy.estimators import combine, estimate
 from edgc.entropy.sampler import Sampler
 from edgc.runtime.channel import Stopwatch, mark
-from edgc.runtime.device import Later, Made, host_decides
+from edgc.runtime.device import HostCopy, StreamTensor, host_decides
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class _Entropies:
     def __init__(self, estimator: str) -> None:
         self.estimator = estimator
         self._known: list[tuple[bool, int, float]] = []
-        self._waiting: dict[tuple[int, torch.dtype], list[tuple[Of, Made]]] = defaultdict(list)
+        self._waiting: dict[tuple[int, torch.dtype], list[tuple[Of, StreamTensor]]] = defaultdict(list)
         self._held = 0
-        self._coming: list[tuple[list[Of], Later]] = []
+        self._coming: list[tuple[list[Of], HostCopy]] = []
 
     def add(self, of: Of, entries: Tensor) -> None:
         """Measure ``entries`` [n] of a gradient; on a GPU a copy of them, later."""
         if host_decides(entries.device) or self.estimator not in on_device.ESTIMATES:
             self._known.append((*of, estimate(entries, self.estimator)))
             return
-        self._waiting[entries.numel(), entries.dtype].append((of, Made(entries.clone())))
+        self._waiting[entries.numel(), entries.dtype].append((of, StreamTensor(entries.clone())))
         self._held += entries.numel()
         if self._held >= on_device.MOST:
             self.measure()
@@ -75,7 +75,7 @@ class _Entropies:
             size = max(1, on_device.MOST // numel)
             for some in (members[start : start + size] for start in range(0, len(members), size)):
                 rows = torch.stack([made.use() for _, made in some])
-                self._coming.append(([of for of, _ in some], Later(on_device.estimate_rows(rows, self.estimator))))
+                self._coming.append(([of for of, _ in some], HostCopy(on_device.estimate_rows(rows, self.estimator))))
         self._waiting.clear()
         self._held = 0
 

@@ -143,33 +143,33 @@ class ActivationCompressor:
         return message
 
     def _compress(self, name: str, gradient: Tensor, layout: Layout, statistics: Statistics) -> Tensor:
-        way = self._on_cpu if self._decides(gradient.device) else self._on_gpu
-        error, factor = self._state(name, gradient, layout)
-        g, m = gradient.reshape(layout.rows, layout.columns), self._room(layout, gradient.device)
-        gradient_sq = square_sums(m.copy_(g)[None])[0]
+        way = self._on_cpu if host_decides(gradient.device) else self._on_gpu
+        error, factor = self._state(name, gradient.device, layout)
+        g, size = gradient.reshape(layout.rows, layout.columns), gradient.numel()
+        if self._scratch.numel() < size or self._scratch.device != g.device:  # which all streams share
+            self._scratch = torch.empty(size, dtype=torch.float32, device=g.device)
+        m = self._scratch[:size].view(g.shape).copy_(g)
+        gradient_sq = input_sq = square_sums(m[None])[0]
         if error is not None:
-            m.add_(error)
-        input_sq = square_sums(m[None])[0] if error is not None else gradient_sq
-        message = layout.empty(gradient.device)
+            input_sq = square_sums(m.add_(error)[None])[0]
+        message, ok = layout.empty(g.device), input_sq.isfinite()
         p, q = layout.split(message)
-        ok = input_sq.isfinite()
+        if not way.decides or ok:
+            projected = m @ factor.mT
+            basis = torch.empty_like(projected)
+            way.orthonormalise([projected[None]], [basis[None]])
+            p.copy_(basis)
+            right = p.float().mT @ m
+            q.copy_(right.mT)
+            ok = ok & message.isfinite().all()
         if way.decides and not ok:
-            return self._give_up(message, statistics)
-        projected = m @ factor.mT
-        basis = torch.empty_like(projected)
-        way.orthonormalise([projected[None]], [basis[None]])
-        p.copy_(basis)
-        right = (p if p.dtype == torch.float32 else p.float()).mT @ m
-        q.copy_(right.mT)
-        ok = ok & message.isfinite().all()
-        if way.decides and not ok:
-            return self._give_up(message, statistics)
+            statistics.skipped += 1
+            return message.fill_(math.nan)
         received = torch.empty_like(g, memory_format=torch.contiguous_format)
         layout.reconstruct(message, received)
         error_sq = square_sums(m.sub_(received)[None])[0]
         if error is not None:
-            torch.where(ok, m, error, out=error)
-            self.errors[name] = error
+            self.errors[name] = torch.where(ok, m, error, out=error)
         way.passes.keep([right[None]], [factor[None]], ok)
         self.factors[name] = factor
         norms = gradient_sq, input_sq, error_sq
@@ -185,38 +185,21 @@ class ActivationCompressor:
         layout.reconstruct(message, out)
         statistics.decompress.add(started, mark(out.device))
 
-    def _decides(self, device: torch.device) -> bool:
-        return host_decides(device)
-
-    def _give_up(self, message: Tensor, statistics: Statistics) -> Tensor:
-        statistics.skipped += 1
-        return message.fill_(math.nan)
-
-    def _state(self, name: str, gradient: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor]:
+    def _state(self, name: str, device: torch.device, layout: Layout) -> tuple[Tensor | None, Tensor]:
         """E, if there is error feedback, and Q^T of a stream, on the gradient's device."""
-        device, shape = gradient.device, (layout.rows, layout.columns)
-        factor, error = self.factors.get(name), None
-        if factor is None or (factor.shape[1] == layout.columns and factor.shape[0] != layout.rank):
+        rows, columns, rank = layout.rows, layout.columns, layout.rank
+        factor, error = self.factors.get(name), self.errors.get(name) if self.error_feedback else None
+        if factor is None or (factor.shape[1] == columns and factor.shape[0] != rank):
             # The first time; else the one of a run that goes on with another rank.
-            fresh = partial(random_factor, self.seed, int(factor is not None), name, layout.columns)
-            factor = of_rank(None if factor is None else factor.mT, layout.rank, fresh).mT.contiguous()
-        if self.error_feedback:
-            error = self.errors.get(name)
-            if error is None:
-                error = torch.zeros(shape, dtype=torch.float32, device=device)
-        rank = (layout.rank, layout.columns)
-        for what, tensor, expected in (("error feedback", error, shape), ("factor", factor, rank)):
-            if tensor is not None and tensor.shape != expected:
-                message = f"the {what} of {name} is {tuple(tensor.shape)}, but should be {expected}"
+            fresh = partial(random_factor, self.seed, int(factor is not None), name, columns)
+            factor = of_rank(None if factor is None else factor.mT, rank, fresh).mT.contiguous()
+        if self.error_feedback and error is None:
+            error = torch.zeros(rows, columns, dtype=torch.float32, device=device)
+        for kind, tensor, shape in (("error feedback", error, (rows, columns)), ("factor", factor, (rank, columns))):
+            if tensor is not None and tensor.shape != shape:
+                message = f"the {kind} of {name} is {tuple(tensor.shape)}, but should be {shape}"
                 raise UserError(message, fix="load the state of this very model, micro-batch size and rank")
         return error if error is None else error.to(device), factor.to(device)
-
-    def _room(self, layout: Layout, device: torch.device) -> Tensor:
-        """Memory for M that all streams share."""
-        size = layout.rows * layout.columns
-        if self._scratch.numel() < size or self._scratch.device != device:
-            self._scratch = torch.empty(size, dtype=torch.float32, device=device)
-        return self._scratch[:size].view(layout.rows, layout.columns)
 
     def rescale(self, factor: float) -> None:
         """Gradients come multiplied by ``factor`` from now on: error feedback follows."""

@@ -83,33 +83,33 @@ def attach(
         _check(chunk, config)
     dense = [group for chunk in chunks for group in chunk.bucket_groups]
     expert = [group for chunk in chunks for group in chunk.expert_parallel_bucket_groups]
-    groups = dense + expert
     names = {
         parameter: f"chunk{index}.{name}" if len(chunks) > 1 else name
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.module.named_parameters()
     }
-    stage = parallel_state.get_pipeline_model_parallel_rank()
     fused = fuse(chunks, names) if config.fused_embedding else None
-    elsewhere = fused.parameter if fused is not None else None
-    experts = isinstance(config, CompressingConfig) and config.compress_experts
+    uncompressed = [] if isinstance(config, CompressingConfig) and config.compress_experts else expert
     tables = {parameter for chunk in chunks for parameter in embeddings(chunk.module)}
-    own = [
+    matrices = [
         Matrix(tuple(parameter.shape), 8 * parameter.main_grad.element_size(), parameter in tables)
-        for group in (groups if experts else dense)
+        for group in dense + expert
         for parameter in sorted(group.params, key=names.__getitem__)
-        if parameter is not elsewhere
+        if group not in uncompressed and (fused is None or parameter is not fused.parameter)
     ]
-    own = [matrix for matrix in own if compressible(matrix.shape, config.min_compression_elements)]
-    stages = _matrices_of_all_stages(stage, own)
-    leads = [index for index, matrices in enumerate(stages) if matrices or not isinstance(config, PolicyConfig)]
+    matrices = [matrix for matrix in matrices if compressible(matrix.shape, config.min_compression_elements)]
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    # The same on every rank; the first rank of a stage speaks for it.
+    by_stage = dict(reversed(gather_objects((stage, matrices))))
+    stages = [by_stage[index] for index in sorted(by_stage)]
+    leads = [index for index, each in enumerate(stages) if each or not isinstance(config, PolicyConfig)]
     first = leads[0] if leads else 0  # whose entropy and times the other stages follow
     stages = stages[first:]
     overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in chunks)
     engine = Engine(
         config,
         stage=max(stage - first, -1),  # -1: nothing that is measured here counts for any stage
-        shapes=[[matrix.shape for matrix in matrices] for matrices in stages],
+        shapes=[[matrix.shape for matrix in each] for each in stages],
         iterations=iterations,
         observer=observer,
         deferred=True,
@@ -118,13 +118,12 @@ def attach(
         embeddings={names[parameter] for parameter in tables},
         embedding_shapes=[matrix.shape for matrix in stages[0] if matrix.embedding],
     )
-    for group in groups:
+    for group in dense + expert:
         group.__class__ = CompressedBucketGroup
     pipeline = _communicator(chunks[0], config)
-    attachment = Attachment(engine, groups, chunks[-1], overlap=overlap, fused=fused, pipeline=pipeline)
-    for group in groups:
-        compress = experts or group not in expert
-        group.edgc_join(attachment, names, compress=compress, elsewhere=elsewhere)
+    attachment = Attachment(
+        engine, dense + expert, chunks[-1], names, uncompressed, overlap=overlap, fused=fused, pipeline=pipeline
+    )
     if optimizer is not None:
         attachment.guard(optimizer)
     if isinstance(config, PolicyConfig) and config.alignment == "measured":
@@ -151,21 +150,13 @@ def _check(chunk: DistributedDataParallel, config: EDGCConfig) -> None:
 
 
 def _communicator(chunk: DistributedDataParallel, config: EDGCConfig) -> CompressedP2P | None:
-    """Communicator that compresses the traffic between stages; None unless that is asked for."""
-    settings, stages = config.pipeline, parallel_state.get_pipeline_model_parallel_world_size()
-    alone = {"pipeline.rank": settings.rank is not None, "fused_embedding": config.fused_embedding}
-    for key, asked in alone.items() if stages == 1 and dist.get_rank() == 0 else ():
-        if asked:
-            warnings.warn(f"edgc: {key} has no effect: there is one pipeline stage", stacklevel=3)
+    """Communicator that compresses the traffic between stages; None unless the settings ask for it."""
+    settings = config.pipeline
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1 and dist.get_rank() == 0:
+        for key, used in (("pipeline.rank", settings.rank is not None), ("fused_embedding", config.fused_embedding)):
+            if used:
+                warnings.warn(f"edgc: {key} has no effect: there is one pipeline stage", stacklevel=3)
     if settings.rank is None:
         return None
     group = parallel_state.get_pipeline_model_parallel_group()
     return CompressedP2P(pp_group=group, config=chunk.config, pipeline=settings, seed=config.seed)
-
-
-def _matrices_of_all_stages(stage: int, own: list[Matrix]) -> list[list[Matrix]]:
-    """The matrices of every stage, the same on every rank; the first rank of a stage speaks for it."""
-    by_stage: dict[int, list[Matrix]] = {}
-    for index, matrices in gather_objects((stage, own)):
-        by_stage.setdefault(index, matrices)
-    return [by_stage[index] for index in sorted(by_stage)]

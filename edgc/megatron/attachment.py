@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Attachment:
     Args:
         groups: the bucket groups of this rank; none where all parameters are frozen.
         last_chunk: the last of this rank's model chunks.
+        names: of the parameters, by which error feedback is kept.
+        uncompressed: groups that are sent dense.
 
     Attributes:
         engine: reduces the gradients; not to be called from outside.
@@ -57,25 +59,26 @@ class Attachment:
         engine: Engine,
         groups: Sequence[CompressedBucketGroup],
         last_chunk: DistributedDataParallel,
+        names: Mapping[Any, str],
+        uncompressed: Sequence[CompressedBucketGroup] = (),
         *,
         overlap: bool,
         fused: FusedEmbedding | None = None,
         pipeline: CompressedP2P | None = None,
     ) -> None:
-        self.engine = engine
-        self.groups = list(groups)
-        self._fused = fused
+        self.engine, self.groups, self.names = engine, list(groups), names
+        self._uncompressed, self._fused, self.pipeline = uncompressed, fused, pipeline
+        self.fused_parameter = None if fused is None else fused.parameter
         self.skipped = self.skipped_in_a_row = 0
         # Where Megatron makes its gradient buffers.
         self.device = torch.device(torch.cuda.current_device())
-        self.pipeline = pipeline
         self.hooks: list[Any] = []
         self.averaged_at: Mark | None = None
         self._finite: list[Tensor] = []
         self._exposed = Stopwatch()
         self._backward: list[tuple[Mark, Mark]] = []
         self._worker: BucketWorker | None = None
-        self._own_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._worker_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._needs_scale = bool(last_chunk.config.fp16)  # until an optimizer tells it
         self._guarded: Any = None  # the optimizer
         self._loaded = False  # whether a state was loaded and no iteration has begun since
@@ -87,9 +90,11 @@ class Attachment:
             if not self._worker.inline:
                 # Collectives of two threads on one group could mix.
                 shared = [group.edgc_replicas for group in groups]
-                self._own_groups = groups_of({tuple(dist.get_process_group_ranks(g)): timeout_of(g) for g in shared})
+                self._worker_groups = groups_of({tuple(dist.get_process_group_ranks(g)): timeout_of(g) for g in shared})
             # The thread must not keep the attachment alive, which ends it.
             self._stop = weakref.finalize(self, self._worker.stop)
+        for group in groups:
+            group.edgc = self
         self._last_chunk, finish = last_chunk, last_chunk.finish_grad_sync
 
         def finish_grad_sync(*arguments: Any, **options: Any) -> None:
@@ -121,12 +126,12 @@ class Attachment:
         reference = weakref.ref(self)
 
         def prepare_grads() -> bool:
-            found = bool(prepare())
+            overflow = bool(prepare())
             attachment = reference()
             if attachment is None:
-                return found
+                return overflow
             attachment._follow(float(optimizer.get_loss_scale()))
-            return found or attachment.skipped_in_a_row > 0
+            return overflow or attachment.skipped_in_a_row > 0
 
         optimizer.prepare_grads = prepare_grads
         self._guarded = optimizer
@@ -145,9 +150,9 @@ class Attachment:
             self.pipeline.compressor.rescale(factor)
 
     def reduce(
-        self, gradients: list[Gradient], group: dist.ProcessGroup, *, compress: bool, shards: tuple[Tensor, ...]
+        self, gradients: list[Gradient], source: CompressedBucketGroup, shards: tuple[Tensor, ...]
     ) -> Pending | None:
-        """Average the gradients of one bucket group; None if that is done when it returns.
+        """Average the gradients of a bucket group; None if that is done when it returns.
 
         Raises:
             UserError: under fp16 without an optimizer.
@@ -156,6 +161,7 @@ class Attachment:
             fix = "give attach the optimizer, or call attachment.guard(optimizer) before the first iteration"
             raise UserError("edgc.megatron does not know the loss scale", where="attach", fix=fix)
         self.catch_up()
+        group, compress = source.edgc_replicas, source not in self._uncompressed
         if self._worker is None:
             self.engine.reduce(gradients, group, compress=compress, shards=shards)
             return None
@@ -163,12 +169,12 @@ class Attachment:
             raise copied(self._worker.error)
         on_gpu = self.device.type == "cuda"
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.device] if on_gpu else None)
-        if not gradients:  # of a group that holds nothing but a tied embedding
+        if gradients:
+            ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
+            group = self._worker_groups.get(tuple(dist.get_process_group_ranks(group)), group)
+            self._worker.put(Bucket(False, gradients, gradients[0].tensor, future, ready, group, compress, shards))
+        else:  # a group that holds nothing but a tied embedding
             future.set_result(torch.empty(0, dtype=torch.float32, device=self.device))
-            return Pending(self._worker, future)
-        ready = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
-        own = self._own_groups.get(tuple(dist.get_process_group_ranks(group)), group)
-        self._worker.put(Bucket(False, gradients, gradients[0].tensor, future, ready, own, compress, tuple(shards)))
         return Pending(self._worker, future)
 
     def group_finished(self, started: Mark, ended: Mark, finite: Tensor) -> None:
@@ -203,36 +209,25 @@ class Attachment:
         self.engine.end_iteration(backward, exposed=self._exposed, skipped=skipped)
         self._finite, self._exposed, self._backward = [], Stopwatch(), []
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of this rank's gradients, by name."""
-        return {
-            group.edgc_names[parameter]: tuple(parameter.main_grad.shape)
-            for group in self.groups
-            for parameter in group.params
-        }
-
     def close(self) -> None:
         """Give Megatron its own reduction back; on every rank, between two iterations.
 
         What error feedback still holds is dropped. A second call does nothing.
         """
-        groups, self.groups = self.groups, []
-        for member in groups:
-            member.edgc_leave()
+        while self.groups:
+            self.groups.pop().edgc_leave()
         vars(self._last_chunk).pop("finish_grad_sync", None)  # that of its class comes back
         if self._worker is not None:
             self._stop()
-        for group in self._own_groups.values():
-            dist.destroy_process_group(group)
-        self._own_groups = {}
+        while self._worker_groups:
+            dist.destroy_process_group(self._worker_groups.popitem()[1])
         if self._fused is not None:
             self._fused.close()
-        for hook in self.hooks:
-            hook.remove()
+        while self.hooks:
+            self.hooks.pop().remove()
         if self._guarded is not None:
             del self._guarded.prepare_grads  # likewise
         self._fused = self._guarded = self.pipeline = None
-        self.hooks = []
 
     def time_backward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Forward hook: time the backward pass of each micro-batch, from the output's gradient to the last node."""
@@ -278,7 +273,8 @@ class Attachment:
             here, there = (", ".join(f"{k} {v}" for k, v in p.items()) for p in (_place(), state["place"]))
             what = f"the saved state is of {there}, but this is {here}"
             raise UserError(what, fix="save and load one state per rank")
-        refuse_other_parameters(state, self._shapes())
+        parameters = (parameter for group in self.groups for parameter in group.params)
+        refuse_other_parameters(state, {self.names[p]: tuple(p.main_grad.shape) for p in parameters})
         if (state["pipeline"] is None) != (self.pipeline is None) and not changed_settings:
             what = "the saved state's pipeline is of a run that compressed the traffic between stages otherwise"
             raise UserError(what, fix="set pipeline.rank as it was, or load with changed_settings=True")

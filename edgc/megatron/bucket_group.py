@@ -31,29 +31,17 @@ class Pending:
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """Reduces its gradients through an :class:`edgc.engine.Engine` instead of one collective.
 
-    Megatron has no injection API for this, so :func:`edgc.megatron.attach` sets the class of existing bucket groups
-    and then calls :meth:`edgc_join`.
+    Megatron has no injection API for this, so :func:`edgc.megatron.attach` sets the class of existing bucket groups,
+    and the attachment sets ``edgc`` to itself.
     """
 
     grad_reduce_handle: Any
-    edgc_names: dict[Any, str]
-
-    def edgc_join(self, attachment: Any, names: dict[Any, str], compress: bool, elsewhere: Any = None) -> None:
-        """Reduce through ``attachment``.
-
-        Args:
-            names: of the parameters, which error feedback is kept by.
-            compress: False sends this group dense.
-            elsewhere: a parameter, not always of this group, whose gradient is averaged elsewhere.
-        """
-        self._edgc, self.edgc_names, self._edgc_compress = attachment, names, compress
-        self._edgc_elsewhere = elsewhere
+    edgc: Any
 
     def edgc_leave(self) -> None:
         """Megatron's own reduction from now on."""
         self.__class__ = _ParamAndGradBucketGroup
-        for name in ("_edgc", "edgc_names", "_edgc_compress", "_edgc_elsewhere"):
-            delattr(self, name)
+        del self.edgc
 
     @property
     def edgc_replicas(self) -> dist.ProcessGroup:
@@ -71,34 +59,31 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
                 check_for_large=self.ddp_config.check_for_large_grads,
             )
         scatters = self.ddp_config.use_distributed_optimizer and not force_all_reduce
-        gradients, buffers = [], []
+        gradients: list[Gradient] = []
         for bucket in self.buckets:
-            self._scale_for_mean(bucket)
-            if scatters:
-                buffers.append(bucket.grad_data)
+            # So that the mean over replicas equals what Megatron's scaled sum (or average) would give.
+            factor = bucket.gradient_scaling_factor
+            if not self.ddp_config.average_in_collective:
+                factor *= self.edgc_replicas.size()
+            if factor != 1.0:
+                bucket.grad_data *= factor
             # Error feedback is looked up by name: it does not depend on how buckets were cut.
             gradients += [
-                Gradient(self.edgc_names[p], p.main_grad, self._needed(bucket, p) if scatters else None)
+                Gradient(self.edgc.names[p], p.main_grad, self._needed(bucket, p) if scatters else None)
                 for p in bucket.params_list
-                if p is not self._edgc_elsewhere
+                if p is not self.edgc.fused_parameter
             ]
-        self.grad_reduce_handle = self._edgc.reduce(
-            gradients, self.edgc_replicas, compress=self._edgc_compress, shards=tuple(buffers)
-        )
+        shards = tuple(bucket.grad_data for bucket in self.buckets) if scatters else ()
+        self.grad_reduce_handle = self.edgc.reduce(gradients, self, shards)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         device = self.buckets[0].grad_data.device
         started = mark(device)
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
-        self._edgc.group_finished(started, mark(device), finite(map(self._averaged, self.buckets), device))
-
-    def _scale_for_mean(self, bucket: Any) -> None:
-        """Scale so that the mean over replicas equals what Megatron's scaled sum (or average) would give."""
-        factor = bucket.gradient_scaling_factor
-        if not self.ddp_config.average_in_collective:
-            factor *= self.edgc_replicas.size()
-        if factor != 1.0:
-            bucket.grad_data *= factor
+        means = [bucket.grad_data for bucket in self.buckets]
+        if self.ddp_config.use_distributed_optimizer:  # this rank has them in its shard
+            means = [mean.view(self.edgc_replicas.size(), -1)[self.edgc_replicas.rank()] for mean in means]
+        self.edgc.group_finished(started, mark(device), finite(means, device))
 
     def _needed(self, bucket: Any, parameter: Any) -> tuple[int, int]:
         """The entries of a gradient that lie in this rank's shard of the bucket."""
@@ -108,9 +93,3 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         first = gradient.storage_offset() - bucket.grad_data.storage_offset()
         low = min(max(start - first, 0), gradient.numel())
         return low, min(max(start + size - first, low), gradient.numel())
-
-    def _averaged(self, bucket: Any) -> Tensor:
-        """Tensor that holds the mean on this rank."""
-        if self.ddp_config.use_distributed_optimizer:
-            return bucket.grad_data.view(self.edgc_replicas.size(), -1)[self.edgc_replicas.rank()]
-        return bucket.grad_data

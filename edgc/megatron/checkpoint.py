@@ -28,37 +28,59 @@ therefore looked at before anybody reads them (:mod:`edgc.checkpoints.unpickling
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron.core import parallel_state
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
 
 from edgc.checkpoints import manifest, rank_files, unpickling
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
+from edgc.checkpoints.saved_state import LOCAL, State, merge
 from edgc.errors import UserError
 from edgc.megatron.attachment import Attachment
-from edgc.megatron.checkpoint_state import (
-    FOLDER,
-    Layout,
-    Place,
-    experts_of,
-    iteration_of,
-    layout_of,
-    read,
-    state_of,
-    within,
-)
 from edgc.runtime.groups import gather_objects
 
 __all__ = ["DamagedCheckpoint", "check", "latest", "load", "publish", "readable", "save"]
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's
+FOLDER = "edgc"  # inside a checkpoint
+SHARD, EXPERTS = ("tensor", "pipeline"), ("expert", "expert_tensor")
+"""Coordinates of a rank: equal ones hold the same part of the parameters, and both the same part of the experts."""
 _NAME = re.compile(r"iter_(\d{7,})")
 _HIDDEN = re.compile(r"\.iter_\d{7,}\.(partial|old)")
+
+
+def layout() -> dict[str, int]:
+    """Sizes of this job's parallel groups; ``data`` is the number of replicas whose gradients are averaged.
+
+    With context parallelism its ranks count as replicas, for their gradients are averaged in the same reduction.
+    """
+    return {
+        "world": rank_files.world()[1],
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "data": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def place() -> dict[str, int]:
+    """Coordinates of this rank in :func:`layout`."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_rank(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
+        "data": parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        "expert": parallel_state.get_expert_model_parallel_rank(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_rank(),
+    }
 
 
 def save(folder: str | Path, attachment: Attachment, *, iteration: int) -> None:
@@ -74,11 +96,12 @@ def save(folder: str | Path, attachment: Attachment, *, iteration: int) -> None:
         UserError: the files cannot be written.
     """
     folder = Path(folder)
-    common = {"iteration": iteration, "layout": asdict(Layout.current())}
     # A checkpoint of `publish` is whole only with its own manifest, see `check`.
-    common["published"] = _HIDDEN.fullmatch(folder.name) is not None
-    state = {"attachment": attachment.state_dict(), "experts": experts_of(attachment)}
-    rank_files.write(folder / FOLDER, state, lambda: {**common, "place": asdict(Place.current())})
+    common = {"iteration": iteration, "layout": layout(), "published": _HIDDEN.fullmatch(folder.name) is not None}
+    # Replicated over the ranks of an expert only.
+    experts = sorted(name for p, name in attachment.names.items() if not getattr(p, "allreduce", True))
+    state = {"attachment": attachment.state_dict(), "experts": experts}
+    rank_files.write(folder / FOLDER, state, lambda: {**common, "place": place()})
 
 
 def load(folder: str | Path, attachment: Attachment, *, changed_settings: bool = False) -> int:
@@ -97,16 +120,87 @@ def load(folder: str | Path, attachment: Attachment, *, changed_settings: bool =
     Warns:
         UserWarning: on rank 0, when error feedback was redistributed.
     """
-    folder = Path(folder)
-    layout, place = Layout.current(), Place.current()
+    folder, job, rank = Path(folder), layout(), place()
     content = rank_files.together(lambda: read(folder))
-    state = rank_files.together(lambda: state_of(folder, content, layout, place))
-    saved = layout_of(content)
-    if saved.data != layout.data and rank_files.world()[0] == 0:
-        what = f"edgc: a state of {saved.data} replicas goes on with {layout.data}"
+    state = rank_files.together(lambda: state_of(folder, content, job, rank))
+    first = content.about["ranks"][0]
+    if first["layout"]["data"] != job["data"] and rank_files.world()[0] == 0:
+        what = f"edgc: a state of {first['layout']['data']} replicas goes on with {job['data']}"
         warnings.warn(f"{what}; error feedback is redistributed, its sum is kept", stacklevel=2)
     rank_files.together(lambda: attachment.load_state_dict(state, changed_settings=changed_settings))
-    return iteration_of(content)
+    return int(first["iteration"])
+
+
+# ------------------------------------------------------------------ the state of a rank
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of EDGC's part of the checkpoint ``folder``.
+
+    Raises:
+        DamagedCheckpoint: it is missing or altered.
+    """
+    with _within(folder, FOLDER):
+        return manifest.read(folder / FOLDER)
+
+
+@contextlib.contextmanager
+def _within(folder: Path, part: str) -> Iterator[None]:
+    """Let damage found in ``folder/part`` be told as damage of ``folder``."""
+    try:
+        yield
+    except DamagedCheckpoint as damage:
+        raise DamagedCheckpoint(folder, (Path(part) / damage.file).as_posix(), damage.problem) from None
+
+
+def state_of(folder: Path, content: Manifest, job: Mapping[str, int], rank: Mapping[str, int]) -> dict[str, Any]:
+    """The attachment's state for a rank at the place ``rank`` of the layout ``job``; not collective.
+
+    Raises:
+        DamagedCheckpoint: a file that this rank needs is missing or altered.
+        UserError: the layouts differ in more than the number of replicas.
+    """
+    saved, places = content.about["ranks"][0]["layout"], [about["place"] for about in content.about["ranks"]]
+    # Under other sizes a rank holds other parameters, or parts of them.
+    other = [key for key in saved if key not in ("world", "data") and saved[key] != job[key]]
+    if other:
+        sizes = {key: f"{key.replace('_', ' ')} parallel size {saved[key]}" for key in other}
+        what = ", ".join(f"{size}, not {job[key]}" for key, size in sizes.items())
+        fix = f"start with {', '.join(sizes.values())}"
+        raise UserError(f"EDGC's state was saved with {what}", where=folder, fix=fix)
+
+    def state_at(index: int, **options: Any) -> dict[str, Any]:
+        return rank_files.load(folder / FOLDER, content, rank_files.file_of(index), **options)
+
+    with _within(folder, FOLDER):
+        if saved == job:
+            return dict(state_at(places.index(rank))["attachment"])
+        replicas = [i for i, other in enumerate(places) if all(other[key] == rank[key] for key in SHARD)]
+        replicas.sort(key=lambda index: places[index]["data"])
+        states = [(places[index], state_at(index, lazily=True)) for index in replicas]
+    # Files may be deleted while the run goes on.
+    return {**copy.deepcopy(redistributed(states, rank)), "world": job["data"], "rank": rank["data"]}
+
+
+def redistributed(states: Sequence[tuple[Mapping[str, int], State]], rank: Mapping[str, int]) -> State:
+    """The state for the place ``rank`` from those of all replicas of its shard, with their places, so that error
+    feedback owes the same.
+
+    Experts are replicated less often than the rest: theirs comes from the ranks that held the same experts.
+    """
+    everyone = merge([state["attachment"] for _, state in states])
+    alike = [state for other, state in states if all(other[key] == rank[key] for key in EXPERTS)]
+    if len(alike) == len(states):
+        return everyone
+    merged = merge([state["attachment"] for state in alike])
+    experts = set(alike[0]["experts"])
+    engine, dense = merged["engine"], everyone["engine"]["compressor"]
+    compressor = dict(engine["compressor"])
+    for key in LOCAL.keys() & dense.keys():
+        compressor[key] = {name: tensor for name, tensor in dense[key].items() if name not in experts} | {
+            name: tensor for name, tensor in compressor[key].items() if name in experts
+        }
+    return {**merged, "engine": {**engine, "compressor": compressor}}
 
 
 # ------------------------------------------------------------------ whole checkpoints
@@ -133,9 +227,9 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
 
     def prepare() -> None:
         root.mkdir(parents=True, exist_ok=True)
-        for left in root.iterdir():
-            if _HIDDEN.fullmatch(left.name):
-                shutil.rmtree(left)
+        for path in root.iterdir():
+            if _HIDDEN.fullmatch(path.name):
+                shutil.rmtree(path)
         partial.mkdir()
 
     def finish() -> None:
@@ -146,26 +240,24 @@ def publish(root: str | Path, iteration: int, *, keep: int | None = None) -> Ite
         tracker.write_text(str(iteration))
         manifest.sync(tracker)
         tracker.replace(root / TRACKER)
-        so_far = [folder for folder in _folders(root) if _number(folder) <= iteration]
-        for old in so_far[keep:] if keep else []:
+        earlier = [folder for folder in _folders(root) if _number(folder) <= iteration]
+        for old in earlier[keep:] if keep else []:
             hidden = old.with_name(f".{old.name}.old")
             old.rename(hidden)
             shutil.rmtree(hidden)
+
+    def settle() -> dict[str, manifest.Entry]:
+        for name in names[rank::size]:
+            manifest.sync(partial / name)
+        return {name: manifest.entry(partial / name) for name in names[rank::size]}
 
     rank_files.on_first_rank(prepare)
     yield partial
     rank_files.together(lambda: None)
     rank, size = rank_files.world()
     names = rank_files.on_first_rank(lambda: manifest.files_below(partial))
-    parts = gather_objects(rank_files.together(lambda: _settle(partial, names[rank::size])))
+    parts = gather_objects(rank_files.together(settle))
     rank_files.on_first_rank(finish)
-
-
-def _settle(folder: Path, names: Sequence[str]) -> dict[str, manifest.Entry]:
-    """Bring files to the disk; their sizes and checksums."""
-    for name in names:
-        manifest.sync(folder / name)
-    return {name: manifest.entry(folder / name) for name in names}
 
 
 def check(folder: str | Path) -> None:
@@ -178,14 +270,25 @@ def check(folder: str | Path) -> None:
         DamagedCheckpoint: on every rank, for a file that is missing, not what was written, or would run code.
     """
     folder = Path(folder)
-    inner = rank_files.together(lambda: read(folder))
-    if any(about["published"] for about in inner.about["ranks"]):
+    content, part = rank_files.together(lambda: read(folder)), FOLDER
+    iteration = int(content.about["ranks"][0]["iteration"])
+
+    def check_tracker() -> None:
+        tracker = folder.parent / TRACKER
+        named = tracker.read_text().strip() if tracker.exists() else "0"
+        if named.isdigit() and int(named) < iteration:
+            raise DamagedCheckpoint(folder, f"../{TRACKER}", f"names iteration {named}, so this one is unfinished")
+
+    def check_files() -> None:
+        rank, size = rank_files.world()
+        with _within(folder, part):
+            manifest.check(folder / part, content, sorted(content.files)[rank::size])
+
+    if any(about["published"] for about in content.about["ranks"]):
         content, part = rank_files.together(lambda: manifest.read(folder)), ""
     else:
-        content, part = inner, FOLDER
-        rank_files.on_first_rank(lambda: _check_tracker(folder, iteration_of(inner)))
-    rank, size = rank_files.world()
-    rank_files.together(lambda: _check(folder, part, content, sorted(content.files)[rank::size]))
+        rank_files.on_first_rank(check_tracker)
+    rank_files.together(check_files)
     rank_files.on_first_rank(lambda: unpickling.check(folder))
 
 
@@ -219,14 +322,14 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
     for folder in rank_files.on_first_rank(lambda: _folders(root)):
         try:
             check(folder)
-        except DamagedCheckpoint as found:
-            damaged.append(found)
+        except DamagedCheckpoint as damage:
+            damaged.append(damage)
         else:
             whole = folder
             break
-    on = f"going on from {whole.name}" if whole else "no older one is whole, starting from the beginning"
+    consequence = f"going on from {whole.name}" if whole else "no older one is whole, starting from the beginning"
     for damage in damaged if rank_files.world()[0] == 0 else ():
-        line = f"checkpoint {damage.folder} is damaged (file {damage.file} {damage.problem}); {on}"
+        line = f"checkpoint {damage.folder} is damaged (file {damage.file} {damage.problem}); {consequence}"
         if report is not None:
             report(line)
         else:
@@ -236,22 +339,10 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
 
 def _folders(root: Path) -> list[Path]:
     """Folders of checkpoints, the newest first."""
-    found = [path for path in (root.iterdir() if root.is_dir() else ()) if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_number, reverse=True)
+    folders = [path for path in (root.iterdir() if root.is_dir() else ()) if _NAME.fullmatch(path.name)]
+    return sorted(folders, key=_number, reverse=True)
 
 
 def _number(folder: Path) -> int:
     """The iteration of a checkpoint."""
     return int(folder.name.removeprefix("iter_"))
-
-
-def _check(folder: Path, part: str, content: Manifest, names: Sequence[str]) -> None:
-    with within(folder, part):
-        manifest.check(folder / part, content, names)
-
-
-def _check_tracker(folder: Path, iteration: int) -> None:
-    tracker = folder.parent / TRACKER
-    named = tracker.read_text().strip() if tracker.exists() else "0"
-    if named.isdigit() and int(named) < iteration:
-        raise DamagedCheckpoint(folder, f"../{TRACKER}", f"names iteration {named}, so this one is unfinished")

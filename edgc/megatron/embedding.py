@@ -68,7 +68,7 @@ class FusedEmbedding:
         return finalize_model_grads
 
     def reduce(self, engine: Engine) -> Tensor:
-        """Make the gradient the sum of the means of both copies; returns whether that is finite.
+        """Make the gradient the sum of the means of both copies; returns if that is finite, as a tensor.
 
         To be called on all ranks of both stages, once per iteration, when their other reductions are over.
 
@@ -106,7 +106,13 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
     if not any(ends for _, ends in rows):
         return None
     config = get_model_config(chunks[0])
-    _check(config, chunks[0].ddp_config)
+    if config.finalize_model_grads_func is None:
+        fix = "set it before attach, or fused_embedding to false"
+        raise UserError("finalize_model_grads_func is not set", where="TransformerConfig", fix=fix)
+    for holder, key in ((chunks[0].ddp_config, "use_distributed_optimizer"), (config, "mtp_num_layers")):
+        if value := getattr(holder, key, None):
+            what = f"fused_embedding does not work with {key} = {value}"
+            raise UserError(what, where=_WHERE, fix="set fused_embedding to false")
     if any(not rows[rank][1] for _, ends in rows for rank in ends):
         fix = "freeze both copies or none, before the model is wrapped"
         raise UserError("one copy of the tied embedding is frozen, the other is not", where=_WHERE, fix=fix)
@@ -120,16 +126,3 @@ def fuse(chunks: Sequence[DistributedDataParallel], names: dict[Any, str]) -> Fu
     config.finalize_model_grads_func = fused.wrapped(finalize)
     fused.restore = partial(setattr, config, "finalize_model_grads_func", finalize)
     return fused
-
-
-def _check(config: Any, settings: Any) -> None:
-    if config.finalize_model_grads_func is None:
-        fix = "set it before attach, or fused_embedding to false"
-        raise UserError("finalize_model_grads_func is not set", where="TransformerConfig", fix=fix)
-    for refused, value in (
-        ("use_distributed_optimizer", settings.use_distributed_optimizer),
-        ("mtp_num_layers", getattr(config, "mtp_num_layers", None)),
-    ):
-        if value:
-            what = f"fused_embedding does not work with {refused} = {value}"
-            raise UserError(what, where=_WHERE, fix="set fused_embedding to false")

@@ -106,7 +106,11 @@ class CompressedP2P(P2PCommunicator):
         Raises:
             UserError: the last iteration ran through another number of micro-batches than was said.
         """
-        self._check_last()
+        counts = (self.traffic.sent, self.traffic.received)
+        if counts != self._expected:
+            what = f"the last iteration sent and received {counts} gradients, {self._expected} were announced"
+            fix = "give it the num_microbatches that the forward-backward function is called with"
+            raise UserError(what, where="CompressedP2P.begin_iteration", fix=fix)
         if self.starting is not None and (starting := self.starting()) is not None:
             starting()
         self._begun = True
@@ -134,13 +138,6 @@ class CompressedP2P(P2PCommunicator):
             raise UserError(what, where="edgc.megatron", fix=fix)
         self._begun = False
 
-    def _check_last(self) -> None:
-        done = (self.traffic.sent, self.traffic.received)
-        if done != self._expected:
-            what = f"the last iteration sent and received {done} gradients, {self._expected} were announced"
-            fix = "give it the num_microbatches that the forward-backward function is called with"
-            raise UserError(what, where="CompressedP2P.begin_iteration", fix=fix)
-
     def _communicate(
         self,
         *,
@@ -161,18 +158,20 @@ class CompressedP2P(P2PCommunicator):
                 wait_on_reqs=wait_on_reqs,
             )
         assert wait_on_reqs or not self.config.batch_p2p_comm
-        activation = self._empty(tensor_shape) if recv_prev else None
-        gradient = self._empty(tensor_shape) if recv_next else None
+
+        def empty() -> Tensor:  # to receive into, as Megatron makes it
+            device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
+            return torch.empty(tensor_shape, requires_grad=True, device=device, dtype=dtype)
+
+        activation, gradient = empty() if recv_prev else None, empty() if recv_next else None
         arriving, finish = self._incoming(gradient) if gradient is not None else (None, None)
         leaving = self._outgoing(tensor_send_prev) if tensor_send_prev is not None else None
         requests = self._start(tensor_send_next, activation, leaving, arriving)
         if wait_on_reqs:
             for request in requests if isinstance(requests, list) else requests.values():
                 request.wait()
-            requests = None
-        if self.config.batch_p2p_comm and self.config.batch_p2p_sync:
-            torch.cuda.synchronize()
-        if requests is None:
+            if self.config.batch_p2p_comm and self.config.batch_p2p_sync:
+                torch.cuda.synchronize()
             if finish is not None:
                 finish()
             return activation, gradient, None
@@ -181,11 +180,6 @@ class CompressedP2P(P2PCommunicator):
         if leaving is not None:
             requests["send_prev"] = _Pending(requests["send_prev"], keep=leaving)
         return activation, gradient, requests
-
-    def _empty(self, shape: Any) -> Tensor:
-        """A tensor to receive into, as Megatron makes it."""
-        device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
-        return torch.empty(shape, requires_grad=True, device=device, dtype=dtype)
 
     def _outgoing(self, gradient: Tensor) -> Tensor:
         """Message that goes over the link for the next gradient."""
@@ -234,18 +228,14 @@ class CompressedP2P(P2PCommunicator):
                 prev_pipeline_rank=self.prev_rank,
                 next_pipeline_rank=self.next_rank,
             )
-        wanted = (
+        messages = (
             (dist.irecv, recv_prev, self.prev_rank),
             (dist.isend, send_next, self.next_rank),
             (dist.isend, send_prev, self.prev_rank),
             (dist.irecv, recv_next, self.next_rank),
         )
-        operations = [
-            dist.P2POp(operation, tensor, peer, self.pp_group)
-            for operation, tensor, peer in wanted
-            if tensor is not None
-        ]
-        return dist.batch_isend_irecv(operations)
+        present = [(operation, tensor, peer) for operation, tensor, peer in messages if tensor is not None]
+        return dist.batch_isend_irecv([dist.P2POp(*message, self.pp_group) for message in present])
 
 
 class _Pending:

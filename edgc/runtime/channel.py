@@ -1,4 +1,4 @@
-"""The way of one reduction over the network: what it sends, what it takes, and what traces call its parts.
+"""Collectives of one reduction: their bytes, their times, and the names of their parts in traces.
 
 Times are wall times of work on a device that never make the device wait: on a GPU a mark is an event in the current
 stream, and the seconds between two marks are read when somebody asks for them.
@@ -28,9 +28,9 @@ from edgc.lazy import Tensor, torch
 Mark: TypeAlias = "float | torch.cuda.Event"
 
 
-def collective(name: str, before: str) -> Any:
+def collective(name: str, older: str) -> Any:
     """torch's collective of this name, or of the one that it had before torch 2.13."""
-    return getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
+    return getattr(torch.distributed, name, None) or getattr(torch.distributed, older)
 
 
 def mark(device: torch.device) -> Mark:
@@ -76,13 +76,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 def traced() -> bool:
-    """Whether there is a profiler; also where this version of torch does not say so."""
+    """True if there is a profiler; also where this version of torch does not say so."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
-    """What happens inside is called ``name`` in a trace. Without a profiler it is nothing: a range that nobody
-    looks at takes 15 us, and a step has hundreds of them."""
+    """Name work inside ``name`` in a trace. Without a profiler it does nothing: a range that nobody looks at takes
+    15 us, and a step has hundreds of them."""
     return torch.autograd.profiler.record_function(name) if traced() else _NOTHING
 
 
@@ -110,10 +110,10 @@ class Channel:
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> None:
-        self.group = group
-        self.shards = tuple(shards)
-        self.world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
-        self.rank = torch.distributed.get_rank(group) if torch.distributed.is_initialized() else 0
+        self.group, self.shards = group, tuple(shards)
+        joined = torch.distributed.is_initialized()
+        self.world = torch.distributed.get_world_size(group) if joined else 1
+        self.rank = torch.distributed.get_rank(group) if joined else 0
         self.bytes = 0
         self.waited = Stopwatch()
         self._pending: list[tuple[Any, Tensor | None]] = []  # with what is to become a mean once it is summed
@@ -134,11 +134,10 @@ class Channel:
             return
         with span("edgc::reduce_scatter"):
             for buffer in buffers:
-                own = self.own_part(buffer)
+                part = self.own_part(buffer)
                 before_sum(buffer, self.world)
                 start = collective("reduce_scatter_single", "reduce_scatter_tensor")
-                work = start(own, buffer, group=self.group, async_op=True)
-                self._start(work, own, divide=True)
+                self._start(start(part, buffer, group=self.group, async_op=True), part, divide=True)
                 self.bytes += (self.world - 1) * buffer.nbytes // self.world
 
     def own_part(self, buffer: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ class Channel:
         return buffer.view(self.world, -1)[self.rank]
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
-        """Part j of ``source``, cut along its first axis into ``world`` equal parts, becomes rank j's part of mine."""
+        """Exchange parts: part j of ``source``, cut along its first axis into ``world`` equal parts, goes to rank j."""
         if self.world == 1:
             output.copy_(source)
             return

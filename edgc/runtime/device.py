@@ -1,4 +1,4 @@
-"""How torch is worked with: who looks at values on a device, and the modes that the library works in.
+"""Values on a device, and who looks at them; modes of torch that the library works in.
 
 On a CPU the host reads whether a result is finite and decides. On a GPU reading would make the host wait for the
 device, so everything goes on there and writes are masked: the *masked path*. Tests run that path without a GPU, on CPU
@@ -22,14 +22,14 @@ from typing import Any, ParamSpec, TypeVar
 from edgc.lazy import Tensor, torch
 
 _masked = os.environ.get("EDGC_MASKED_PATH", "") == "1"
-_Given = ParamSpec("_Given")
-_Back = TypeVar("_Back")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 _LIBRARIES = ("cuda", "mkldnn")
 _EXACT = {"none", "ieee", "highest"}
 
 
 def host_decides(device: torch.device) -> bool:
-    """Whether the host may read values that lie on ``device`` within a step."""
+    """True if the host may read values that lie on ``device`` within a step."""
     return device.type == "cpu" and not _masked
 
 
@@ -39,18 +39,15 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-class Made:
+class StreamTensor:
     """A tensor that is made in one stream of a GPU and used in another one later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._done: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._done = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     def use(self) -> Tensor:
-        """The tensor, for what is queued in the current stream from now on."""
+        """The tensor, for work that is queued in the current stream from now on."""
         if self._done is not None:
             stream = torch.cuda.current_stream(self._tensor.device)
             stream.wait_event(self._done)
@@ -58,8 +55,8 @@ class Made:
         return self._tensor
 
 
-class Later:
-    """A small tensor that the host reads later, without waiting for what has been queued on its device since."""
+class HostCopy:
+    """A small tensor that the host reads later, without waiting for work queued on its device since."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -67,8 +64,7 @@ class Later:
         if tensor.is_cuda:
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived = torch.cuda.current_stream(tensor.device).record_event()
 
     def read(self) -> Any:
         """Its plain values, as of ``Tensor.tolist``."""
@@ -108,11 +104,11 @@ def own_modes(*, waited_for: bool = True) -> Iterator[None]:
         yield
 
 
-def in_own_modes(function: Callable[_Given, _Back]) -> Callable[_Given, _Back]:
+def in_own_modes(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Decorator: an entry of the library that the caller waits for."""
 
     @wraps(function)
-    def inside(*arguments: _Given.args, **options: _Given.kwargs) -> _Back:
+    def inside(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
         with own_modes():
             return function(*arguments, **options)
 
@@ -120,7 +116,7 @@ def in_own_modes(function: Callable[_Given, _Back]) -> Callable[_Given, _Back]:
 
 
 def reduced_products() -> bool:
-    """Whether the process lets products of fp32 matrices on a CPU be rounded to less."""
+    """True if the process lets products of fp32 matrices on a CPU be rounded to less."""
     return _precision("mkldnn") not in _EXACT
 
 
@@ -133,11 +129,9 @@ def _precision(library: str) -> str:
 
 @contextlib.contextmanager
 def _whole_products() -> Iterator[None]:
-    before = {name: _precision(name) for name in _LIBRARIES}
-    try:
-        older: str | None = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch gives none where the libraries differ
-        older = None
+    before, older = {name: _precision(name) for name in _LIBRARIES}, None
+    with contextlib.suppress(RuntimeError):  # torch gives none where the libraries differ
+        older = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield

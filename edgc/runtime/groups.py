@@ -1,4 +1,4 @@
-"""Process groups for one thread alone (collectives of two threads on one group could mix); what all ranks say."""
+"""Process groups for one thread alone (collectives of two threads on one group could mix), and objects of all ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def own_group(like: dist.ProcessGroup) -> dist.ProcessGroup:
 
     To be called on every rank of it, for several groups in the same order on every rank.
     """
-    ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)
+    ranks = dist.get_process_group_ranks(like)
+    options: dict[str, Any] = {"timeout": timeout_of(like), "backend": dist.get_backend(like)}
     if len(ranks) == dist.get_world_size():
-        made = dist.new_group(ranks, timeout=timeout_of(like), backend=backend)
+        group = dist.new_group(ranks, **options)
     else:
         with _named(gather_objects(f"edgc-{uuid.uuid4().hex}", like)[0]):
-            made = dist.new_group(ranks, timeout=timeout_of(like), backend=backend, use_local_synchronization=True)
+            group = dist.new_group(ranks, use_local_synchronization=True, **options)
     all_here(like)
-    return made
+    return group
 
 
 @contextlib.contextmanager
@@ -47,16 +48,15 @@ def _named(name: str) -> Iterator[None]:
     Ranks of one group may have different numbers, and wait for each other for ever; and a number that comes back after
     a group was ended gives a name that was had before, with the addresses of that time.
     """
-    c10d = dist.distributed_c10d
-    if not hasattr(c10d, "_process_group_name"):
-        yield
-        return
-    usual = c10d._process_group_name
-    setattr(c10d, "_process_group_name", lambda *_, **__: name)  # noqa: B010  # torch's own annotation is another
+    c10d: Any = dist.distributed_c10d
+    usual = getattr(c10d, "_process_group_name", None)
+    if usual is not None:
+        c10d._process_group_name = lambda *_, **__: name
     try:
         yield
     finally:
-        c10d._process_group_name = usual
+        if usual is not None:
+            c10d._process_group_name = usual
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -74,16 +74,16 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def groups_of(wanted: Mapping[tuple[int, ...], timedelta | None]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """New groups of ``wanted`` ranks, which may differ from rank to rank, each with a timeout; by their ranks.
+def groups_of(requests: Mapping[tuple[int, ...], timedelta | None]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """New groups of the requested ranks, which may differ from rank to rank, each with a timeout; by their ranks.
 
     All ranks of a group have joined it. To be called on every rank of the world: every rank takes part in making every
     group, in one order.
     """
-    everyone = {ranks: timeout for row in gather_objects(dict(wanted)) for ranks, timeout in row.items()}
-    made = {ranks: dist.new_group(list(ranks), timeout=everyone[ranks]) for ranks in sorted(everyone)}
+    everyone = {ranks: timeout for row in gather_objects(dict(requests)) for ranks, timeout in row.items()}
+    groups = {ranks: dist.new_group(list(ranks), timeout=everyone[ranks]) for ranks in sorted(everyone)}
     all_here(None)
-    return {ranks: made[ranks] for ranks in wanted}
+    return {ranks: groups[ranks] for ranks in requests}
 
 
 def all_here(group: dist.ProcessGroup | None, limit: timedelta | None = None) -> None:

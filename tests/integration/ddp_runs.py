@@ -1,4 +1,4 @@
-"""One training run under DDP, as the cases of ``ddp_cases.py`` need it."""
+"""One training run under DDP, for the tests of the hook."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # which the first optimizer would import: five seconds in every worker
@@ -241,12 +242,8 @@ def recorded(delays: bool = False) -> Iterator[list[tuple[str, int, str]]]:
         sleep()
         return hook(handle, bucket)
 
-    for name in OPERATIONS:
-        setattr(dist, name, wrapper(name))
-    edgc.ddp.Handle._reduce = slow_hook  # type: ignore[method-assign, assignment]
-    try:
+    with ExitStack() as stack:
+        for name in OPERATIONS:
+            stack.enter_context(mock.patch.object(dist, name, wrapper(name)))
+        stack.enter_context(mock.patch.object(edgc.ddp.Handle, "_reduce", slow_hook))
         yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-        edgc.ddp.Handle._reduce = hook  # type: ignore[method-assign]

@@ -1,9 +1,8 @@
-"""What the ranks of ``test_megatron.py`` do: many cases in one launch, because importing Megatron costs seconds."""
+"""One training run under Megatron-Core, for the tests of its adapter."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from edgc.megatron import cpu_shims
+from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import ParallelConfig, RunConfig
-from tests.examples import EACH
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -116,6 +115,34 @@ def train(
     return result
 
 
+Ranks = list[dict[str, Any]]
+
+
+def everywhere(run: RunConfig, **options: Any) -> Ranks:
+    """Results of :func:`train` of all ranks, on every rank, whose copies of a parameter are equal bit for bit."""
+    ranks = gather_objects(train(run, **options))
+    seen: dict[Any, torch.Tensor] = {}
+    pairs = 0
+    for rank in ranks:
+        for key, weight in rank["copies"].items():
+            pairs += key in seen
+            assert torch.equal(seen.setdefault(key, weight), weight), (run, key)
+    assert pairs, "no parameter has a copy"
+    return ranks
+
+
+def losses(ranks: Ranks) -> torch.Tensor:
+    """Mean loss per iteration over the replicas of the last stage."""
+    last = max(rank["stage"] for rank in ranks)
+    return torch.tensor([r["losses"] for r in ranks if r["stage"] == last], dtype=torch.float64).mean(0)
+
+
+def learns(ranks: Ranks, ends: int = 4, drop: float = 0.05) -> None:
+    """Assert that the mean loss of the last iterations is lower than that of the first ones by more than ``drop``."""
+    curve = losses(ranks)
+    assert curve.isfinite().all() and curve[-ends:].mean() < curve[:ends].mean() - drop, curve
+
+
 class _Groups:
     """Megatron's process groups, which one run after another uses where they have the same layout.
 
@@ -184,11 +211,11 @@ def _same(one: Any, other: Any) -> bool:
 
 def _copies(session: Session) -> dict[tuple[Any, ...], torch.Tensor]:
     """This rank's parameters, in fp64, by what makes two of them copies: equal keys, equal bits."""
-    stage, tensor = (
-        parallel_state.get_pipeline_model_parallel_rank(),
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tensor, expert = (
         parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
     )
-    expert = parallel_state.get_expert_model_parallel_rank()
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     for index, chunk in enumerate(session.chunks):
         for name, parameter in chunk.module.named_parameters():
@@ -244,53 +271,3 @@ EDGC = {
     "stability_tolerance": 10.0,
     "entropy": {"iteration_rate": 0.5, "entry_rate": 0.5},
 }
-
-
-def all_cases() -> dict[str, dict[str, Any]]:
-    cpu_shims.install()
-    none = configuration("none", {"method": "none"})
-    powersgd = configuration("powersgd", {"method": "powersgd", "rank": 4})
-    overlap = {"overlap_grad_reduce": True}
-    given = {
-        "backward_seconds": 0.01,
-        "seconds_per_rank": 0.001,
-        "seconds_fixed": 0.002,
-        "seconds_uncompressed": 0.1,
-    }
-    search = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
-    spectral = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}
-    return {
-        **{f"each {name}": train(configuration(name, settings)) for name, settings in EACH.items() if name != "edgc"},
-        "plain": train(none, attached=False),
-        "none": train(none),
-        "none_overlap": train(configuration("none", {"method": "none"}, train=overlap)),
-        "powersgd": train(powersgd),
-        "powersgd_again": train(powersgd),
-        "powersgd_overlap": train(configuration("powersgd", {"method": "powersgd", "rank": 4}, train=overlap)),
-        "full_rank": train(configuration("full", {"method": "powersgd", "rank": 256}), full_rank=True),
-        "dp4": train(configuration("dp4", {"method": "powersgd", "rank": 4}, parallel={"pipeline": 1, "data": 4})),
-        "interleaved": train(
-            configuration(
-                "interleaved",
-                {"method": "powersgd", "rank": 4},
-                model={"layers": 4},
-                parallel={"virtual_pipeline": 2},
-            )
-        ),
-        "edgc": train(configuration("edgc", EDGC)),
-        "edgc_tp2": train(configuration("edgc", EDGC, parallel={"tensor": 2, "pipeline": 1, "data": 2})),
-        "edgc_aligned": train(configuration("edgc", {**EDGC, "alignment": "given", "timing": given})),
-        "edgc_search": train(configuration("edgc", search)),
-        "spectral_gated": train(configuration("spectral", spectral)),
-    }
-
-
-def replicas(result: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-    """Weights grouped by what must be equal bit for bit: the replicas of one stage (TP1)."""
-    key = lambda item: item["stage"]  # noqa: E731
-    ordered = sorted(result, key=key)
-    return [[item["weights"] for item in group] for _, group in itertools.groupby(ordered, key)]
-
-
-def world() -> int:
-    return dist.get_world_size()

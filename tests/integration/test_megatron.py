@@ -3,110 +3,156 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration import megatron_cases
-from tests.workers import run_workers
+from tests.examples import EACH, settings_of
+from tests.integration.megatron_cases import EDGC, Ranks, configuration, everywhere, learns, losses, train
+from tests.workers import run_cases
 
 pytestmark = pytest.mark.slow
 
-Results = dict[str, list[dict[str, Any]]]
+NONE: dict[str, Any] = {"method": "none"}
+POWERSGD: dict[str, Any] = {"method": "powersgd", "rank": 4}
+OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True}
+SMALL_BUCKETS: dict[str, Any] = {**OVERLAP, "bucket_elements": 15000}
 
 
-@pytest.fixture(scope="module")
-def results() -> Results:
-    per_rank = run_workers(4, megatron_cases.all_cases)
-    return {case: [rank[case] for rank in per_rank] for case in per_rank[0]}
+def trained(compression: dict[str, Any], *, full_rank: bool = False, attached: bool = True, **sections: Any) -> Ranks:
+    ranks = everywhere(configuration("test", compression, **sections), full_rank=full_rank, attached=attached)
+    learns(ranks)
+    return ranks
 
 
-def losses(result: list[dict[str, Any]]) -> torch.Tensor:
-    """Mean loss per iteration over the replicas of the last stage."""
-    last = max(item["stage"] for item in result)
-    return torch.tensor([item["losses"] for item in result if item["stage"] == last], dtype=torch.float64).mean(0)
-
-
-def test_every_case_learns(results: Results) -> None:
-    for case, result in results.items():
-        curve = losses(result)
-        assert torch.isfinite(curve).all(), case
-        assert curve[-4:].mean() < curve[:4].mean() - 0.05, (case, curve)
-
-
-def test_replicas_are_identical_after_20_steps(results: Results) -> None:
-    for case, result in results.items():
-        if case == "edgc_tp2":
-            groups = [[r["weights"] for r in result[first::2]] for first in (0, 1)]
-        else:
-            groups = megatron_cases.replicas(result)
-        assert all(len(group) > 1 for group in groups)
-        for group in groups:
-            assert all(torch.equal(group[0], other) for other in group[1:]), case
-
-
-def test_no_compression_is_megatrons_own_reduction(results: Results) -> None:
-    assert torch.equal(losses(results["plain"]), losses(results["none"]))
-
-
-def test_overlap_changes_nothing(results: Results) -> None:
-    for case in ("none", "powersgd"):
-        assert torch.equal(losses(results[case]), losses(results[f"{case}_overlap"])), case
-
-
-def test_two_runs_give_identical_losses(results: Results) -> None:
-    assert torch.equal(losses(results["powersgd"]), losses(results["powersgd_again"]))
-
-
-def test_full_rank_equals_no_compression(results: Results) -> None:
-    reference, full = losses(results["none"]), losses(results["full_rank"])
-    assert (full - reference).abs().max() < 1e-5 * reference.max()
-    assert not torch.equal(full, reference), "nothing was factored: the comparison would be empty"
-
-
-def test_compression_changes_the_run_and_sends_less(results: Results) -> None:
-    assert not torch.equal(losses(results["powersgd"]), losses(results["none"]))
-    for compressed, dense in zip(results["powersgd"], results["none"], strict=True):
+def reduction() -> None:
+    """No compression is Megatron's own reduction, overlap and a second run change nothing, full rank is no compression,
+    and compression sends less."""
+    plain, none = trained(NONE, attached=False), trained(NONE)
+    assert torch.equal(losses(plain), losses(none))
+    low = trained(POWERSGD)
+    for compression, reference in ((NONE, none), (POWERSGD, low)):
+        assert torch.equal(losses(trained(compression, train=OVERLAP)), losses(reference)), compression
+    assert torch.equal(losses(trained(POWERSGD)), losses(low))
+    full = losses(trained({"method": "powersgd", "rank": 256}, full_rank=True))
+    assert (full - losses(none)).abs().max() < 1e-5 * losses(none).max()
+    assert not torch.equal(full, losses(none)), "nothing was factored: the comparison would be empty"
+    assert not torch.equal(losses(low), losses(none))
+    for compressed, dense in zip(low, none, strict=True):
         assert 0 < compressed["bytes"] < 0.5 * dense["bytes"]
 
 
-def test_every_rank_takes_the_same_decisions(results: Results) -> None:
-    for case in ("edgc", "edgc_tp2", "edgc_aligned", "edgc_search", "spectral_gated"):
-        first, *others = (rank["decisions"] for rank in results[case])
-        assert first, case
-        for decisions in others:
-            assert repr(decisions) == repr(first), case
-        local = {repr(rank["entropies"]) for rank in results[case]}
-        assert len(local) > 1, "ranks measured the same numbers: the agreement would prove nothing"
+def methods() -> None:
+    for name, settings in EACH.items():
+        if name != "edgc":
+            trained(settings)
+    trained(POWERSGD, parallel={"pipeline": 1, "data": 4})
+    trained(POWERSGD, model={"layers": 4}, parallel={"virtual_pipeline": 2})
 
 
-def test_the_controller_runs_through_its_phases(results: Results) -> None:
-    decisions = results["edgc"][0]["decisions"]
-    assert [d["phase"] for d in decisions][-1] == "active"
-    ranks = [rank for d in decisions if d["phase"] == "active" for rank in d["ranks"]]
-    assert ranks and all(4 <= rank <= 16 and rank % 4 == 0 for rank in ranks)
+def decisions(ranks: Ranks) -> list[dict[str, Any]]:
+    """Those of every rank alike, although ranks measure different numbers."""
+    first = ranks[0]["decisions"]
+    assert first and all(repr(rank["decisions"]) == repr(first) for rank in ranks)
+    assert len({repr(rank["entropies"]) for rank in ranks}) > 1, "the agreement would prove nothing"
+    return first
 
 
-def test_alignment_gives_later_stages_no_lower_rank(results: Results) -> None:
-    for decision in results["edgc_aligned"][0]["decisions"]:
-        if decision["phase"] == "active":
-            first, second = (math.inf if rank is None else rank for rank in decision["ranks"])
+def phases() -> None:
+    for parallel in ({}, {"tensor": 2, "pipeline": 1, "data": 2}):
+        rows = decisions(trained(EDGC, parallel=parallel))
+        assert rows[-1]["phase"] == "active"
+        ranks = [rank for row in rows if row["phase"] == "active" for rank in row["ranks"]]
+        assert ranks and all(4 <= rank <= 16 and rank % 4 == 0 for rank in ranks)
+
+
+def alignment() -> None:
+    """Later stages get no lower rank."""
+    timing = {"backward_seconds": 0.01, "seconds_per_rank": 0.001, "seconds_fixed": 0.002, "seconds_uncompressed": 0.1}
+    for row in decisions(trained({**EDGC, "alignment": "given", "timing": timing})):
+        if row["phase"] == "active":
+            first, second = (math.inf if rank is None else rank for rank in row["ranks"])
             assert second >= first
 
 
-def test_the_search_for_r_max_ends(results: Results) -> None:
-    final = results["edgc_search"][0]["decisions"][-1]
-    assert final["phase"] in ("active", "disabled")
-    if final["phase"] == "active":
-        assert final["r_max"] >= final["r_min"] >= 4
+def search() -> None:
+    settings = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
+    final = decisions(trained(settings))[-1]
+    assert final["phase"] == "disabled" or (final["phase"] == "active" and final["r_max"] >= final["r_min"] >= 4)
 
 
-def test_the_cost_gate_measures_every_group_of_every_stage(results: Results) -> None:
-    active = [d for d in results["spectral_gated"][0]["decisions"] if d["gate"]]
-    assert len(active) >= 2, "the gate measures again after its interval"
-    for decision in active:
-        assert {verdict["stage"] for verdict in decision["gate"]} == {0, 1}
-        for verdict in decision["gate"]:
+def cost_gate() -> None:
+    """It measures every group of every stage, again after its interval."""
+    settings = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}
+    gates = [row["gate"] for row in decisions(trained(settings)) if row["gate"]]
+    assert len(gates) >= 2
+    for verdicts in gates:
+        assert {verdict["stage"] for verdict in verdicts} == {0, 1}
+        for verdict in verdicts:
             assert verdict["seconds_compressed"] > 0 and verdict["seconds_dense"] > 0
             assert verdict["compress"] == (verdict["seconds_compressed"] < verdict["seconds_dense"])
+
+
+# ------------------------------------------------------------------ gradients that are not finite
+
+
+def skipping(compression: dict[str, Any], steps: int, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
+    optimizer = {"adam_beta1": 0.0} if "momentum" in compression else {}
+    return train(configuration("skip", compression, train={**settings, **optimizer}), iterations=steps, **options)
+
+
+def skips() -> None:
+    """A step with a gradient that is not finite never was."""
+    each = {
+        **{name: settings for name, settings in EACH.items() if name != "edgc"},
+        "int8": {"method": "powersgd", "rank": 8, "factor_dtype": "int8", "error_dtype": "bf16"},
+        "topk_dgc": settings_of("topk_dgc"),
+        "one-sided": {**POWERSGD, "one_sided": True},
+    }
+    each.pop("powersgd", None)
+    kinds = {"": {}, ", overlap": SMALL_BUCKETS, ", shards": {**SMALL_BUCKETS, "distributed_optimizer": True}}
+    cases = [("powersgd" + kind, POWERSGD, settings) for kind, settings in kinds.items()]
+    cases += [(name, settings, SMALL_BUCKETS if i % 2 else {}) for i, (name, settings) in enumerate(each.items())]
+    bad = frozenset({0, 3, 4})
+    for name, compression, settings in cases:
+        poisoned = skipping(compression, 7, settings, poison=bad)
+        without = skipping(compression, 7, settings, omit=bad)
+        assert poisoned["skipped"] == 3 and poisoned["kept"] == [True] * 3 and without["skipped"] == 0, name
+        assert poisoned["skipped_in_a_row"] == 0, name
+        assert torch.equal(poisoned["weights"], without["weights"]), name
+    assert skipping(POWERSGD, 22, {}, poison=frozenset(range(22)))["skipped_in_a_row"] == 22
+
+
+def controller_skips() -> None:
+    """Windows of entropy and decisions do not see what is not finite."""
+    rows = decisions(everywhere(configuration("edgc", EDGC), poison=frozenset({5, 9})))
+    windows = [value for row in rows for value in row["entropy"] if not math.isnan(value)]
+    assert windows and all(math.isfinite(value) for value in windows)
+    assert rows[-1]["phase"] == "active"
+
+
+def loss_scale() -> None:
+    """It begins so high that the first steps overflow, and takes error feedback along where it falls."""
+    run = configuration("fp16", POWERSGD, train={"precision": "fp16"})
+    ranks = everywhere(run, poison=frozenset({5, 8}))
+    learns(ranks)
+    for rank in ranks:
+        assert rank["skipped"] >= 1 and rank["skipped_in_a_row"] == 0 and rank["scale"] < 2.0**16
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (reduction, methods, phases, alignment, search, cost_gate, skips, controller_skips, loss_scale)
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_cases(4, __name__)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_megatron(outcomes: dict[str, str], case: str) -> None:
+    assert not outcomes[case], outcomes[case]

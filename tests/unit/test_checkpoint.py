@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import warnings
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,26 +24,25 @@ from edgc.checkpoints import manifest, rank_files, unpickling
 from edgc.checkpoints.manifest import DamagedCheckpoint, Manifest
 from edgc.errors import UserError
 from edgc.megatron import checkpoint
-from edgc.megatron.checkpoint_state import Layout, Place, read, redistributed, state_of
+from edgc.megatron.checkpoint import read, redistributed, state_of
 
-ALONE = Layout(1, 1, 1, 1, 1, 1, 1)
+Numbers = dict[str, int]
+ALONE: Numbers = dict.fromkeys(
+    ("world", "tensor", "pipeline", "virtual_pipeline", "data", "expert", "expert_tensor"), 1
+)
+FIRST: Numbers = dict.fromkeys(("tensor", "pipeline", "data", "expert", "expert_tensor"), 0)
 
 
-class Parameter:
-    """What the experts of a group are told by."""
-
-    def __init__(self, allreduce: bool) -> None:
-        self.allreduce = allreduce
+class _Expert:
+    allreduce = False
 
 
 class FakeAttachment:
-    """Holds a state; its groups have the parameter ``dense`` and the expert ``expert``."""
+    """Holds a state and has the parameter ``dense`` and the expert ``expert``."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
-        dense, expert = Parameter(True), Parameter(False)
-        bucket = SimpleNamespace(params={dense, expert})
-        self.groups = [SimpleNamespace(buckets=[bucket], edgc_names={dense: "dense", expert: "expert"})]
+        self.names = {SimpleNamespace: "dense", _Expert: "expert"}
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -87,30 +85,27 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layout, "current", classmethod(lambda cls: ALONE))
-    monkeypatch.setattr(Place, "current", classmethod(lambda cls: Place(0, 0, 0, 0, 0)))
+    monkeypatch.setattr(checkpoint, "layout", lambda: ALONE)
+    monkeypatch.setattr(checkpoint, "place", lambda: FIRST)
 
 
-def saved_by(folder: Path, layout: Layout, states: dict[Place, dict[str, Any]], iteration: int = 4) -> Path:
+def saved_by(folder: Path, layout: Numbers, states: list[tuple[Numbers, dict[str, Any]]]) -> Path:
     """A checkpoint as ranks at these places would have left it."""
     inner = folder / "edgc"
     inner.mkdir(parents=True)
+    experts = ["expert"] if layout["expert"] > 1 else []
     files = {
-        rank_files.file_of(rank): rank_files.save(
-            inner / rank_files.file_of(rank),
-            rank_files.own_copy({"attachment": state, "experts": ["expert"] if layout.expert > 1 else []}),
-        )
-        for rank, state in enumerate(states.values())
+        name: rank_files.save(inner / name, {"attachment": state, "experts": experts})
+        for name, (_, state) in zip(map(rank_files.file_of, range(len(states))), states, strict=False)
     }
-    common = {"iteration": iteration, "layout": asdict(layout), "published": False}
-    manifest.write(inner, Manifest({"ranks": [{**common, "place": asdict(p)} for p in states]}, files))
+    common = {"iteration": 4, "layout": layout, "published": False}
+    manifest.write(inner, Manifest({"ranks": [{**common, "place": place} for place, _ in states]}, files))
     return folder
 
 
-def replicas(count: int, expert: int = 1, **where: int) -> list[Place]:
+def replicas(count: int, expert: int = 1) -> list[Numbers]:
     """Places of the replicas of one shard; neighbours hold different experts, as Megatron orders them."""
-    place = Place(0, 0, 0, 0, 0)
-    return [replace(place, data=rank, expert=rank % expert, **where) for rank in range(count)]
+    return [{**FIRST, "data": rank, "expert": rank % expert} for rank in range(count)]
 
 
 # ------------------------------------------------------------------ reading back
@@ -242,7 +237,7 @@ def test_the_newest_whole_checkpoint_is_used_and_damage_is_reported(tmp_path: Pa
 
 def test_numbers_of_numpy_are_numbers() -> None:
     """As a mean of losses that a user tells, or a setting that he computes."""
-    kept = rank_files.own_copy({"loss": np.float64(0.1), "more": [np.float64(2.0)]})
+    kept = rank_files.portable({"loss": np.float64(0.1), "more": [np.float64(2.0)]})
     assert kept == {"loss": 0.1, "more": [2.0]} and type(kept["loss"]) is type(kept["more"][0]) is float
 
 
@@ -403,11 +398,11 @@ def test_another_number_of_replicas_owes_the_same(
     tmp_path_factory: pytest.TempPathFactory, before: int, after: int
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
-    layout = replace(ALONE, world=before, data=before)
+    layout = {**ALONE, "world": before, "data": before}
     engines = [engine_state(rank) for rank in range(before)]
     states = [{"engine": engine, "more": 1} for engine in engines]
-    saved_by(folder, layout, dict(zip(replicas(before), states, strict=True)))
-    now = replace(layout, world=after, data=after)
+    saved_by(folder, layout, list(zip(replicas(before), states, strict=True)))
+    now = {**layout, "world": after, "data": after}
     loaded = [state_of(folder, read(folder), now, place) for place in replicas(after)]
     if before == after:
         assert all(map(same, loaded, states))
@@ -424,33 +419,33 @@ def test_another_number_of_replicas_owes_the_same(
 
 
 def test_experts_are_redistributed_among_their_own_replicas(tmp_path: Path) -> None:
-    layout = replace(ALONE, world=4, data=4, expert=2)
+    layout = {**ALONE, "world": 4, "data": 4, "expert": 2}
     engines = [engine_state(rank) for rank in range(4)]
     for rank, engine in enumerate(engines):
         engine["compressor"]["velocities"] = {"dense": torch.full((3,), float(rank)), "expert": -rank * torch.ones(2)}
     states = [{"engine": engine} for engine in engines]
-    saved_by(tmp_path, layout, dict(zip(replicas(4, expert=2), states, strict=True)))
+    saved_by(tmp_path, layout, list(zip(replicas(4, expert=2), states, strict=True)))
     for place in replicas(2, expert=2):
-        found = state_of(tmp_path, read(tmp_path), replace(layout, world=2, data=2), place)["engine"]
+        found = state_of(tmp_path, read(tmp_path), {**layout, "world": 2, "data": 2}, place)["engine"]
         for kind in ("errors", "velocities"):
             saved, got = [engine["compressor"][kind] for engine in engines], found["compressor"][kind]
             torch.testing.assert_close(got["dense"], sum(each["dense"] for each in saved) / 4)
-            own = [saved[rank]["expert"] for rank in range(4) if rank % 2 == place.expert]
+            own = [saved[rank]["expert"] for rank in range(4) if rank % 2 == place["expert"]]
             torch.testing.assert_close(got["expert"], sum(own) / 2)
-        assert same(found["compressor"]["factors"], engines[place.expert]["compressor"]["factors"])
+        assert same(found["compressor"]["factors"], engines[place["expert"]]["compressor"]["factors"])
 
 
 def test_methods_without_error_feedback_are_redistributed_too() -> None:
     state = {"engine": {"compressor": {}}}
-    states = {place: {"attachment": state, "experts": ["expert"]} for place in replicas(4, expert=2)}
-    assert redistributed(states, replicas(1)[0]) == state
+    states = [(place, {"attachment": state, "experts": ["expert"]}) for place in replicas(4, expert=2)]
+    assert redistributed(states, FIRST) == state
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"])
 def test_another_model_parallel_layout_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    saved_by(tmp_path, ALONE, {replicas(1)[0]: engine_state(1)})
+    saved_by(tmp_path, ALONE, [(FIRST, engine_state(1))])
     with pytest.raises(UserError) as refused:
-        state_of(tmp_path, read(tmp_path), replace(ALONE, **{name: 2}), replicas(1)[0])
+        state_of(tmp_path, read(tmp_path), {**ALONE, name: 2}, FIRST)
     words = f"{name.replace('_', ' ')} parallel size 1"
     message = str(refused.value)
     assert f"saved with {words}, not 2" in message and f"; start with {words}" in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from edgc.runtime.groups import groups_of, own_group
-from tests.workers import run_workers
+from tests.workers import run_cases, run_workers
 
 TIMES = 5
 
@@ -47,7 +48,8 @@ def whole() -> dist.ProcessGroup:
     return group
 
 
-def cases() -> str:
+def ended_at_once() -> None:
+    """A group may be ended as soon as it is made."""
     world, rank = whole(), dist.get_rank()
     pairs = groups_of({ranks: None for ranks in ((0, 1), (2, 3)) if rank in ranks})
     for _ in range(TIMES):
@@ -57,64 +59,63 @@ def cases() -> str:
         for group in groups_of({(0, 1, 2, 3): None, (rank,): None}).values():
             dist.destroy_process_group(group)
         del group
-    return "done"
 
 
-def names() -> list[str]:
-    """Groups of half the world, which torch would name after the groups that each of its ranks has."""
+def names() -> None:
+    """No other group of a rank stands in the way: torch would name those of half the world after the groups that each
+    of its ranks has."""
     rank = dist.get_rank()
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = halves[rank // 2]
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     dist.new_group([0, 2])  # ranks 0 and 2 have one more than their partners
     unrelated = dist.new_group([0, 1, 2, 3])
-    kept = own_group(mine)
+    first = own_group(half)
     dist.destroy_process_group(unrelated)
-    made = [kept, own_group(mine)]  # as many groups as there were
+    second = own_group(half)  # as many groups as there were
     for _ in range(TIMES):
-        again = own_group(mine)
+        other = own_group(half)
         total = torch.ones(1)
-        dist.all_reduce(total, group=again)
+        dist.all_reduce(total, group=other)
         assert float(total) == 2.0
-        dist.destroy_process_group(again)  # the next one has its place
-    for group in made:
+        dist.destroy_process_group(other)  # the next one has its place
+    for group in (first, second):
         dist.barrier(group)
-    return sorted(dist.get_process_group_ranks(group) == dist.get_process_group_ranks(mine) for group in made)
+        assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(half)
 
 
-def backends() -> list[str]:
+def backends() -> None:
+    """A group has the backend of the one it is like."""
+
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     dist.Backend.register_backend("another", make, devices=["cpu"])
-    found = []
     for ranks in ([0, 1, 2, 3], [0, 1], [2, 3]):
         like = dist.new_group(ranks, backend="another")
         if dist.get_rank() in ranks:
-            found.append(dist.get_backend(own_group(like)))
-    return found
+            assert dist.get_backend(own_group(like)) == "another"
 
 
-def unsafe() -> str:
+CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in (names, backends, ended_at_once)}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_cases(4, __name__)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_groups(outcomes: dict[str, str], case: str) -> None:
+    assert not outcomes[case], outcomes[case]
+
+
+def unsafe() -> None:
     whole()
     dist.destroy_process_group(dist.new_group([0, 1, 2, 3]))
     dist.barrier()
-    return "done"
-
-
-def test_a_group_may_be_ended_as_soon_as_it_is_made() -> None:
-    assert run_workers(4, cases) == ["done"] * 4
-
-
-def test_no_other_group_of_a_rank_stands_in_the_way() -> None:
-    assert run_workers(4, names) == [[True, True]] * 4
-
-
-def test_a_group_has_the_backend_of_the_one_it_is_like() -> None:
-    assert run_workers(4, backends) == [["another", "another"]] * 4
 
 
 def test_without_waiting_for_the_others_a_slow_rank_fails() -> None:
-    """What the wait is for: if this passes no longer, torch waits itself."""
+    """Reason for the wait: if this passes no longer, torch waits itself."""
     with pytest.raises(AssertionError, match="connectFullMesh failed"):
         for _ in range(10):  # it fails in the runs in which the slow rank is the one that is connected to
             run_workers(4, unsafe)

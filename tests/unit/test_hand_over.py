@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from edgc.config import EDGCConfig
 from edgc.engine import Engine
 from edgc.errors import UserError
 from edgc.measurement.mean_error import BUCKETS
-from tests.workers import run_workers
+from edgc.runtime.groups import gather_objects
+from tests.workers import run_cases
 
 SHAPES = {"a": (96, 64), "b": (64,), "c": (33, 64)}
 WARM_UP, STEPS = 8, 14  # two windows of four iterations make up warm-up
@@ -49,153 +51,113 @@ def mean(tensor: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def kept(of: Engine) -> dict[str, Tensor]:
-    errors: dict[str, Tensor] = of.state_dict()["compressor"]["errors"]
+def kept(engine: Engine) -> dict[str, Tensor]:
+    errors: dict[str, Tensor] = engine.state_dict()["compressor"]["errors"]
     return errors
 
 
-def advance(of: Engine, step: int, **options: Any) -> list[Tensor]:
+def advance(engine: Engine, step: int, scale: float = 1.0, skipped: bool = False, **options: Any) -> list[Tensor]:
     """A whole iteration; the averaged gradients."""
-    mine = gradients(step)
-    of.reduce(mine, None, **options)
-    of.end_iteration()
-    return [gradient.tensor for gradient in mine]
+    own = gradients(step, scale)
+    engine.reduce(own, None, **options)
+    engine.end_iteration(skipped=skipped)
+    return [gradient.tensor for gradient in own]
 
 
-def conservation() -> list[dict[str, Any]]:
-    """Per step: what sent + kept is off by, whether replicas agree, and what the engine says."""
-    found, rows = engine(), []
-    for step in range(STEPS):
-        before, plan = kept(found), found.plan
-        owed = {g.name: mean(g.tensor + before.get(g.name, torch.zeros(()))) for g in gradients(step)}
-        results = dict(zip(SHAPES, advance(found, step), strict=True))
-        after = kept(found)
-        last = found.last
-        assert last is not None
-        rows.append(
-            {
-                "off": max(
-                    float((mean(result + after.get(name, torch.zeros(()))) - owed[name]).abs().max())
-                    for name, result in results.items()
-                ),
-                "agree": all(torch.equal(mean(r).float(), r) for r in results.values()),
-                "exact": max(float((mean(g.tensor) - results[g.name]).abs().max()) for g in gradients(step)),
-                "rank": plan.ranks[0],
-                "bytes": last.statistics.bytes,
-                "error": last.statistics.worker_error,
-                "memory": found.warm_up is not None and len(found.warm_up.compressor._flats),
-                "names": sorted(after),
-            }
-        )
-    return rows
-
-
-def resumed(at: int) -> bool:
-    """Whether an engine that loads another's state after ``at`` steps goes on with the same bits."""
-    first, second = engine(), engine()
-    for step in range(at):
+def advanced(steps: int, **options: Any) -> Engine:
+    first = engine(**options)
+    for step in range(steps):
         advance(first, step)
-    advance(second, 77)  # what is loaded has to replace something
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    return all(
-        torch.equal(x, y)
-        for step in range(at, STEPS)
-        for x, y in zip(advance(first, step), advance(second, step), strict=True)
-    )
+    return first
 
 
-def dropped(at: int) -> bool:
-    """Whether a step that is given up leaves the engine as it was, but for the count of iterations."""
-    one, other = engine(deferred=True), engine(deferred=True)
-    for step in range(at):
-        advance(one, step)
-        advance(other, step)
-    before = kept(one)
-    one.reduce(gradients(99), None)
-    one.end_iteration(skipped=True)
-    same = all(torch.equal(kept(one)[name], before[name]) for name in before)
-    return same and kept(one).keys() == before.keys()
-
-
-def merged(at: int) -> float:
-    """How far what all replicas owe in the mean moves when two replicas' states become one."""
-    found = engine()
-    for step in range(at):
-        advance(found, step)
-    states: list[Any] = [None, None]
-    mine = {"world": 2, "rank": dist.get_rank(), "engine": found.state_dict()}
-    dist.all_gather_object(states, mine)
-    after = engine()
-    after.load_state_dict(merge(states)["engine"])
-    owed = {name: mean(error) for name, error in kept(found).items()}
-    assert owed
-    return max(float((kept(after)[name] - error).abs().max()) for name, error in owed.items())
-
-
-def rescaled() -> float:
-    """Gradients and scale multiplied by 8 in warm-up: how far the results are from 8 times the others."""
-    plain, scaled = engine(), engine()
-    for step in range(3):
-        advance(plain, step)
-        advance(scaled, step)
-    scaled.rescale(8.0)
-    mine = gradients(3, 8.0)
-    scaled.reduce(mine, None)
-    scaled.end_iteration()
-    return max(float((m.tensor - 8 * r).abs().max()) for m, r in zip(mine, advance(plain, 3), strict=True))
-
-
-def everything() -> dict[str, Any]:
+def conservation() -> None:
+    """What was sent and what is kept is what came in; warm-up sends an eighth, and then the low rank takes over."""
     uncompressed = advance(engine(), 0, compress=False)
-    exact = [mean(gradient.tensor).float() for gradient in gradients(0)]
     paper = engine(replace(CONFIG, warmup_bits=None))
     advance(paper, 0)
     assert paper.last is not None
-    return {
-        "conservation": conservation(),
-        "resumed": {at: resumed(at) for at in (3, WARM_UP, WARM_UP + 2)},
-        "dropped": {at: dropped(at) for at in (3, WARM_UP)},
-        "merged": {at: merged(at) for at in (3, WARM_UP + 1)},
-        "rescaled": rescaled(),
-        "dense on purpose": all(torch.equal(x, y) for x, y in zip(uncompressed, exact, strict=True)),
-        "dense bytes": paper.last.statistics.bytes,
-    }
+    dense = paper.last.statistics.bytes
+    exact = [mean(gradient.tensor) for gradient in gradients(0)]
+    own = engine()
+    for step in range(STEPS):
+        before, rank = kept(own), own.plan.ranks[0]
+        owed = {g.name: mean(g.tensor + before.get(g.name, torch.zeros(()))) for g in gradients(step)}
+        means = [mean(gradient.tensor) for gradient in gradients(step)]
+        results, after, last = advance(own, step), kept(own), own.last
+        assert last is not None and rank == (None if step < WARM_UP else 4) and sorted(after) == ["a", "c"]
+        for name, result in zip(SHAPES, results, strict=True):
+            arrived = mean(result + after.get(name, torch.zeros(())))
+            assert float((arrived - owed[name]).abs().max()) < 2e-6
+            assert torch.equal(mean(result).float(), result), "replicas agree"
+        off = [float((a - b).abs().max()) for a, b in zip(results, means, strict=True)]
+        assert max(off) > 1e-3, "nothing is exact: neither int4 nor rank 4"
+        sketch = 8 * (BUCKETS + 2) if (step + 1) % CONFIG.window == 0 else 0  # of the mean's error; two workers
+        share, error = (last.statistics.bytes - sketch) / dense, last.statistics.worker_error
+        assert error is not None
+        if step < WARM_UP:
+            assert 0.12 < share < 0.16 and 0.02 < error < 0.3
+        else:
+            assert 0.1 < share < 0.2
+        if step == WARM_UP:
+            # Random matrices: rank 4 leaves most of them. What it begins with is what int4 had left, so not more.
+            assert 0.8 < error < 1
+        memory = own.warm_up is not None and len(own.warm_up.compressor._flats)
+        assert memory == (step < WARM_UP - 1)
+    assert all(torch.equal(one, other.float()) for one, other in zip(uncompressed, exact, strict=True))
+
+
+def resumed() -> None:
+    """An engine that loads another's state goes on with the same bits."""
+    for at in (3, WARM_UP, WARM_UP + 2):
+        first, second = advanced(at), engine()
+        advance(second, 77)  # what is loaded has to replace something
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        for step in range(at, STEPS):
+            assert all(map(torch.equal, advance(first, step), advance(second, step)))
+
+
+def dropped() -> None:
+    """A step that is given up leaves what is kept as it was."""
+    for at in (3, WARM_UP):
+        own = advanced(at, deferred=True)
+        before = kept(own)
+        advance(own, 99, skipped=True)
+        after = kept(own)
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def merged() -> None:
+    """All replicas owe in the mean what they owed when two replicas' states become one."""
+    for at in (3, WARM_UP + 1):
+        own, after = advanced(at), engine()
+        state = {"world": 2, "rank": dist.get_rank(), "engine": own.state_dict()}
+        after.load_state_dict(merge(gather_objects(state))["engine"])
+        owed = {name: mean(error) for name, error in kept(own).items()}
+        assert owed and all(float((kept(after)[name] - error).abs().max()) < 1e-6 for name, error in owed.items())
+
+
+def rescaled() -> None:
+    """Gradients and scale multiplied by 8, a power of two, in warm-up: no bit of the results changes."""
+    plain, scaled = advanced(3), advanced(3)
+    scaled.rescale(8.0)
+    results = zip(advance(scaled, 3, 8.0), advance(plain, 3), strict=True)
+    assert all(torch.equal(one, 8 * other) for one, other in results)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case for case in (conservation, resumed, dropped, merged, rescaled)
+}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_workers(2, everything)
+def outcomes() -> dict[str, str]:
+    return run_cases(2, __name__)
 
 
-def test_what_was_sent_and_what_is_kept_is_what_came_in(found: list[dict[str, Any]]) -> None:
-    for rows in (rank["conservation"] for rank in found):
-        assert all(row["off"] < 2e-6 and row["agree"] for row in rows)
-        assert all(row["exact"] > 1e-3 for row in rows), "nothing is exact: neither int4 nor rank 4"
-        assert all(row["names"] == ["a", "c"] for row in rows)
-
-
-def test_warm_up_sends_an_eighth_and_then_the_low_rank_takes_over(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        rows, dense = rank["conservation"], rank["dense bytes"]
-        assert [row["rank"] for row in rows] == [None] * WARM_UP + [4] * (STEPS - WARM_UP)
-        for row in rows[CONFIG.window - 1 :: CONFIG.window]:
-            row["bytes"] -= 8 * (BUCKETS + 2)  # the sketch of the mean's error; two workers
-        for row in rows[:WARM_UP]:
-            assert 0.12 < row["bytes"] / dense < 0.16
-            assert 0.02 < row["error"] < 0.3
-        assert all(0.1 < row["bytes"] / dense < 0.2 for row in rows[WARM_UP:])
-        # Random matrices: rank 4 leaves most of them. What it begins with is what int4 had left, so not more.
-        assert 0.8 < rows[WARM_UP]["error"] < 1
-        assert [row["memory"] for row in rows] == [1] * (WARM_UP - 1) + [0] * (STEPS - WARM_UP + 1)
-
-
-def test_resume_skip_merge_and_scale(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        assert rank["resumed"] == dict.fromkeys(rank["resumed"], True)
-        assert rank["dropped"] == dict.fromkeys(rank["dropped"], True)
-        assert all(off < 1e-6 for off in rank["merged"].values())
-        assert rank["rescaled"] == 0.0, "by a power of two: no bit changes"
-        assert rank["dense on purpose"]
+@pytest.mark.parametrize("case", CASES)
+def test_hand_over(outcomes: dict[str, str], case: str) -> None:
+    assert not outcomes[case], outcomes[case]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 import edgc.compressors.entrywise.sparse as sparse
 from edgc.compressors import Statistics
 from edgc.megatron.activation import ActivationCompressor
-from edgc.runtime.device import Later, masked_path
+from edgc.runtime.device import HostCopy, masked_path
 from edgc.sections import PipelineConfig
 from tests.contract import Setting, Team, Traits, variants
 from tests.host_reads import HostRead, NoHostReads
@@ -68,10 +68,10 @@ def test_no_step_reads_a_value(name: str, deferred: bool, monkeypatch: pytest.Mo
             return draw(*arguments)
 
     # Which side a one-sided iteration begins with was found out by the step before: it is read before anything is sent.
-    read, met = Later.read, Room.meet
+    read, met = HostCopy.read, Room.meet
     sending = False
 
-    def of_the_step_before(later: Later) -> Any:
+    def of_the_step_before(later: HostCopy) -> Any:
         if sending:
             return read(later)
         with guard.paused():
@@ -83,7 +83,7 @@ def test_no_step_reads_a_value(name: str, deferred: bool, monkeypatch: pytest.Mo
         met(room)
 
     monkeypatch.setattr(sparse, "draw", on_the_host)
-    monkeypatch.setattr(Later, "read", of_the_step_before)
+    monkeypatch.setattr(HostCopy, "read", of_the_step_before)
     monkeypatch.setattr(Room, "meet", meet)
     for step, rank in enumerate((4, 4, 4, None, 4)):
         given = team.given(step)

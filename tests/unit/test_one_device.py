@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from edgc.compressors import Compressor, Gradient, Statistics
 from edgc.entropy.on_device import ESTIMATES, estimate_rows
 from edgc.measurement.sketch import sketches
-from edgc.runtime.device import Later
+from edgc.runtime.device import HostCopy
 from edgc.timing import benchmark
 from experiments.bench.engines import Mirror
 from tests.contract import SHAPES, config_of, variants
@@ -42,7 +42,7 @@ class OneDevice(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Read after the step, when it has arrived; the answer is always yes here.
-    monkeypatch.setattr(Later, "read", lambda self: True)
+    monkeypatch.setattr(HostCopy, "read", lambda self: True)
     with OneDevice():
         yield
 

@@ -20,7 +20,7 @@ from edgc.compressors.dense import Dense
 from edgc.compressors.passes import Matrices, RowBlocks, batch_view
 from edgc.compressors.powersgd.orthogonal import Orthonormal
 from edgc.compressors.powersgd.wire import Wire, blocks_of
-from edgc.runtime.device import Later
+from edgc.runtime.device import HostCopy
 
 LEFT, RIGHT = 0, 1
 
@@ -79,12 +79,12 @@ class Group(Matrices):
     ) -> None:
         super().__init__(names, shape, rank, error)
         self.left, self.right, self._side = left, right, side
-        self._turns: Later | None = None
+        self._turns: HostCopy | None = None
         self.drawn: set[str] = set()
 
     def turn(self, flag: Tensor) -> None:
         """The next call begins with the other side, if ``flag``, a 0-dim bool tensor."""
-        self._turns = Later(flag)
+        self._turns = HostCopy(flag)
 
     @property
     def side(self) -> int:

@@ -1,0 +1,329 @@
+"""Would compression pay on this machine? ``python -m edgc.doctor`` answers by measuring.
+
+Alone it starts two processes here; under ``torchrun``, one process per node or GPU, it joins the others and measures
+the real network. Measured: latency and bandwidth of all-reduces, compress and decompress times, bytes sent. Calculated
+from these: the time of a reduction at a given bandwidth, and the bandwidth below which each rank pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from edgc.checks import plain
+from edgc.compressors import Channel, Gradient
+from edgc.compressors.base import Steps
+from edgc.compressors.powersgd import FACTOR_BITS
+from edgc.config import EDGCConfig
+from edgc.errors import UserError
+from edgc.runtime.channel import mark, seconds_between
+from edgc.runtime.groups import gather_objects
+from edgc.timing import benchmark
+from edgc.timing.link import Cost, Link, break_even
+
+GBIT = 1e9 / 8
+_SIZES = [4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20, 16 * 2**20]  # bytes of the timed all-reduces
+_DENSITY = 0.01  # of top-k
+_SLOW = 2.0  # seconds after which a measurement is not repeated
+
+# --------------------------------------------------------------------- command line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, fix="see --help")
+
+
+def _checked(convert: Callable[[str], Any], valid: Callable[[Any], bool], fix: str) -> Callable[[str], Any]:
+    def value_of(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not valid(value):
+            raise argparse.ArgumentTypeError(f"{text} is not valid, use {fix}")
+        return value
+
+    return value_of
+
+
+def _shape(text: str) -> tuple[int, int] | None:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ``bandwidth`` and ``latency`` of the network to assume, in bytes per second and seconds, or None.
+
+    Raises:
+        UserError: values that make no sense, naming the option.
+    """
+    count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
+    bandwidth = _checked(float, lambda value: 0 < value < math.inf, "a number above 0")
+    latency = _checked(float, lambda value: 0 <= value < math.inf, "a number of at least 0")
+    matrix = _checked(_shape, lambda shape: shape is not None, "rows x columns, e.g. 1024x3072")
+    parser = _Parser(prog="python -m edgc.doctor", description=__doc__)
+    add = parser.add_argument
+    add("--shapes", type=matrix, nargs="+", metavar="MxN", help="matrices to reduce, e.g. 1024x3072 1024x1024")
+    add("--hidden", type=count, help="instead: width of GPT blocks (default 1024, GPT-2 medium)")
+    add("--layers", type=count, help="and their number (default 1)")
+    add("--rank", type=count, nargs="+", default=[8, 32, 64, 128], help="default 8 32 64 128")
+    add("--factor-dtype", nargs="+", choices=FACTOR_BITS, default=["fp32", "int8"], help="of the ranks")
+    add("--bandwidth", type=bandwidth, metavar="GBIT", help="assume this network, in Gbit/s per rank")
+    add("--latency", type=latency, metavar="US", help="assume this latency of a round, in microseconds")
+    add("--repeats", type=count, default=5)
+    add("--threads", type=count, help="per process (default: the cores shared out)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments)
+    if options.shapes and (options.hidden or options.layers):
+        raise UserError("--shapes and --hidden or --layers exclude each other", fix="give only one of them")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device = cuda, but torch sees no GPU", fix="use --device cpu")
+    h = options.hidden or 1024
+    options.shapes = options.shapes or [(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)] * (options.layers or 1)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
+    options.threads = options.threads or max(1, (os.cpu_count() or 1) // local)
+    options.bandwidth = None if options.bandwidth is None else options.bandwidth * GBIT
+    options.latency = None if options.latency is None else options.latency * 1e-6
+    return options
+
+
+def _device(requested: str, local_rank: int, joined: bool) -> torch.device:
+    """The GPU of this process, if it may have one to itself; a GPU shared by two would be timed at half its speed."""
+    gpus = torch.cuda.device_count()
+    if requested == "cpu" or gpus == 0 or (requested == "auto" and not joined and gpus < 2):
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank % gpus)
+    return torch.device("cuda", local_rank % gpus)
+
+
+def _local(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
+    """One of the processes that a run without torchrun starts."""
+    device = _device(options.device, rank, joined=False)
+    backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= world else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    report = measure(options, device)
+    if rank == 0:
+        (Path(folder) / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _joined(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The report on rank 0 of the job that torchrun started, None elsewhere."""
+    missing = [key for key in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        fix = "start with torchrun, or unset RANK for a run on this machine alone"
+        raise UserError(f"RANK is set but not {', '.join(missing)}", where="environment", fix=fix)
+    if os.environ["WORLD_SIZE"] == "1":
+        raise UserError("one process has nobody to send to", where="WORLD_SIZE", fix="start at least two")
+    device = _device(options.device, int(os.environ.get("LOCAL_RANK", "0")), joined=True)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    report = measure(options, device)
+    first = dist.get_rank() == 0
+    dist.barrier()
+    dist.destroy_process_group()
+    return report if first else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0, or 2 after one line on stderr for bad input."""
+    try:
+        options = parse(arguments)
+        local = "RANK" not in os.environ
+        if local:
+            with tempfile.TemporaryDirectory() as folder:
+                processes: Any = mp
+                processes.spawn(_local, (2, folder, options), nprocs=2)
+                report = json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
+        else:
+            report = _joined(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if report is not None:
+        print(json.dumps(plain(report), indent=2) if options.json else text(report, local))
+    return 0
+
+
+# --------------------------------------------------------------------- measuring, on every rank
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Measure with all ranks of the default process group; the same report on every rank, see :func:`assess`."""
+    torch.set_num_threads(options.threads)
+    points = _all_reduces(options.repeats, device)
+    generator = torch.Generator("cpu").manual_seed(dist.get_rank())
+    # Views of one buffer, as a bucket of DDP: a dense reduction then has nothing to pack.
+    sizes = [m * n for m, n in options.shapes]
+    flat = torch.randn(sum(sizes), generator=generator, dtype=torch.float32, device="cpu").to(device)
+    parts = zip(torch.split(flat, sizes), options.shapes, strict=True)
+    gradients = [Gradient(f"w{i}", part.view(shape)) for i, (part, shape) in enumerate(parts)]
+    methods = {"dense": EDGCConfig(method="none"), "bf16": EDGCConfig(method="bf16")}
+    for dtype, rank in itertools.product(dict.fromkeys(options.factor_dtype), dict.fromkeys(options.rank)):
+        name = f"rank {rank}" if dtype == "fp32" else f"rank {rank} {dtype}"
+        methods[name] = EDGCConfig(method="powersgd", rank=rank, factor_dtype=dtype)
+    methods |= {f"quantize {bits}": EDGCConfig(method="quantize", bits=bits) for bits in (8, 4)}
+    methods[f"topk {_DENSITY:g}"] = EDGCConfig(method="topk", density=_DENSITY)
+    machine = {
+        "world": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "shapes": [list(shape) for shape in options.shapes],
+        "factor_dtypes": list(dict.fromkeys(options.factor_dtype)),
+    }
+    rows = [{"method": name, **_time(config, gradients, options.repeats)} for name, config in methods.items()]
+    return assess(machine, points, rows, options.bandwidth, options.latency)
+
+
+def _slowest(seconds: float) -> float:
+    """The largest of all ranks' values, so that all ranks decide alike."""
+    return max(gather_objects(seconds))
+
+
+def _all_reduces(repeats: int, device: torch.device) -> list[tuple[float, float]]:
+    """(bytes that a rank sends, median seconds of the slowest rank) of all-reduces of growing size."""
+    world, points = dist.get_world_size(), []
+    for size in _SIZES:
+        tensor, times = torch.zeros(size // 4, dtype=torch.float32, device=device), []
+        for _ in range(repeats + 1):
+            dist.barrier()
+            started = mark(device)
+            dist.all_reduce(tensor)
+            times.append(seconds_between(started, mark(device)))
+        seconds = _slowest(statistics.median(times[1:]))
+        points.append((2 * (world - 1) / world * size, seconds))
+        if seconds * repeats > _SLOW and len(points) > 1:
+            break
+    return points
+
+
+def _time(config: EDGCConfig, gradients: Sequence[Gradient], repeats: int) -> dict[str, Any]:
+    """Medians over repeats of what one method takes, then means over ranks."""
+    compressor, results, rounds = config.build_to_time(), [], 0
+
+    def reduction() -> Steps:
+        results.append((yield from benchmark.timed(compressor, gradients, Channel(None), config.fixed_rank or 1)))
+
+    for repeat in range(repeats + 1):
+        rounds = sum(1 for _ in reduction())
+        if repeat == 0 and _slowest(benchmark.seconds(results[0])) > _SLOW:
+            break
+    timed = results[1:] or results  # the first one also pays for memory
+    seconds = (
+        statistics.median(item.compress.seconds for item in timed),
+        statistics.median(item.decompress.seconds for item in timed),
+        statistics.median(benchmark.seconds(item) for item in timed),
+    )
+    means = map(statistics.fmean, zip(*gather_objects(seconds), strict=True))
+    named = dict(zip(("seconds_compress", "seconds_decompress", "seconds_measured"), means, strict=True))
+    return {"rank": config.fixed_rank, **named, "bytes": results[-1].bytes, "rounds": rounds}
+
+
+# --------------------------------------------------------------------- calculating
+
+
+def assess(
+    machine: dict[str, Any],
+    points: Sequence[tuple[float, float]],
+    rows: Sequence[dict[str, Any]],
+    bandwidth: float | None = None,
+    latency: float | None = None,
+) -> dict[str, Any]:
+    """The report: what was measured, and what follows from it at the measured or assumed network.
+
+    Args:
+        points: (bytes sent, seconds) of all-reduces.
+        rows: per method, dense first: its name, rank, seconds, bytes and rounds.
+        bandwidth, latency: to assume, in bytes per second and seconds; None takes the measured one.
+
+    Returns:
+        ``machine``'s entries; ``network``; ``methods``: the rows with ``seconds_calculated``, ``of_dense`` and
+        ``pays_below_gbit`` added (inf: at any bandwidth, 0: at none); ``verdicts``: a sentence per method and a
+        conclusion.
+    """
+    fitted = Link.fit(points)
+    link = Link(fitted.latency if latency is None else latency, fitted.bandwidth if bandwidth is None else bandwidth)
+    costs = [Cost(row["seconds_compress"] + row["seconds_decompress"], row["bytes"], row["rounds"]) for row in rows]
+    at, dense, methods, verdicts = f"at {link.bandwidth / GBIT:.3g} Gbit/s", link.seconds(costs[0]), [], []
+    for index, (row, cost) in enumerate(zip(rows, costs, strict=True)):
+        seconds, ratio = link.seconds(cost), link.seconds(cost) / dense
+        below = break_even(costs[0], cost, link.latency) / GBIT if index else None
+        methods.append({**row, "seconds_calculated": seconds, "of_dense": ratio, "pays_below_gbit": below})
+        if below is not None:
+            pays = f"pays below {below:.3g} Gbit/s" if below > 0 else "pays at no bandwidth"
+            pays = "pays at any bandwidth" if below == math.inf else pays
+            verdicts.append(f"{at} {row['method']} would take {ratio:.2f}x of dense; {pays}")
+    best = min(methods[1:], key=lambda row: float(row["of_dense"]))
+    if best["of_dense"] >= 1:
+        verdicts.append(f"compression would not pay {at}")
+    else:
+        verdicts.append(f"compression would pay {at}: fastest is {best['method']}, {best['of_dense']:.2f}x of dense")
+    network = {
+        "bandwidth_gbit": link.bandwidth / GBIT,
+        "bandwidth_source": "measured" if bandwidth is None else "assumed",
+        "latency_seconds": link.latency,
+        "latency_source": "measured" if latency is None else "assumed",
+        "measured_bandwidth_gbit": fitted.bandwidth / GBIT,
+        "measured_latency_seconds": fitted.latency,
+        "fit_residual": fitted.residual,
+        "points": [list(point) for point in points],
+    }
+    return {**machine, "network": network, "methods": methods, "verdicts": verdicts}
+
+
+def text(report: dict[str, Any], local: bool) -> str:
+    """The report for people; ``local``: all processes were started on this machine."""
+    network, entries = report["network"], sum(m * n for m, n in report["shapes"])
+    where = "between processes of this machine" if local else "between the processes of this job"
+    lines = [
+        f"{report['world']} processes ({report['backend']}, {report['device']}, {report['threads']} threads each); "
+        f"{len(report['shapes'])} matrices with {entries / 1e6:.3g} M entries",
+        f"all-reduce {where}, measured: {network['measured_bandwidth_gbit']:.3g} Gbit/s, "
+        f"{network['measured_latency_seconds'] * 1e6:.3g} us a round (fit within {network['fit_residual']:.0%})",
+        f"network below: {network['bandwidth_gbit']:.3g} Gbit/s ({network['bandwidth_source']}), "
+        f"{network['latency_seconds'] * 1e6:.3g} us a round ({network['latency_source']})",
+        "",
+        f"{'':14}{'compress':>10}{'decompress':>12}{'sent':>10}{'rounds':>8}{'here':>10}  |"
+        f"{'total':>10}{'of dense':>10}{'pays below':>13}",
+        f"{'':14}{'ms':>10}{'ms':>12}{'MB':>10}{'':>8}{'ms':>10}  |{'ms':>10}{'':>10}{'Gbit/s':>13}",
+    ]
+    for row in report["methods"]:
+        below = row["pays_below_gbit"]
+        lines.append(
+            f"{row['method']:14}{row['seconds_compress'] * 1e3:10.2f}{row['seconds_decompress'] * 1e3:12.2f}"
+            f"{row['bytes'] / 1e6:10.3f}{row['rounds']:8}{row['seconds_measured'] * 1e3:10.2f}  |"
+            f"{row['seconds_calculated'] * 1e3:10.2f}{row['of_dense']:10.2f}"
+            f"{'' if below is None else f'{below:.3g}':>13}"
+        )
+    lines += [
+        "",
+        "Left of the line: measured (here: the whole reduction over the connection of these processes).",
+        "Right of it: calculated, compress + decompress + rounds x latency + sent / bandwidth, without overlap.",
+        "",
+        *report["verdicts"],
+    ]
+    if local and network["bandwidth_source"] == "measured":
+        advice = "give --bandwidth, or start one process per node with torchrun."
+        lines += ["", f"This is the connection inside one machine, not your network: {advice}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

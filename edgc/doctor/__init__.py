@@ -1,1 +1,0 @@
-"""Would compression pay on this cluster? ``python -m edgc.doctor`` measures it."""
