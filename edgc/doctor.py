@@ -264,11 +264,11 @@ def assess(
     at, dense, methods, verdicts = f"at {link.bandwidth / GBIT:.3g} Gbit/s", link.seconds(costs[0]), [], []
     for index, (row, cost) in enumerate(zip(rows, costs, strict=True)):
         seconds, ratio = link.seconds(cost), link.seconds(cost) / dense
-        below = break_even(costs[0], cost, link.latency) / GBIT if index else None
-        methods.append({**row, "seconds_calculated": seconds, "of_dense": ratio, "pays_below_gbit": below})
-        if below is not None:
-            pays = f"pays below {below:.3g} Gbit/s" if below > 0 else "pays at no bandwidth"
-            pays = "pays at any bandwidth" if below == math.inf else pays
+        limit = break_even(costs[0], cost, link.latency) / GBIT if index else None
+        methods.append({**row, "seconds_calculated": seconds, "of_dense": ratio, "pays_below_gbit": limit})
+        if limit is not None:
+            pays = f"pays below {limit:.3g} Gbit/s" if limit > 0 else "pays at no bandwidth"
+            pays = "pays at any bandwidth" if limit == math.inf else pays
             verdicts.append(f"{at} {row['method']} would take {ratio:.2f}x of dense; {pays}")
     best = min(methods[1:], key=lambda row: float(row["of_dense"]))
     if best["of_dense"] >= 1:
@@ -305,12 +305,12 @@ def text(report: dict[str, Any], local: bool) -> str:
         f"{'':14}{'ms':>10}{'ms':>12}{'MB':>10}{'':>8}{'ms':>10}  |{'ms':>10}{'':>10}{'Gbit/s':>13}",
     ]
     for row in report["methods"]:
-        below = row["pays_below_gbit"]
+        limit = row["pays_below_gbit"]
         lines.append(
             f"{row['method']:14}{row['seconds_compress'] * 1e3:10.2f}{row['seconds_decompress'] * 1e3:12.2f}"
             f"{row['bytes'] / 1e6:10.3f}{row['rounds']:8}{row['seconds_measured'] * 1e3:10.2f}  |"
             f"{row['seconds_calculated'] * 1e3:10.2f}{row['of_dense']:10.2f}"
-            f"{'' if below is None else f'{below:.3g}':>13}"
+            f"{'' if limit is None else f'{limit:.3g}':>13}"
         )
     lines += [
         "",

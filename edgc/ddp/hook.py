@@ -56,7 +56,7 @@ class Scaler(Protocol):
 
 
 class Slot:
-    """What DDP holds for good, for it takes one communication hook per model: handles come and go in it.
+    """State of DDP's hook. DDP takes one per model and holds it for good: handles come and go in it.
 
     Without a handle gradients are averaged plainly.
 
@@ -313,7 +313,7 @@ class Handle:
         return checked
 
     def _unused(self, parameter: Tensor, storage: int) -> bool:
-        """Whether DDP leaves the parameter's ``.grad`` as it is unless other ranks have used it."""
+        """True if DDP leaves the parameter's ``.grad`` as it is unless other ranks have used it."""
         name, gradient = self._names[parameter], parameter.grad
         used = name in self._used or name not in self._watched
         self._used.discard(name)
@@ -362,7 +362,7 @@ def matrix_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Those of a parameter's gradient in its bucket: its own where it has its memory to itself and leaves no gaps."""
+    """Strides of a parameter's gradient in its bucket: its own where it has memory to itself and leaves no gaps."""
     alike = torch.empty_like(parameter, device="meta").stride()
     return alike if alike == parameter.stride() else torch.empty(parameter.shape, device="meta").stride()
 

@@ -153,7 +153,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _scaler_steps() -> bool:
-    """Whether one of the callers is a method of a ``GradScaler`` that is enabled."""
+    """True if one of the callers is a method of a ``GradScaler`` that is enabled."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -200,11 +200,11 @@ def _agreed(
 def _refuse_stages(config: EDGCConfig) -> None:
     """Refuse what only pipeline stages, or Megatron's other parallelism, have a use for; but not ``alignment``, which
     the paper's settings have: one stage is always aligned."""
-    one, values = "a plain data-parallel job has one stage", dotted(config.to_dict())
+    stages, values = "a plain data-parallel job has one stage", dotted(config.to_dict())
     for key, unused, word, why in (
-        ("pipeline.rank", None, "null", one),
-        ("fused_embedding", False, "false", one),
-        ("compressed_stages", 1, "1", one),
+        ("pipeline.rank", None, "null", stages),
+        ("fused_embedding", False, "false", stages),
+        ("compressed_stages", 1, "1", stages),
         ("compress_experts", True, "true", "a plain data-parallel job has no expert parallelism"),
     ):
         if (value := values.get(key, unused)) != unused:

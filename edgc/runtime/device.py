@@ -77,11 +77,11 @@ class HostCopy:
 def masked_path(on: bool = True) -> Iterator[None]:
     """Treat the CPU as a GPU inside (for tests): nothing is read, writes are masked."""
     global _masked
-    before, _masked = _masked, on
+    previous, _masked = _masked, on
     try:
         yield
     finally:
-        _masked = before
+        _masked = previous
 
 
 @contextlib.contextmanager
@@ -121,15 +121,15 @@ def reduced_products() -> bool:
 
 
 def _precision(library: str) -> str:
-    """Of products of fp32. The properties of ``torch.backends`` say the same in twenty times the time; torch before
-    2.9 has one precision for all libraries."""
+    """Precision of products of fp32. The properties of ``torch.backends`` say the same in twenty times the time;
+    torch before 2.9 has one precision for all libraries."""
     getter = getattr(torch._C, "_get_fp32_precision_getter", None)
     return torch.get_float32_matmul_precision() if getter is None else getter(library, "matmul")
 
 
 @contextlib.contextmanager
 def _whole_products() -> Iterator[None]:
-    before, older = {name: _precision(name) for name in _LIBRARIES}, None
+    precisions, older = {name: _precision(name) for name in _LIBRARIES}, None
     with contextlib.suppress(RuntimeError):  # torch gives none where the libraries differ
         older = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -139,5 +139,5 @@ def _whole_products() -> Iterator[None]:
         if older is not None:
             torch.set_float32_matmul_precision(older)
         if hasattr(torch._C, "_get_fp32_precision_getter"):
-            for library, precision in before.items():
+            for library, precision in precisions.items():
                 getattr(torch.backends, library).matmul.fp32_precision = precision

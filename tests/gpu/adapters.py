@@ -18,33 +18,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-import edgc.ddp
 from edgc import EDGCConfig
 from edgc.runtime.device import host_decides
 from experiments.bench.engines import Mirror
 from tests.integration.ddp_runs import METHODS as USUAL
-from tests.integration.ddp_runs import SMALL, WIDTH, batch, copied, same
+from tests.integration.ddp_runs import SMALL, Case, Run, copied, same
+
+
+def low_rank(factors: str, one_sided: bool = False) -> dict[str, Any]:
+    return {"method": "powersgd", "rank": 4, "factor_dtype": factors, "one_sided": one_sided, **SMALL}
+
 
 DDP: dict[str, dict[str, Any]] = {
-    "none": USUAL["none"],
-    "bf16": {"method": "bf16"},
-    **{
-        f"powersgd {factors}{' one-sided' if one_sided else ''}": {
-            "method": "powersgd",
-            "rank": 4,
-            "factor_dtype": factors,
-            "one_sided": one_sided,
-            **SMALL,
-        }
-        for factors, one_sided in (("fp32", False), ("int8", False), ("int4", True))
-    },
-    "edgc": USUAL["edgc"],
+    **{name: USUAL[name] for name in ("none", "bf16", "edgc", "quantize", "sign")},
     "topk": {"method": "topk", "density": 0.1, **SMALL},
-    "quantize": USUAL["quantize"],
-    "sign": {"method": "sign", **SMALL},
+    "powersgd fp32": low_rank("fp32"),
+    "powersgd int8": low_rank("int8"),
+    "powersgd int4 one-sided": low_rank("int4", True),
 }
 # What they do hangs on times, which are of the device.
 TIMED = {name: USUAL[name] for name in ("search", "gate")}
@@ -83,91 +75,47 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class Run:
-    """A small model on the device, trained step by step on data that is the same on every device."""
+def started(name: str, **options: Any) -> Run:
+    """A small model on the device, with a loss scale, and the data that it has on every device."""
+    scaler = torch.amp.GradScaler(device().type, init_scale=4.0, growth_interval=1000)
+    config = EDGCConfig.from_dict((DDP | TIMED)[name])
+    return Run(Case(steps=STEPS, bucket_cap_mb=5e-3), scaler=scaler, config=config, device=device(), **options)
 
-    def __init__(self, name: str, group: dist.ProcessGroup | None = None) -> None:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-        self.model = DistributedDataParallel(net.to(device()), bucket_cap_mb=5e-3, process_group=group)
-        config = EDGCConfig.from_dict((DDP | TIMED)[name])
-        self.handle = edgc.ddp.register(self.model, config, iterations=STEPS)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.scaler = torch.amp.GradScaler(device().type, init_scale=4.0, growth_interval=1000)
-        self.losses: list[float] = []
-        self.ranks: list[int | None] = []
-        self.bytes: list[int] = []
 
-    def train(self, start: int, stop: int, poisoned: int | None = None) -> Run:
-        for step in range(start, stop):
-            self.optimizer.zero_grad()
-            x, target = (part.to(device()) for part in batch(step))
-            loss = (self.model(x) - target).square().mean()
-            self.losses.append(float(loss.detach()))
-            if step == poisoned and dist.get_rank() == 1:
-                loss = loss * float("inf")
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update(4.0)  # of one scale, so that error feedback stays in its unit
-            assert self.handle.last is not None
-            self.ranks.append(self.handle.last.rank)
-            self.bytes.append(self.handle.last.statistics.bytes)
-        return self
-
-    @property
-    def weights(self) -> Tensor:
-        return torch.cat([p.detach().double().reshape(-1) for p in self.model.parameters()]).cpu()
-
-    def state(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "edgc": self.handle}
-        return {name: copied(part.state_dict()) for name, part in parts.items()}
-
-    def load(self, state: dict[str, Any]) -> Run:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(copied(state["optimizer"]))
-        self.handle.load_state_dict(state["edgc"])
-        return self
-
-    def result(self) -> dict[str, Any]:
-        return {
-            "losses": self.losses,
-            "weights": self.weights,
-            "bytes": self.bytes,
-            "ranks": self.ranks,
-            "skipped": self.handle.skipped,
-        }
+def result(run: Run) -> dict[str, Any]:
+    assert run.handle is not None
+    keys = ("losses", "weights", "bytes", "ranks")
+    return {**{key: getattr(run, key) for key in keys}, "skipped": run.handle.skipped}
 
 
 def ddp() -> dict[str, Any]:
     """Every method; some of them resumed, and with one step that is given up."""
     results: dict[str, Any] = {}
-    for name in DDP:
-        run = Run(name).train(0, SAVED)
+    for name in DDP | TIMED:
+        run = started(name).train(0, SAVED)
         state = run.state()
-        results[name] = run.train(SAVED, STEPS).result()
-        run.handle.remove()
+        results[name] = result(run.train(SAVED, STEPS))
         if name in RESUMED:
-            again = Run(name).load(state).train(SAVED, STEPS)
-            results[name]["resumed equal"] = torch.equal(run.weights, again.weights)
-            results[name]["state equal"] = same(run.state(), again.state())
-            again.handle.remove()
+            resumed = started(name).load(state).train(SAVED, STEPS)
+            results[name]["resumed equal"] = torch.equal(run.weights, resumed.weights)
+            results[name]["state equal"] = same(run.state(), resumed.state())
+            resumed.close()
+        run.close()
     for name in RESUMED:
-        run = Run(name).train(0, POISONED)
+        run, factor = started(name).train(0, POISONED), [1.0]
+        assert run.handle is not None and run.scaler is not None
+        run.model.module.second.weight.register_hook(lambda gradient, factor=factor: gradient * factor[0])
         before, weights = copied(run.handle.engine.compressor.state_dict()), run.weights
-        run.train(POISONED, POISONED + 1, poisoned=POISONED)
-        state_kept = same(before, run.handle.engine.compressor.state_dict())
-        step_skipped = torch.equal(weights, run.weights)
-        run.train(POISONED + 1, STEPS)
-        results[f"{name}, poisoned"] = {
-            **run.result(),
-            "state kept": state_kept,
-            "step skipped": step_skipped,
+        factor[0] = float("inf") if dist.get_rank() == 1 else 1.0
+        run.train(POISONED, POISONED + 1)
+        factor[0] = 1.0
+        run.scaler.update(new_scale=4.0)  # so that error feedback stays in its unit
+        kept = {
+            "state kept": same(before, run.handle.engine.compressor.state_dict()),
+            "step skipped": torch.equal(weights, run.weights),
         }
-        run.handle.remove()
-    for name in TIMED:
-        run = Run(name).train(0, STEPS)
-        results[name] = run.result()
-        run.handle.remove()
+        results[f"{name}, poisoned"] = {**result(run.train(POISONED + 1, STEPS)), **kept}
+        run.close()
     return results
 
 
@@ -177,10 +125,11 @@ def alone() -> dict[str, Any]:
     groups = [dist.new_group([rank], backend=backend) for rank in range(dist.get_world_size())]
     results = {}
     for name in ("none", "powersgd fp32", "quantize"):
-        run = Run(name, groups[dist.get_rank()])
+        run = started(name, process_group=groups[dist.get_rank()])
+        assert run.handle is not None
         run.handle.engine.open_channel = lambda *_: Mirror()
-        results[name] = run.train(0, STEPS).result()
-        run.handle.remove()
+        results[name] = result(run.train(0, STEPS))
+        run.close()
     return results
 
 

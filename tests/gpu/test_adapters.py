@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -30,35 +31,21 @@ def launched(folder: Path, environment: dict[str, str]) -> Ranks:
     """The results of all ranks; what they wrote to stderr where one failed."""
     folder.mkdir()
     parts = json.dumps(["ddp", "alone", "megatron"])
-    variables = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_RANK": "0",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     variables.pop("EDGC_MASKED_PATH", None)
-    files = [(folder / f"{rank}.err").open("w") for rank in range(WORLD)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *SILENT, "-m", "tests.gpu.adapters", str(folder), str(rank), str(WORLD), parts],
-            cwd=ROOT,
-            env={**variables, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=files[rank],
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        for rank in ranks:
-            rank.wait(timeout=LIMIT)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        for file in files:
-            file.close()
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(WORLD):
+            command = [sys.executable, *SILENT, "-m", "tests.gpu.adapters", str(folder), str(rank), str(WORLD), parts]
+            errors = stack.enter_context((folder / f"{rank}.err").open("w"))
+            options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": errors, "cwd": ROOT}
+            ranks.append(subprocess.Popen(command, env={**variables, **environment}, **options))
+            stack.callback(ranks[-1].wait)
+            stack.callback(ranks[-1].kill)
+        for process in ranks:
+            process.wait(timeout=LIMIT)
     said = "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(WORLD))
-    codes = [rank.returncode for rank in ranks]
+    codes = [process.returncode for process in ranks]
     assert codes == [0] * WORLD, f"exit codes {codes}\n{said}"
     return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(WORLD)]
 
@@ -81,17 +68,21 @@ def test_the_masked_path_is_what_was_run(ranks: Ranks, reference: Ranks) -> None
     assert all(rank["device"] == "cpu" and rank["host decides"] for rank in reference)
 
 
+def replicas_learn(results: Ranks) -> None:
+    assert all(len(result["losses"]) == STEPS for result in results)
+    assert torch.equal(results[0]["weights"], results[1]["weights"])
+    assert sum(result["losses"][-1] for result in results) < 0.98 * sum(result["losses"][0] for result in results)
+
+
 @pytest.mark.parametrize("name", DDP)
 def test_ddp_trains_as_on_the_cpu(name: str, ranks: Ranks, reference: Ranks) -> None:
     mine, theirs = ([rank["ddp"][name] for rank in of] for of in (ranks, reference))
     for rank, other in zip(mine, theirs, strict=True):
-        assert len(rank["losses"]) == STEPS
         assert rank["losses"] == pytest.approx(other["losses"], rel=CLOSE.get(name, ROUNDED))
         assert rank["bytes"] == other["bytes"]
         assert rank["ranks"] == other["ranks"]
         assert rank["skipped"] == 0
-    assert torch.equal(mine[0]["weights"], mine[1]["weights"])
-    assert sum(rank["losses"][-1] for rank in mine) < 0.98 * sum(rank["losses"][0] for rank in mine)
+    replicas_learn(mine)
     if name in RESUMED:
         assert all(rank["resumed equal"] and rank["state equal"] for rank in mine)
 
@@ -104,11 +95,8 @@ def test_the_ranks_of_edgc_change_on_the_way(ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", TIMED)
 def test_reductions_that_are_timed_beside_the_training_leave_it_alone(name: str, ranks: Ranks) -> None:
     """The search of r_max, which method edgc begins with unless r_max is given, and the cost gate."""
-    mine = [rank["ddp"][name] for rank in ranks]
-    assert all(len(rank["losses"]) == STEPS for rank in mine)
-    assert torch.equal(mine[0]["weights"], mine[1]["weights"])
-    assert sum(rank["losses"][-1] for rank in mine) < 0.98 * sum(rank["losses"][0] for rank in mine)
-    assert mine[0]["ranks"] == mine[1]["ranks"]
+    replicas_learn([rank["ddp"][name] for rank in ranks])
+    assert ranks[0]["ddp"][name]["ranks"] == ranks[1]["ddp"][name]["ranks"]
 
 
 @pytest.mark.parametrize("name", RESUMED)

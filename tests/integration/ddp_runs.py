@@ -124,12 +124,13 @@ class Run:
         group: dist.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
         config: EDGCConfig | None = None,
+        device: torch.device | None = None,
         **ddp: Any,
     ) -> None:
         torch.manual_seed(seed)
-        self.case, self.scaler = case, scaler
+        self.case, self.scaler, self.device = case, scaler, device or torch.device("cpu")
         config = config or case.config
-        self.model = wrapped(Net(TYPES[case.dtype], case.unused), case, **ddp)
+        self.model = wrapped(Net(TYPES[case.dtype], case.unused).to(self.device), case, **ddp)
         self.handle = (
             None
             if case.plain
@@ -137,7 +138,8 @@ class Run:
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.9)
         self.losses: list[float] = []
-        self.ranks: set[int | None] = set()
+        self.ranks: list[int | None] = []
+        self.bytes: list[int] = []
 
     def uses(self, step: int) -> bool:
         # A static graph stays as it is, but may differ between ranks.
@@ -150,7 +152,7 @@ class Run:
         passes = self.case.accumulation if 2 * step >= self.case.steps else 1
         for micro in range(passes):
             last = micro == passes - 1
-            x, target = batch(step, micro)
+            x, target = (part.to(self.device) for part in batch(step, micro))
             with nullcontext() if last else self.model.no_sync():
                 loss = (self.model(x, self.uses(step)) - target).square().mean() / passes
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -167,7 +169,8 @@ class Run:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             if self.handle is not None and self.handle.last is not None:
-                self.ranks.add(self.handle.last.rank)
+                self.ranks.append(self.handle.last.rank)
+                self.bytes.append(self.handle.last.statistics.bytes)
         return self
 
     def state(self) -> dict[str, Any]:

@@ -94,12 +94,11 @@ def train(
             decisions.append(asdict(engine.decision))
         if attached and engine.last is not None:
             entropies.append(engine.last.entropy)
-    weights = torch.cat([p.detach().double().reshape(-1) for c in session.chunks for p in c.parameters()])
     result = {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "replica": replica,
         "losses": losses,
-        "weights": weights,
+        "weights": weights(session),
         "decisions": decisions,
         "entropies": entropies,
         "bytes": engine.last.statistics.bytes if engine.last else 0,
@@ -260,6 +259,24 @@ def _iteration(session: Session, run: RunConfig, iteration: int, replica: int) -
         **session.pipeline_arguments(run.micro_batches),
     )
     return float(torch.stack([item["loss"] for item in losses]).mean()) if losses else float("nan")
+
+
+def steps(session: Session, run: RunConfig, first: int, last: int) -> list[float]:
+    """Losses of this rank in iterations ``first`` to ``last`` - 1; nan before the last stage."""
+    losses = []
+    for iteration in range(first, last):
+        for chunk in session.chunks:
+            chunk.zero_grad_buffer()
+        session.optimizer.zero_grad()
+        losses.append(_iteration(session, run, iteration, parallel_state.get_data_parallel_rank()))
+        session.optimizer.step()
+        session.scheduler.step(increment=1)
+    return losses
+
+
+def weights(session: Session) -> torch.Tensor:
+    """This rank's parameters, in fp64, one after another."""
+    return torch.cat([p.detach().double().reshape(-1) for c in session.chunks for p in c.parameters()])
 
 
 EDGC = {

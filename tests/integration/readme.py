@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,3 +26,19 @@ def check_ddp_example(printed: str, share: float = 0.25) -> None:
     assert float(lines[-1][1]) < 0.9 * float(lines[0][1])
     dense = 4 * sum(64 * 256 * 2 + bias for bias in (256 + 64,))
     assert all(0 < int(sent) < share * dense for _, _, sent in lines)
+
+
+def launched(program: Path, *arguments: str) -> str:
+    """What a program prints that torchrun starts on two ranks, in its folder."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(
+        [*launch, *arguments],
+        cwd=program.parent,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(program.parent)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

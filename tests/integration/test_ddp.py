@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -84,7 +83,7 @@ def methods() -> None:
     for name, result in results.items():
         assert not torch.equal(result["weights"], dense["weights"]), name
         assert 0 < result["bytes"] < 0.8 * dense["bytes"], name
-    ranks = results["edgc"]["ranks"]
+    ranks = set(results["edgc"]["ranks"])
     assert None in ranks and len(ranks) > 2, f"the controller's rank does not change: {ranks}"
     for name in TIMED:
         trained(Case(name, unused=True, steps=14, delays=True))
@@ -191,42 +190,6 @@ def overlap() -> None:
         run.train(0, 4)
     run.close()
     assert counts == [5] * 4
-
-
-def not_finite() -> None:
-    """One gradient of one rank is not finite at one step: the step is skipped everywhere, and training goes on."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    run = Run(Case(unused=True), scaler=scaler)
-    assert run.handle is not None
-    compressor = run.handle.engine.compressor
-    factor = [1.0]
-    run.model.module.second.weight.register_hook(lambda gradient: gradient * factor[0])
-    unchanged: dict[str, Any] = {}
-    for step in range(20):
-        bad = step == 8
-        before, weights = copied(compressor.state_dict()), run.weights
-        factor[0] = math.inf if bad and dist.get_rank() == 1 else 1.0
-        run.optimizer.zero_grad()
-        x, target = batch(step)
-        loss = (run.model(x, True) - target).square().mean()
-        scaler.scale(loss).backward()
-        run.losses.append(float(loss.detach()))
-        if bad:
-            after = compressor.state_dict()
-            # The step never was, also for buckets whose own gradients were finite.
-            unchanged = {kind: before[kind] and same(before[kind], after[kind]) for kind in ("errors", "factors")}
-            named = run.model.module.named_parameters()
-            finite = {n: bool(p.grad.isfinite().any()) for n, p in named if p.grad is not None}
-        scaler.step(run.optimizer)
-        scaler.update()
-        if bad:
-            unchanged["weights"] = torch.equal(weights, run.weights)
-    bucket = next(names for names in run.handle._worker.layout if "second.weight" in names)
-    run.close()
-    assert equal(run.weights)
-    assert all(unchanged.values()) and run.handle.skipped == 1
-    assert finite == {name: name not in bucket for name in finite}
-    assert run.losses[-1] < 0.8 * run.losses[7], "training did not go on"
 
 
 class Shapes(nn.Module):
@@ -443,7 +406,6 @@ CASES: dict[str, Callable[[], None]] = {
         another_world,
         two_models,
         overlap,
-        not_finite,
         memory_orders,
         ends,
         refusals,

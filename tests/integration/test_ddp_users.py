@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
 from edgc import EDGCConfig
-from edgc.runtime.device import masked_path
 from edgc.runtime.groups import timeout_of
 from tests.integration import gpt_reference
 from tests.integration.ddp_runs import EDGC, METHODS, SMALL, Case, Run, copied, same
@@ -107,31 +106,6 @@ def skips() -> None:
             assert unchanged == [True] * skipped and skipped == (len(BAD) if poisoned else 0), method
         if not method.startswith("edgc"):  # whose windows count iterations, skipped ones too
             assert torch.equal(*weights), method
-
-
-def masked() -> None:
-    """Every method on the path of a GPU, without a thread, beside that of a CPU; a resumed run on that path."""
-    for method in SCALED:
-        weights, counts = [], []
-        for on in (False, True):
-            with masked_path(on):
-                run = run_of(SCALED[method]).train(0, STEPS)
-                last = run.handle.last
-                assert run.handle._worker.inline == on and last.iteration == STEPS
-                run.close()
-            weights.append(run.weights)
-            counts.append(last.statistics.bytes)
-        assert equal(weights[1]), method
-        assert counts[0] == counts[1] > 0, method
-        assert float((weights[1] - weights[0]).norm() / weights[0].norm()) < 0.05, method
-    with masked_path():
-        run = run_of(SCALED["edgc"]).train(0, 9)
-        state = run.state()
-        run.train(9, 16)
-        resumed = run_of(SCALED["edgc"]).load(state).train(9, 16)
-        run.close()
-        resumed.close()
-    assert torch.equal(run.weights, resumed.weights)
 
 
 class Halves(nn.Module):
@@ -371,7 +345,6 @@ CASES: dict[str, Callable[[], None]] = {
     for case in (
         scales,
         skips,
-        masked,
         halves,
         states,
         copies,

@@ -19,10 +19,9 @@ from torch import nn
 
 from edgc.config import EDGCConfig
 from edgc.megatron import attach, cpu_shims
-from edgc.runtime.device import masked_path
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import RunConfig
-from tests.integration.megatron_cases import EDGC, _iteration, _same, configuration, everywhere, session_of, train
+from tests.integration.megatron_cases import EDGC, _same, configuration, session_of, steps, train, weights
 from tests.workers import refused, run_cases
 
 with cpu_shims.without_compiler():
@@ -43,19 +42,6 @@ OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "bucket_elements": 15000
 SHARDED: dict[str, Any] = {**OVERLAP, "distributed_optimizer": True}
 FP16: dict[str, Any] = {"precision": "fp16"}
 UNTIED = {"tie_embeddings": False}
-
-
-def steps(session: Session, run: RunConfig, first: int, last: int) -> None:
-    for iteration in range(first, last):
-        for chunk in session.chunks:
-            chunk.zero_grad_buffer()
-        session.optimizer.zero_grad()
-        _iteration(session, run, iteration, parallel_state.get_data_parallel_rank())
-        session.optimizer.step()
-
-
-def weights(session: Session) -> torch.Tensor:
-    return torch.cat([p.detach().double().reshape(-1) for c in session.chunks for p in c.parameters()])
 
 
 def end(session: Session) -> None:
@@ -173,28 +159,6 @@ def bits() -> None:
         sizes = {8 * p.main_grad.element_size() for chunk in session.chunks for p in chunk.parameters()}
         assert {session.attachment.engine.monitor.gradient_bits} == sizes
         end(session)
-
-
-def masked() -> None:
-    """The path of a GPU, without a thread, trains like that of a CPU."""
-    # What is sent is rounded at places that differ in the last bits: the fewer bits, the larger the steps.
-    for compression, settings, limit in (
-        (POWERSGD, {}, 1e-2),
-        (POWERSGD, SHARDED, 1e-2),
-        (EDGC, OVERLAP, 1e-2),
-        (EDGC, SHARDED, 1e-2),
-        ({**POWERSGD, "factor_dtype": "int8"}, OVERLAP, 1e-2),
-        ({**POWERSGD, "factor_dtype": "int6"}, {}, 2e-2),
-    ):
-        results = []
-        for on in (False, True):
-            with masked_path(on):
-                run = configuration("masked", compression, train=settings)
-                results.append(everywhere(run, iterations=8, poison=frozenset({4}))[dist.get_rank()])
-            assert results[-1]["skipped"] == 1 and results[-1]["kept"] == [True]
-        cpu, gpu = results
-        assert gpu["bytes"] == cpu["bytes"]
-        assert float((gpu["weights"] - cpu["weights"]).norm() / cpu["weights"].norm()) < limit, (compression, settings)
 
 
 # Which model chunks train nothing, by stage and number of the chunk.
@@ -316,15 +280,15 @@ def not_always_trained() -> None:
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", **plain), [chunk])
         feedback = EDGCConfig.from_dict({**compression, "min_compression_elements": 64})
         attachment = attach(chunk, feedback, iterations=40, optimizer=optimizer)
-        weights = {name: layer.weight for name, layer in model.layers.items()}
-        moved = {name: weight.detach().double() for name, weight in weights.items()}
-        computed = {name: torch.zeros(32, 32, dtype=torch.float64) for name in weights}
+        matrices = {name: layer.weight for name, layer in model.layers.items()}
+        moved = {name: weight.detach().double() for name, weight in matrices.items()}
+        computed = {name: torch.zeros(32, 32, dtype=torch.float64) for name in matrices}
         for step in range(40):
             generator = torch.Generator().manual_seed(1000 * replica + step)
             x, t = torch.randn(2, 8, 32, generator=generator)
             odd = step % 2 == 1
-            weights["frozen"].requires_grad_(not odd)
-            used = [name for name in weights if not (odd and (name == "second" or (name == "one" and replica == 0)))]
+            matrices["frozen"].requires_grad_(not odd)
+            used = [name for name in matrices if not (odd and (name == "second" or (name == "one" and replica == 0)))]
             chunk.zero_grad_buffer()
             optimizer.zero_grad()
             (model(x, used) * t).sum().backward()
@@ -333,7 +297,7 @@ def not_always_trained() -> None:
             for name in used:
                 computed[name] += (t.T @ x).double() * (not odd or name != "frozen")
         kept, lost = attachment.state_dict()["engine"]["compressor"]["errors"], {}
-        for name, weight in weights.items():
+        for name, weight in matrices.items():
             mean = torch.stack([computed[name], kept[f"layers.{name}.weight"].double()])
             dist.all_reduce(mean, group=replicas)
             mean /= 2
@@ -355,7 +319,6 @@ CASES: dict[str, Callable[[], None]] = {
         states,
         loss_scales,
         bits,
-        masked,
     )
 }
 

@@ -18,7 +18,17 @@ from edgc.megatron import cpu_shims
 from edgc.megatron.pipeline_schedule import BackwardSchedule
 from edgc.runtime.groups import gather_objects
 from edgc.sections import PipelineConfig
-from tests.integration.megatron_cases import Ranks, _iteration, configuration, learns, losses, session_of, train
+from tests.integration.megatron_cases import (
+    Ranks,
+    _iteration,
+    configuration,
+    learns,
+    losses,
+    session_of,
+    steps,
+    train,
+    weights,
+)
 from tests.workers import refused, run_cases
 
 with cpu_shims.without_compiler():
@@ -252,22 +262,6 @@ def tensor_parallel() -> None:
     assert torch.equal(first["sent"], second["sent"])
     assert torch.equal(*[rank["received"] for rank in low if rank["stage"] == 0])
     assert not same_run(low, megatron)
-
-
-def steps(session: Session, run: RunConfig, first: int, last: int) -> list[float]:
-    losses = []
-    for iteration in range(first, last):
-        for chunk in session.chunks:
-            chunk.zero_grad_buffer()
-        session.optimizer.zero_grad()
-        losses.append(_iteration(session, run, iteration, 0))
-        session.optimizer.step()
-        session.scheduler.step(increment=1)
-    return losses
-
-
-def weights(session: Session) -> Tensor:
-    return torch.cat([p.detach().double().reshape(-1) for c in session.chunks for p in c.parameters()])
 
 
 def resume(**options: Any) -> None:

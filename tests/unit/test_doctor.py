@@ -181,14 +181,44 @@ def test_defaults_are_a_block_of_gpt2_medium() -> None:
 TINY = ["--shapes", "96x64", "64x128", "--rank", "4", "8", "60", "--repeats", "2", "--threads", "1"]
 
 
-def check(report: dict[str, Any], widths: dict[str, float]) -> None:
-    """The numbers of a real run hang together; no time is compared with anything but itself.
+def reported(ranks: int | None, *arguments: str) -> dict[str, Any]:
+    """The report of a run by itself (None), or as a job of so many ranks, of which only the first one speaks."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_WORLD_SIZE")}
+    job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    own = [{}] if ranks is None else [{**job, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+    command = [sys.executable, "-m", "edgc.doctor", *TINY, *arguments, "--json"]
+    options: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, env={**environment, **variables}, **options) for variables in own]
+    outputs = [process.communicate() for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    assert not any(printed for printed, _ in outputs[1:])
+    report: dict[str, Any] = json.loads(outputs[0][0])
+    return report
 
-    ``widths``: bytes of an entry of the factors by the ending of their rows' names.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "widths"),
+    [
+        (None, ("--bandwidth", "0.001", "--latency", "7"), {"": 4, " int8": 33 / 32}),
+        (2, ("--factor-dtype", "bf16"), {" bf16": 2}),
+    ],
+    ids=["alone", "in a job"],
+)
+def test_the_numbers_of_a_real_run_hang_together(
+    ranks: int | None, arguments: tuple[str, ...], widths: dict[str, float]
+) -> None:
+    """No time is compared with anything but itself; ``widths``: bytes of an entry of the factors by rows' endings."""
+    report = reported(ranks, *arguments)
     assert report["world"] == 2
     assert report["shapes"] == [[96, 64], [64, 128]]
     network, entries = report["network"], 96 * 64 + 64 * 128
+    if ranks is None:
+        assert network["bandwidth_gbit"] == pytest.approx(0.001) and network["latency_seconds"] == pytest.approx(7e-6)
+    assert network["bandwidth_source"] == ("assumed" if ranks is None else "measured")
     methods = {item["method"]: item for item in report["methods"]}
     # Between two ranks a ring all-reduce sends a message once.
     expected: dict[str, tuple[float, int | None]] = {"dense": (4 * entries, 1), "bf16": (2 * entries, 1)}
@@ -215,42 +245,3 @@ def check(report: dict[str, Any], widths: dict[str, float]) -> None:
     assert methods[f"rank 8{next(iter(widths))}"]["rank"] == 8
     assert len(report["verdicts"]) == len(methods)
     assert all(size > 0 and seconds > 0 for size, seconds in network["points"])
-
-
-@pytest.mark.slow
-def test_alone_it_starts_two_processes() -> None:
-    command = [sys.executable, "-m", "edgc.doctor", *TINY, "--bandwidth", "0.001", "--latency", "7", "--json"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_WORLD_SIZE")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    check(report, {"": 4, " int8": 33 / 32})
-    assert report["network"]["bandwidth_gbit"] == pytest.approx(0.001)
-    assert report["network"]["latency_seconds"] == pytest.approx(7e-6)
-    assert report["network"]["bandwidth_source"] == "assumed"
-
-
-@pytest.mark.slow
-def test_under_torchrun_it_joins_the_job() -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "edgc.doctor", *TINY, "--factor-dtype", "bf16", "--json"]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate() for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert outputs[1][0] == "", "only the first rank speaks"
-    report = json.loads(outputs[0][0])
-    check(report, {" bf16": 2})
-    assert report["network"]["bandwidth_source"] == "measured"
