@@ -33,7 +33,7 @@ def imported(path: Path) -> frozenset[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # Either may be the module: ``from tests.integration import ddp_cases``.
+            # Either may be the module: ``from tests.integration import ddp_runs``.
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     for name in [name for name in names if name.startswith("tests.")]:
         file = (ROOT / name.replace(".", "/")).with_suffix(".py")
@@ -44,60 +44,39 @@ def imported(path: Path) -> frozenset[str]:
 
 def library_tests() -> list[Path]:
     """The files of tests that exercise the library and need only what its wheel declares."""
-    found = []
+    tests = []
     for path in [*(ROOT / "tests/unit").glob("test_*.py"), *(ROOT / "tests/integration").glob("test_*.py")]:
         names = imported(path)
-        alone = {name.partition(".")[0] for name in names} <= NEEDED
-        library = any(name.partition(".")[0] == "edgc" for name in names)
-        if alone and library and not any(name.startswith("edgc.megatron") for name in names):
-            found.append(path)
-    return [*sorted(found), ROOT / "tests/integration/test_readme.py"]
-
-
-def pins(names: tuple[str, ...]) -> list[str]:
-    """The lines of requirements.lock for ``names``."""
-    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.partition("==")[0] in names]
+        tops = {name.partition(".")[0] for name in names}
+        if "edgc" in tops and tops <= NEEDED and not any(name.startswith("edgc.megatron") for name in names):
+            tests.append(path)
+    return [*sorted(tests), ROOT / "tests/integration/test_readme.py"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.other_torch", description=__doc__.partition("\n")[0])
     parser.add_argument("torch", help="version, e.g. 2.6.0")
-    parser.add_argument(
-        "--with",
-        dest="others",
-        action="append",
-        default=[],
-        metavar="PACKAGE==VERSION",
-        help="install this, too, e.g. numpy==1.26.4",
-    )
+    extra = {"action": "append", "default": [], "metavar": "PACKAGE==VERSION"}
+    parser.add_argument("--with", dest="others", help="install this, too, e.g. numpy==1.26.4", **extra)
     options, pytest_options = parser.parse_known_args()
     if importlib.util.find_spec("pip") is None:
         parser.error("this Python has no pip: run it with .venv/bin/python")
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line.partition("==")[0] in RUNNERS]
     with tempfile.TemporaryDirectory(prefix="other-torch-") as folder:
         python = str(Path(folder) / "environment/bin/python")
         venv.EnvBuilder(symlinks=True).create(Path(folder) / "environment")
         wheel = build_wheel(Path(folder) / "wheel")
-        install = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            python,
-            "install",
-            "--disable-pip-version-check",
-            "-q",
-        ]
-        wanted = [str(wheel), f"torch=={options.torch}", *options.others, *pins(RUNNERS)]
-        if subprocess.run([*install, *wanted], check=False).returncode:
+        install = [sys.executable, "-m", "pip", "--python", python, "install", "--disable-pip-version-check", "-q"]
+        packages = [str(wheel), f"torch=={options.torch}", *options.others, *pins]
+        if subprocess.run([*install, *packages], check=False).returncode:
             sys.stderr.write(f"error: torch {options.torch} cannot be installed with what pyproject.toml declares\n")
             return 2
         versions = "import torch, numpy; print('torch', torch.__version__, 'numpy', numpy.__version__)"
         subprocess.run([python, "-c", versions], check=True)
         tests = [str(path.relative_to(ROOT)) for path in library_tests()]
         run = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *pytest_options]
-        variables = {"OMP_NUM_THREADS": "1", **os.environ}
-        return subprocess.run(run, cwd=ROOT, env=variables, check=False).returncode
+        return subprocess.run(run, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -8,26 +8,22 @@ Optimus-CC's compressed backpropagation with lazy error propagation (Song et al.
         communicator.begin_iteration(micro_batches)
         forward_backward(..., **communicator.schedule_arguments())
 
-What a stage sends backwards is compressed as in :mod:`edgc.megatron.activation`, each model chunk with its own error
-feedback and warm start; on every tensor-parallel rank its own shard or copy. What micro-batch i left out goes with
+A stage's backward messages are compressed as in :mod:`edgc.megatron.activation`, each model chunk with its own error
+feedback and warm start, on every tensor-parallel rank its own shard or copy. What micro-batch i left out goes with
 micro-batch i + 1, what the last one left out with the first of the next iteration. Activations are never compressed,
-so evaluation is not touched.
+so evaluation is not touched. Error feedback is in units of the scaled loss: the attachment lets it follow.
 
-``epilogue_only`` compresses exactly what the receiving stage uses in its cool-down (the epilogue), where no forward
-pass is left to hide a transfer: with w warm-up micro-batches on the receiving stage the last w that it is sent, under
-1F1B w = min(stages - stage - 1, micro_batches). This is what the public code of Optimus-CC marks as flush: the sends
-of a stage's cool-down and of its last steady step. (That code leaves interleaved schedules alone; there w is Megatron's
-number of warm-up steps, less those that start from the loss.) What goes uncompressed leaves the error feedback as it
-is, as in that code.
+``epilogue_only`` compresses what the receiving stage uses in its cool-down (the epilogue), where no forward pass is
+left to hide a transfer: with w warm-up micro-batches there, the last w that it is sent; under 1F1B w = min(stages -
+stage - 1, micro_batches). The public code of Optimus-CC marks these as flush, and leaves interleaved schedules alone;
+there w is Megatron's number of warm-up steps, less those that start from the loss. What goes uncompressed leaves the
+error feedback as it is, as in that code.
 
-Error feedback is in units of the scaled loss: the attachment lets it follow, and has it in its state.
-
-Why this cannot dead-lock where Megatron would not: a call posts what Megatron's own would post, to the same peers, all
-of it before it waits, so it ends if and only if Megatron's does. Only the sizes of backward messages differ, and both
-ends know them by counting. Messages carry no tag, so where both neighbours are one rank (two stages, interleaved) they
-are told apart by their order alone. There the schedules' calls with traffic in both directions pair off, one on each
-rank, and a call posts its forward messages before its backward messages on every rank. (Megatron's own batched call
-does not: with ``batch_p2p_comm`` it would swap the two there.)
+This cannot dead-lock where Megatron would not: a call posts what Megatron's own would post, to the same peers, all of
+it before it waits. Only the sizes of backward messages differ, and both ends know them by counting. Messages carry no
+tag, so where both neighbours are one rank (two stages, interleaved) they are told apart by their order alone. There the
+schedules' calls with traffic in both directions pair off, one on each rank, and a call posts its forward messages
+before its backward ones on every rank. (Megatron's own batched call would, with ``batch_p2p_comm``, swap the two.)
 """
 
 from __future__ import annotations

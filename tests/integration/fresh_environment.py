@@ -12,7 +12,9 @@ import shutil
 import subprocess
 import sys
 import venv
+from importlib.metadata import Distribution
 from pathlib import Path, PurePath
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -57,7 +59,7 @@ class Environment:
         (self._packages,) = folder.glob("lib/python*/site-packages")
         self._pip("install", "--quiet", "--no-index", "--no-deps", str(wheel))
         (own,) = importlib.metadata.distributions(path=[str(self._packages)])
-        found: dict[str, importlib.metadata.Distribution] = {}
+        found: dict[str, Distribution] = {}
         _follow(own, extra, found)
         for distribution in found.values():
             _link(distribution, self._packages)
@@ -70,14 +72,8 @@ class Environment:
     def run(self, *arguments: str, folder: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Run its interpreter in ``folder``, with no variable that could lead it elsewhere."""
         variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [str(self.python), *arguments],
-            cwd=folder,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([str(self.python), *arguments], cwd=folder, env=variables, **options)
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -98,23 +94,13 @@ class Environment:
 
 def _pip(*arguments: str) -> None:
     variables = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    options: dict[str, Any] = {"env": variables, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, "-m", "pip", *arguments], check=False, **options)
     assert done.returncode == 0, f"pip {' '.join(arguments)}\n{done.stdout}{done.stderr}"
 
 
-def _follow(
-    distribution: importlib.metadata.Distribution,
-    extra: str,
-    found: dict[str, importlib.metadata.Distribution],
-) -> None:
-    """Add what ``distribution`` asks for, and what that asks for, to ``found``."""
+def _follow(distribution: Distribution, extra: str, found: dict[str, Distribution]) -> None:
+    """Add the dependencies of ``distribution``, and theirs, to ``found``."""
     for text in distribution.requires or []:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
@@ -130,7 +116,7 @@ def _follow(
             _follow(found[name], wanted, found)
 
 
-def _link(distribution: importlib.metadata.Distribution, packages: Path) -> None:
+def _link(distribution: Distribution, packages: Path) -> None:
     """Link its packages, and single files where several distributions share a folder (a namespace package)."""
     files = [file for file in distribution.files or [] if ".." not in file.parts]  # scripts lie outside
     whole = {file.parent for file in files if file.name in {"__init__.py", "METADATA"}}
