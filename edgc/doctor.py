@@ -103,25 +103,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _device(requested: str, local_rank: int, joined: bool) -> torch.device:
-    """The GPU of this process, if it may have one to itself; a GPU shared by two would be timed at half its speed."""
-    gpus = torch.cuda.device_count()
-    if requested == "cpu" or gpus == 0 or (requested == "auto" and not joined and gpus < 2):
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank % gpus)
-    return torch.device("cuda", local_rank % gpus)
+def _measured(options: argparse.Namespace, local_rank: int, **job: Any) -> dict[str, Any] | None:
+    """Measure in a process group; the report on rank 0, None elsewhere. ``job``: of processes that are started here."""
+    gpus, device = torch.cuda.device_count(), torch.device("cpu")
+    # A process may have a GPU to itself; one that is shared by two would be timed at half its speed.
+    if options.device == "cuda" or (options.device == "auto" and gpus >= (2 if job else 1)):
+        device = torch.device("cuda", local_rank % gpus)
+        torch.cuda.set_device(device)
+    nccl = device.type == "cuda" and gpus >= job.get("world_size", 1)
+    dist.init_process_group("nccl" if nccl else "gloo", **job)
+    report = measure(options, device)
+    first = dist.get_rank() == 0
+    dist.barrier()
+    dist.destroy_process_group()
+    return report if first else None
 
 
 def _local(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
     """One of the processes that a run without torchrun starts."""
-    device = _device(options.device, rank, joined=False)
-    backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= world else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    report = measure(options, device)
-    if rank == 0:
+    report = _measured(options, rank, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    if report is not None:
         (Path(folder) / "report.json").write_text(json.dumps(report), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _joined(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -132,13 +134,7 @@ def _joined(options: argparse.Namespace) -> dict[str, Any] | None:
         raise UserError(f"RANK is set but not {', '.join(missing)}", where="environment", fix=fix)
     if os.environ["WORLD_SIZE"] == "1":
         raise UserError("one process has nobody to send to", where="WORLD_SIZE", fix="start at least two")
-    device = _device(options.device, int(os.environ.get("LOCAL_RANK", "0")), joined=True)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    report = measure(options, device)
-    first = dist.get_rank() == 0
-    dist.barrier()
-    dist.destroy_process_group()
-    return report if first else None
+    return _measured(options, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
