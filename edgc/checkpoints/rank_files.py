@@ -156,7 +156,7 @@ def unreadable(error: Exception) -> str:
 
 
 def portable(value: Any, path: str = "state") -> Any:
-    """``value`` with every tensor in memory of just its own size, and mappings as dictionaries.
+    """Copy ``value`` with every tensor in memory of just its own size, and mappings as dictionaries.
 
     Raises:
         TypeError: for what is neither a tensor nor a plain value, naming its place.

@@ -43,7 +43,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Layout:
-    """The message of a matrix: P, rows x rank, and then Q, columns x rank, flat and of one type."""
+    """Layout of a matrix's message: P, rows x rank, and then Q, columns x rank, flat and of one type."""
 
     rows: int
     columns: int
@@ -66,7 +66,7 @@ class Layout:
 
     @torch.no_grad()
     def reconstruct(self, message: Tensor, out: Tensor) -> None:
-        """``out`` becomes P Q^T, within the range of its type; of any shape that holds the matrix, contiguous."""
+        """Write P Q^T into ``out``, contiguous and of any shape that holds the matrix, within the range of its type."""
         p, q = (factor.float() for factor in self.split(message))
         matrix = out.detach().view(self.rows, self.columns)
         if matrix.dtype == torch.float32:
@@ -96,7 +96,7 @@ class Traffic:
 
 
 class ActivationCompressor:
-    """Compresses streams of matrices; the receiving end needs no state.
+    """Compressor of streams of matrices; the receiving end needs no state.
 
     Args:
         config: without a rank nothing is compressed.
@@ -180,7 +180,7 @@ class ActivationCompressor:
         return message
 
     def decompress(self, message: Tensor, layout: Layout, out: Tensor, statistics: Statistics) -> None:
-        """:meth:`Layout.reconstruct`, timed."""
+        """Reconstruct a matrix as :meth:`Layout.reconstruct`, timed."""
         started = mark(out.device)
         layout.reconstruct(message, out)
         statistics.decompress.add(started, mark(out.device))
@@ -202,7 +202,7 @@ class ActivationCompressor:
         return error if error is None else error.to(device), factor.to(device)
 
     def rescale(self, factor: float) -> None:
-        """Gradients come multiplied by ``factor`` from now on: error feedback follows."""
+        """Multiply error feedback by ``factor``, as gradients are from now on."""
         for error in self.errors.values():
             error.mul_(factor)
 

@@ -27,7 +27,7 @@ from edgc.runtime.groups import groups_of, timeout_of
 
 
 class Attachment:
-    """Made by :func:`edgc.megatron.attach`.
+    """EDGC on one rank of a Megatron-Core job; made by :func:`edgc.megatron.attach`.
 
     With ``overlap_grad_reduce`` reductions go on beside backward (:mod:`edgc.buckets`; on a CPU in a thread, over
     process groups of its own); without, they happen in the caller's thread. An iteration ends with

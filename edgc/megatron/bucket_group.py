@@ -22,14 +22,14 @@ class Pending:
         self._worker, self._future = worker, future
 
     def wait(self) -> None:
-        """Raises what went wrong in that thread."""
+        """Wait for the means; raises what went wrong in that thread."""
         # Always, done or not: what a rank sends must not depend on who is faster.
         self._worker.flush()
         self._future.wait()
 
 
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
-    """Reduces its gradients through an :class:`edgc.engine.Engine` instead of one collective.
+    """Bucket group that reduces its gradients through an :class:`edgc.engine.Engine` instead of one collective.
 
     Megatron has no injection API for this, so :func:`edgc.megatron.attach` sets the class of existing bucket groups,
     and the attachment sets ``edgc`` to itself.
@@ -39,7 +39,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     edgc: Any
 
     def edgc_leave(self) -> None:
-        """Megatron's own reduction from now on."""
+        """Return to Megatron's own reduction."""
         self.__class__ = _ParamAndGradBucketGroup
         del self.edgc
 

@@ -50,7 +50,7 @@ class FusedEmbedding:
         self.restore: Callable[[], None] = lambda: None
 
     def wrapped(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        """``finalize`` as Megatron's schedules call it, without its own all-reduce between the copies."""
+        """Wrap ``finalize``, which Megatron's schedules call, to leave out its own all-reduce between the copies."""
 
         def finalize_model_grads(model: Any, num_tokens: Any = None, pg_collection: Any = None, **options: Any) -> Any:
             if pg_collection is None:
@@ -84,7 +84,7 @@ class FusedEmbedding:
         return finite([gradient], gradient.device)
 
     def close(self) -> None:
-        """Megatron adds the copies itself from now on; ends the process groups."""
+        """End the process groups; Megatron adds the copies itself from now on."""
         self.restore()
         for group in {self._group, self._alone}:
             dist.destroy_process_group(group)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSchedule:
-    """1F1B (``chunks`` None) or interleaved 1F1B.
+    """Order of backward steps under 1F1B (``chunks`` None) or interleaved 1F1B.
 
     Args:
         stages: pipeline size P.

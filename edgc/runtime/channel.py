@@ -34,7 +34,7 @@ def collective(name: str, older: str) -> Any:
 
 
 def mark(device: torch.device) -> Mark:
-    """Now: seconds on a CPU, an event in the current stream on a GPU."""
+    """Mark this moment: seconds on a CPU, an event in the current stream on a GPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -154,7 +154,7 @@ class Channel:
         self.bytes += (self.world - 1) * source.nbytes // self.world
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """``output`` becomes the ``source`` of every rank, in rank order, one after another along the first axis."""
+        """Gather the ``source`` of every rank in ``output``, in rank order, one after another along the first axis."""
         if self.world == 1:
             output.copy_(source.view_as(output))
             return

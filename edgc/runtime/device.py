@@ -86,8 +86,8 @@ def masked_path(on: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_modes(*, waited_for: bool = True) -> Iterator[None]:
-    """No autograd, autocast or inference mode inside and, if the caller's thread waits, neither deterministic
-    algorithms, of which this library has no others, nor products of less than fp32."""
+    """Work without autograd, autocast or inference mode inside and, if the caller's thread waits, neither with
+    deterministic algorithms, of which this library has no others, nor with products of less than fp32."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -105,7 +105,7 @@ def own_modes(*, waited_for: bool = True) -> Iterator[None]:
 
 
 def in_own_modes(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Decorator: an entry of the library that the caller waits for."""
+    """Decorate an entry of the library that the caller waits for."""
 
     @wraps(function)
     def inside(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
