@@ -95,6 +95,18 @@ def equal(*tensors: Tensor) -> bool:
     return all(torch.equal(each[0], other) and bool(other.isfinite().all()) for other in each)
 
 
+def same(one: Any, other: Any) -> bool:
+    """True if two nested values are equal, tensors bit for bit and NaN to itself."""
+    if isinstance(one, Tensor):
+        alike = one.dtype == other.dtype and torch.equal(one.isnan(), other.isnan())
+        return alike and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or repr(one) == repr(other)
+
+
 def said(call: Callable[[], Any]) -> str:
     """Message that answers a mistake of the user's; "nothing" without one."""
     try:

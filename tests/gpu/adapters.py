@@ -24,7 +24,8 @@ from edgc import EDGCConfig
 from edgc.runtime.device import host_decides
 from experiments.bench.engines import Mirror
 from tests.integration.ddp_runs import METHODS as USUAL
-from tests.integration.ddp_runs import SMALL, Case, Run, copied, same
+from tests.integration.ddp_runs import SMALL, Case, Run, copied
+from tests.workers import same
 
 
 def low_rank(factors: str, one_sided: bool = False) -> dict[str, Any]:

@@ -204,17 +204,6 @@ def copied(value: Any) -> Any:
     return [copied(item) for item in value] if isinstance(value, list) else value
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested values are equal, tensors bit for bit and NaN to itself."""
-    if isinstance(one, Tensor):
-        return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other) or repr(one) == repr(other)
-
-
 GATHER = collective("all_gather_single", "all_gather_into_tensor").__name__
 OPERATIONS = ("all_reduce", "all_gather", GATHER, "all_to_all_single")
 

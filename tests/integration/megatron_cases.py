@@ -14,6 +14,7 @@ import torch.distributed as dist
 from edgc.megatron import cpu_shims
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import ParallelConfig, RunConfig
+from tests.workers import same
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -89,7 +90,7 @@ def train(
         if updated:
             session.scheduler.step(increment=1)
         if before is not None:
-            kept.append(_same(before, engine.compressor.state_dict()))
+            kept.append(same(before, engine.compressor.state_dict()))
         if attached and engine.decision is not None:
             decisions.append(asdict(engine.decision))
         if attached and engine.last is not None:
@@ -197,15 +198,6 @@ class _Poison:
             gradient = gradient.clone()
             gradient[0, 0] = float("nan")
         return gradient
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two states are equal bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 def _copies(session: Session) -> dict[tuple[Any, ...], torch.Tensor]:

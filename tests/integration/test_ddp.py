@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import edgc.ddp
 from edgc import EDGCConfig
 from edgc.runtime.groups import gather_objects
-from tests.integration.ddp_runs import EDGC, METHODS, TYPES, Case, Run, batch, copied, recorded, same
-from tests.workers import equal, refused, run_cases, said
+from tests.integration.ddp_runs import EDGC, METHODS, TYPES, Case, Run, batch, copied, recorded
+from tests.workers import equal, refused, run_cases, said, same
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ import edgc.ddp
 from edgc import EDGCConfig
 from edgc.runtime.device import masked_path
 from tests import examples
-from tests.integration.ddp_runs import METHODS, SMALL, same
-from tests.workers import refused, run_cases, said
+from tests.integration.ddp_runs import METHODS, SMALL
+from tests.workers import refused, run_cases, said, same
 
 pytestmark = pytest.mark.slow
 

@@ -23,9 +23,9 @@ import edgc.ddp
 from edgc import EDGCConfig
 from edgc.runtime.groups import timeout_of
 from tests.integration import gpt_reference
-from tests.integration.ddp_runs import EDGC, METHODS, SMALL, Case, Run, copied, same
+from tests.integration.ddp_runs import EDGC, METHODS, SMALL, Case, Run, copied
 from tests.integration.readme import DDP_PAGE, ROOT
-from tests.workers import equal, refused, run_cases
+from tests.workers import equal, refused, run_cases, same
 
 pytestmark = pytest.mark.slow
 

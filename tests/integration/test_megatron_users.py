@@ -21,8 +21,8 @@ from edgc.config import EDGCConfig
 from edgc.megatron import attach, cpu_shims
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import RunConfig
-from tests.integration.megatron_cases import EDGC, _same, configuration, session_of, steps, train, weights
-from tests.workers import refused, run_cases
+from tests.integration.megatron_cases import EDGC, configuration, session_of, steps, train, weights
+from tests.workers import refused, run_cases, same
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -220,7 +220,7 @@ def frozen_search() -> None:
             checkpoint.save(folder, attachment, iteration=16)
             refused(lambda: attach(session.chunks, run.edgc, iterations=16), "already have an attachment")
             assert checkpoint.load(folder, attachment) == 16
-            assert _same(kept, attachment.state_dict()["engine"]["compressor"])
+            assert same(kept, attachment.state_dict()["engine"]["compressor"])
             return {"errors": len(kept["errors"])}
 
         with freezing(lambda at, chunk, stage=stage: at == stage):  # type: ignore[misc]

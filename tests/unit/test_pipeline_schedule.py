@@ -8,25 +8,6 @@ from hypothesis import strategies as st
 from edgc.megatron.pipeline_schedule import BackwardSchedule
 
 
-def test_one_forward_one_backward() -> None:
-    schedule = BackwardSchedule(stages=4)
-    assert [schedule.warmup(stage, 8) for stage in range(4)] == [3, 2, 1, 0]
-    assert [schedule.warmup(stage, 2) for stage in range(4)] == [2, 2, 1, 0]
-    assert [schedule.sent(stage, 3) for stage in range(4)] == [[], [0] * 3, [0] * 3, [0] * 3]
-    assert [schedule.cooldown(stage, 8) for stage in range(3)] == [3, 2, 1]
-    assert [schedule.cooldown(stage, 2) for stage in range(3)] == [2, 2, 1]
-
-
-def test_interleaved() -> None:
-    schedule = BackwardSchedule(stages=2, chunks=2, group=2)
-    assert schedule.steps(4) == [1, 1, 0, 0, 1, 1, 0, 0]
-    assert BackwardSchedule(stages=2, chunks=2, group=3).steps(5) == [1, 1, 1, 0, 0, 0, 1, 1, 0, 0]
-    assert [schedule.warmup(stage, 4) for stage in (0, 1)] == [4, 2]
-    assert schedule.sent(1, 4) == schedule.steps(4)
-    assert schedule.sent(0, 4) == [1, 1, 1, 1]
-    assert [schedule.cooldown(stage, 4) for stage in (0, 1)] == [4, 2]
-
-
 @given(
     stages=st.integers(2, 6),
     chunks=st.one_of(st.none(), st.integers(1, 4)),

@@ -14,6 +14,7 @@ from edgc.compressors import Compressor, Gradient
 from edgc.runtime.device import masked_path
 from tests import examples
 from tests.lockstep import reduce_together
+from tests.workers import same
 
 METHODS = [name for name in examples.FOUND if name != "edgc"]  # that is powersgd
 SHAPES = {"a": (48, 40), "b": (40,), "c": (33, 64), "d": (48, 40)}
@@ -26,14 +27,6 @@ def fresh(method: str, **changes: Any) -> Compressor:
 def gradients(seed: int, scale: float = 1.0) -> list[Gradient]:
     generator = torch.Generator().manual_seed(seed)
     return [Gradient(name, scale * torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 KEEPING = [name for name in METHODS if name not in {*examples.DENSE, *examples.UNBIASED}]
