@@ -13,9 +13,11 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -63,25 +65,54 @@ def run_workers(world: int, function: Callable[..., Any], *arguments: Any) -> li
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def run_cases(world: int, module: str) -> dict[str, str]:
-    """Call each of the functions in the ``CASES`` of a module on every rank, in one launch.
+class Cases:
+    """Functions of a module that every rank calls one after another, in one launch. In the module::
+
+        case = Cases(4, __name__)
+
+        @case
+        def reduction() -> None: ...
+
+        test_ddp = case.test()
 
     A case asserts what it has to; if it also compares ranks, with :func:`equal`, it asserts after its last collective.
 
-    Returns:
-        By case: the tracebacks of the ranks on which an assertion failed; empty if all held.
+    Args:
+        world: number of ranks.
+        module: its name.
     """
-    ranks = run_workers(world, _outcomes, module)
-    return {case: "\n".join(rank[case] for rank in ranks if rank[case]) for case in ranks[0]}
+
+    def __init__(self, world: int, module: str) -> None:
+        self.world, self.module = world, module
+        self.functions: dict[str, Callable[[], None]] = {}
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.functions[function.__name__] = function
+        return function
+
+    @cached_property
+    def outcomes(self) -> dict[str, str]:
+        """By case the tracebacks of the ranks on which an assertion failed; empty if all held."""
+        ranks = run_workers(self.world, _outcomes, self.module)
+        return {name: "\n".join(rank[name] for rank in ranks if rank[name]) for name in ranks[0]}
+
+    def test(self) -> Callable[[str], None]:
+        """A test for every case."""
+
+        @pytest.mark.parametrize("name", self.functions)
+        def test(name: str) -> None:
+            assert not self.outcomes[name], self.outcomes[name]
+
+        return test
 
 
 def _outcomes(module: str) -> dict[str, str]:
     results = {}
-    for name, case in importlib.import_module(module).CASES.items():
+    for name, function in importlib.import_module(module).case.functions.items():
         # A rank that hangs ends with the stacks of its threads, and so the launch.
         faulthandler.dump_traceback_later(300, exit=True)
         try:
-            case()
+            function()
             results[name] = ""
         except AssertionError:
             results[name] = traceback.format_exc()

@@ -24,9 +24,10 @@ import edgc.ddp
 from edgc import EDGCConfig
 from edgc.runtime.groups import gather_objects
 from tests.integration.ddp_runs import EDGC, METHODS, TYPES, Case, Run, batch, copied, recorded
-from tests.workers import equal, refused, run_cases, said, same
+from tests.workers import Cases, equal, refused, said, same
 
 pytestmark = pytest.mark.slow
+case = Cases(4, __name__)
 
 TIMED = ("search", "gate")  # what these do depends on times that they measure: no two runs are the same
 # A covering set of parameters that are used now and then, static graphs, and types.
@@ -59,6 +60,7 @@ def trained(case: Case) -> dict[str, Any]:
     }
 
 
+@case
 def matrix() -> None:
     """The first half of each run without accumulation and the second half with it."""
     for unused, static, dtype in MATRIX:
@@ -72,6 +74,7 @@ def matrix() -> None:
         assert result["buckets"] >= (5 if unused else 4), case
 
 
+@case
 def methods() -> None:
     """Delays change nothing, methods differ and send less, and none is plain DDP bit for bit."""
     results = {}
@@ -93,6 +96,7 @@ def methods() -> None:
         assert torch.equal(ours["weights"], plain["weights"]), dtype
 
 
+@case
 def resume() -> None:
     """A run that is never stopped, and one that a new model, with its buckets not yet cut anew, goes on with."""
     names = ("powersgd", "int8 factors", "int6 factors", "edgc", "quantize", "topk_dgc")
@@ -116,6 +120,7 @@ def resume() -> None:
         assert fresh < len(state["edgc"]["layout"]), "buckets were not cut anew"
 
 
+@case
 def uneven() -> None:
     """Ranks with different numbers of batches, under DDP's own ``join``."""
     run = Run(Case())
@@ -126,6 +131,7 @@ def uneven() -> None:
     assert equal(run.weights)
 
 
+@case
 def another_world() -> None:
     """Two jobs of two ranks inside a world of four, which go on from its states: the average owes what it owed."""
     run = Run(Case(unused=True)).train(0, 6)
@@ -153,6 +159,7 @@ def another_world() -> None:
     assert not torch.equal(weights[0], weights[2]), "the two jobs have different data"
 
 
+@case
 def two_models() -> None:
     """Two models in one backward, their buckets mixed, and each of them alone."""
     cases = (Case("powersgd"), Case("edgc", unused=True))
@@ -171,6 +178,7 @@ def two_models() -> None:
     assert all(alike)
 
 
+@case
 def overlap() -> None:
     """Backward waits for the first bucket before its last: a hook without overlap would hang, and the launch."""
     hook, futures, counts = edgc.ddp.Handle._reduce, list[Any](), list[int]()
@@ -205,6 +213,7 @@ class Shapes(nn.Module):
         return self.convolution(x).square().mean() + (self.transposed @ direction).square().mean()
 
 
+@case
 def memory_orders() -> None:
     """Gradients of rank 1 lie in memory in other orders than the parameter's shape says."""
     torch.manual_seed(3)
@@ -238,6 +247,7 @@ def alive() -> tuple[int, int]:
     return len(dist.distributed_c10d._world.pg_names), threads
 
 
+@case
 def ends() -> None:
     """After remove DDP averages plainly; a model that nobody holds any longer takes its thread with it."""
     threads = [alive()[1]]
@@ -258,33 +268,6 @@ def ends() -> None:
     threads.append(alive()[1])
     assert [count - threads[0] for count in threads] == [0, 1, 0, 1, 0]
     assert torch.equal(removed, plain.weights)
-
-
-def lost_rank() -> None:
-    """One rank's compressor fails: backward says so, there and on its peers, whose group has a timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=6))
-    run = Run(Case(), group=group).train(0, 3)
-    assert run.handle is not None
-    if dist.get_rank() == 1:
-
-        def fail(*args: Any) -> Any:
-            raise ValueError("out of\nluck")
-
-        run.handle.engine.compressor.steps = fail  # type: ignore[method-assign, assignment]
-    messages = []
-    for call in (lambda: run.train(3, 4), lambda: run.handle._reduce(None)):  # type: ignore[union-attr]
-        try:
-            call()
-        except RuntimeError as error:
-            messages.append(str(error))
-    run.close()
-    start = f"edgc: gradient reduction stopped on rank {dist.get_rank()} in iteration 4: "
-    first, again = messages
-    assert again == first and first.startswith(start) and "\n" not in first
-    if dist.get_rank() == 1:
-        assert first == start + "ValueError: out of luck"
-    else:
-        assert first.startswith(start + "RuntimeError: ")
 
 
 # ------------------------------------------------------------------ mistakes
@@ -369,6 +352,7 @@ BY_REGISTER: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@case
 def refusals() -> None:
     """Mistakes are answered in one line on every rank; those that ``register`` finds leave no group and no thread."""
     for name, (call, key) in BY_REGISTER.items():
@@ -389,6 +373,7 @@ def refusals() -> None:
     run.close()
 
 
+@case
 def no_losses() -> None:
     model = wrapped(nn.Linear(32, 32))
     register(model, **{**EDGC, "policy": "loss"})
@@ -396,30 +381,32 @@ def no_losses() -> None:
     refused(lambda: [model(torch.ones(4, 32)).sum().backward() for _ in iterations], "policy loss", "add_loss(loss)")
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        matrix,
-        methods,
-        resume,
-        uneven,
-        another_world,
-        two_models,
-        overlap,
-        memory_orders,
-        ends,
-        refusals,
-        no_losses,
-        lost_rank,
-    )
-}
+@case
+def lost_rank() -> None:
+    """One rank's compressor fails: backward says so, there and on its peers, whose group has a timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=6))
+    run = Run(Case(), group=group).train(0, 3)
+    assert run.handle is not None
+    if dist.get_rank() == 1:
+
+        def fail(*args: Any) -> Any:
+            raise ValueError("out of\nluck")
+
+        run.handle.engine.compressor.steps = fail  # type: ignore[method-assign, assignment]
+    messages = []
+    for call in (lambda: run.train(3, 4), lambda: run.handle._reduce(None)):  # type: ignore[union-attr]
+        try:
+            call()
+        except RuntimeError as error:
+            messages.append(str(error))
+    run.close()
+    start = f"edgc: gradient reduction stopped on rank {dist.get_rank()} in iteration 4: "
+    first, again = messages
+    assert again == first and first.startswith(start) and "\n" not in first
+    if dist.get_rank() == 1:
+        assert first == start + "ValueError: out of luck"
+    else:
+        assert first.startswith(start + "RuntimeError: ")
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(4, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ddp(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_ddp = case.test()

@@ -21,9 +21,10 @@ from edgc import EDGCConfig
 from edgc.runtime.device import masked_path
 from tests import examples
 from tests.integration.ddp_runs import METHODS, SMALL
-from tests.workers import refused, run_cases, said, same
+from tests.workers import Cases, refused, said, same
 
 pytestmark = pytest.mark.slow
+case = Cases(2, __name__)
 
 KEEPING: dict[str, dict[str, Any]] = {
     **{name: METHODS[name] for name in ("powersgd", "int8 factors", "topk", "randomk", "sign")},
@@ -118,6 +119,7 @@ def lost_of_unused(settings: dict[str, Any], view: bool, whole: bool) -> tuple[f
     return float((arrived + kept - mean(given)).norm() / mean(given).norm()), float(kept.norm())
 
 
+@case
 def unused() -> None:
     results = {}
     for i, (name, settings) in enumerate(KEEPING.items()):
@@ -161,6 +163,7 @@ def gradients(module: Given, step: int) -> list[Tensor]:
     return [drawn(10 * step + i, *p.shape, dtype=p.dtype) for i, p in enumerate(module.each)]
 
 
+@case
 def modes() -> None:
     """A run whose every backward, and what is asked for after it, is in another mode is one without any."""
     chosen = ("powersgd", "powersgd bf16", "powersgd int8", "powersgd one-sided", "topk_dgc", "stochastic4")
@@ -195,6 +198,7 @@ def run_in_modes(settings: dict[str, Any], modes: list[str], plain: bool) -> lis
     return results
 
 
+@case
 def products() -> None:
     """Nothing is lost on the path of a CPU where products may be rounded to bf16."""
     for name in ("powersgd", "powersgd int8", "powersgd one-sided"):
@@ -221,6 +225,7 @@ def share(settings: dict[str, Any], steps: int) -> float:
     return 1 - float(settings.get("momentum", 0)) ** steps
 
 
+@case
 def empty() -> None:
     """Parameters without entries train beside one with some."""
     shapes = ((24, 24), (0, 24), (24, 0), (0,), (), (3, 0, 3), (0, 3, 3))
@@ -234,6 +239,7 @@ def empty() -> None:
         assert float(module.each[4].grad) / share(settings, 2) == 2, name
 
 
+@case
 def memory_formats() -> None:
     """A state of a model in another memory format is refused."""
 
@@ -263,12 +269,14 @@ class Table(nn.Module):
         return functional.embedding(places, self.table, sparse=True)
 
 
+@case
 def sparse() -> None:
     model, handle = registered(Table(), {})
     refused(lambda: model(torch.arange(4)).sum().backward(), "parameter table", "sparse=False")
     handle.remove()
 
 
+@case
 def ranges() -> None:
     """The mean of like numbers is that number, also near the ends of its type's range."""
     for name, dtype, value in [
@@ -285,16 +293,4 @@ def ranges() -> None:
         assert tuple(map(float, entries.aminmax())) == pytest.approx((1, 1), rel=2e-2), (name, dtype, value)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (unused, modes, products, empty, memory_formats, sparse, ranges)
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(2, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ddp(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_ddp = case.test()

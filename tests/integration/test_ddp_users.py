@@ -25,9 +25,10 @@ from edgc.runtime.groups import timeout_of
 from tests.integration import gpt_reference
 from tests.integration.ddp_runs import EDGC, METHODS, SMALL, Case, Run, copied
 from tests.integration.readme import DDP_PAGE, ROOT
-from tests.workers import equal, refused, run_cases, same
+from tests.workers import Cases, equal, refused, same
 
 pytestmark = pytest.mark.slow
+case = Cases(2, __name__)
 
 STEPS = 24
 BAD = (2, 5, 6, 11)  # not before DDP has settled its buckets: entries go to blocks and owners by them
@@ -55,6 +56,7 @@ def registered(module: nn.Module, settings: dict[str, Any] | None = None, **opti
     return model, edgc.ddp.register(model, EDGCConfig.from_dict(settings or {}), iterations=9, **options)
 
 
+@case
 def scales() -> None:
     """A loss scale that is a power of two changes nothing, though it moves in the middle of windows, up and down."""
 
@@ -80,6 +82,7 @@ def scales() -> None:
             assert len({row[0] for row in plain[0]} - {None}) >= 2, f"{method} does not act, so this would say little"
 
 
+@case
 def skips() -> None:
     """Steps with an infinite gradient, against a run to which they were not given."""
     for method in SCALED:
@@ -120,6 +123,7 @@ class Halves(nn.Module):
         return (self.matrix.float() * 40000).sum() + (self.bias.float() * 40000).sum()
 
 
+@case
 def halves() -> None:
     for method in ("none", "bf16", "powersgd", "topk", "randomk", "quantize", "sign"):
         rank = {"rank": 2} if method == "powersgd" else {}
@@ -131,6 +135,7 @@ def halves() -> None:
         assert float(model.module.matrix.grad[0, 0]) == pytest.approx(40000, rel=2e-2), method
 
 
+@case
 def states() -> None:
     """A state that does not fit is refused; on purpose a run goes on with other settings and owes what it owed."""
     low = {**LOW, "rank": 8}
@@ -181,6 +186,7 @@ def states() -> None:
         each.close()
 
 
+@case
 def copies() -> None:
     """Copies and pickles of a registered model, which average plainly and can be registered anew."""
     run = Run(Case()).train(0, 3)
@@ -199,6 +205,7 @@ def copies() -> None:
     assert equal(run.weights)
 
 
+@case
 def groups() -> None:
     """The group that is made has the timeout of the model's and ends with the handle; a given one stays."""
     for ranks in ([0, 1], None):
@@ -218,6 +225,7 @@ def groups() -> None:
     dist.destroy_process_group(given)
 
 
+@case
 def frozen() -> None:
     """A layer that was frozen after DDP had put it into a bucket does not end iterations early."""
     layers = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(4)])
@@ -231,6 +239,7 @@ def frozen() -> None:
     handle.remove()
 
 
+@case
 def registered_again() -> None:
     """A model that is registered, left to DDP, and registered again, with one hook of DDP's all the time."""
     run = run_of(LOW).train(0, 4)
@@ -256,6 +265,7 @@ def warned(call: Callable[[], Any]) -> list[str]:
     return [str(item.message) for item in caught if str(item.message).startswith("edgc")]
 
 
+@case
 def warnings_of_users() -> None:
     """The first rank warns of a loss scale that nobody gave, and of settings that compress nothing."""
 
@@ -294,6 +304,35 @@ def warnings_of_users() -> None:
         assert all(key is not None and key in message for message in messages), (name, messages)
 
 
+@case
+def advised() -> None:
+    """Settings that README and the page on DDP offer, each registered as it stands."""
+    page = DDP_PAGE.read_text(encoding="utf-8") + (ROOT / "README.md").read_text(encoding="utf-8")
+    calls = re.findall(r"`EDGCConfig\.from_dict\((.*?)\)`", page)
+    calls += re.findall(r"\| `(method=.*?)` \|", page)
+    assert len(set(calls)) > 4 and any("paper" in call for call in calls)
+    for call in calls:
+        settings = json.loads(call) if call.startswith("{") else eval(f"dict({call})")
+        model = DistributedDataParallel(nn.Linear(256, 256))
+        handle = edgc.ddp.register(model, EDGCConfig.from_dict(settings), iterations=10**5)
+        model(torch.ones(2, 256)).sum().backward()
+        handle.remove()
+
+
+@case
+def gpt() -> None:
+    """A small GPT trains as with torch's PowerSGD hook."""
+    results = gpt_reference.losses(50)
+    reference, uncompressed = results["torch"][0], results["plain"][0]
+    assert len(reference) == 50 and reference[-1] < reference[0] - 0.3
+    assert max(abs(a - b) for a, b in zip(reference, uncompressed, strict=True)) > 0.1
+    for name in ("edgc", "edgc, many buckets"):
+        losses, buckets = results[name]
+        assert max(abs(a - b) for a, b in zip(reference, losses, strict=True)) < 1e-4, name
+        assert buckets > 5 if "many" in name else buckets == 1
+
+
+@case
 def lost_peer() -> None:
     """``remove`` where the other rank is gone, its connections closed as when its process has ended."""
     group = dist.new_group()
@@ -314,56 +353,4 @@ def lost_peer() -> None:
     assert len(dist.distributed_c10d._world.pg_names) == before - 1
 
 
-def advised() -> None:
-    """Settings that README and the page on DDP offer, each registered as it stands."""
-    page = DDP_PAGE.read_text(encoding="utf-8") + (ROOT / "README.md").read_text(encoding="utf-8")
-    calls = re.findall(r"`EDGCConfig\.from_dict\((.*?)\)`", page)
-    calls += re.findall(r"\| `(method=.*?)` \|", page)
-    assert len(set(calls)) > 4 and any("paper" in call for call in calls)
-    for call in calls:
-        settings = json.loads(call) if call.startswith("{") else eval(f"dict({call})")
-        model = DistributedDataParallel(nn.Linear(256, 256))
-        handle = edgc.ddp.register(model, EDGCConfig.from_dict(settings), iterations=10**5)
-        model(torch.ones(2, 256)).sum().backward()
-        handle.remove()
-
-
-def gpt() -> None:
-    """A small GPT trains as with torch's PowerSGD hook."""
-    results = gpt_reference.losses(50)
-    reference, uncompressed = results["torch"][0], results["plain"][0]
-    assert len(reference) == 50 and reference[-1] < reference[0] - 0.3
-    assert max(abs(a - b) for a, b in zip(reference, uncompressed, strict=True)) > 0.1
-    for name in ("edgc", "edgc, many buckets"):
-        losses, buckets = results[name]
-        assert max(abs(a - b) for a, b in zip(reference, losses, strict=True)) < 1e-4, name
-        assert buckets > 5 if "many" in name else buckets == 1
-
-
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        scales,
-        skips,
-        halves,
-        states,
-        copies,
-        groups,
-        frozen,
-        registered_again,
-        warnings_of_users,
-        advised,
-        gpt,
-        lost_peer,
-    )
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(2, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ddp(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_ddp = case.test()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 
 from tests.examples import EACH, settings_of
 from tests.integration.megatron_cases import EDGC, Ranks, configuration, everywhere, learns, losses, train
-from tests.workers import run_cases
+from tests.workers import Cases
 
 pytestmark = pytest.mark.slow
+case = Cases(4, __name__)
 
 NONE: dict[str, Any] = {"method": "none"}
 POWERSGD: dict[str, Any] = {"method": "powersgd", "rank": 4}
@@ -27,6 +27,7 @@ def trained(compression: dict[str, Any], *, full_rank: bool = False, attached: b
     return ranks
 
 
+@case
 def reduction() -> None:
     """No compression is Megatron's own reduction, overlap and a second run change nothing, full rank is no compression,
     and compression sends less."""
@@ -44,6 +45,7 @@ def reduction() -> None:
         assert 0 < compressed["bytes"] < 0.5 * dense["bytes"]
 
 
+@case
 def methods() -> None:
     for name, settings in EACH.items():
         if name != "edgc":
@@ -60,6 +62,7 @@ def decisions(ranks: Ranks) -> list[dict[str, Any]]:
     return first
 
 
+@case
 def phases() -> None:
     for parallel in ({}, {"tensor": 2, "pipeline": 1, "data": 2}):
         rows = decisions(trained(EDGC, parallel=parallel))
@@ -68,6 +71,7 @@ def phases() -> None:
         assert ranks and all(4 <= rank <= 16 and rank % 4 == 0 for rank in ranks)
 
 
+@case
 def alignment() -> None:
     """Later stages get no lower rank."""
     timing = {"backward_seconds": 0.01, "seconds_per_rank": 0.001, "seconds_fixed": 0.002, "seconds_uncompressed": 0.1}
@@ -77,12 +81,14 @@ def alignment() -> None:
             assert second >= first
 
 
+@case
 def search() -> None:
     settings = {**EDGC, "r_max": None, "r_min": None, "search_start": 2, "alignment": "measured"}
     final = decisions(trained(settings))[-1]
     assert final["phase"] == "disabled" or (final["phase"] == "active" and final["r_max"] >= final["r_min"] >= 4)
 
 
+@case
 def cost_gate() -> None:
     """It measures every group of every stage, again after its interval."""
     settings = {**EDGC, "policy": "spectral", "target_error": 0.7, "cost_gate": True, "gate_interval": 3}
@@ -103,6 +109,7 @@ def skipping(compression: dict[str, Any], steps: int, settings: dict[str, Any], 
     return train(configuration("skip", compression, train={**settings, **optimizer}), iterations=steps, **options)
 
 
+@case
 def skips() -> None:
     """A step with a gradient that is not finite never was."""
     each = {
@@ -125,6 +132,7 @@ def skips() -> None:
     assert skipping(POWERSGD, 22, {}, poison=frozenset(range(22)))["skipped_in_a_row"] == 22
 
 
+@case
 def controller_skips() -> None:
     """Windows of entropy and decisions do not see what is not finite."""
     rows = decisions(everywhere(configuration("edgc", EDGC), poison=frozenset({5, 9})))
@@ -133,6 +141,7 @@ def controller_skips() -> None:
     assert rows[-1]["phase"] == "active"
 
 
+@case
 def loss_scale() -> None:
     """It begins so high that the first steps overflow, and takes error feedback along where it falls."""
     run = configuration("fp16", POWERSGD, train={"precision": "fp16"})
@@ -142,17 +151,4 @@ def loss_scale() -> None:
         assert rank["skipped"] >= 1 and rank["skipped_in_a_row"] == 0 and rank["scale"] < 2.0**16
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (reduction, methods, phases, alignment, search, cost_gate, skips, controller_skips, loss_scale)
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(4, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_megatron(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_megatron = case.test()

@@ -22,7 +22,7 @@ from edgc.megatron import attach, cpu_shims
 from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import RunConfig
 from tests.integration.megatron_cases import EDGC, configuration, session_of, steps, train, weights
-from tests.workers import refused, run_cases, same
+from tests.workers import Cases, refused, same
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -35,6 +35,7 @@ with cpu_shims.without_compiler():
     from experiments.training.build import Session
 
 pytestmark = pytest.mark.slow
+case = Cases(4, __name__)
 
 POWERSGD: dict[str, Any] = {"method": "powersgd", "rank": 4}
 TRAFFIC = {"rank": 4, "epilogue_only": False}
@@ -49,6 +50,7 @@ def end(session: Session) -> None:
     parallel_state.destroy_model_parallel()
 
 
+@case
 def closed() -> None:
     """Three iterations with an attachment that compresses nothing and three after it was closed are six of Megatron's
     own."""
@@ -72,6 +74,7 @@ def closed() -> None:
         assert torch.equal(*results), settings
 
 
+@case
 def pipeline() -> None:
     """``config.pipeline`` is attach's business, and a loop that does not use its communicator is told so."""
     run = configuration("traffic", {**POWERSGD, "pipeline": TRAFFIC})
@@ -95,6 +98,7 @@ def pipeline() -> None:
     assert len(messages) == (dist.get_rank() == 0) and all("pipeline.rank" in message for message in messages)
 
 
+@case
 def states() -> None:
     """A state that does not fit is refused in one line."""
     run = configuration("state", POWERSGD)
@@ -125,6 +129,7 @@ def states() -> None:
     end(session)
 
 
+@case
 def loss_scales() -> None:
     """Error feedback follows the loss scale that a run goes on with, a sixteenth of the saved one, whatever is loaded
     first."""
@@ -152,6 +157,7 @@ def loss_scales() -> None:
         assert norms[order] == pytest.approx(norms["as saved"], rel=1e-6), order
 
 
+@case
 def bits() -> None:
     """Bytes are reckoned in the gradients' own type."""
     for precision in ("fp32", "bf16"):
@@ -190,6 +196,7 @@ def freezing(frozen: Callable[[int, int], bool]) -> Iterator[None]:
         yield
 
 
+@case
 def frozen_parts() -> None:
     """Three iterations of an attachment that compresses nothing are those of Megatron alone."""
     ends = {}
@@ -206,6 +213,7 @@ def frozen_parts() -> None:
         assert moved == (name != "all"), name
 
 
+@case
 def frozen_search() -> None:
     """EDGC with all its measurements beside a frozen stage; a gradient that is not finite; a checkpoint."""
     root = gather_objects(tempfile.mkdtemp())[0]
@@ -239,6 +247,7 @@ def frozen_search() -> None:
             assert last["phase"] in ("active", "disabled") and len(last["ranks"]) == 2
 
 
+@case
 def one_copy_frozen() -> None:
     """A tied embedding that only one of its stages trains is refused."""
     run = configuration("tied", {**POWERSGD, "fused_embedding": True})
@@ -260,6 +269,7 @@ class Sometimes(nn.Module):
         return torch.stack([self.layers[name](x) for name in used]).sum(0)
 
 
+@case
 def not_always_trained() -> None:
     """Nothing is lost of a layer that is not trained in every step: what 40 steps computed is what moved the weights
     and what the replicas keep."""
@@ -307,27 +317,4 @@ def not_always_trained() -> None:
         assert max(lost.values()) < 1e-5, (compression, lost)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        frozen_parts,
-        frozen_search,
-        one_copy_frozen,
-        not_always_trained,
-        closed,
-        pipeline,
-        states,
-        loss_scales,
-        bits,
-    )
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(4, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_megatron(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_megatron = case.test()

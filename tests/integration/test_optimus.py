@@ -12,7 +12,7 @@ import torch.distributed as dist
 from edgc.megatron import cpu_shims
 from edgc.runtime.channel import all_reduce_bytes
 from tests.integration.megatron_cases import configuration, everywhere, learns, losses, session_of
-from tests.workers import refused, run_cases
+from tests.workers import Cases, refused
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -21,6 +21,7 @@ with cpu_shims.without_compiler():
     from experiments.training.build import Session
 
 pytestmark = pytest.mark.slow
+case = Cases(4, __name__)
 
 STEPS, SHORT = 10, 4
 OVERLAP = {"overlap_grad_reduce": True, "bucket_elements": 15000}
@@ -75,6 +76,7 @@ def poisoned(session: Session) -> Callable[[], dict[str, Any]]:
     return finish
 
 
+@case
 def fused_equals_two_steps() -> None:
     """The bytes of the one reduction count."""
     for layout, sections in LAYOUTS.items():
@@ -96,6 +98,7 @@ def fused_equals_two_steps() -> None:
             assert [a - b for a, b in zip(one["sent"], other["sent"], strict=True)] == [more] * STEPS, layout
 
 
+@case
 def skips() -> None:
     """A gradient of the embedding that is not finite skips the step."""
     run = configuration("fused", {"preset": "optimus_cc_embedding"})
@@ -112,6 +115,7 @@ def sent_by(compression: dict[str, Any], **sections: Any) -> list[int]:
     return sent
 
 
+@case
 def selective_stages() -> None:
     """Later stages send what they would without compression, and the whole method trains."""
     compressed, dense = sent_by({"method": "powersgd", "rank": 4}), sent_by({"method": "none"})
@@ -132,6 +136,7 @@ def selective_stages() -> None:
         assert max(own["sent"]) < fused[0] if stage == 0 else own["sent"][:SHORT] == fused
 
 
+@case
 def refusals() -> None:
     """What cannot work is refused on every rank."""
     fused = {"preset": "optimus_cc_embedding"}
@@ -143,16 +148,4 @@ def refusals() -> None:
     parallel_state.destroy_model_parallel()
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (fused_equals_two_steps, skips, selective_stages, refusals)
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(4, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_optimus(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_optimus = case.test()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from tests.integration.megatron_cases import (
     train,
     weights,
 )
-from tests.workers import refused, run_cases
+from tests.workers import Cases, refused
 
 with cpu_shims.without_compiler():
     from megatron.core import parallel_state
@@ -40,6 +39,7 @@ with cpu_shims.without_compiler():
     from experiments.training.build import Session
 
 pytestmark = pytest.mark.slow
+case = Cases(4, __name__)
 
 RANK = 4
 PP4 = {"pipeline": 4, "data": 1}
@@ -134,6 +134,7 @@ def traffic(ranks: Ranks, key: str) -> list[int]:
     return [rank["traffic"][key] for rank in ranks]
 
 
+@case
 def counting() -> None:
     """The schedule is Megatron's own."""
     compared = 0
@@ -194,6 +195,7 @@ def epilogue(ranks: Ranks, sent: list[int], compressed: list[int]) -> None:
             assert flags == ([False] * (count - low) + [True] * low) * (len(flags) // count)
 
 
+@case
 def one_forward_one_backward() -> None:
     megatron, low = run(PP4, LONG), run(PP4, LONG, rank=RANK)
     full = run(PP4, LONG, {"always_factor": True}, rank=256)
@@ -228,6 +230,7 @@ def one_forward_one_backward() -> None:
     epilogue(run(PP4, SHORT, micro_batches=2, rank=RANK, epilogue_only=True), [0, 2, 2, 2], [0, 2, 2, 1])
 
 
+@case
 def interleaved() -> None:
     megatron, low = run(PP2VPP2, LONG), run(PP2VPP2, LONG, rank=RANK)
     learns(low)
@@ -251,6 +254,7 @@ def interleaved() -> None:
         epilogue(ranks, [6, 6, 12, 12], [2, 2, 4, 4])
 
 
+@case
 def tensor_parallel() -> None:
     """Copies on tensor-parallel ranks stay equal."""
     megatron, low = run(TP2PP2, SHORT), run(TP2PP2, LONG, rank=RANK)
@@ -264,7 +268,7 @@ def tensor_parallel() -> None:
     assert not same_run(low, megatron)
 
 
-def resume(**options: Any) -> None:
+def resume_with(**options: Any) -> None:
     """Three iterations more: without stopping, from saved state, and from saved state without that of the links."""
     run = settings(PP4, rank=RANK, **options)
     session = session_of(run)
@@ -291,6 +295,13 @@ def resume(**options: Any) -> None:
         assert not links or repr(straight[0]) == repr(resumed[0])
 
 
+@case
+def resume() -> None:
+    resume_with()
+    resume_with(epilogue_only=True)
+
+
+@case
 def not_finite() -> None:
     """One gradient that the last stage sends is not finite: that reaches every earlier stage and no state."""
     run = settings(PP4, rank=RANK)
@@ -320,6 +331,7 @@ def not_finite() -> None:
     assert any(not torch.equal(now, then) for now, then in tensors) == (session.stage > 0), "the five others went on"
 
 
+@case
 def mistakes() -> None:
     session = session_of(settings(PP4, rank=RANK))
     pipeline, config = session.pipeline, session.chunks[0].config
@@ -335,23 +347,4 @@ def mistakes() -> None:
     refused(lambda: pipeline.begin_iteration(3), "num_microbatches")
 
 
-CASES: dict[str, Callable[[], None]] = {
-    "counting": counting,
-    "mistakes": mistakes,
-    "1F1B": one_forward_one_backward,
-    "interleaved": interleaved,
-    "tensor parallel": tensor_parallel,
-    "resume": resume,
-    "resume, epilogue": partial(resume, epilogue_only=True),
-    "not finite": not_finite,
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(4, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_pipeline(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_pipeline = case.test()

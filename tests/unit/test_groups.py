@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from edgc.runtime.groups import groups_of, own_group
-from tests.workers import run_cases, run_workers
+from tests.workers import Cases, run_workers
 
+case = Cases(4, __name__)
 TIMES = 5
 
 
@@ -48,19 +48,7 @@ def whole() -> dist.ProcessGroup:
     return group
 
 
-def ended_at_once() -> None:
-    """A group may be ended as soon as it is made."""
-    world, rank = whole(), dist.get_rank()
-    pairs = groups_of({ranks: None for ranks in ((0, 1), (2, 3)) if rank in ranks})
-    for _ in range(TIMES):
-        dist.destroy_process_group(own_group(world))
-        for pair in pairs.values():
-            dist.destroy_process_group(own_group(pair))
-        for group in groups_of({(0, 1, 2, 3): None, (rank,): None}).values():
-            dist.destroy_process_group(group)
-        del group
-
-
+@case
 def names() -> None:
     """No other group of a rank stands in the way: torch would name those of half the world after the groups that each
     of its ranks has."""
@@ -82,6 +70,7 @@ def names() -> None:
         assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(half)
 
 
+@case
 def backends() -> None:
     """A group has the backend of the one it is like."""
 
@@ -95,17 +84,21 @@ def backends() -> None:
             assert dist.get_backend(own_group(like)) == "another"
 
 
-CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in (names, backends, ended_at_once)}
+@case
+def ended_at_once() -> None:
+    """A group may be ended as soon as it is made."""
+    world, rank = whole(), dist.get_rank()
+    pairs = groups_of({ranks: None for ranks in ((0, 1), (2, 3)) if rank in ranks})
+    for _ in range(TIMES):
+        dist.destroy_process_group(own_group(world))
+        for pair in pairs.values():
+            dist.destroy_process_group(own_group(pair))
+        for group in groups_of({(0, 1, 2, 3): None, (rank,): None}).values():
+            dist.destroy_process_group(group)
+        del group
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(4, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_groups(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_groups = case.test()
 
 
 def unsafe() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,9 @@ from edgc.engine import Engine
 from edgc.errors import UserError
 from edgc.measurement.mean_error import BUCKETS
 from edgc.runtime.groups import gather_objects
-from tests.workers import run_cases
+from tests.workers import Cases
 
+case = Cases(2, __name__)
 SHAPES = {"a": (96, 64), "b": (64,), "c": (33, 64)}
 WARM_UP, STEPS = 8, 14  # two windows of four iterations make up warm-up
 CONFIG = EDGCConfig(
@@ -71,6 +71,7 @@ def advanced(steps: int, **options: Any) -> Engine:
     return first
 
 
+@case
 def conservation() -> None:
     """What was sent and what is kept is what came in; warm-up sends an eighth, and then the low rank takes over."""
     uncompressed = advance(engine(), 0, compress=False)
@@ -107,6 +108,7 @@ def conservation() -> None:
     assert all(torch.equal(one, other.float()) for one, other in zip(uncompressed, exact, strict=True))
 
 
+@case
 def resumed() -> None:
     """An engine that loads another's state goes on with the same bits."""
     for at in (3, WARM_UP, WARM_UP + 2):
@@ -117,6 +119,7 @@ def resumed() -> None:
             assert all(map(torch.equal, advance(first, step), advance(second, step)))
 
 
+@case
 def dropped() -> None:
     """A step that is given up leaves what is kept as it was."""
     for at in (3, WARM_UP):
@@ -127,6 +130,7 @@ def dropped() -> None:
         assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
+@case
 def merged() -> None:
     """All replicas owe in the mean what they owed when two replicas' states become one."""
     for at in (3, WARM_UP + 1):
@@ -137,6 +141,7 @@ def merged() -> None:
         assert owed and all(float((kept(after)[name] - error).abs().max()) < 1e-6 for name, error in owed.items())
 
 
+@case
 def rescaled() -> None:
     """Gradients and scale multiplied by 8, a power of two, in warm-up: no bit of the results changes."""
     plain, scaled = advanced(3), advanced(3)
@@ -145,19 +150,7 @@ def rescaled() -> None:
     assert all(torch.equal(one, 8 * other) for one, other in results)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (conservation, resumed, dropped, merged, rescaled)
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_cases(2, __name__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_hand_over(outcomes: dict[str, str], case: str) -> None:
-    assert not outcomes[case], outcomes[case]
+test_hand_over = case.test()
 
 
 @pytest.mark.parametrize(
