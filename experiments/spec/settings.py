@@ -176,7 +176,7 @@ class RunConfig(Settings):
 
     ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself; what a ``preset`` in it stands for is
     written out, so that ``run.yaml`` does not depend on what the preset will be later. With ``follows`` its policy
-    becomes ``schedule`` when the run starts (:mod:`experiments.training.following`). With ``branch`` the run goes on
+    becomes ``schedule`` when the run starts (:mod:`experiments.training.lineage`). With ``branch`` the run goes on
     from the state that the run of that variant, with the same seed, had at the end of its uncompressed warm-up.
     """
 
