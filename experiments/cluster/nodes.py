@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,52 +29,60 @@ REFUSED = "refused: "  # the beginning of an error that is one of the user's
 TELL_SECONDS = 2.0  # a shared file system may show a new file late
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Machines that take part in a run.
+
+    Attributes:
+        count, index: how many there are, and which one this is; node 0 owns the run folder.
+        rendezvous: ``host:port`` of node 0 when there are several.
+        address: name or address under which the other nodes reach this one; by default its host name.
+    """
+
+    count: int = 1
+    index: int = 0
+    rendezvous: str = "localhost:0"
+    address: str | None = None
+
+
 def error_of(failure: Any) -> str:
-    """The last line of what a rank that failed by itself has said, from torch's ``ProcessFailure``."""
+    """Last line of the message of a rank that failed by itself, from torch's ``ProcessFailure``."""
     reply: Any = failure.message  # the rank's error file as a mapping, or a text of the agent's
-    message = str(reply["message"] if isinstance(reply, dict) else reply)
-    return message.strip().splitlines()[-1] if message.strip() else f"exit code {failure.exitcode}"
+    lines = str(reply["message"] if isinstance(reply, dict) else reply).strip().splitlines()
+    return lines[-1] if lines else f"exit code {failure.exitcode}"
 
 
 def error_files(attempt: Path) -> list[Path]:
-    """What other nodes have left, lowest node first."""
-    folder = attempt.parent
-    return sorted(folder.parent.glob(f".{folder.name}.error.node*"))
+    """Errors that other nodes have left, lowest node first."""
+    return sorted(attempt.parent.parent.glob(f".{attempt.parent.name}.error.node*"))
 
 
-def forget_errors(attempt: Path) -> list[str]:
-    """Remove what other nodes have left, and return it."""
-    found = error_files(attempt)
-    errors = [path.read_text(encoding="utf-8").strip() for path in found]
-    for path in found:
+def take_errors(attempt: Path) -> list[str]:
+    """Remove the errors that other nodes have left, and return them."""
+    files = error_files(attempt)
+    errors = [path.read_text(encoding="utf-8").strip() for path in files]
+    for path in files:
         path.unlink(missing_ok=True)
     return errors
 
 
-def tell(attempt: Path, node: int, error: str) -> None:
-    """Leave the error of a rank of this node for node 0."""
-    atomic_write(attempt.parent.with_name(f".{attempt.parent.name}.error.node{node}"), error + "\n")
-
-
-def error_elsewhere(attempt: Path, nodes: int) -> str | None:
-    """The error that another node has left, if any; ``UserError`` where that node refused what it was given."""
+def error_elsewhere(attempt: Path, nodes: Nodes) -> str | None:
+    """Error that another node has left, if any; ``UserError`` where that node refused what it was given."""
     deadline = time.monotonic() + TELL_SECONDS
-    while nodes > 1:
-        errors = forget_errors(attempt)
-        refused = [error for error in errors if error.startswith(REFUSED)]
-        if refused:
-            raise UserError(refused[0].removeprefix(REFUSED))
+    while nodes.count > 1 and time.monotonic() < deadline:
+        errors = take_errors(attempt)
+        for error in errors:
+            if error.startswith(REFUSED):
+                raise UserError(error.removeprefix(REFUSED))
         if errors:
             return errors[0]
-        if time.monotonic() > deadline:
-            break
         time.sleep(0.1)
     return None
 
 
 @contextlib.contextmanager
-def ending_with_others(attempt: Path, nodes: int) -> Iterator[None]:
-    """On node 0, while its ranks run: end them some seconds after another node has left an error.
+def ending_with_others(attempt: Path, nodes: Nodes) -> Iterator[None]:
+    """End node 0's ranks some seconds after another node has left an error.
 
     By themselves they would wait long for a rank that has not yet connected to them.
     """
@@ -88,32 +97,23 @@ def ending_with_others(attempt: Path, nodes: int) -> Iterator[None]:
                 return
 
     watcher = threading.Thread(target=watch, daemon=True)
-    if nodes > 1:
+    if nodes.count > 1:
         watcher.start()
     try:
         yield
     finally:
         over.set()
-        if nodes > 1:
+        if nodes.count > 1:
             watcher.join()
 
 
-def wait_for_end(attempt: Path) -> bool:
-    """Whether node 0 ends the attempt within a minute."""
-    deadline = time.monotonic() + END_SECONDS
-    while attempt.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def follow(start_ranks: Callable[[], None], attempt: Path, node: int, refusal: UserError | None = None) -> None:
-    """The launcher of a node other than 0: run its ranks, and end soon after node 0 has, whatever happens.
+def follow(start: Callable[[], None], attempt: Path, node: int, refusal: UserError | None = None) -> None:
+    """Run the ranks of a node other than 0, and end soon after node 0 has, whatever happens.
 
     Exits with 1 (interrupted) or 2 (bad input) where node 0 has not said how the run ended.
 
     Args:
+        start: runs the ranks of this node to their end.
         refusal: why this node's ranks end as soon as they have met the others.
 
     Raises:
@@ -125,24 +125,26 @@ def follow(start_ranks: Callable[[], None], attempt: Path, node: int, refusal: U
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
-        start_ranks()
+        start()
         return
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
-        if refusal is not None:
-            tell(attempt, node, f"{REFUSED}node {node}: {refusal}")
-            wait_for_end(attempt)
-            raise refusal from None
-        if first.exitcode == EXIT_BAD_INPUT:
+        if refusal is None and first.exitcode == EXIT_BAD_INPUT:
             raise SystemExit(EXIT_BAD_INPUT) from None
-        if first.exitcode > 0 and first.exitcode != EXIT_LOST_PEER:
-            tell(attempt, node, error_of(first))
-        if wait_for_end(attempt):
+        error = f"{REFUSED}node {node}: {refusal}" if refusal else error_of(first)
+        if refusal or (first.exitcode > 0 and first.exitcode != EXIT_LOST_PEER):
+            atomic_write(attempt.parent.with_name(f".{attempt.parent.name}.error.node{node}"), error + "\n")
+        deadline = time.monotonic() + END_SECONDS
+        while (unfinished := attempt.exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if refusal:
+            raise refusal from None
+        if not unfinished:
             return
-        what = "node 0 has not ended the run"
+        reason = "node 0 has not ended the run"
     except (SignalException, KeyboardInterrupt):
-        what = "stopped"
-    except (RendezvousError, DistError) as error:
-        what = f"node 0 has gone, or never came: {error}"
-    print(f"interrupted: node {node}: {what}", file=sys.stderr)
+        reason = "stopped"
+    except (RendezvousError, DistError) as problem:
+        reason = f"node 0 has gone, or never came: {problem}"
+    print(f"interrupted: node {node}: {reason}", file=sys.stderr)
     raise SystemExit(EXIT_INTERRUPTED)

@@ -26,7 +26,7 @@ MEGABYTES_PER_RANK, BYTES_PER_PARAMETER = 1200, 40
 
 
 class Resources(Settings):
-    """What a cluster offers and asks for; everything has a default.
+    """Settings of a cluster; everything has a default.
 
     Args:
         account, qos: whom jobs are charged to, and their quality of service.
@@ -61,7 +61,7 @@ class Resources(Settings):
 
 @dataclass(frozen=True)
 class Job:
-    """What one training job asks Slurm for; memory in MB, on each node."""
+    """Resources that one training job asks Slurm for; memory in MB, on each node."""
 
     nodes: int
     ranks: int  # on each node
@@ -80,17 +80,8 @@ def resources_file() -> Path:
 def load_resources() -> Resources:
     """Read and check the site file; ``UserError`` names the key and the file."""
     path = resources_file()
-    resources: Resources = validate(Resources, {} if _says_nothing(path) else load_yaml(path), path)
+    resources: Resources = validate(Resources, load_yaml(path), path)
     return resources
-
-
-def _says_nothing(path: Path) -> bool:
-    """Whether a file has no more than comments: every setting has a default."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return all(not line.strip() or line.lstrip().startswith("#") for line in lines)
 
 
 def nodes_for(world: int, gpus_per_node: int) -> int:
@@ -129,6 +120,6 @@ def training_job(run: RunConfig, resources: Resources) -> Job:
     )
 
 
-def refuse(key: str, value: Any, what: str, fix: str) -> UserError:
+def refuse(key: str, value: Any, message: str, fix: str) -> UserError:
     """The error about a setting of the site file that the cluster does not agree with."""
-    return UserError(f"{key} = {value!r}: {what}", where=resources_file(), fix=fix)
+    return UserError(f"{key} = {value!r}: {message}", where=resources_file(), fix=fix)

@@ -1,4 +1,4 @@
-"""What Slurm says about the cluster, and the command that starts a run over several nodes.
+"""Slurm's description of the cluster, and the command that starts a run over several nodes.
 
 Every question may stay unanswered: a plan (``snakemake -n``) is made on machines without Slurm too. Where there is an
 answer, what cannot run is refused before anything is submitted, in one line.
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,6 @@ LOOKS = re.compile(
 ANSWER_SECONDS = 30
 REMEMBERED_SECONDS = 240  # Snakemake asks for states every three minutes, or oftener
 CANCEL_SECONDS = 180  # Slurm gives an ending job time, and an epilog
-UNITS = {"days": 1440, "hours": 60, "minutes": 1}
 # First port of a rendezvous and how many there are: below what systems give away themselves.
 PORTS = (15000, 16000)
 
@@ -45,7 +45,7 @@ def ask(*command: str) -> str | None:
 
 
 def only_looks(arguments: Sequence[str]) -> bool:
-    """Whether these arguments of Snakemake start no job, so that they work on a machine without Slurm."""
+    """True of arguments of Snakemake that start no job, so that they work on a machine without Slurm."""
     return any(LOOKS.fullmatch(argument) for argument in arguments)
 
 
@@ -54,13 +54,13 @@ def require() -> None:
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         fix = "start it on a node of the cluster that has them, or leave --profile slurm out; -n plans without Slurm"
-        what = f"there is no Slurm here: no {', '.join(missing)} on the PATH"
-        raise UserError(what, where="--profile slurm", fix=fix)
+        message = f"there is no Slurm here: no {', '.join(missing)} on the PATH"
+        raise UserError(message, where="--profile slurm", fix=fix)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Equal nodes of a partition: how many, and what each has (memory in MB)."""
+    """Equal nodes of a partition: how many, and the resources of each (memory in MB)."""
 
     count: int
     cpus: int
@@ -75,31 +75,24 @@ class Partition:
     name: str
     default: bool
     minutes: int | None
-    nodes: tuple[Nodes, ...]
+    nodes: list[Nodes]
 
 
 def parse_gres(text: str) -> dict[str, int]:
-    """``gpu:v100:4(S:0-1),gpu:a100:2`` as {"gpu": 6, "gpu:v100": 4, "gpu:a100": 2}."""
-    found: dict[str, int] = {}
+    """Counts by name: ``gpu:v100:4(S:0-1),gpu:a100:2`` as {"gpu": 6, "gpu:v100": 4, "gpu:a100": 2}."""
+    counts: Counter[str] = Counter()
     for item in re.sub(r"\([^)]*\)", "", text).split(","):
-        name, *rest = item.split(":")
-        if not rest:
-            continue
-        count = int(rest[-1]) if rest[-1].isdigit() else 1
-        kinds = rest[:-1] if rest[-1].isdigit() else rest
-        for key in {name, ":".join([name, *kinds])}:
-            found[key] = found.get(key, 0) + count
-    return found
+        if match := re.fullmatch(r"(\w+)(:.+)?:(\d+)", item):
+            for key in {match[1], match[1] + (match[2] or "")}:
+                counts[key] += int(match[3])
+    return dict(counts)
 
 
 def parse_minutes(text: str) -> int | None:
     """Slurm's ``days-hours:minutes:seconds`` in whole minutes; None for ``infinite``."""
-    days, _, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdigit() for part in parts) or (days and not days.isdigit()):
-        return None
-    hours, minutes = (0, 0, *map(int, parts))[-3:-1]
-    return int(days or 0) * UNITS["days"] + hours * UNITS["hours"] + minutes
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):\d+", text)
+    days, hours, minutes = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
+    return 1440 * days + 60 * hours + minutes if match else None
 
 
 def partitions() -> dict[str, Partition] | None:
@@ -107,16 +100,14 @@ def partitions() -> dict[str, Partition] | None:
     answer = ask("sinfo", "--noheader", "--all", "--format", "%P|%D|%c|%m|%l|%G")
     if answer is None:
         return None
-    found: dict[str, Partition] = {}
+    cluster: dict[str, Partition] = {}
     for line in answer.splitlines():
         name, count, cpus, memory, limit, gres = (field.strip() for field in line.split("|", 5))
+        partition = Partition(name.rstrip("*"), name.endswith("*"), parse_minutes(limit), [])
         # Of unequal nodes Slurm gives the smallest, with a plus.
-        one = Nodes(int(count), int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
-        bare = name.rstrip("*")
-        old = found.get(bare)
-        nodes = (*(old.nodes if old else ()), one)
-        found[bare] = Partition(bare, name.endswith("*"), parse_minutes(limit), nodes)
-    return found
+        nodes = Nodes(int(count), int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
+        cluster.setdefault(partition.name, partition).nodes.append(nodes)
+    return cluster
 
 
 def check_resources(resources: Resources, cluster: dict[str, Partition] | None) -> None:
@@ -132,41 +123,37 @@ def check_resources(resources: Resources, cluster: dict[str, Partition] | None) 
         answer = ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
         accounts = sorted(set((answer or "").split()))
         if accounts and resources.account not in accounts:
-            what = f"not an account of user {user}"
-            raise refuse("account", resources.account, what, f"it has {', '.join(accounts)}")
+            message = f"not an account of user {user}"
+            raise refuse("account", resources.account, message, f"it has {', '.join(accounts)}")
 
 
-def of_training(resources: Resources, cluster: dict[str, Partition] | None) -> Partition | None:
+def training_partition(resources: Resources, cluster: dict[str, Partition] | None) -> Partition | None:
     """The partition that training goes to; None where that is not known."""
-    if cluster is None:
-        return None
-    if resources.partition is not None:
-        return cluster.get(resources.partition)
-    return next((partition for partition in cluster.values() if partition.default), None)
+    for partition in (cluster or {}).values():
+        if partition.name == resources.partition or (resources.partition is None and partition.default):
+            return partition
+    return None
 
 
 def check_runs(resources: Resources, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
     """Refuse runs that the partition of training could never start; ``UserError`` names the key and what there is."""
-    partition = of_training(resources, cluster)
-    if partition is None:
-        return
-    for run in runs:
-        job = training_job(run, resources)
-        gpus = [node.gres.get(resources.gres, 0) for node in partition.nodes]
-        for key, least, have, unit in (
-            ("gpus_per_node", job.gpus, gpus, resources.gres),
-            ("cpus_per_node", job.cpus, [node.cpus for node in partition.nodes], "cores"),
-            ("memory_gb", job.memory, [node.memory for node in partition.nodes], "MB of memory"),
+    partition = training_partition(resources, cluster)
+    for run in runs if partition else ():
+        job, nodes = training_job(run, resources), partition.nodes
+        for key, least, counts, unit in (
+            ("gpus_per_node", job.gpus, [node.gres.get(resources.gres, 0) for node in nodes], resources.gres),
+            ("cpus_per_node", job.cpus, [node.cpus for node in nodes], "cores"),
+            ("memory_gb", job.memory, [node.memory for node in nodes], "MB of memory"),
         ):
-            counts = [node.count for node in partition.nodes]
-            enough = sum(count for count, each in zip(counts, have, strict=True) if each >= least)
+            enough = sum(node.count for node, count in zip(nodes, counts, strict=True) if count >= least)
             if enough < job.nodes:
-                what = (
+                message = (
                     f"{run.study}/{run.name} needs {job.nodes} nodes with {least} {unit} each, partition "
-                    f"{partition.name} has {enough} of them ({sum(counts)} nodes, the largest with {max(have)} {unit})"
+                    f"{partition.name} has {enough} of them ({sum(node.count for node in nodes)} nodes, the largest "
+                    f"with {max(counts)} {unit})"
                 )
                 fix = f"correct {key} or the partition, or use another scale"
-                raise refuse(key, getattr(resources, key), what, fix)
+                raise refuse(key, getattr(resources, key), message, fix)
 
 
 def runtime(resources: Resources, attempt: int, limit: int | None) -> int:
@@ -177,32 +164,27 @@ def runtime(resources: Resources, attempt: int, limit: int | None) -> int:
 def launch_command(job: Job | None, resources: Resources | None) -> str:
     """Shell words to which the options of ``experiments.training.launch`` are added.
 
-    The line of shell of the site file comes first, and the network card of NCCL and gloo.
+    The line of shell of the site file comes first, and the network card of NCCL and gloo. Over several nodes ``srun``
+    starts a launcher on each, which is torchrun's elastic agent through its programming interface. The first task runs
+    where ``srun`` does, on the first node of the allocation: that is where the agents meet. When one launcher fails
+    ``srun`` ends the others at once; when one has ended well the others have a minute.
     """
     launcher = "python -m experiments.training.launch"
     if job is None or resources is None:
         return launcher
-    first = [resources.setup] if resources.setup else []
+    words = [resources.setup] if resources.setup else []
     if resources.network_interface:
-        first += [f"export {kind}_SOCKET_IFNAME={resources.network_interface}" for kind in ("NCCL", "GLOO")]
-    return " && ".join([*first, launcher if job.nodes == 1 else _over_nodes(job, launcher)])
-
-
-def _over_nodes(job: Job, launcher: str) -> str:
-    """One launcher on each node, by ``srun``.
-
-    The launcher is torchrun's elastic agent, through its programming interface. The first task runs where ``srun``
-    does, on the first node of the allocation: that is where the agents meet. When one launcher fails ``srun`` ends the
-    others at once; when one has ended well the others have a minute.
-    """
-    first, ports = PORTS
-    meeting = f'"$SLURM_LAUNCH_NODE_IPADDR:$(({first} + SLURM_JOB_ID % {ports}))"'
-    task = f'exec {launcher} --nodes {job.nodes} --node "$SLURM_PROCID" --rendezvous {meeting} "$@"'
-    gres = f" --gres={job.gres}" if job.gres else ""
-    return (
-        f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus}{gres}"
-        f" --kill-on-bad-exit=1 --wait=60 bash -c '{task}' launch"
-    )
+        words += [f"export {kind}_SOCKET_IFNAME={resources.network_interface}" for kind in ("NCCL", "GLOO")]
+    if job.nodes > 1:
+        first, count = PORTS
+        meeting = f'"$SLURM_LAUNCH_NODE_IPADDR:$(({first} + SLURM_JOB_ID % {count}))"'
+        task = f'exec {launcher} --nodes {job.nodes} --node "$SLURM_PROCID" --rendezvous {meeting} "$@"'
+        gres = f" --gres={job.gres}" if job.gres else ""
+        launcher = (
+            f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.cpus}{gres}"
+            f" --kill-on-bad-exit=1 --wait=60 bash -c '{task}' launch"
+        )
+    return " && ".join([*words, launcher])
 
 
 def jobs_of(folder: Path) -> list[str]:
@@ -214,17 +196,21 @@ def jobs_of(folder: Path) -> list[str]:
 
 
 def cancel_jobs(folder: Path) -> int:
-    """Cancel what a killed Snakemake has left in the queue; returns how many. ``UserError`` where they do not end."""
-    first = left = jobs_of(folder)
-    if left:
-        ask("scancel", *left)
+    """Cancel the jobs that a killed Snakemake has left in the queue; returns how many there were.
+
+    Raises:
+        UserError: they do not end.
+    """
+    jobs = remaining = jobs_of(folder)
+    if jobs:
+        ask("scancel", *jobs)
     deadline = time.monotonic() + CANCEL_SECONDS
-    while left:
+    while remaining:
         if time.monotonic() > deadline:
-            raise UserError(f"jobs of a killed workflow do not end: {', '.join(left)}", fix="scancel them")
+            raise UserError(f"jobs of a killed workflow do not end: {', '.join(remaining)}", fix="scancel them")
         time.sleep(1)
-        left = jobs_of(folder)
-    return len(first)
+        remaining = jobs_of(folder)
+    return len(jobs)
 
 
 @main_guard
@@ -232,29 +218,26 @@ def profile() -> dict[str, Any]:
     """The entries of Snakemake's profile that follow from the site file; a mistake is one line and exit code 2."""
     resources = load_resources()
     check_resources(resources, partitions())
-    everywhere = {"slurm_account": resources.account, "qos": resources.qos}
+    gres = f"{resources.gres}:1" if resources.gpus_per_node else None
     default = {
         "mem_mb": 4000,
-        # An expression of Snakemake's.
-        "runtime": f"{resources.minutes} * attempt",
+        "runtime": f"{resources.minutes} * attempt",  # an expression of Snakemake's
         "slurm_partition": resources.cpu_partition or resources.partition,
-        **everywhere,
+        "slurm_account": resources.account,
+        "qos": resources.qos,
     }
-    training = {
-        "slurm_partition": resources.partition,
-        "gres": f"{resources.gres}:1" if resources.gpus_per_node else None,
-    }
+    evaluate = {"slurm_partition": resources.partition, "gres": gres}
     return {
         "jobs": resources.jobs,
         "retries": resources.retries,
         "default-resources": {key: value for key, value in default.items() if value is not None},
-        "evaluate": {key: value for key, value in training.items() if value is not None},
+        "evaluate": {key: value for key, value in evaluate.items() if value is not None},
         "status": status_command(),
     }
 
 
 def status_command() -> str:
-    """Which command tells Snakemake the states of its jobs: squeue where it shows ended jobs for long enough.
+    """Name of the command that tells Snakemake the states of its jobs: squeue where it shows ended jobs long enough.
 
     Else sacct, which answers where there is accounting. But it calls a job ``CANCELLED by <user>``, which Snakemake's
     executor (2.8.0) takes for a running one: after ``scancel`` it would wait for ever.

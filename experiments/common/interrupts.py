@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
 EXIT = 128 + signal.SIGINT  # as a shell reports it
@@ -46,31 +44,6 @@ def while_training() -> None:
     signal.signal(signal.SIGINT, end)
 
 
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Meanwhile an interrupt waits; a process that is started meanwhile never sees one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def ignore() -> None:
-    """What this process still does is short, and is not to be left half-done."""
+    """Ignore Ctrl-C: the rest of this process is short, and is not to be left half-done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@contextlib.contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Around a whole program: it ends without taking down its libraries, which takes a second and saves nothing."""
-    code = 0
-    try:
-        yield
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            raise
-        code = end.code or 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

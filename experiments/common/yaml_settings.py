@@ -24,38 +24,32 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class DuplicateKey(yaml.YAMLError):
-    """A key stands twice in one mapping; ``lines`` are counted from 1."""
-
-    def __init__(self, key: str, lines: tuple[int, int]) -> None:
-        super().__init__(f"key {key} appears twice, in lines {lines[0]} and {lines[1]}")
-
-
 # libyaml's parser where PyYAML was built with it: ten times as fast.
 _Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Loader(_Safe):
-    """Reads plain values only; what PyYAML raises of one that it cannot make, such as a day that there is not, is an
-    error of YAML at its line."""
+    """Loader of plain values only; one that PyYAML cannot make, such as a day that there is not, and a key that stands
+    twice are errors of YAML with their lines."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-            value = f" {_shortened(node.value)}" if isinstance(node, yaml.ScalarNode) else ""
+            text = node.value if isinstance(node, yaml.ScalarNode) else ""
+            value = f" {text if len(text) <= LONGEST else text[:LONGEST] + '...'!r}" if text else ""
             kind = node.tag.rpartition(":")[2]
             raise ConstructorError(None, None, f"{kind}{value} cannot be read", node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, int] = {}
+        lines: dict[str, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
                 continue  # what `<<` brings in may be said again
             line = key.start_mark.line + 1
-            if key.value in seen:
-                raise DuplicateKey(key.value, (seen[key.value], line))
-            seen[key.value] = line
+            if key.value in lines:
+                raise yaml.YAMLError(f"key {key.value} appears twice, in lines {lines[key.value]} and {line}")
+            lines[key.value] = line
         return dict(super().construct_mapping(node, deep))
 
 
@@ -66,13 +60,8 @@ def ends_whole(path: Path) -> None:
         raise UserError("the file is cut short", where=path, fix=fix)
 
 
-def _shortened(text: str) -> str:
-    """A value as a message names it."""
-    return repr(text if len(text) <= LONGEST else f"{text[:LONGEST]}...")
-
-
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping; missing, unreadable or malformed files are user errors."""
+    """Mapping in a YAML file, empty for one of comments alone; ``UserError`` where it is missing or malformed."""
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), path)
     except UnicodeDecodeError:
@@ -84,51 +73,50 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str | bytes, where: object, loader: type[Loader] = Loader) -> dict[str, Any]:
-    """The mapping that ``text`` is; ``UserError``, naming ``where``, for everything else."""
+    """Mapping that ``text`` stands for; ``UserError``, naming ``where``, for everything else."""
     try:
         value = yaml.load(text, loader)
-    except DuplicateKey as error:
-        raise UserError(str(error), where=where, fix="keep one of them") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
         line = f" at line {mark.line + 1}" if mark else ""
-        made = f": {error.problem}" if isinstance(error, ConstructorError) else ""
-        fix = "correct the value" if made else "correct the syntax"
-        raise UserError(f"not valid YAML{line}{made}", where=where, fix=fix) from None
+        bad_value = isinstance(error, ConstructorError)
+        problem = f": {error.problem}" if bad_value else ""
+        fix = "correct the value" if bad_value else "correct the syntax"
+        raise UserError(f"not valid YAML{line}{problem}", where=where, fix=fix) from None
+    except yaml.reader.ReaderError:
+        raise UserError("not valid YAML", where=where, fix="correct the syntax") from None
+    except yaml.YAMLError as error:
+        raise UserError(str(error), where=where, fix="keep one of them") from None
     except RecursionError:
         raise UserError("too many levels", where=where, fix="correct the syntax") from None
+    if value is None and text.strip():
+        return {}  # nothing but comments
     if not isinstance(value, dict):
         raise UserError("not a mapping of settings", where=where, fix="write `key: value` lines")
     return value
 
 
 def validate(model: type[BaseModel], values: Mapping[str, Any], where: object) -> Any:
-    """``model(**values)`` with pydantic's report turned into the first problem as one line."""
+    """Build ``model(**values)``, with the first problem of pydantic's report as one line."""
     try:
         return model(**values)
     except ValidationError as error:
         # A key that is misspelt is also missing under its name; the spelling is what helps.
-        problems = error.errors()
-        first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            known = _known_keys(model, first["loc"][:-1])
-            fix = nearest(first["loc"][-1], known, "known keys")
+        first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        key, kind = ".".join(map(str, first["loc"])), first["type"]
+        if kind == "extra_forbidden":
+            fix = nearest(first["loc"][-1], _known_keys(model, first["loc"][:-1]), "known keys")
             raise UserError(f"unknown key {key}", where=where, fix=fix) from None
-        if first["type"] == "missing":
+        if kind == "missing":
             raise UserError(f"missing key {key}", where=where, fix="add it") from None
-        message = first["msg"].removeprefix("Value error, ")
+        message, _, fix = first["msg"].removeprefix("Value error, ").partition("; ")
         if key:
             message = f"{key} = {first['input']!r}: {message}"
-        what, _, fix = message.partition("; ")
-        raise UserError(what, where=where, fix=fix or "correct the value") from None
+        raise UserError(message, where=where, fix=fix or "correct the value") from None
 
 
-def _known_keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    current: Any = model
+def _known_keys(model: Any, path: tuple[int | str, ...]) -> list[str]:
     for part in path:
-        field = current.model_fields.get(part)
-        current = field.annotation if field is not None else None
-        if current is None or not hasattr(current, "model_fields"):
-            return []
-    return list(current.model_fields)
+        field = getattr(model, "model_fields", {}).get(part)
+        model = field.annotation if field is not None else None
+    return list(getattr(model, "model_fields", ()))

@@ -40,37 +40,37 @@ FOLDER = ROOT / "experiments"
 
 
 def study_path(study: str) -> Path:
+    """File of a study."""
     return FOLDER / "studies" / f"{study}.yaml"
 
 
 def scale_path(scale: str) -> Path:
+    """File of a scale."""
     return FOLDER / "scales" / f"{scale}.yaml"
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(path.stem for path in (FOLDER / folder).glob("*.yaml"))
 
 
 def studies() -> list[str]:
     """Names of all study files, sorted."""
-    return sorted(path.stem for path in (FOLDER / "studies").glob("*.yaml"))
+    return _names("studies")
 
 
 def scales() -> list[str]:
-    return sorted(path.stem for path in (FOLDER / "scales").glob("*.yaml"))
+    """Names of all scale files, sorted."""
+    return _names("scales")
 
 
-def _load(path: Path, kind: str, known: list[str]) -> dict[str, Any]:
+def _load(path: Path, kind: str) -> dict[str, Any]:
     if not path.exists():
-        raise UserError(f"unknown {kind} {path.stem!r}", where=path.parent, fix=nearest(path.stem, known))
+        fix = nearest(path.stem, _names(path.parent.name))
+        raise UserError(f"unknown {kind} {path.stem!r}", where=path.parent, fix=fix)
     values = load_yaml(path)
     if values.get(kind) != path.stem:
         raise UserError(f"{kind} = {values.get(kind)!r} is not the file's name", where=path, fix=f"write {path.stem}")
     return values
-
-
-def _base(name: Any, where: Path) -> dict[str, Any]:
-    folder = FOLDER / "studies" / "bases"
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in known:
-        raise UserError(f"extends: unknown name {name!r}", where=where, fix=nearest(name, known))
-    return load_yaml(folder / f"{name}.yaml")
 
 
 def _without_null(values: Any) -> Any:
@@ -80,18 +80,22 @@ def _without_null(values: Any) -> Any:
 
 
 def load_study(study: str) -> Study:
+    """Read a study file; ``UserError`` names the key, the file and the fix."""
     path = study_path(study)
-    values = _load(path, "study", studies())
+    values = _load(path, "study")
     if (base := values.pop("extends", None)) is not None:
-        values = _without_null(deep_merge(_base(base, path), values))
+        if base not in (known := _names("studies/bases")):
+            raise UserError(f"extends: unknown name {base!r}", where=path, fix=nearest(base, known))
+        values = _without_null(deep_merge(load_yaml(FOLDER / "studies" / "bases" / f"{base}.yaml"), values))
     result: Study = validate(Study, values, path)
     check_names(result, path, scales(), studies())
     return result
 
 
 def load_scale(scale: str) -> Scale:
+    """Read a scale file; ``UserError`` names the key, the file and the fix."""
     path = scale_path(scale)
-    result: Scale = validate(Scale, _load(path, "scale", scales()), path)
+    result: Scale = validate(Scale, _load(path, "scale"), path)
     return result
 
 
@@ -108,82 +112,78 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     seeds = _seeds(variants, layer.seeds or definition.seeds or at.seeds, definition, scale)
     # A setting that is missing or does not fit may be the scale's where the study says nothing of it.
     where = study_path(study) if scale in definition.scales else f"{study_path(study)} over {scale_path(scale)}"
-    found = []
-    for variant, overrides in variants.items():
-        for seed in seeds[variant]:
-            values = lay(base, overrides, study_path(study))
-            if scale not in definition.scales:
-                values = fitted(values)
-            values |= {"study": study, "scale": scale, "variant": variant, "seed": seed}
-            values.setdefault("label", variant)
-            if variant == values.get("branch") or (values.get("compression") or {}).get("method") != "edgc":
-                values.pop("branch", None)
-            found.append(resolve(values, where))
-            check_run(found[-1], where)
-    return _connected(found, where)
+    configs = []
+    for variant, seed in ((name, number) for name in variants for number in seeds[name]):
+        values = lay(base, variants[variant], study_path(study))
+        if scale not in definition.scales:
+            values = fitted(values)
+        values = {"label": variant, **values, "study": study, "scale": scale, "variant": variant, "seed": seed}
+        if variant == values.get("branch") or (values.get("compression") or {}).get("method") != "edgc":
+            values.pop("branch", None)
+        configs.append(resolve(values, where))
+        check_run(configs[-1], where)
+    return _connected(configs, where)
 
 
 def all_runs(scale: str) -> tuple[dict[str, list[RunConfig]], dict[str, UserError]]:
-    """The runs of every study at ``scale``, and what is wrong with each study that cannot be read.
+    """The runs of every study at ``scale``, and the error of each study that cannot be read.
 
     Raises:
         UserError: the scale is wrong.
     """
     load_scale(scale)
-    found: dict[str, list[RunConfig]] = {}
+    readable: dict[str, list[RunConfig]] = {}
     broken: dict[str, UserError] = {}
     for study in studies():
         try:
-            found[study] = runs(study, scale)
+            readable[study] = runs(study, scale)
             if load_study(study).needs is not None:
                 evaluation(study, scale)
         except UserError as error:
             broken[study] = error
-    return found, broken
+    return readable, broken
 
 
 def _seeds(variants: Iterable[str], common: list[int], definition: Study, scale: str) -> dict[str, list[int]]:
     """The seeds of each variant, ``common`` first; ``UserError`` where ``more_seeds`` does not fit them."""
     result = {variant: list(common) for variant in variants}
-    layer, key = definition.scales.get(scale, StudyLayer()), "more_seeds"
-    if layer.more_seeds is not None:
-        key = f"scales.{scale}.more_seeds"
-    more = layer.more_seeds or definition.more_seeds
-    if more is None:
-        return result
-    where = study_path(definition.study)
-    for seed in more.seeds:
+    layer = definition.scales.get(scale, StudyLayer())
+    key = f"scales.{scale}.more_seeds" if layer.more_seeds else "more_seeds"
+    more, where = layer.more_seeds or definition.more_seeds, study_path(definition.study)
+    for seed in more.seeds if more else ():
         if seed in common:
-            what = f"{key}.seeds = {more.seeds}: all variants have seed {seed} already"
-            raise UserError(what, where=where, fix="leave it out")
-    for variant in more.variants:
+            message = f"{key}.seeds = {more.seeds}: all variants have seed {seed} already"
+            raise UserError(message, where=where, fix="leave it out")
+    for variant in more.variants if more else ():
         if variant not in result:
-            what = f"{key}.variants: unknown variant {variant!r}"
-            raise UserError(what, where=where, fix=nearest(variant, result))
+            raise UserError(f"{key}.variants: unknown variant {variant!r}", where=where, fix=nearest(variant, result))
         result[variant] += more.seeds
     return result
 
 
-def _connected(found: list[RunConfig], where: object) -> list[RunConfig]:
+def _connected(configs: list[RunConfig], where: object) -> list[RunConfig]:
     """Let runs that others branch from keep that state; ``UserError`` for a run that needs one which is not there."""
-    variants, branched = {run.variant: run for run in found}, {run.branch for run in found}
-    names = {run.name for run in found}
-    for run in found:
+    variants, names = {run.variant: run for run in configs}, {run.name for run in configs}
+    for run in configs:
         for key, name in (("branch", run.branch), ("follows.variant", run.follows and run.follows.variant)):
-            if name is not None and name not in variants:
-                what = f"{run.variant}: {key}: unknown variant {name!r}"
-                raise UserError(what, where=where, fix=nearest(name, variants))
-            if name is not None and variants[name].follows:
-                what = f"{run.variant}: {key}: {name} follows another run itself"
-                raise UserError(what, where=where, fix="name that run")
-            if name is not None and f"{name}-s{run.seed}" not in names:
-                what = f"{run.variant}: {key}: {name} has no seed {run.seed}, which {run.variant} has"
-                raise UserError(what, where=where, fix=f"name {name} under more_seeds.variants as well")
+            if name is None:
+                continue
+            problem, fix = "", ""
+            if name not in variants:
+                problem, fix = f"unknown variant {name!r}", nearest(name, variants)
+            elif variants[name].follows:
+                problem, fix = f"{name} follows another run itself", "name that run"
+            elif f"{name}-s{run.seed}" not in names:
+                problem = f"{name} has no seed {run.seed}, which {run.variant} has"
+                fix = f"name {name} under more_seeds.variants as well"
+            if problem:
+                raise UserError(f"{run.variant}: {key}: {problem}", where=where, fix=fix)
+    branched = {run.branch for run in configs}
     return [
         run.model_copy(update={"train": run.train.model_copy(update={"keep_warm_up": True})})
         if run.variant in branched
         else run
-        for run in found
+        for run in configs
     ]
 
 
@@ -193,18 +193,20 @@ def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
     The micro-batch becomes the largest that divides a replica's share of the global batch, and EDGC's window a tenth of
     the run where nobody gives one and the default is longer than the run.
     """
-    train, compression = values.get("train"), values.get("compression")
     result = dict(values)
+    train, compression = values.get("train"), values.get("compression")
     if isinstance(train, Mapping):
         micro, batch, iterations = (train.get(key) for key in ("micro_batch", "global_batch", "iterations"))
         data = (values.get("parallel") or {}).get("data", 1)
         if all(isinstance(value, int) and value > 0 for value in (micro, batch, data)) and batch % data == 0:
             share = batch // data
-            fit = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
-            result["train"] = {**train, "micro_batch": fit}
-        chosen = compression if isinstance(compression, Mapping) else {}
-        if chosen.get("method") == "edgc" and "window" not in chosen and isinstance(iterations, int):
-            result["compression"] = {**chosen, "window": min(EDGCConfig().window, max(1, iterations // 10))}
+            result["train"] = {
+                **train,
+                "micro_batch": next(n for n in range(min(micro, share), 0, -1) if share % n == 0),
+            }
+        edgc = isinstance(compression, Mapping) and compression.get("method") == "edgc"
+        if edgc and "window" not in compression and isinstance(iterations, int):
+            result["compression"] = {**compression, "window": min(EDGCConfig().window, max(1, iterations // 10))}
     return result
 
 
@@ -212,31 +214,30 @@ def check_run(run: RunConfig, where: object) -> None:
     """Refuse, by ``UserError``, an EDGC window longer than the run: no rank would ever be decided."""
     window, iterations = run.edgc.window, run.train.iterations
     if run.edgc.method == "edgc" and window > iterations:
-        what = f"compression.window = {window} is longer than the run, train.iterations = {iterations}"
-        raise UserError(f"{run.variant}: {what}", where=where, fix=f"use at most {iterations}, or train longer")
+        message = f"compression.window = {window} is longer than the run, train.iterations = {iterations}"
+        raise UserError(f"{run.variant}: {message}", where=where, fix=f"use at most {iterations}, or train longer")
 
 
 def evaluation(study: str, scale: str) -> Evaluation:
-    """What ``study`` evaluates its models on at ``scale``; ``UserError`` also where no task is named."""
+    """Tasks on which ``study`` evaluates its models at ``scale``; ``UserError`` also where no task is named."""
     definition, path = load_study(study), study_path(study)
-    layer = definition.scales.get(scale, StudyLayer())
-    values = deep_merge(definition.evaluation, layer.evaluation)
-    found: Evaluation = validate(Evaluation, values, f"{path}, evaluation")
+    layer, where = definition.scales.get(scale, StudyLayer()), f"{path}, evaluation"
+    result: Evaluation = validate(Evaluation, deep_merge(definition.evaluation, layer.evaluation), where)
     if definition.needs is None:
         fix = "choose a study with the key `needs`"
         raise UserError(f"study {study} evaluates no models", where=path, fix=fix)
-    if not (found.held_out or found.standard):
+    if not (result.held_out or result.standard):
         fix = "set held_out: true or name tasks under standard"
-        raise UserError(f"no task at scale {scale}", where=f"{path}, evaluation", fix=fix)
-    return found
+        raise UserError(f"no task at scale {scale}", where=where, fix=fix)
+    return result
 
 
 def find(study: str, scale: str, name: str) -> RunConfig:
     """The run called ``name`` (``<variant>-s<seed>``)."""
     known = {run.name: run for run in runs(study, scale)}
     if name not in known:
-        what = f"study {study} has no run {name!r} at scale {scale}"
-        raise UserError(what, where=study_path(study), fix=nearest(name, known))
+        message = f"study {study} has no run {name!r} at scale {scale}"
+        raise UserError(message, where=study_path(study), fix=nearest(name, known))
     return known[name]
 
 

@@ -8,6 +8,7 @@ file and the fix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -21,14 +22,13 @@ VOCAB_MULTIPLE = 128  # Megatron-LM: --make-vocab-size-divisible-by 128, times t
 Rate = Field(ge=0.0, le=1.0)
 
 
-def _divisible(key: str, value: int, of: str, divisor: int, fix: str = "change one of them") -> None:
-    """Refuse a ``value`` that the ``divisor``, the value of ``of``, does not divide."""
+def _divisible(key: str, value: int, divisor_key: str, divisor: int, fix: str = "change one of them") -> None:
     if value % divisor:
-        raise ValueError(f"{key} = {value} is not divisible by {of} = {divisor}; {fix}")
+        raise ValueError(f"{key} = {value} is not divisible by {divisor_key} = {divisor}; {fix}")
 
 
 class DataConfig(Settings):
-    """Where the text comes from; ``path`` is the folder of prepared data, below ``results/<scale>/data``."""
+    """Source of the text; ``path`` is the folder of prepared data, below ``results/<scale>/data``."""
 
     source: Literal["stdlib", "debian", "openwebtext", "folder"] = "stdlib"
     tokenizer: Literal["bpe", "gpt2"] = "bpe"
@@ -70,7 +70,7 @@ class ModelConfig(Settings):
 
 
 class ParallelConfig(Settings):
-    """Degrees of parallelism. Give ``data`` or the ``world`` size; world = tensor * pipeline * data.
+    """Degrees of parallelism; ``world``, their product, follows from them.
 
     The ``expert`` degree divides ``data``; ``sequence`` shards activations over the tensor-parallel ranks.
     """
@@ -86,21 +86,16 @@ class ParallelConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Fill in whichever of ``data`` and ``world`` is missing; values of a wrong type are left to the fields."""
-        if not isinstance(values, Mapping):
+        """Fill in ``world``; values of a wrong type are left to the fields."""
+        degrees = (
+            [values.get(key, 1) for key in ("tensor", "pipeline", "data")] if isinstance(values, Mapping) else [""]
+        )
+        if not all(isinstance(degree, int) for degree in degrees):
             return values
-        tensor, pipeline = values.get("tensor", 1), values.get("pipeline", 1)
-        data, world = values.get("data"), values.get("world")
-        if not all(isinstance(value, int) and value > 0 for value in (tensor, pipeline, data or 1, world or 1)):
-            return values
-        ranks = tensor * pipeline
-        if world is None:
-            return {**values, "world": ranks * (data or 1)}
-        if world % ranks or (data is not None and world != ranks * data):
-            given = f"tensor * pipeline = {ranks}" if data is None else f"tensor * pipeline * data = {ranks * data}"
-            relation = "divisible by" if data is None else "equal to"
-            raise ValueError(f"world = {world} is not {relation} {given}; change world or the degrees of parallelism")
-        return {**values, "data": world // ranks}
+        world = math.prod(degrees)
+        if values.get("world", world) != world:
+            raise ValueError(f"world = {values['world']} is not tensor * pipeline * data = {world}; leave it out")
+        return {**values, "world": world}
 
 
 class TrainConfig(Settings):
@@ -133,7 +128,7 @@ class TrainConfig(Settings):
 
 
 class ProbeConfig(Settings):
-    """What studies of gradients record beside the loss: every ``every`` iterations (0 = never).
+    """Records of studies of gradients, beside the loss: every ``every`` iterations (0 = never).
 
     ``spectra`` adds singular values (:mod:`experiments.training.probes.spectra`), ``entry_rates`` entropies by every
     rule that samples these shares of the entries (:mod:`experiments.training.probes.sampling`).
@@ -154,7 +149,7 @@ class ProbeConfig(Settings):
         return self
 
     def due(self, iteration: int) -> bool:
-        """Whether ``iteration`` is probed: the first one and every ``every``-th."""
+        """True for the first iteration and every ``every``-th, if any is probed."""
         return self.every > 0 and (iteration == 1 or iteration % self.every == 0)
 
 
@@ -176,7 +171,7 @@ class RunConfig(Settings):
 
     ``compression`` is validated by :class:`edgc.config.EDGCConfig` itself; what a ``preset`` in it stands for is
     written out, so that ``run.yaml`` does not depend on what the preset will be later. With ``follows`` its policy
-    becomes ``schedule`` when the run starts (:mod:`experiments.training.following`). With ``branch`` the run goes on
+    becomes ``schedule`` when the run starts (:mod:`experiments.training.lineage`). With ``branch`` the run goes on
     from the state that the run of that variant, with the same seed, had at the end of its uncompressed warm-up.
     """
 
@@ -249,9 +244,9 @@ class RunConfig(Settings):
         return self
 
 
-def padded_vocabulary(vocab_size: int, tensor: int, multiple: int = VOCAB_MULTIPLE) -> int:
-    """Vocabulary rounded up to a multiple of ``multiple * tensor``, as Megatron-LM pads its embedding."""
-    block = multiple * tensor
+def padded_vocabulary(vocab_size: int, tensor: int) -> int:
+    """Vocabulary rounded up to a multiple of 128 times the tensor-parallel size, as Megatron-LM pads its embedding."""
+    block = VOCAB_MULTIPLE * tensor
     return -(-vocab_size // block) * block
 
 
@@ -261,13 +256,13 @@ def lay(base: Mapping[str, Any], overrides: Mapping[str, Any], where: object = N
     Of the common compression settings those are left out that the variant's method cannot use; what the variant itself
     says stays, and is refused if its method cannot use it.
     """
-    common, own = base.get("compression"), overrides.get("compression", {})
-    if not (isinstance(common, Mapping) and isinstance(own, Mapping)):
+    common, special = base.get("compression"), overrides.get("compression", {})
+    if not (isinstance(common, Mapping) and isinstance(special, Mapping)):
         return presets.deep_merge(base, overrides)
-    common, own = (presets.resolved(v, where=where, prefix="compression.") for v in (common, own))
-    fit = EDGCConfig.usable(presets.deep_merge(common, own))
-    common = {key: value for key, value in common.items() if key in fit}
-    return presets.deep_merge({**base, "compression": common}, {**overrides, "compression": own})
+    common, special = (presets.resolved(v, where=where, prefix="compression.") for v in (common, special))
+    usable = EDGCConfig.usable(presets.deep_merge(common, special))
+    common = {key: value for key, value in common.items() if key in usable}
+    return presets.deep_merge({**base, "compression": common}, {**overrides, "compression": special})
 
 
 def resolve(values: Mapping[str, Any], where: object) -> RunConfig:

@@ -1,4 +1,4 @@
-"""The files of studies and scales, and the settings of the pipeline: what may stand in them.
+"""The files of studies and scales, and the settings of the pipeline: their keys and the checks of them.
 
 This is the one check of these files; Snakemake and every program read them through :mod:`experiments.spec.matrix`.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from edgc.errors import UserError, nearest
 from experiments.common.files import ROOT
@@ -122,10 +122,6 @@ class Scale(Settings):
     seeds: Annotated[Seeds, Field(min_length=1)]
 
 
-def _truth(value: Any) -> Any:
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-
-
 class PipelineSettings(Settings):
     """``snakemake --config key=value``.
 
@@ -135,7 +131,7 @@ class PipelineSettings(Settings):
 
     scale: Name = "ci"
     results: Annotated[str, AfterValidator(_plain_path)] = "results"
-    keep_runs: Annotated[bool, BeforeValidator(_truth)] = False
+    keep_runs: bool = False
 
 
 def analyses() -> list[str]:
@@ -144,7 +140,7 @@ def analyses() -> list[str]:
 
 
 def check_names(study: Study, where: Path, scales: Iterable[str], studies: Iterable[str]) -> None:
-    """``UserError`` for unknown scales, studies or analyses, and for runs of which nothing makes tables."""
+    """Raise ``UserError`` for unknown scales, studies or analyses, and for runs of which nothing makes tables."""
     for key, names, known in (
         ("scales", study.scales, scales),
         ("only_by_name", study.only_by_name, scales),

@@ -33,12 +33,12 @@ from experiments.common.files import atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session
-from experiments.training.resume import FREE_IN_WARM_UP, refuse_other, settings_of
+from experiments.training.lineage import FREE_IN_WARM_UP, checkpoint_settings, refuse_other
+from experiments.training.outputs import LOG
 from experiments.training.run_folder import CHECKPOINTS, WARM_UP
 
 KEEP = 2
 TRAINER = "trainer"
-METRICS = "metrics.jsonl"
 # Each rank writes and reads its own part; may be read with another data-parallel size.
 SHARDING = {"distrib_optim_sharding_type": "dp_reshardable"}
 
@@ -70,7 +70,7 @@ class Progress:
 
 
 class Checkpoints:
-    """What a killed run goes on from. Every method is called by every rank, between two iterations.
+    """States that a killed run goes on from. Every method is called by every rank, between two iterations.
 
     Args:
         session, folder: this rank's part of the job, and the folder of the run.
@@ -80,10 +80,10 @@ class Checkpoints:
     def __init__(self, session: Session, folder: Path, fingerprint: str) -> None:
         self.session, self.folder = session, folder
         self.interval = session.run.train.checkpoint_interval
-        self.settings = settings_of(session.run, fingerprint)
+        self.settings = checkpoint_settings(session.run, fingerprint)
 
     def due(self, iteration: int) -> bool:
-        """Whether to save after ``iteration``; the last one is followed by the end of the run."""
+        """Say if the state after ``iteration`` is to be saved; the last one is followed by the end of the run."""
         last = self.session.run.train.iterations
         return self.interval > 0 and iteration % self.interval == 0 and iteration < last
 
@@ -104,7 +104,7 @@ class Checkpoints:
             checkpoint.save(folder, session.attachment, iteration=iteration)
             rank_files.write(folder / TRAINER, state, dict)
             if dist.get_rank() == 0:
-                shutil.copyfile(progress.metrics, folder / METRICS)
+                shutil.copyfile(progress.metrics, folder / LOG)
                 (folder / "run.yaml").write_text(yaml.safe_dump(self.settings, sort_keys=False))
 
     def resume(self) -> Progress | None:
@@ -128,8 +128,8 @@ class Checkpoints:
         root = self.folder.with_name(trunk) / WARM_UP
         folder = checkpoint.latest(root, report=_say)
         if folder is None:
-            of = f"--study {run.study} --run {trunk} --scale {run.scale} --results {root.parents[3]}"
-            fix = f"have it made again: python -m experiments.training.launch {of} --warm-up-again"
+            options = f"--study {run.study} --run {trunk} --scale {run.scale} --results {root.parents[3]}"
+            fix = f"have it made again: python -m experiments.training.launch {options} --warm-up-again"
             raise UserError(f"{run.name} branches from {trunk}, which has kept no state", where=root, fix=fix)
         refuse_other(load_yaml(folder / "run.yaml"), self.settings, folder, FREE_IN_WARM_UP)
         return self._load(folder, trunk)
@@ -140,17 +140,17 @@ class Checkpoints:
         rank_files.together(lambda: self._load_megatron(folder))
         checkpoint.load(folder, session.attachment, changed_settings=trunk is not None)
         inner, name = folder / TRAINER, rank_files.file_of(dist.get_rank())
-        own = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
-        session.scheduler.load_state_dict(own["scheduler"])
+        state = rank_files.together(lambda: rank_files.load(inner, manifest.read(inner), name))
+        session.scheduler.load_state_dict(state["scheduler"])
         for recorder in session.recorders:
-            recorder.load_state_dict(own["recorders"][recorder.file])
-        _set_random_state(own["random"])
-        run, iteration = session.run, int(own["iteration"])
+            recorder.load_state_dict(state["recorders"][recorder.file])
+        _set_random_state(state["random"])
+        run, iteration = session.run, int(state["iteration"])
         how = f"branches from {trunk}" if trunk else "goes on"
         if dist.get_rank() == 0:
             _say(f"{run.study}/{run.name} {how} after iteration {iteration} of {run.train.iterations}")
-        resumed_at = [] if trunk else [*own["resumed_at"], iteration]
-        return Progress(iteration, float(own["seconds"]), resumed_at, folder / METRICS, own["watch"], trunk)
+        resumed_at = [] if trunk else [*state["resumed_at"], iteration]
+        return Progress(iteration, float(state["seconds"]), resumed_at, folder / LOG, state["watch"], trunk)
 
     def _load_megatron(self, folder: Path) -> None:
         """Load weights and optimizer."""

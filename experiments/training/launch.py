@@ -1,9 +1,7 @@
 """Start one training run: check everything, claim the run folder, start the ranks, publish the result.
 
-A run with ``train.checkpoint_interval`` that was killed goes on from its newest whole checkpoint.
-
-Over several nodes one launcher runs on each; that of node 0 owns the folder and says how the run ended
-(:mod:`experiments.cluster.nodes`).
+A run with ``train.checkpoint_interval`` that was killed goes on from its newest whole checkpoint. Over several nodes
+one launcher runs on each; that of node 0 owns the folder and says how the run ended (:mod:`experiments.cluster.nodes`).
 
 Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
 published; 2 bad input, nothing was touched; 130 interrupted by Ctrl-C, nothing was published.
@@ -29,7 +27,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
@@ -42,11 +40,12 @@ from edgc.errors import UserError
 from experiments.cluster.nodes import (
     EXIT_INTERRUPTED,
     EXIT_LOST_PEER,
+    Nodes,
     ending_with_others,
     error_elsewhere,
     error_of,
     follow,
-    forget_errors,
+    take_errors,
 )
 from experiments.common.cli import EXIT_BAD_INPUT, main_guard
 from experiments.common.files import check_writable, no_space
@@ -55,11 +54,9 @@ from experiments.data.folder import DataInfo, check_config, check_whole, load_in
 from experiments.data.integrity import check_indices
 from experiments.spec.matrix import check_run, find
 from experiments.spec.settings import RunConfig, recorded, resolve
-from experiments.training import provenance, warm_up_again
-from experiments.training.following import reason_not_to, with_ranks
+from experiments.training import lineage, provenance
 from experiments.training.outputs import write_manifest
-from experiments.training.ranks import check_devices, start_ranks, warm_up
-from experiments.training.resume import refuse_other, settings_of
+from experiments.training.ranks import ranks_per_node, start_ranks, warm_up
 from experiments.training.run_folder import RunFolder
 
 SOCKET_FOLDER_BYTES = 64  # of a temporary folder in which the path of a socket, at most 107 bytes, has room
@@ -79,12 +76,13 @@ def read_data(run: RunConfig, results: Path) -> tuple[Path, DataInfo]:
     return folder, info
 
 
-def _outcome(run: RunConfig, folder: RunFolder, nodes: int, start: Callable[[], None]) -> dict[str, Any]:
+def _outcome(run: RunConfig, folder: RunFolder, nodes: Nodes, start: Callable[[], None]) -> dict[str, Any]:
     """Start the ranks and turn their end into a summary; exits when there is nothing to publish."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    name = f"{run.study}/{run.name}"
     try:
         with ending_with_others(folder.attempt, nodes):
             start()
@@ -95,121 +93,105 @@ def _outcome(run: RunConfig, folder: RunFolder, nodes: int, start: Callable[[], 
             with contextlib.suppress(OSError):
                 folder.path.rmdir()  # unless there is something in it
             raise SystemExit(EXIT_BAD_INPUT) from None
-        gone = first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER
+        lost = first.exitcode < 0 or first.exitcode == EXIT_LOST_PEER
         try:
-            error = error_elsewhere(folder.attempt, nodes) if gone else error_of(first)
+            error = error_elsewhere(folder.attempt, nodes) if lost else error_of(first)
         except UserError:
             folder.discard()
             raise
         if error is not None:
             return _failed(run, error, folder)
         how = f"was killed ({first.signal_name()})" if first.exitcode < 0 else "has gone"
-        raise _interrupted(f"a rank of {run.study}/{run.name} {how}", folder) from None
+        raise _interrupted(f"a rank of {name} {how}", folder) from None
     except SignalException:
-        raise _interrupted(f"{run.study}/{run.name}", folder) from None
+        raise _interrupted(name, folder) from None
     except RendezvousError as problem:
-        raise _interrupted(f"{run.study}/{run.name}: the nodes did not meet ({problem})", folder) from None
+        raise _interrupted(f"{name}: the nodes did not meet ({problem})", folder) from None
     return dict(json.loads((folder.attempt / "summary.json").read_text()))
 
 
 def _failed(run: RunConfig, error: str, folder: RunFolder) -> dict[str, Any]:
-    """The summary of a run that failed by itself; a full disk is no result, so the run goes on when there is space."""
+    """Summary of a run that failed by itself; a full disk is no result, so the run goes on when there is space."""
     if no_space(error, folder.path):
         raise _interrupted(f"no space left in {folder.path}", folder) from None
     print(f"failed: {run.study}/{run.name}: {error}", file=sys.stderr)
     return {"status": "failed", "error": error}
 
 
-def _interrupted(what: str, folder: RunFolder, code: int = EXIT_INTERRUPTED) -> SystemExit:
-    """Say so, throw the attempt away, and keep the checkpoints."""
+def _interrupted(message: str, folder: RunFolder, code: int = EXIT_INTERRUPTED) -> SystemExit:
+    """Throw the attempt away, keep the checkpoints, and say so."""
     folder.discard()
     newest = folder.newest_checkpoint()
-    kept = f"goes on from {newest.name}" if newest else "starts from the beginning"
-    print(f"interrupted: {what}; the next launch {kept}", file=sys.stderr)
+    future = f"goes on from {newest.name}" if newest else "starts from the beginning"
+    print(f"interrupted: {message}; the next launch {future}", file=sys.stderr)
     return SystemExit(code)
 
 
 def _refuse_other_run(run: RunConfig, data: DataInfo, folder: RunFolder) -> None:
-    """Refuse a checkpoint of other settings, by ``UserError``; the ranks look again at the one that they use."""
+    """Refuse a checkpoint of other settings; the ranks look again at the one that they use."""
     newest = folder.newest_checkpoint()
     if newest is not None:
         try:
             saved = load_yaml(newest / "run.yaml")
         except UserError:
             return  # damaged: the ranks will say so, and use an older one
-        refuse_other(saved, settings_of(run, data.fingerprint), newest)
+        lineage.refuse_other(saved, lineage.checkpoint_settings(run, data.fingerprint), newest)
 
 
 def launch(
-    run: RunConfig,
-    results: Path,
-    nodes: int = 1,
-    node: int = 0,
-    rendezvous: str = "localhost:0",
-    address: str | None = None,
-    fresh: bool = False,
-    only_warm_up: bool = False,
+    run: RunConfig, results: Path, nodes: Nodes | None = None, *, fresh: bool = False, only_warm_up: bool = False
 ) -> str:
     """Run one training job and publish its folder; returns its status, and "" on other nodes than 0.
 
     Args:
         results: root of all results; the run goes to ``<results>/<scale>/<study>/<run>``.
-        nodes, node, rendezvous, address: see :func:`experiments.training.ranks.start_ranks`; node 0 owns the folder.
+        nodes: by default this one alone.
         fresh: start from the beginning where a killed run has left checkpoints.
         only_warm_up: make the state at the end of a finished run's warm-up again, and nothing else; returns "".
     """
     check_writable(results)
-    hopeless = reason_not_to(run, results)
-    if not hopeless:
-        run = with_ranks(run, results)
+    nodes = nodes or Nodes()
+    blocked = lineage.blocked_reason(run, results)
+    if not blocked:
+        run = lineage.with_ranks(run, results)
     folder = RunFolder(results / run.scale / run.study / run.name)
-    start = partial(
-        start_ranks,
-        run,
-        folder.attempt,
-        nodes=nodes,
-        node=node,
-        rendezvous=rendezvous,
-        address=address,
-        only_warm_up=only_warm_up,
-    )
+    start = partial(start_ranks, run, folder.attempt, nodes, only_warm_up=only_warm_up)
     try:
         data_dir, data = read_data(run, results)
     except UserError as refusal:
-        if node > 0:
-            follow(partial(start, None), folder.attempt, node, refusal)
+        if nodes.index > 0:
+            follow(partial(start, None), folder.attempt, nodes.index, refusal)
         raise
     warm_up(nodes)
     start = partial(start, (data_dir, data.vocab_size))
-    if node > 0:
-        follow(start, folder.attempt, node)
+    if nodes.index > 0:
+        follow(start, folder.attempt, nodes.index)
         return ""
-    check_devices(run, nodes)
+    ranks_per_node(run, nodes)
     if only_warm_up:
-        warm_up_again.check(run, folder)
+        lineage.check_warm_up_again(run, folder)
     if not fresh:
         _refuse_other_run(run, data, folder)
     folder.claim()
     try:
-        forget_errors(folder.attempt)
+        take_errors(folder.attempt)
         if fresh:
             folder.forget()
         if folder.newest_checkpoint() is None:
             folder.forget_warm_up()
         code = provenance.code_so_far(folder.checkpoints) if run.train.checkpoint_interval else None
         record = {**run.model_dump(mode="json"), "provenance": provenance.collect(run, data.fingerprint)}
-        (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
-        outcome = _failed(run, hopeless, folder) if hopeless else _outcome(run, folder, nodes, start)
+        _write(folder, "run.yaml", record)
+        outcome = _failed(run, blocked, folder) if blocked else _outcome(run, folder, nodes, start)
         interrupts.ignore()  # the run has ended, and is published in a moment
         if only_warm_up:
             folder.discard()
             folder.forget()
-            print(warm_up_again.report(run, folder, outcome["status"]))
+            print(lineage.report_warm_up_again(run, folder, outcome["status"]))
             return ""
-        resumed_at = outcome.pop("resumed_at", [])
-        if resumed_at:
+        if resumed_at := outcome.pop("resumed_at", []):
             record["provenance"] |= {"resumed_at": resumed_at, "code": code}
-            (folder.attempt / "run.yaml").write_text(yaml.safe_dump(record, sort_keys=False))
+            _write(folder, "run.yaml", record)
         identity = {key: getattr(run, key) for key in ("study", "variant", "seed", "scale", "label")}
         summary = {"run": run.name, **identity, **outcome}
         (folder.attempt / "metrics.jsonl").touch()
@@ -228,6 +210,10 @@ def launch(
     finally:
         folder.release()
     return str(summary["status"])
+
+
+def _write(folder: RunFolder, name: str, values: dict[str, Any]) -> None:
+    (folder.attempt / name).write_text(yaml.safe_dump(values, sort_keys=False))
 
 
 def read_run(path: Path) -> RunConfig:
@@ -258,37 +244,30 @@ def main(
 ) -> None:
     """Train one run of a study, or of a file, and publish its folder."""
     if config is not None:
-        chosen = read_run(config)
+        job = read_run(config)
     elif study is not None and run is not None:
-        chosen = find(study, scale, run)
+        job = find(study, scale, run)
     else:
         raise UserError("no run given", where="the command line", fix="give --study and --run, or --config")
-    status = launch(chosen, results, nodes, node, rendezvous, address, fresh, only_warm_up)
-    if status:
-        print(f"{chosen.study}/{chosen.name}: {status}")
-
-
-@contextlib.contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """Around a launch: the sockets of multiprocessing and the logs of the elastic agent go with it.
-
-    They lie in a folder that multiprocessing removes itself where the program does not leave at once.
-    """
-    if len(os.fsencode(tempfile.gettempdir())) > SOCKET_FOLDER_BYTES:
-        tempfile.tempdir = "/tmp"
-    try:
-        yield
-    except SystemExit:
-        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
-        raise
-
-
-def program() -> None:
-    """The whole command; the process ends with it."""
-    interrupts.while_training()
-    with interrupts.leaving_at_once(), nothing_left_behind():
-        typer.run(main)
+    place = Nodes(nodes, node, rendezvous, address)
+    if status := launch(job, results, place, fresh=fresh, only_warm_up=only_warm_up):
+        print(f"{job.study}/{job.name}: {status}")
 
 
 if __name__ == "__main__":
-    program()
+    interrupts.while_training()
+    # The sockets of multiprocessing and the logs of the elastic agent.
+    if len(os.fsencode(tempfile.gettempdir())) > SOCKET_FOLDER_BYTES:
+        tempfile.tempdir = "/tmp"
+    code = 0
+    try:
+        typer.run(main)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        code = end.code or 0
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+    # At once: taking down the libraries takes a second and saves nothing.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from edgc.checks import plain
-from edgc.control.plan import Plan
 from edgc.engine import Iteration
 from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic
-from experiments.training.signatures import Observation
 
 SECONDS = ("compress", "communicate", "decompress", "entropy", "exposed")
 PIPELINE_SUMS = ("pipeline_bytes", "pipeline_bytes_dense")
-PIPELINE_MEANS = ("pipeline_relative_error", "seconds_pipeline")
 
 
 def rank_step(
@@ -39,40 +36,37 @@ def rank_step(
     ``expert_bytes`` are part of ``bytes``. The squares of the mean and its error are of the window that ends here.
     """
     s = done.statistics
-    pipeline = dict.fromkeys((*PIPELINE_SUMS, *PIPELINE_MEANS), math.nan)
-    if traffic is not None:
-        p = traffic.statistics
-        pipeline = {
-            "pipeline_bytes": p.bytes,
-            "pipeline_bytes_dense": traffic.dense_bytes,
-            "pipeline_relative_error": _number(p.worker_error),
-            "seconds_pipeline": p.compress.seconds + p.decompress.seconds,
-        }
-    return {
+    p = traffic and traffic.statistics
+    numbers = {
         "stage": stage,
         "replica": replica,
         "loss": loss,
         "gradient_norm": gradient_norm,
         "bytes": s.bytes,
-        "rank": _number(done.rank),
+        "rank": done.rank,
         "entropy": done.entropy,
         "entropy_full": done.entropy_full,
-        "worker_error": _number(s.worker_error),
-        "error_feedback_ratio": _number(s.error_feedback_ratio),
+        "worker_error": s.worker_error,
+        "error_feedback_ratio": s.error_feedback_ratio,
         "mean_error_sq": done.mean_error_sq,
         "mean_input_sq": done.mean_input_sq,
         "seconds_compress": s.compress.seconds,
         "seconds_communicate": s.communicate.seconds,
         "seconds_decompress": s.decompress.seconds,
         "seconds_entropy": done.seconds_entropy,
+        "seconds_exposed": done.exposed and done.exposed.seconds,
         "skipped": done.skipped,
-        "seconds_exposed": math.nan if done.exposed is None else done.exposed.seconds,
-        "expert_bytes": _number(expert_bytes),
-        **pipeline,
+        "expert_bytes": expert_bytes,
+        "pipeline_bytes": p and p.bytes,
+        "pipeline_bytes_dense": traffic and traffic.dense_bytes,
+        "pipeline_relative_error": p and p.worker_error,
+        "seconds_pipeline": p and p.compress.seconds + p.decompress.seconds,
     }
+    return {key: number(value) for key, value in numbers.items()}
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
+    """``value``; nan for None."""
     return math.nan if value is None else float(value)
 
 
@@ -86,143 +80,99 @@ class Step:
     stages: list[dict[str, Any]]
     skipped: bool = False
 
+    def seconds(self, part: str) -> list[float]:
+        """Seconds of a part of the reduction, one of ``SECONDS``, by stage."""
+        return [stage[f"seconds_{part}"] for stage in self.stages]
+
     @property
     def pipeline_bytes(self) -> int | None:
-        """What one replica's stages sent backwards; None where that is not compressed."""
-        sent = [stage["pipeline_bytes"] for stage in self.stages]
-        return None if None in sent else sum(sent)
-
-    def observed(self, iteration: int, plan: Plan, bytes_dense: int, predicted: Sequence[float]) -> Observation:
-        """The iteration as :mod:`experiments.training.signatures` judges it; ``predicted`` are seconds per stage under
-        ``plan``."""
-
-        def seconds(part: str) -> list[float]:
-            return [stage[f"seconds_{part}"] for stage in self.stages]
-
-        return Observation(
-            iteration=iteration,
-            loss=self.loss,
-            # With one replica, or where the cost gate found no gain, nothing is compressed whatever the plan says.
-            ranks=plan.ranks if self.bytes < bytes_dense else (None,) * len(plan.ranks),
-            bytes=self.bytes,
-            bytes_dense=bytes_dense,
-            compress=seconds("compress"),
-            communicate=seconds("communicate"),
-            decompress=seconds("decompress"),
-            exposed=seconds("exposed"),
-            predicted=predicted,
-            skipped=self.skipped,
-            disturbed=plan.probe_rank is not None or plan.gate,
-        )
+        """Bytes that one replica's stages sent backwards; None where that is not compressed."""
+        sizes = [stage["pipeline_bytes"] for stage in self.stages]
+        return None if None in sizes else sum(sizes)
 
 
-def gather_numbers(mine: Iterable[float], device: torch.device) -> list[list[float]]:
+def gather_numbers(numbers: Iterable[float], device: torch.device) -> list[list[float]]:
     """The numbers of every rank, in rank order, on every rank."""
-    row = torch.tensor(list(mine), dtype=torch.float64, device=device)
+    row = torch.tensor(list(numbers), dtype=torch.float64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return [item.tolist() for item in rows]
 
 
-def gather_step(mine: Mapping[str, float], device: torch.device) -> Step:
+def gather_step(numbers: Mapping[str, float], device: torch.device) -> Step:
     """Reduce the numbers of all ranks in rank order, so that every rank gets the same bits."""
-    ranks = [dict(zip(mine, row, strict=True)) for row in gather_numbers(mine.values(), device)]
+    ranks = [dict(zip(numbers, row, strict=True)) for row in gather_numbers(numbers.values(), device)]
     replicas = len({rank["replica"] for rank in ranks})
-    stages: list[dict[str, Any]] = []
-    for stage in sorted({rank["stage"] for rank in ranks}):
-        of_stage = [rank for rank in ranks if rank["stage"] == stage]
-        mean = {key: _mean(rank[key] for rank in of_stage) for key in mine}
-        total = {key: sum(rank[key] for rank in of_stage) for key in mine}
-        stages.append(
-            {
-                "stage": int(stage),
-                "rank": None if math.isnan(mean["rank"]) else int(mean["rank"]),
-                **{key: mean[key] for key in ("entropy", "entropy_full", "worker_error", "error_feedback_ratio")},
-                # Every shard of a stage has as many replicas: means over ranks are sums over shards up to one factor.
-                "mean_error": relative(mean["mean_error_sq"], mean["mean_input_sq"]),
-                "bytes": int(total["bytes"]) // replicas,
-                **{f"seconds_{part}": six_digits(mean[f"seconds_{part}"]) for part in SECONDS},
-                **{key: mean[key] for key in PIPELINE_MEANS},
-                **{key: _of_replica(total[key], replicas) for key in PIPELINE_SUMS},
-            }
-        )
-        if not math.isnan(total["expert_bytes"]):
-            stages[-1]["expert_bytes"] = _of_replica(total["expert_bytes"], replicas)
-    losses = [rank["loss"] for rank in ranks if rank["stage"] == stages[-1]["stage"]]
+    by_stage: dict[float, list[dict[str, float]]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank["stage"]):
+        by_stage.setdefault(rank["stage"], []).append(rank)
+    losses = [rank["loss"] for rank in [*by_stage.values()][-1]]
     return Step(
         loss=sum(losses) / len(losses),  # the plain mean: one replica's non-finite loss must show
         gradient_norm=ranks[0]["gradient_norm"],
         bytes=sum(int(rank["bytes"]) for rank in ranks) // replicas,
-        stages=stages,
+        stages=[_stage(rows, replicas) for rows in by_stage.values()],
         skipped=any(rank["skipped"] for rank in ranks),
     )
 
 
-def _mean(values: Any) -> float:
+def _stage(ranks: Sequence[Mapping[str, float]], replicas: int) -> dict[str, Any]:
+    """The numbers of one stage from those of its ranks."""
+    mean = {key: _mean([rank[key] for rank in ranks]) for key in ranks[0]}
+    # A replica's part; nan where the number does not apply.
+    part = {key: sum(rank[key] for rank in ranks) / replicas for key in ("bytes", "expert_bytes", *PIPELINE_SUMS)}
+    whole = {key: None if math.isnan(value) else int(value) for key, value in part.items()}
+    return {
+        "stage": int(mean["stage"]),
+        "rank": None if math.isnan(mean["rank"]) else int(mean["rank"]),
+        **{key: mean[key] for key in ("entropy", "entropy_full", "worker_error", "error_feedback_ratio")},
+        # Every shard of a stage has as many replicas: means over ranks are sums over shards up to one factor.
+        "mean_error": relative(mean["mean_error_sq"], mean["mean_input_sq"]),
+        "bytes": whole["bytes"],
+        **{f"seconds_{key}": six_digits(mean[f"seconds_{key}"]) for key in SECONDS},
+        **{key: mean[key] for key in ("pipeline_relative_error", "seconds_pipeline")},
+        **{key: whole[key] for key in PIPELINE_SUMS},
+        **({} if whole["expert_bytes"] is None else {"expert_bytes": whole["expert_bytes"]}),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def six_digits(timed: float) -> float:
-    """What was timed, in six digits: more are no measurement, and would be a third of what a kept run takes."""
-    return float(f"{timed:.6g}")
+def six_digits(seconds: float) -> float:
+    """Measured seconds in six digits: more are no measurement, and would be a third of what a kept run takes."""
+    return float(f"{seconds:.6g}")
 
 
-def _of_replica(total: float, replicas: int) -> int | None:
-    """A replica's part; None where the number does not apply."""
-    return None if math.isnan(total) else int(total) // replicas
+def summary(
+    steps: Sequence[Mapping[str, Any]], tokens: int, bytes_dense_per_step: int, total_seconds: float
+) -> dict[str, Any]:
+    """Aggregates of a run's ``step`` events; medians over steps of the slowest stage's seconds.
 
+    Args:
+        tokens: in one step, of all replicas.
+    """
+    count, seconds = len(steps), [step["seconds"] for step in steps]
+    size, dense = sum(step["bytes"] for step in steps), bytes_dense_per_step * count
+    ranks = [[stage["rank"] for stage in step["stages"]] for step in steps]
 
-@dataclass
-class History:
-    """What the summary needs of all steps."""
+    def slowest(part: str) -> list[float]:
+        return [max(number(stage[f"seconds_{part}"]) for stage in step["stages"]) for step in steps]
 
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tokens_per_second: list[float] = field(default_factory=list)
-    ranks: list[float] = field(default_factory=list)
-    parts: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in SECONDS})
-    bytes_total: int = 0
-    skipped: int = 0
-    last_ranks: list[int | None] = field(default_factory=list)
-
-    def add(self, step: Step, seconds: float, tokens: int) -> None:
-        self.losses.append(step.loss)
-        self.seconds.append(seconds)
-        self.tokens_per_second.append(tokens / seconds)
-        self.bytes_total += step.bytes
-        self.skipped += step.skipped
-        self.last_ranks = [stage["rank"] for stage in step.stages]
-        self.ranks += [rank for rank in self.last_ranks if rank is not None]
-        for key, values in self.parts.items():
-            values.append(max(stage[f"seconds_{key}"] for stage in step.stages))
-
-    def replay(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what was logged of earlier iterations."""
-        for event in events:
-            if event["event"] == "step":
-                seconds, tokens = event["seconds"], event["tokens_per_second"] * event["seconds"]
-                loss, norm = _number(event["loss"]), _number(event["grad_norm"])
-                step = Step(loss, norm, event["bytes"], event["stages"], event["skipped"])
-                self.add(step, seconds, round(tokens))
-
-    def summary(self, bytes_dense_per_step: int, total_seconds: float) -> dict[str, Any]:
-        """Aggregates; medians over steps of the slowest stage's seconds."""
-        steps = len(self.losses)
-        dense = bytes_dense_per_step * steps
-        values: dict[str, Any] = {
-            "iterations": steps,
-            "skipped_steps": self.skipped,
-            "train_loss": _mean(self.losses[-10:]),
-            "bytes_total": self.bytes_total,
-            "bytes_dense_total": dense,
-            "bytes_ratio": self.bytes_total / dense if dense else None,
-            "mean_rank": _mean(self.ranks),
-            "final_ranks": self.last_ranks,
-            "seconds_total": total_seconds,
-            "seconds_per_step_median": statistics.median(self.seconds) if steps else None,
-            "tokens_per_second_median": statistics.median(self.tokens_per_second) if steps else None,
-        }
-        for key, seconds in self.parts.items():
-            values[f"seconds_{key}_per_step"] = statistics.median(seconds) if seconds else None
-        return dict(plain(values))
+    values: dict[str, Any] = {
+        "iterations": count,
+        "skipped_steps": sum(step["skipped"] for step in steps),
+        "train_loss": _mean([number(step["loss"]) for step in steps[-10:]]),
+        "bytes_total": size,
+        "bytes_dense_total": dense,
+        "bytes_ratio": size / dense if dense else None,
+        "mean_rank": _mean([rank for row in ranks for rank in row if rank is not None]),
+        "final_ranks": ranks[-1] if steps else [],
+        "seconds_total": total_seconds,
+        "seconds_per_step_median": median(seconds) if steps else None,
+        "tokens_per_second_median": median(tokens / value for value in seconds) if steps else None,
+    }
+    values |= {f"seconds_{part}_per_step": median(slowest(part)) if steps else None for part in SECONDS}
+    return dict(plain(values))

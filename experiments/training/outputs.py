@@ -1,4 +1,4 @@
-"""The files of a run folder: its stream of events, and whether all is still as training has written it. No torch here.
+"""Files of a run folder: its stream of events, and whether all is still as training has written it. No torch here.
 
 A run that has ended leaves ``manifest.json`` beside its files, with the size and checksum of each. Folders without one,
 such as runs restored from an archive, are judged by their contents: the log of a run that has ended closes with an
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from edgc.checkpoints import manifest
-from edgc.checks import plain
 from edgc.errors import UserError
 from experiments.common.yaml_settings import load_yaml
 from experiments.training.run_folder import STATUSES
@@ -33,13 +32,12 @@ UNFINISHED = "unfinished"
 
 def write_manifest(folder: Path) -> None:
     """Record every file of a run that has ended; called before ``status`` is there."""
-    names = [name for name in manifest.files_below(folder) if not name.startswith("tensorboard/")]
-    manifest.write(folder, manifest.Manifest({}, {name: _entry(folder / name) for name in names}))
-
-
-def _entry(path: Path) -> manifest.Entry:
-    size = path.stat().st_size
-    return manifest.Entry(size, "") if size > CHECKSUM_BYTES else manifest.entry(path)
+    entries = {}
+    for name in manifest.files_below(folder):
+        if not name.startswith("tensorboard/"):
+            size = (folder / name).stat().st_size
+            entries[name] = manifest.Entry(size, "") if size > CHECKSUM_BYTES else manifest.entry(folder / name)
+    manifest.write(folder, manifest.Manifest({}, entries))
 
 
 def damaged(path: Path, problem: str) -> UserError:
@@ -49,8 +47,8 @@ def damaged(path: Path, problem: str) -> UserError:
     return UserError(f"run folder is damaged: {path.name} {problem}", where=path, fix=fix)
 
 
-def check(folder: Path, below: Sequence[str] = ("",)) -> bool:
-    """Compare the files whose names begin with one of ``below`` with the manifest; False where there is none.
+def check(folder: Path, prefixes: Sequence[str] = ("",)) -> bool:
+    """Compare the files whose names begin with one of ``prefixes`` with the manifest; False where there is none.
 
     Raises:
         UserError: naming the first file that is missing, cut short or altered.
@@ -62,16 +60,13 @@ def check(folder: Path, below: Sequence[str] = ("",)) -> bool:
     except manifest.DamagedCheckpoint as error:
         raise damaged(folder / manifest.NAME, error.problem) from None
     for name, expected in recorded.items():
-        if not name.startswith(tuple(below)):
-            continue
-        problem = manifest.problem(folder / name, expected)
-        if problem is not None:
+        if name.startswith(tuple(prefixes)) and (problem := manifest.problem(folder / name, expected)):
             raise damaged(folder / name, problem)
     return True
 
 
 def read_status(folder: Path) -> str:
-    """How the run ended, ``unfinished`` where it has not; ``UserError`` where the file says something else."""
+    """Status of the run, ``unfinished`` where it has not ended; ``UserError`` where the file holds something else."""
     path = folder / STATUS
     if not path.is_file():
         return UNFINISHED
@@ -82,24 +77,33 @@ def read_status(folder: Path) -> str:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """``run.yaml``; ``UserError`` where it is missing or cut short."""
+    """Content of ``run.yaml``; ``UserError`` where it is missing or cut short."""
     path = folder / SETTINGS
     try:
         values = load_yaml(path)
     except UserError as error:
         raise damaged(path, f"cannot be used: {error.message}") from None
-    missing = [key for key in KEYS if key not in values]
-    if missing:
-        raise damaged(path, f"lacks {missing[0]}")
+    for key in KEYS:
+        if key not in values:
+            raise damaged(path, f"lacks {key}")
     return values
 
 
+def _is_there(path: Path, status: str) -> bool:
+    """Say if a file is there; ``UserError`` where a run that went to its end lacks it."""
+    if not path.is_file() and status in COMPLETE:
+        raise damaged(path, "is missing")
+    return path.is_file()
+
+
 def read_summary(folder: Path, status: str) -> dict[str, Any]:
-    """``summary.json``; empty where an unfinished or failed run has none. ``UserError``: damaged, or of another end."""
+    """Content of ``summary.json``; empty where an unfinished or failed run has none.
+
+    Raises:
+        UserError: it is damaged, or of another end than ``status``.
+    """
     path = folder / SUMMARY
-    if not path.is_file():
-        if status in COMPLETE:
-            raise damaged(path, "is missing")
+    if not _is_there(path, status):
         return {}
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -107,9 +111,8 @@ def read_summary(folder: Path, status: str) -> dict[str, Any]:
         raise damaged(path, "is not valid JSON") from None
     if not isinstance(summary, dict):
         raise damaged(path, "is not a mapping")
-    said = summary.get("status", status)
-    if said != status and status != UNFINISHED:
-        raise damaged(path, f"says {said!r}, the file status {status!r}")
+    if status != UNFINISHED and (end := summary.get("status", status)) != status:
+        raise damaged(path, f"says {end!r}, the file status {status!r}")
     return summary
 
 
@@ -122,9 +125,7 @@ def read_log(folder: Path, status: str) -> list[dict[str, Any]]:
         UserError: a line in it is damaged, or a run that went to its end has no ``end`` event.
     """
     path = folder / LOG
-    if not path.is_file():
-        if status in COMPLETE:
-            raise damaged(path, "is missing")
+    if not _is_there(path, status):
         return []
     try:
         events = read_events(path, torn=status not in COMPLETE)
@@ -146,26 +147,8 @@ def window_decisions(
     return [event for event in active if int(event["iteration"]) % window == 0 and int(event["iteration"]) < before]
 
 
-class EventLog:
-    """Appends events, one JSON object a line, each written whole before :meth:`write` returns.
-
-    ``EventLog(None)`` swallows everything: ranks that do not log need no second code path.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1) if path is not None else None
-
-    def write(self, event: str, **fields: Any) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"event": event, **plain(fields)}) + "\n")
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
 def read_events(path: Path, event: str | None = None, *, torn: bool = False) -> list[dict[str, Any]]:
-    """All events of a stream, or those of one kind, in the order written.
+    """Events of a stream, all or those of one kind, in the order written.
 
     Args:
         torn: leave out a last line without its end, as a killed process leaves it.
@@ -173,20 +156,18 @@ def read_events(path: Path, event: str | None = None, *, torn: bool = False) -> 
     Raises:
         UserError: a line is no event, so the stream was cut short or altered.
     """
-    lines = path.read_bytes().split(b"\n")
-    last = lines.pop()
+    *lines, last = path.read_bytes().split(b"\n")
     if last and not torn:
         lines.append(last)
-    events = [_event(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
-    return [item for item in events if event is None or item["event"] == event]
-
-
-def _event(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
-        fix = "use a copy that is whole, or make the run again"
-        raise UserError(f"line {number} is no whole event", where=path, fix=fix)
-    return found
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            item = json.loads(line) if line.strip() else {"event": ""}
+        except ValueError:
+            item = None
+        if not isinstance(item, dict) or not isinstance(item.get("event"), str):
+            fix = "use a copy that is whole, or make the run again"
+            raise UserError(f"line {number} is no whole event", where=path, fix=fix)
+        if item["event"] and event in (None, item["event"]):
+            events.append(item)
+    return events

@@ -1,4 +1,4 @@
-"""What a result must carry to be traced: versions, commit, hardware kind, data fingerprint."""
+"""Origin of a result: versions, commit, hardware kind, data fingerprint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PACKAGES = ("torch", "megatron-core", "numpy", "tokenizers", "lm_eval", "snakema
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def git_state() -> dict[str, Any]:
@@ -33,10 +33,11 @@ def git_state() -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
+            return subprocess.run(
+                ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
     changes = git("status", "--porcelain", "--untracked-files=no")
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
@@ -46,17 +47,14 @@ def hardware() -> dict[str, Any]:
     """Kind of machine, without its name."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cpu": _cpu_model(), "cores": os.cpu_count(), "gpus": gpus, "system": platform.system()}
-
-
-def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
+        lines = []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    cpu = models[0] if models else platform.processor() or platform.machine()
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus, "system": platform.system()}
 
 
 def code_so_far(checkpoints: Path) -> str:
@@ -67,9 +65,9 @@ def code_so_far(checkpoints: Path) -> str:
     path, known = checkpoints / "code", []
     if any(checkpoints.glob("iter_*")):
         known = path.read_text(encoding="utf-8").split("+") if path.is_file() else ["unknown"]
-    found = "+".join(dict.fromkeys([*known, training_code()]))
-    atomic_write(path, found)
-    return found
+    code = "+".join(dict.fromkeys([*known, training_code()]))
+    atomic_write(path, code)
+    return code
 
 
 def collect(run: RunConfig, fingerprint: str) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -42,32 +44,28 @@ class RunFolder:
         self.checkpoints = path / CHECKPOINTS
         self._lock: IO[str] | None = None
 
-    def claim(self, patience_seconds: float | None = None) -> None:
+    def claim(self) -> None:
         """Take the folder's lock and start an empty attempt.
 
         Raises:
-            UserError: if another process keeps the folder (on another machine, for instance) for longer than the
-                given time; by default 30 s, and under Slurm 180 s, for a file server keeps the lock of a node that
-                died a while.
+            UserError: if another process keeps the folder (on another machine, for instance) for longer than 30 s;
+                under Slurm 180 s, for a file server keeps the lock of a node that died a while.
         """
         check_writable(self.path)
         job = slurm_job()
-        if patience_seconds is None:
-            patience_seconds = 180.0 if job else 30.0
-        deadline = time.monotonic() + patience_seconds
+        deadline = time.monotonic() + (180 if job else 30)
         # The locks lie beside the folder: Snakemake may delete its files while an orphan still holds them.
         handle = self.path.with_name(f".{self.path.name}.lock").open("a+", encoding="utf-8")
         _lock_exclusively(handle, deadline, stop_holder=True)
         handle.seek(0)
         handle.truncate()
-        handle.write(f"{os.getpid()} {socket.gethostname()} {job or 0}\n")
+        handle.write(f"{os.getpid()} {socket.gethostname()} {job}\n")
         handle.flush()
         self._lock = handle
         # A killed launcher's ranks outlive it for a moment, and may still write into the attempt.
         with _ranks_lock(self.path).open("a") as ranks:
             _lock_exclusively(ranks, deadline)
-            if self.attempt.exists():
-                shutil.rmtree(self.attempt)
+            shutil.rmtree(self.attempt, ignore_errors=True)
             self.attempt.mkdir(parents=True)
 
     def publish(self) -> None:
@@ -94,15 +92,15 @@ class RunFolder:
         shutil.rmtree(gone, ignore_errors=True)
 
     def forget_warm_up(self) -> None:
-        """Remove what other runs branch from, as a run that begins anew will save another."""
+        """Remove the state that other runs branch from, as a run that begins anew will save another."""
         shutil.rmtree(self.path / WARM_UP, ignore_errors=True)
 
     def newest_warm_up(self) -> Path | None:
-        """The folder of the state that other runs branch from; whether it is whole is not looked at."""
+        """Folder of the state that other runs branch from; nothing says that it is whole."""
         return max((self.path / WARM_UP).glob("iter_*"), default=None)
 
     def newest_checkpoint(self) -> Path | None:
-        """The folder of the newest checkpoint; whether it is whole is not looked at."""
+        """Folder of the newest checkpoint; nothing says that it is whole."""
         return max(self.checkpoints.glob("iter_*"), default=None)
 
     def release(self) -> None:
@@ -124,14 +122,13 @@ def _ranks_lock(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.ranks.lock")
 
 
-def slurm_job() -> int | None:
-    """Number of the Slurm job that this process is part of."""
+def slurm_job() -> int:
+    """Number of the Slurm job that this process is part of; 0 outside of Slurm."""
     text = os.environ.get("SLURM_JOB_ID", "")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdigit() else 0
 
 
 def _lock_exclusively(handle: IO[str], deadline: float, stop_holder: bool = False) -> None:
-    cancelled: set[str] = set()
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,31 +136,31 @@ def _lock_exclusively(handle: IO[str], deadline: float, stop_holder: bool = Fals
         except OSError:
             if stop_holder:
                 handle.seek(0)
-                _stop_orphan(handle.read().split(), cancelled)
+                _stop_orphan(handle.read())
             if time.monotonic() > deadline:
                 fix = "stop the process that holds it"
                 raise UserError("run folder is in use", where=handle.name, fix=fix) from None
             time.sleep(0.1)
 
 
-def _stop_orphan(holder: list[str], cancelled: set[str]) -> None:
-    """End an older launcher, if the recorded process still is one; its ranks die with it.
-
-    Raises:
-        UserError: the holder is a later job of Slurm's than this one, which is then the orphan itself.
-    """
-    if len(holder) != 3 or not (holder[0].isdigit() and holder[2].isdigit()):
+def _stop_orphan(holder: str) -> None:
+    """End an older launcher, if the recorded process still is one; its ranks die with it."""
+    match = re.fullmatch(r"(\d+) (\S+) (\d+)\n", holder)
+    if match is None:
         return  # half written
-    (pid, host, job), own = holder, slurm_job() or 0
-    if int(job) and int(job) != own:
-        if own and int(job) > own:
+    (pid, host, job), this_job = match.groups(), slurm_job()
+    if int(job) and int(job) != this_job:
+        if this_job and int(job) > this_job:
             raise UserError(f"Slurm job {job}, submitted later, makes this run", fix="leave it to that job")
-        if job not in cancelled:
-            cancelled.add(job)
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                subprocess.run(["scancel", job], capture_output=True, timeout=60)
+        _cancel(job)
     elif host == socket.gethostname() and int(pid) != os.getpid():
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
             if b"experiments.training.launch" in command:
                 os.kill(int(pid), signal.SIGKILL)
+
+
+@functools.cache
+def _cancel(job: str) -> None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["scancel", job], capture_output=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Names what goes wrong with compression while a run goes on: three failures and the numbers they are told by.
+"""Failures of compression, named while a run goes on: three of them, and the numbers they are told by.
 
 ``diverging``: after compression began, the loss has left its best for good. ``no_speedup``: fewer bytes are sent, but
 compressing and decompressing cost more than that saves. ``out_of_step``: the stages' reductions deviate from the
@@ -12,11 +12,10 @@ nothing here changes what a run does.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from statistics import median, quantiles
 from typing import Any
 
@@ -41,7 +40,7 @@ TOLD_BY_TIMES = ("no_speedup", "out_of_step")  # by measured seconds, so they ne
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What is known of one iteration; times in seconds, per pipeline stage, nan where not known.
+    """Numbers of one iteration; times in seconds, per pipeline stage, nan where not known.
 
     Attributes:
         loss: in nats per token.
@@ -66,11 +65,6 @@ class Observation:
     predicted: Sequence[float] = ()
     skipped: bool = False
     disturbed: bool = False
-
-    @property
-    def reduction(self) -> tuple[float, ...]:
-        """Seconds of the whole reduction, per stage."""
-        return tuple(map(sum, zip(self.compress, self.communicate, self.decompress, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,7 @@ class Finding:
         return self.windows == IN_A_ROW
 
 
+@dataclass
 class SignatureWatch:
     """Judges the windows of one run.
 
@@ -111,149 +106,140 @@ class SignatureWatch:
             uncompressed windows of the run itself, its warm-up, go before.
     """
 
-    _KEPT = (
-        "_losses", "_times", "_deviations", "_predicted", "_saves", "_ranks", "_began", "_best", "_scatter",
-        "_warm_up", "uncompressed", "_streaks", "_pair",
-    )  # fmt: skip
+    window: int
+    overlapped: bool = False
+    uncompressed: float = math.nan
+    # All from here on, and ``uncompressed``, is what a checkpoint holds.
+    losses: list[float] = field(default_factory=list, init=False)  # of this window
+    times: list[list[float]] = field(default_factory=list, init=False)  # undisturbed, at these ranks, per stage
+    deviations: list[list[float]] = field(default_factory=list, init=False)  # measured minus predicted
+    predicted: float = field(default=0.0, init=False)  # the longest
+    saves: float = field(default=0.0, init=False)  # share of the bytes that is not sent
+    ranks: list[int | None] = field(default_factory=list, init=False)
+    began: bool = field(default=False, init=False)  # compression
+    best: float = field(default=math.inf, init=False)  # median loss of a window
+    scatter: list[float] = field(default_factory=list, init=False)  # of single losses, one a window
+    warm_up: list[float] = field(default_factory=list, init=False)  # slowest median of uncompressed windows
+    streaks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FIXES, 0), init=False)
+    pair: list[int] = field(default_factory=list, init=False)  # the latest and the earliest stage of the last window
 
-    def __init__(self, window: int, *, overlapped: bool = False, uncompressed: float = math.nan) -> None:
-        self.window = window * math.ceil(SHORTEST_WINDOW / window)
-        self.overlapped, self.uncompressed = overlapped, uncompressed
-        self._losses: list[float] = []
-        self._times: list[list[float]] = []  # of every undisturbed iteration with the ranks in use, per stage
-        self._deviations: list[list[float]] = []  # measured minus predicted
-        self._predicted = 0.0  # the longest
-        self._saves = 0.0  # share of the bytes that is not sent
-        self._ranks: list[int | None] = []
-        self._began = False
-        self._best = math.inf
-        self._scatter: list[float] = []  # of single losses, one a window
-        self._warm_up: list[float] = []  # the slowest stage's median, one a window without compression
-        self._streaks = dict.fromkeys(FIXES, 0)
-        self._pair: list[int] = []  # the latest and the earliest stage of the window before
+    def __post_init__(self) -> None:
+        self.window *= -(-SHORTEST_WINDOW // self.window)
 
     def add(self, seen: Observation) -> list[Finding]:
         """Take in one iteration; findings at the end of a window, each signature at most once."""
-        if list(seen.ranks) != self._ranks:
-            self._ranks, self._times, self._deviations = list(seen.ranks), [], []
+        if list(seen.ranks) != self.ranks:
+            self.ranks, self.times, self.deviations = list(seen.ranks), [], []
         if not seen.skipped:
-            self._began = self._began or any(rank is not None for rank in seen.ranks)
+            self.began = self.began or any(rank is not None for rank in seen.ranks)
             if math.isfinite(seen.loss):
-                self._losses.append(float(seen.loss))
+                self.losses.append(float(seen.loss))
             if not seen.disturbed:
                 self._add_times(seen)
         if seen.iteration % self.window:
             return []
-        found = []
-        for name, judged in (
-            ("diverging", self._diverging(seen)),
-            ("no_speedup", self._no_speedup()),
-            ("out_of_step", self._out_of_step()),
+        findings = []
+        for name, judge in (
+            ("diverging", self._diverging),
+            ("no_speedup", self._no_speedup),
+            ("out_of_step", self._out_of_step),
         ):
-            if judged is None:
+            verdict = judge()
+            if verdict is None:
                 continue
-            self._streaks[name] = self._streaks[name] + 1 if judged else 0
-            if judged and self._streaks[name] >= IN_A_ROW:
-                found.append(Finding(name, seen.iteration, self._streaks[name], *judged))
-        self._losses, self._times, self._deviations = [], [], []
-        return found
+            self.streaks[name] = self.streaks[name] + 1 if verdict else 0
+            if verdict and self.streaks[name] >= IN_A_ROW:
+                findings.append(Finding(name, seen.iteration, self.streaks[name], *verdict))
+        self.losses, self.times, self.deviations = [], [], []
+        return findings
 
     def _add_times(self, seen: Observation) -> None:
-        times = seen.exposed if self.overlapped else seen.reduction
+        parts = [seen.exposed] if self.overlapped else [seen.compress, seen.communicate, seen.decompress]
+        times = [float(sum(stage)) for stage in zip(*parts, strict=True)]
         if not all(map(math.isfinite, times)):
             return
-        self._times.append([float(seconds) for seconds in times])
-        self._saves = 1 - seen.bytes / seen.bytes_dense if seen.bytes_dense else 0.0
+        self.times.append(times)
+        self.saves = 1 - seen.bytes / seen.bytes_dense if seen.bytes_dense else 0.0
         known = len(seen.predicted) > 1 and all(0 < seconds < math.inf for seconds in seen.predicted)
         if known and not self.overlapped and any(rank is not None for rank in seen.ranks):
-            self._deviations.append([a - b for a, b in zip(times, seen.predicted, strict=True)])
-            self._predicted = max(seen.predicted)
+            self.deviations.append([a - b for a, b in zip(times, seen.predicted, strict=True)])
+            self.predicted = max(seen.predicted)
 
-    def _diverging(self, seen: Observation) -> _Judged:
-        losses = self._losses
+    def _diverging(self) -> _Verdict:
+        losses = self.losses
         if len(losses) < FEWEST:
             return None
         middle = median(losses)
-        steps = [abs(b - a) for a, b in itertools.pairwise(losses)]
         # The median difference of two independent normal values is 0.954 standard deviations of one. Differences of
         # neighbours do not see the trend.
-        self._scatter.append(median(steps) / 0.954)
+        self.scatter.append(median(abs(b - a) for a, b in itertools.pairwise(losses)) / 0.954)
         # A run that diverges scatters more than it did: its own earlier windows are the measure.
-        sigma = median(self._scatter[: max(1, len(self._scatter) - IN_A_ROW)])
-        best, self._best = self._best, min(self._best, middle)
+        sigma = median(self.scatter[: max(1, len(self.scatter) - IN_A_ROW)])
+        best, self.best = self.best, min(self.best, middle)
         over = middle - best
-        if not self._began or not over > max(LOSS_SIGMAS * sigma, LOSS_SHARE * abs(best)):
+        if not self.began or not over > max(LOSS_SIGMAS * sigma, LOSS_SHARE * abs(best)):
             return ()
-        numbers: dict[str, float | int] = {"loss": middle, "best_loss": best, "loss_sigma": sigma}
-        ranks = "/".join("dense" if rank is None else str(rank) for rank in seen.ranks)
-        text = (
+        ranks = "/".join("dense" if rank is None else str(rank) for rank in self.ranks)
+        return {"loss": middle, "best_loss": best, "loss_sigma": sigma}, (
             f"perplexity diverges under compression: {_perplexity(middle)} after a best of {_perplexity(best)} "
             f"(medians of {len(losses)} iterations; {over:.3g} nats are {over / max(sigma, 1e-12):.3g} standard "
             f"deviations), rank {ranks}"
         )
-        return numbers, text
 
-    def _no_speedup(self) -> _Judged:
-        if len(self._times) < FEWEST:
+    def _no_speedup(self) -> _Verdict:
+        if len(self.times) < FEWEST:
             return None
-        if all(rank is None for rank in self._ranks):
-            self._warm_up.append(max(map(median, zip(*self._times, strict=True))))
+        if all(rank is None for rank in self.ranks):
+            self.warm_up.append(max(map(median, zip(*self.times, strict=True))))
             return ()
-        dense = median(self._warm_up) if self._warm_up else self.uncompressed
+        dense = median(self.warm_up) if self.warm_up else self.uncompressed
         if not math.isfinite(dense):
             return None
-        slowest = [max(times) for times in self._times]
+        slowest = [max(times) for times in self.times]
         quartile, middle = quantiles(slowest, n=4)[0], median(slowest)
-        if not (self._saves > 0 and quartile > dense):
+        if not (self.saves > 0 and quartile > dense):
             return ()
-        what = "waiting for gradients" if self.overlapped else "a reduction"
-        text = (
-            f"no speed-up: {100 * self._saves:.0f} % of the bytes are saved, but {what} takes {_ms(middle)} "
+        action = "waiting for gradients" if self.overlapped else "a reduction"
+        return {"seconds": middle, "seconds_uncompressed": dense, "bytes_saved": self.saves}, (
+            f"no speed-up: {100 * self.saves:.0f} % of the bytes are saved, but {action} takes {_ms(middle)} "
             f"against {_ms(dense)} uncompressed (slowest stage), longer in three of four iterations"
         )
-        numbers = {"seconds": middle, "seconds_uncompressed": dense, "bytes_saved": self._saves}
-        return numbers, text
 
-    def _out_of_step(self) -> _Judged:
-        if len(self._deviations) < FEWEST:
+    def _out_of_step(self) -> _Verdict:
+        if len(self.deviations) < FEWEST:
             return None
-        stages = list(zip(*self._deviations, strict=True))
+        stages = list(zip(*self.deviations, strict=True))
         middles = [median(stage) for stage in stages]
         late, early = middles.index(max(middles)), middles.index(min(middles))
         spread = middles[late] - middles[early]
         error = max(_standard_error(stages[late]), _standard_error(stages[early]))
-        before, self._pair = self._pair, [late, early]
-        if not spread > max(STEP_SHARE * self._predicted, STEP_ERRORS * error):
-            self._pair = []
+        last, self.pair = self.pair, [late, early]
+        if not spread > max(STEP_SHARE * self.predicted, STEP_ERRORS * error):
+            self.pair = []
             return ()
-        if before and before != self._pair:
-            self._streaks["out_of_step"] = 0
-        numbers: dict[str, float | int] = {
-            "stage_late": late,
-            "stage_early": early,
-            "seconds_late": middles[late],
-            "seconds_early": middles[early],
-            "seconds_predicted": self._predicted,
-        }
-        text = (
+        if last and last != self.pair:
+            self.streaks["out_of_step"] = 0
+        numbers: dict[str, float | int] = {"stage_late": late, "stage_early": early}
+        numbers |= {"seconds_late": middles[late], "seconds_early": middles[early], "seconds_predicted": self.predicted}
+        return numbers, (
             f"stages finish out of step: against the fitted T(r) stage {late} is {_ms(middles[late])} and stage "
-            f"{early} {_ms(middles[early])} off, {100 * spread / self._predicted:.0f} % of the longest prediction apart"
+            f"{early} {_ms(middles[early])} off, {100 * spread / self.predicted:.0f} % of the longest prediction apart"
         )
-        return numbers, text
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON's types: what is not a finite number is None."""
-        return dict(plain({name.removeprefix("_"): vars(self)[name] for name in self._KEPT}))
+        """State in JSON's types: a number that is not finite is None."""
+        state = {item.name: getattr(self, item.name) for item in fields(self)[2:]}
+        return dict(plain(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of a watch of the same run."""
-        known = {key: value for key, value in state.items() if value is not None}
-        state = {"best": math.inf, "uncompressed": math.nan, **known}
-        vars(self).update({name: copy.deepcopy(state[name.removeprefix("_")]) for name in self._KEPT})
+        for name, value in plain(state).items():  # a copy
+            if value is not None:
+                setattr(self, name, value)
 
 
 # Numbers and words; empty if all is well; None if there is too little to judge by.
-_Judged = tuple[dict[str, float | int], str] | tuple[()] | None
+_Verdict = tuple[dict[str, float | int], str] | tuple[()] | None
 
 
 def _standard_error(values: Sequence[float]) -> float:

@@ -28,14 +28,14 @@ from experiments.data.batches import MicroBatch, train_batches, validation_batch
 from experiments.data.folder import load_info
 from experiments.spec.settings import RunConfig
 from experiments.training.build import Session, build
-from experiments.training.checkpoint import METRICS, Checkpoints, Progress, save_model
+from experiments.training.checkpoint import Checkpoints, Progress, save_model
 from experiments.training.experts import is_expert
-from experiments.training.following import of_branch
-from experiments.training.metrics import History, Step, gather_numbers, gather_step, rank_step
-from experiments.training.outputs import read_events
+from experiments.training.lineage import branched_log
+from experiments.training.metrics import Step, gather_numbers, gather_step, number, rank_step, summary
+from experiments.training.outputs import LOG, read_events
 from experiments.training.run_folder import CHECKPOINTS, WARM_UP
 from experiments.training.run_log import RunLog, perplexity
-from experiments.training.signatures import SignatureWatch
+from experiments.training.signatures import Observation, SignatureWatch
 
 DIVERGED_LOSS = 2.0  # times log(vocabulary), the loss of a uniform guess
 DIVERGED_STEPS = 10
@@ -58,9 +58,8 @@ class Trainer:
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.forward_backward = get_forward_backward_func()
-        self.history = History()
+        self.losses: list[float] = []  # of the last steps
         self.checkpoints = Checkpoints(session, attempt.parent, load_info(data_dir).fingerprint)
-        self.signatures: set[str] = set()
         self.watch = SignatureWatch(session.run.edgc.window, overlapped=session.run.train.overlap_grad_reduce)
 
     # ------------------------------------------------------------------ forward and backward
@@ -133,35 +132,35 @@ class Trainer:
         losses = [self._schedule(batches, forward_only=True) for _ in range(self.run.train.eval_batches)]
         for chunk in self.session.chunks:
             chunk.train()
-        mine = (sum(losses) / len(losses), self.session.is_last_stage)
-        means = [mean for mean, counts in gather_numbers(mine, self.session.device) if counts]
+        numbers = (sum(losses) / len(losses), self.session.is_last_stage)
+        means = [mean for mean, counts in gather_numbers(numbers, self.session.device) if counts]
         return sum(means) / len(means)
 
     # ------------------------------------------------------------------ the run
 
-    def train(self, *, only_warm_up: bool = False) -> dict[str, Any]:
-        """Run to the end (of warm-up, if so asked) or to divergence; returns the summary (the same on every rank)."""
+    def train(self, *, only_warm_up: bool = False) -> dict[str, Any] | None:
+        """Run to the end (of warm-up, if so asked) or to divergence; returns the summary on rank 0, None elsewhere."""
         run, started = self.run, time.perf_counter()
         tokens = run.train.global_batch * run.model.sequence_length
         status, engine = "ok", self.session.attachment.engine
         with self.log:
             resumed = self.checkpoints.resume() or self.checkpoints.branch()
             dense = self._start(anew=resumed is None or resumed.branched_from is not None)
-            iteration = behind = 0
+            iteration = done = 0
             validation, resumed_at = math.nan, list[int]()
             if resumed is not None:
-                iteration = behind = resumed.iteration
+                iteration = done = resumed.iteration
                 resumed_at = resumed.resumed_at
                 started -= resumed.seconds
                 validation = self._replay(resumed)
                 self.watch.load_state_dict(resumed.watch)
-            batches = train_batches(run, self.data_dir, self.replica, self.replicas, behind)
-            for iteration in range(behind + 1, run.train.iterations + 1):
+            batches = train_batches(run, self.data_dir, self.replica, self.replicas, done)
+            for iteration in range(done + 1, run.train.iterations + 1):
                 begun = time.perf_counter()
                 plan = engine.plan
                 step = self._train_step(iteration, batches)
                 seconds = time.perf_counter() - begun
-                self.history.add(step, seconds, tokens)
+                self.losses = [*self.losses, step.loss][-DIVERGED_STEPS:]
                 self.session.attachment.add_loss(step.loss)
                 lr = self.session.optimizer.param_groups[0]["lr"]
                 self.log.step(iteration, step, lr, seconds, tokens)
@@ -175,8 +174,8 @@ class Trainer:
                     self.log.evaluation(iteration, step.loss, validation)
                 warm_up_ended = plan.in_warm_up and not engine.plan.in_warm_up
                 if due := self._checkpoints_due(iteration, warm_up_ended=warm_up_ended):
-                    taken, watch = time.perf_counter() - started, self.watch.state_dict()
-                    progress = Progress(iteration, taken, resumed_at, self.attempt / METRICS, watch)
+                    elapsed, watch = time.perf_counter() - started, self.watch.state_dict()
+                    progress = Progress(iteration, elapsed, resumed_at, self.attempt / LOG, watch)
                     for name in due:
                         self.checkpoints.save(progress, name)
                 if only_warm_up and warm_up_ended:
@@ -184,28 +183,44 @@ class Trainer:
             if status == "ok" and not math.isfinite(validation):
                 status = "diverged"
             seconds_total = time.perf_counter() - started
-            self.log.events.write("end", status=status, iterations=iteration, seconds=seconds_total, error=None)
+            self.log.write("end", status=status, iterations=iteration, seconds=seconds_total, error=None)
         self._write_records()
         if run.train.checkpoint and status == "ok":
             save_model(self.session.chunks, run, self.attempt / "checkpoint")
+        if dist.get_rank():
+            return None
+        events = read_events(self.attempt / LOG)
         return {
             "status": status,
             "error": None,
             "resumed_at": resumed_at,
-            "signatures": sorted(self.signatures),
+            "signatures": sorted({event["signature"] for event in events if event["event"] == "signature"}),
             "validation_loss": plain(validation),
             "validation_perplexity": plain(perplexity(validation)),
-            **self.history.summary(dense, seconds_total),
+            **summary([event for event in events if event["event"] == "step"], tokens, dense, seconds_total),
         }
 
     def _look_for_signatures(self, iteration: int, step: Step, plan: Plan, dense: int) -> None:
         """Judge the iteration that ran under ``plan``; findings go to the log."""
-        decision = self.session.attachment.decision
-        if decision is not None and decision.timing:
-            self.watch.uncompressed = max(timing.seconds_uncompressed for timing in decision.timing)
-        predicted = self.session.attachment.engine.controller.predicted(plan.ranks)
-        for finding in self.watch.add(step.observed(iteration, plan, dense, predicted)):
-            self.signatures.add(finding.signature)
+        attachment = self.session.attachment
+        if attachment.decision is not None and attachment.decision.timing:
+            self.watch.uncompressed = max(timing.seconds_uncompressed for timing in attachment.decision.timing)
+        observation = Observation(
+            iteration=iteration,
+            loss=step.loss,
+            # With one replica, or where the cost gate found no gain, nothing is compressed whatever the plan says.
+            ranks=plan.ranks if step.bytes < dense else (None,) * len(plan.ranks),
+            bytes=step.bytes,
+            bytes_dense=dense,
+            compress=step.seconds("compress"),
+            communicate=step.seconds("communicate"),
+            decompress=step.seconds("decompress"),
+            exposed=step.seconds("exposed"),
+            predicted=attachment.engine.controller.predicted(plan.ranks),
+            skipped=step.skipped,
+            disturbed=plan.probe_rank is not None or plan.gate,
+        )
+        for finding in self.watch.add(observation):
             self.log.signature(finding)
 
     def _checkpoints_due(self, iteration: int, *, warm_up_ended: bool) -> list[str]:
@@ -218,12 +233,10 @@ class Trainer:
         """Take over the log of the iterations before a checkpoint; returns the last validation loss."""
         events = read_events(resumed.metrics)
         if resumed.branched_from is not None:
-            events = of_branch(events, resumed.branched_from, self.session.attachment.engine.controller)
+            events = branched_log(events, resumed.branched_from, self.session.attachment.engine.controller)
         self.log.replay(events)
-        self.history.replay(events)
-        self.signatures = {event["signature"] for event in events if event["event"] == "signature"}
-        losses = [event["loss"] for event in events if event["event"] == "eval"]
-        return losses[-1] if losses and losses[-1] is not None else math.nan
+        self.losses = [number(event["loss"]) for event in events if event["event"] == "step"][-DIVERGED_STEPS:]
+        return next((number(event["loss"]) for event in reversed(events) if event["event"] == "eval"), math.nan)
 
     def _start(self, *, anew: bool) -> int:
         """What one replica, all stages, sends in an uncompressed step (bytes); logs the start event of a new run."""
@@ -233,7 +246,7 @@ class Trainer:
         params = params_compressible = dense = 0
         for of_experts, replicas in ((False, self.replicas), (True, copies)):
             parameters = [p for p in every if is_expert(p) == of_experts]
-            mine = torch.tensor(
+            sizes = torch.tensor(
                 [
                     sum(p.numel() for p in parameters),
                     sum(p.numel() for p in parameters if compressible(p.shape, limit)),
@@ -242,14 +255,14 @@ class Trainer:
                 dtype=torch.float64,
                 device=self.session.device,
             )
-            dist.all_reduce(mine)
-            total, total_compressible, size = (int(value) // replicas for value in mine.tolist())
+            dist.all_reduce(sizes)
+            total, total_compressible, size = (int(value) // replicas for value in sizes.tolist())
             params += total
             params_compressible += total_compressible
             # A replica holds the share of the experts that its rank has.
             dense += all_reduce_bytes(size * replicas // self.replicas, replicas)
         if anew:
-            self.log.events.write(
+            self.log.write(
                 "start",
                 study=self.run.study,
                 run=self.run.name,
@@ -264,9 +277,7 @@ class Trainer:
 
     def _diverged(self) -> bool:
         """Twenty skipped steps in a row, or ten far worse than guessing; the same answer on every rank."""
-        limit = DIVERGED_LOSS * math.log(self.vocab_size)
-        recent = self.history.losses[-DIVERGED_STEPS:]
-        far = len(recent) == DIVERGED_STEPS and min(recent) > limit
+        far = len(self.losses) == DIVERGED_STEPS and min(self.losses) > DIVERGED_LOSS * math.log(self.vocab_size)
         return far or self.session.attachment.skipped_in_a_row >= SKIPPED_STEPS
 
     def _write_records(self) -> None:
@@ -282,9 +293,8 @@ def work(
     run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, *, only_warm_up: bool = False
 ) -> dict[str, Any] | None:
     """The whole of one rank; returns the summary on rank 0, None elsewhere."""
-    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train(only_warm_up=only_warm_up)
-    reporter = dist.get_rank() == 0
+    result = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train(only_warm_up=only_warm_up)
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    return summary if reporter else None
+    return result

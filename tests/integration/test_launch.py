@@ -159,10 +159,7 @@ def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
         ({"train": {"itertions": 5}}, "unknown key train.itertions"),
         ({"compression": {"entropy": {"iteration_rate": 0}}}, "iteration_rate (alpha) = 0"),
         ({"compression": {"method": "edgc", "r_min": 16, "r_max": 8}}, "r_min = 16"),
-        (
-            {"parallel": {"tensor": 2, "pipeline": 2, "world": 6, "data": None}},
-            "world = 6 is not divisible by",
-        ),
+        ({"parallel": {"tensor": 2, "pipeline": 2, "world": 6}}, "world = 6 is not tensor * pipeline * data"),
         ({"model": {"layers": 3}}, "model.layers = 3 is not divisible by"),
         ({"train": {"global_batch": 3}}, "global_batch = 3"),
         ({"data": {"path": "nowhere"}}, "training data is missing"),
@@ -171,8 +168,6 @@ def test_a_failure_is_named_while_the_run_goes_on(launcher: Launcher) -> None:
 )
 def test_bad_input_is_one_line_and_touches_nothing(launcher: Launcher, change: dict[str, Any], expected: str) -> None:
     values = changed(variant="bad", **change)
-    if values["parallel"].get("data") is None:
-        del values["parallel"]["data"]
     code, stderr = launcher.run(values)
     lines = [line for line in stderr.splitlines() if line.strip()]
     assert code == 2, stderr

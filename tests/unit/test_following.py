@@ -16,7 +16,7 @@ from edgc.control.policies.schedule import scheduled
 from edgc.errors import UserError
 from experiments.spec import matrix
 from experiments.spec.settings import FollowsConfig, RunConfig, resolve
-from experiments.training import following
+from experiments.training import lineage
 
 BASE: dict[str, Any] = {
     "scale": "ci",
@@ -69,26 +69,26 @@ RANKS = [32, 24, 16, 20, 16, 20, 24, 24, 20]  # the last one is decided when the
 )
 def test_the_schedule_of_a_run_that_follows(tmp_path: Path, order: str, wanted: list[int]) -> None:
     write(tmp_path, RANKS)
-    run = following.with_ranks(follower(order), tmp_path)
+    run = lineage.with_ranks(follower(order), tmp_path)
     settings = run.edgc.to_dict()
     assert settings["policy"] == "schedule"
     assert [scheduled(settings["schedule"], iteration, 100) for iteration in range(20, 100, 10)] == wanted
     assert sum(wanted) == sum(RANKS[:-1])
-    assert following.with_ranks(run, tmp_path / "nowhere") == run, "a run from its own record follows nothing again"
+    assert lineage.with_ranks(run, tmp_path / "nowhere") == run, "a run from its own record follows nothing again"
 
 
 def test_shuffles_are_of_the_same_ranks_and_differ_by_seed_and_number() -> None:
     ranks = list(range(40))
     numbers = [FollowsConfig(variant="a", order="shuffled", shuffle=number) for number in (1, 2, 3)]
-    orders = {(seed, n.shuffle): tuple(following.in_order(ranks, n, seed)) for seed in (1, 2) for n in numbers}
+    orders = {(seed, n.shuffle): tuple(lineage.in_order(ranks, n, seed)) for seed in (1, 2) for n in numbers}
     assert len(set(orders.values())) == 6
     assert all(Counter(order) == Counter(ranks) for order in orders.values())
-    assert tuple(following.in_order(ranks, numbers[2], 2)) == orders[2, 3]
+    assert tuple(lineage.in_order(ranks, numbers[2], 2)) == orders[2, 3]
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
 def test_two_neighbouring_ranks_send_exactly_the_same(ranks: list[int]) -> None:
-    even = following.in_order(ranks, FollowsConfig(variant="a", order="even"), 1)
+    even = lineage.in_order(ranks, FollowsConfig(variant="a", order="even"), 1)
     assert len(even) == len(ranks) and sum(even) == sum(ranks)
     assert max(even) - min(even) <= 1
     ahead = [sum(even[: k + 1]) - sum(ranks) * (k + 1) / len(ranks) for k in range(len(ranks))]
@@ -98,19 +98,19 @@ def test_two_neighbouring_ranks_send_exactly_the_same(ranks: list[int]) -> None:
 def test_what_cannot_be_followed(tmp_path: Path) -> None:
     write(tmp_path, [[32, 24]])
     with pytest.raises(UserError, match=r"stages had the ranks \[32, 24\] after iteration 20.*alignment: off"):
-        following.with_ranks(follower("even"), tmp_path)
+        lineage.with_ranks(follower("even"), tmp_path)
     write(tmp_path / "b", [])
     with pytest.raises(UserError, match="compressed nothing"):
-        following.with_ranks(follower("even"), tmp_path / "b")
+        lineage.with_ranks(follower("even"), tmp_path / "b")
 
 
 def test_a_run_that_came_to_nothing_is_no_mistake_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="even-s1 needs run cqm-s1, which has not ended"):
-        following.reason_not_to(follower("even"), tmp_path)
+        lineage.blocked_reason(follower("even"), tmp_path)
     write(tmp_path, RANKS, status="diverged")
-    assert following.reason_not_to(follower("even"), tmp_path) == "run cqm-s1, which it needs, is diverged"
+    assert lineage.blocked_reason(follower("even"), tmp_path) == "run cqm-s1, which it needs, is diverged"
     write(tmp_path / "b", RANKS)
-    assert following.reason_not_to(follower("even"), tmp_path / "b") is None
+    assert lineage.blocked_reason(follower("even"), tmp_path / "b") is None
 
 
 def test_only_edgc_follows_or_branches() -> None:

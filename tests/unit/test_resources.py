@@ -186,8 +186,8 @@ def test_partitions_are_read(cluster: dict[str, slurm.Partition]) -> None:
     assert (cluster["gpu"].default, cluster["gpu"].minutes) == (True, 1440)
     assert [(nodes.count, nodes.gres["gpu:v100"]) for nodes in cluster["gpu"].nodes] == [(8, 4), (2, 2)]
     assert (cluster["cpu"].minutes, cluster["cpu"].nodes[0].memory) == (None, 128000)
-    assert slurm.of_training(Resources(), cluster) == cluster["gpu"]
-    assert slurm.of_training(Resources(partition="cpu"), cluster) == cluster["cpu"]
+    assert slurm.training_partition(Resources(), cluster) == cluster["gpu"]
+    assert slurm.training_partition(Resources(partition="cpu"), cluster) == cluster["cpu"]
 
 
 @pytest.mark.parametrize("world", [4, 8, 32])

@@ -15,7 +15,7 @@ from experiments.evaluation.export import read_config
 from experiments.spec import matrix
 from experiments.spec.settings import lay, recorded, resolve
 from experiments.training.launch import read_run
-from experiments.training.resume import refuse_other, settings_of
+from experiments.training.lineage import checkpoint_settings, refuse_other
 from experiments.verdicts import archive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def test_records_with_settings_of_other_methods_are_read(tmp_path: Path) -> None
 
 def test_a_run_goes_on_from_a_checkpoint_whose_other_settings_had_no_effect(tmp_path: Path) -> None:
     record = old_record()
-    now = settings_of(recorded(record, "run.yaml"), "abc")
+    now = checkpoint_settings(recorded(record, "run.yaml"), "abc")
     saved = {**record, "data": {**record["data"], "fingerprint": "abc"}}
     refuse_other(saved, now, tmp_path)
     for changed in ({"window": 10}, {"record_full_entropy": True}, {"method": "bf16"}):

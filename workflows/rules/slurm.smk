@@ -26,7 +26,7 @@ def slurm_job(wildcards):
 
 
 def training_minutes(wildcards, attempt):
-    partition = slurm.of_training(SITE, CLUSTER)
+    partition = slurm.training_partition(SITE, CLUSTER)
     return slurm.runtime(SITE, attempt, partition and partition.minutes)
 
 

@@ -1,0 +1,193 @@
+"""Everything that a run takes over: another run's ranks or warm-up, or its own checkpoint. Imports no torch.
+
+Whether ranks that follow the entropy are worth more than others is asked of the same ranks in another order: they send
+the same bytes, at other times, and follow nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgc.checks import dotted
+from edgc.config import EDGCConfig
+from edgc.control.controller import Controller
+from edgc.errors import UserError
+from experiments.spec.settings import FollowsConfig, RunConfig, resolve
+from experiments.training import outputs
+from experiments.training.run_folder import RunFolder
+
+# Settings that change nothing of what a run computes, and those that change nothing before compression begins.
+FREE = ("label", "train.checkpoint_interval", "train.keep_warm_up")
+FREE_IN_WARM_UP = (*FREE, "variant", "branch", "follows", "compression")
+
+
+# ------------------------------------------------------------------ ranks of another run
+
+
+def blocked_reason(run: RunConfig, results: Path) -> str | None:
+    """Why ``run`` cannot be trained although nothing is wrong with it: a run that it needs came to nothing.
+
+    Raises:
+        UserError: a run that it needs has not ended.
+    """
+    for name in run.needs:
+        folder = results / run.scale / run.study / name
+        if (status := outputs.read_status(folder)) == outputs.UNFINISHED:
+            fix = f"train it first: snakemake -c2 {run.study}"
+            raise UserError(f"{run.name} needs run {name}, which has not ended", where=folder, fix=fix)
+        if status != "ok":
+            return f"run {name}, which it needs, is {status}"
+    return None
+
+
+def with_ranks(run: RunConfig, results: Path) -> RunConfig:
+    """``run`` with the schedule that it follows; itself where it follows none.
+
+    Raises:
+        UserError: a file of the run that it follows is missing or damaged, that run compressed nothing, or its stages
+            had different ranks.
+    """
+    if run.follows is None or run.edgc.to_dict()["policy"] == "schedule":
+        return run
+    folder = results / run.scale / run.study / f"{run.follows.variant}-s{run.seed}"
+    iterations = run.train.iterations
+    at, ranks = zip(*_ranks(folder, run.edgc.window, iterations), strict=True)
+    rows = zip(at, in_order(ranks, run.follows, run.seed), strict=True)
+    policy = {"policy": "schedule", "schedule": [[iteration / iterations, rank] for iteration, rank in rows]}
+    compression: dict[str, Any] = EDGCConfig.usable({**run.compression, **policy})
+    return resolve({**run.model_dump(mode="json"), "compression": compression}, folder)
+
+
+def _ranks(folder: Path, window: int, iterations: int) -> list[tuple[int, int]]:
+    """Ranks of a finished run's windows after warm-up, each with the iteration that it came into force after."""
+    pairs = []
+    log = outputs.read_log(folder, outputs.read_status(folder))
+    decisions = [event for event in log if event["event"] == "decision"]
+    for event in outputs.window_decisions(decisions, window, before=iterations):
+        iteration, ranks = int(event["iteration"]), set(event["ranks"])
+        if len(ranks) != 1 or None in ranks:
+            message = f"its stages had the ranks {event['ranks']} after iteration {iteration}; one rank can be followed"
+            raise UserError(message, where=folder, fix="set compression.alignment: off for the run that is followed")
+        pairs.append((iteration, int(ranks.pop())))
+    if not pairs:
+        raise UserError("it compressed nothing that could be followed", where=folder, fix="train it longer")
+    return pairs
+
+
+def in_order(ranks: Sequence[int], follows: FollowsConfig, seed: int) -> list[int]:
+    """``ranks`` in the order that ``follows`` asks for; their sum, and so the bytes, stay the same."""
+    if follows.order == "reversed":
+        return list(ranks)[::-1]
+    if follows.order == "shuffled":
+        shuffled = list(ranks)
+        random.Random(f"{seed} {follows.shuffle}").shuffle(shuffled)
+        return shuffled
+    if follows.order == "falling":
+        return sorted(ranks, reverse=True)
+    # Two neighbouring ranks, the higher one wherever the running sum has fallen behind the mean.
+    total, count = sum(ranks), len(ranks)
+    return [total * (place + 1) // count - total * place // count for place in range(count)]
+
+
+# ------------------------------------------------------------------ a checkpoint, or another run's warm-up
+
+
+def checkpoint_settings(run: RunConfig, fingerprint: str | None) -> dict[str, Any]:
+    """All settings of a run, in JSON's types, with the fingerprint of its prepared data."""
+    settings = run.model_dump(mode="json")
+    settings["data"]["fingerprint"] = fingerprint
+    return settings
+
+
+def refuse_other(
+    saved: Mapping[str, Any], settings: Mapping[str, Any], checkpoint: Path, free: Collection[str] = FREE
+) -> None:
+    """Raise ``UserError`` for the first setting, with both values, in which ``checkpoint`` and a run differ.
+
+    Args:
+        saved, settings: :func:`checkpoint_settings` of the checkpoint and of the run that is to go on from it.
+        free: settings, or whole sections, that may differ.
+    """
+    old, new = dotted(_effective(saved)), dotted(_effective(settings))
+    keys = [key for key in {**old, **new} if not {key, key.partition(".")[0]}.intersection(free)]
+    other = [key for key in keys if (key in old, old.get(key)) != (key in new, new.get(key))]
+    if other:
+        key = other[0]
+        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+        message = f"{key} = {new.get(key)!r}, but the run's checkpoint has {old.get(key)!r}{more}"
+        fix = "restore the setting, or start anew with `python -m experiments.training.launch ... --fresh`"
+        raise UserError(message, where=checkpoint / "run.yaml", fix=fix)
+
+
+def _effective(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``settings`` without those of compression that its method cannot use: earlier versions recorded them."""
+    if not isinstance(compression := settings.get("compression"), Mapping):
+        return settings
+    return {**settings, "compression": EDGCConfig.usable(compression)}
+
+
+def branched_log(events: Sequence[Mapping[str, Any]], trunk: str, controller: Controller) -> list[dict[str, Any]]:
+    """The log of the warm-up that a run branches from, as that of the new run.
+
+    The start is left out, for the new run has written one; the decision that ended warm-up gets the new run's ranks.
+
+    Args:
+        events: of run ``trunk`` until then.
+        controller: of the run that goes on, its state loaded.
+    """
+    log = [dict(event) for event in events if event["event"] != "start"]
+    last = [event for event in log if event["event"] == "decision"][-1]
+    reason = f"{last['reason']} in {trunk}, from which this run branches with ranks {list(controller.ranks)}"
+    last |= {"reason": reason, "ranks": controller.ranks, "r_min": controller.r_min, "r_max": controller.r_max}
+    return log
+
+
+# ------------------------------------------------------------------ a lost warm-up, made again
+# Archives keep no state, so a run that was restored from one has nothing that others could branch from. Its warm-up is
+# trained again; the run itself stays as it is. On the same kind of processor, with the same versions, that gives the
+# same state to the last bit. Elsewhere rounding differs: what branches from it then starts near the kept runs and not
+# with them, which is said here, and by ``same_start`` in the tables (:mod:`experiments.analyse.policies`).
+
+
+def check_warm_up_again(run: RunConfig, folder: RunFolder) -> None:
+    """Raise ``UserError`` unless ``run`` has ended well, others branch from it, and it has no state for them."""
+    if not run.train.keep_warm_up:
+        fix = f"give a run that others branch from (branch: in the file of study {run.study})"
+        raise UserError(f"no run branches from {run.name}", where="--warm-up-again", fix=fix)
+    status = outputs.read_status(folder.path)
+    if status != "ok":
+        fix = f"train it: snakemake -c2 {run.study}"
+        raise UserError(f"{run.name} is {status}; only a run that has ended has a warm-up", where=folder.path, fix=fix)
+    if newest := folder.newest_warm_up():
+        raise UserError(f"{run.name} has its state", where=newest, fix="delete it to have it made again")
+
+
+def report_warm_up_again(run: RunConfig, folder: RunFolder, status: str) -> str:
+    """Comparison of the warm-up just trained with the kept run's, by their losses, in a line.
+
+    Args:
+        status: how that training ended.
+
+    Raises:
+        UserError: it ended before the warm-up did.
+    """
+    newest = folder.newest_warm_up()
+    if newest is None:
+        message = f"the warm-up of {run.name} did not end again: this time the run is {status}"
+        fix = f"if it ends so again, delete the folder and train the run anew: snakemake -c2 {run.study}"
+        raise UserError(message, where=folder.path, fix=fix)
+    new, kept = (
+        {int(step["iteration"]): step["loss"] for step in outputs.read_events(path / outputs.LOG, "step")}
+        for path in (newest, folder.path)
+    )
+    last = max(new)
+    differing = [iteration for iteration, loss in new.items() if kept.get(iteration) != loss]
+    line = f"{run.study}/{run.name}: the state after iteration {last}, the end of warm-up, is made again"
+    if not differing:
+        return f"{line}; all losses are those of the kept run, bit for bit"
+    gap = abs(new[last] - kept.get(last, float("nan")))
+    where = f"losses differ from the kept run's from iteration {differing[0]} on, by {gap:.1g} nats at the end"
+    return f"{line}; {where}: another processor or version? What branches from it does not start where kept runs did"
