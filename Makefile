@@ -85,11 +85,7 @@ restore: venv ## put the runs of STUDY that are kept back into results, where th
 	@$(PIPELINE) texts
 	@$(PY) -m experiments.verdicts.archive --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
-# Not part of `reproduce`: 87 runs, more than an hour at ci scale; 12 runs; 21 runs.
-.PHONY: equal-bytes
-equal-bytes: ## compare all compressors at equal bytes and write that to results/reference/SCALE
-	@$(MAKE) keep STUDY=equal_bytes
-
+# Not part of `reproduce`: 12 runs; 21 runs.
 .PHONY: optimus-cc
 optimus-cc: ## compare Optimus-CC and its parts and write that to results/reference/SCALE
 	@$(MAKE) keep STUDY=optimus_cc

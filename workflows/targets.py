@@ -76,6 +76,8 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path, others: Colle
     """
     known = targets()
     for name in wanted:
+        for part in {*Path(name).parts, Path(name).stem}:
+            matrix.check_not_frozen(part)
         if "/" not in name and not Path(name).suffix:
             if name not in known and name not in others:
                 raise UserError(f"unknown target {name!r}", where="the command line", fix=nearest(name, known))

@@ -18,6 +18,7 @@ import paper_figures
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
 from experiments.common.files import atomic_write
+from experiments.spec import matrix
 from experiments.verdicts import archive, long_tables
 
 Compared = tuple[Path, str]  # a committed file, and how it came out
@@ -95,7 +96,13 @@ def main(
     Without ``--study`` also figures of what has no runs, such as benchmarks, from their tables.
     """
     reference = results / "reference" / scale
+    for name in matrix.frozen():
+        if study in (None, name) and (reference / name).is_dir():
+            print(f"frozen at {matrix.load_study(name).frozen}  {reference / name}")
     names, different = [study] if study else archive.studies(reference), 0
+    names = [name for name in names if name not in matrix.frozen()]
+    if study in matrix.frozen():
+        return
     if not names:
         raise UserError("no runs are kept", where=reference, fix="see which: ls results/reference/*/*/runs")
     with tempfile.TemporaryDirectory() as folder:

@@ -264,41 +264,6 @@ def edgc(window: int = 40, alpha: float = 0.1, beta: float = 0.25, **more: Any) 
     return {"method": "edgc", "policy": "cqm", "window": window, "entropy": entropy, **more}
 
 
-EQUAL_BYTES: dict[str, tuple[dict[str, Any], float, float]] = {
-    # variant: settings, share of the bytes, gap in nats
-    "none": ({"method": "none"}, 1.0, 0.0),
-    "int8": ({"method": "quantize", "bits": 8}, 0.26, 0.001),
-    "int2": ({"method": "quantize", "bits": 2}, 0.07, 0.03),
-    "r4": ({"method": "powersgd", "rank": 4}, 0.055, 0.14),
-    "r16_int4": ({"method": "powersgd", "rank": 16, "factor_dtype": "int4"}, 0.03, 0.05),
-    "r16_int8": ({"method": "powersgd", "rank": 16, "factor_dtype": "int8"}, 0.06, 0.04),
-    "r32_int4": ({"method": "powersgd", "rank": 32, "factor_dtype": "int4"}, 0.055, 0.02),
-    "one_sided": ({"method": "powersgd", "rank": 32, "factor_dtype": "int4", "one_sided": True}, 0.03, 0.08),
-    "topk_6": ({"method": "topk", "density": 0.015}, 0.06, 0.2),
-    "sign": ({"method": "sign"}, 0.035, 0.06),
-    "edgc": ({"method": "edgc", "policy": "cqm", "factor_dtype": "int4"}, 0.10, 0.01),
-}
-
-
-def write_equal_bytes(root: Path) -> Path:
-    """Three seeds; at 6 % the rank 32 with int4 factors is best by far, at 12 % no quantised factors exist."""
-    folder = root / "equal_bytes"
-    for seed in (1, 2, 3):
-        for name, (compression, share, gap) in EQUAL_BYTES.items():
-            write_run(
-                folder,
-                study="equal_bytes",
-                variant=name,
-                seed=seed,
-                loss=5.0 + 0.05 * seed + gap * (1 + 0.02 * seed),
-                bytes_ratio=share,
-                ranks=[compression.get("rank", 1)] * STAGES if share < 1 else None,
-                warmup=0,
-                compression=compression,
-            )
-    return folder
-
-
 def follow(variant: str, order: str, shuffle: int = 0) -> dict[str, Any]:
     return {"variant": variant, "order": order, "shuffle": shuffle}
 
@@ -320,7 +285,7 @@ SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas",
 # Studies with the analysis and the runs of another one: of these, tables alone.
 COPIES = {
     **dict.fromkeys(SETTINGS_OF_POLICIES, "policies"),
-    **dict.fromkeys(("six_percent", "six_percent_confirmed", "orthonormal_q"), "methods"),
+    "orthonormal_q": "methods",
 }
 
 
@@ -634,7 +599,6 @@ def write_all(root: Path) -> Path:
     """Every trained study but the copies under ``root`` (the folder of one scale)."""
     for write in (
         write_methods,
-        write_equal_bytes,
         write_policies,
         write_optimus_cc,
         write_moe,
@@ -646,5 +610,4 @@ def write_all(root: Path) -> Path:
         write_tuning,
     ):
         write(root)
-    write_tuning(root, "budgets")
     return root

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from edgc.errors import UserError
-from experiments.analyse import entropy_trend, equal_bytes, rank_sweep, runs, statistics, trend, windows
+from experiments.analyse import entropy_trend, rank_sweep, runs, statistics, trend, windows
 from experiments.analyse.__main__ import analyse, main
 from experiments.analyse.policies import comparisons
 from experiments.common import quickest
@@ -37,46 +37,10 @@ def test_gap_is_taken_against_the_uncompressed_run_of_the_same_seed(root: Path) 
 
 
 def test_bytes_are_told_of_fp32_and_of_bf16(root: Path) -> None:
-    for study in ("methods", "equal_bytes", "policies", "moe", "optimus_cc", "rank_sweep", "window_ablation"):
+    for study in ("methods", "policies", "moe", "optimus_cc", "rank_sweep", "window_ablation"):
         table = pd.read_csv(root / study / "table.csv")
         sent = table["bytes_total"] / (table["bytes_dense_total"] / 2)
         assert table["bytes_ratio_bf16"].tolist() == pytest.approx(sent.tolist(), nan_ok=True), study
-    points = pd.read_csv(root / "equal_bytes" / "pareto.csv").set_index("variant")
-    assert points.loc["int8", ["percent", "percent_bf16"]].tolist() == pytest.approx([26, 52])
-
-
-def test_equal_bytes_finds_the_planted_order_and_front(root: Path) -> None:
-    folder = root / "equal_bytes"
-    points = pd.read_csv(folder / "pareto.csv").set_index("variant")
-    front = set(points.index[points["on_front"]])
-    assert front == {"r16_int4", "r32_int4", "edgc", "int8", "none"}
-    assert points.loc["int2", "level"] == 6.0
-    assert math.isnan(points.loc["int8", "level"])
-    levels = pd.read_csv(folder / "levels.csv").set_index(["level_percent", "variant"])
-    assert set(levels.loc[6.0, "reference"]) == {"r32_int4"}
-    assert set(levels.loc[3.0, "reference"]) == {"r16_int4"}
-    assert 12.0 not in levels.index.get_level_values(0), "nothing to compare with"
-    row = levels.loc[(6.0, "topk_6")]
-    # Gaps are planted as gap * (1 + 0.02 seed): 0.18 * 1.04 on the mean of three seeds.
-    assert row["difference_nats"] == pytest.approx(0.18 * 1.04)
-    assert row["verdict"] == "worse"
-    assert row["difference_low"] > 0.17
-    assert levels.loc[(6.0, "r32_int4"), "verdict"] == "reference"
-    table = pd.read_csv(folder / "table.csv").set_index(["variant", "seed"])
-    assert table.loc[("r4", 1), "factor_dtype"] == "fp32"
-    assert pd.isna(table.loc[("int8", 1), "factor_dtype"])
-
-
-def test_a_policy_that_did_not_act_is_not_tested_at_equal_bytes(root: Path) -> None:
-    table = pd.read_csv(root / "equal_bytes" / "table.csv")
-    # As many bytes as the variants at 6 %: it is compared with the best of these, and its rank never moved.
-    table.loc[table["variant"] == "edgc", "bytes_ratio"] = 0.06
-    rows = pd.DataFrame(equal_bytes.compare(table, equal_bytes.pareto(table), 6.0)).set_index("variant")
-    assert rows.loc["edgc", "verdict"] == "not tested" and rows.loc["edgc", "n"] == 3
-    assert rows.loc["topk_6", "verdict"] == "worse"
-    table.loc[table["variant"] == "edgc", "acted"] = True
-    rows = pd.DataFrame(equal_bytes.compare(table, equal_bytes.pareto(table), 6.0)).set_index("variant")
-    assert rows.loc["edgc", "verdict"] == "better"
 
 
 def test_a_policy_is_compared_with_its_own_ranks_in_another_order(root: Path) -> None:
@@ -193,20 +157,6 @@ def test_a_run_that_compresses_between_stages_is_no_baseline(root: Path) -> None
     assert math.isnan(traffic.loc[("none", 1), "stages_ratio"])
 
 
-@pytest.mark.parametrize(
-    ("differences", "verdict"),
-    [
-        ([0.10, 0.11, 0.12], "worse"),
-        ([-0.10, -0.11, -0.12], "better"),
-        ([0.1, -0.1, 0.02], "not decided"),
-        ([0.1], "not decided"),
-        ([], "reference"),
-    ],
-)
-def test_verdict_needs_an_interval_that_excludes_zero(differences: list[float], verdict: str) -> None:
-    assert equal_bytes.paired(differences)["verdict"] == verdict
-
-
 def test_summary_has_mean_sd_and_interval_over_finished_seeds(root: Path) -> None:
     row = pd.read_csv(root / "methods" / "summary.csv").set_index("variant").loc["powersgd_r4"]
     assert (row["n"], row["n_ok"]) == (2, 2)
@@ -230,20 +180,11 @@ def test_every_study_that_trains_has_learning_curves_of_every_run(root: Path) ->
 
 
 def test_only_differences_paired_by_seed_have_an_interval(root: Path) -> None:
-    for study in ("methods", "equal_bytes", "window_ablation", "sampling_ablation", "moe"):
+    for study in ("methods", "window_ablation", "sampling_ablation", "moe"):
         columns = pd.read_csv(root / study / "summary.csv").columns
         ends = {name.rpartition("_")[0] for name in columns if name.endswith(("_low", "_high"))}
         assert ends <= {"gap_nats"}, study
         assert ("verdict" in columns) is ("gap_nats_mean" in columns), study
-
-
-def test_a_method_is_on_par_if_two_one_sided_tests_say_so(root: Path) -> None:
-    summary = pd.read_csv(root / "equal_bytes" / "summary.csv", keep_default_na=False).set_index("variant")
-    # Planted: int8 costs 0.001 nats and a little of the seed's number, sign 0.06.
-    assert summary.loc["int8", "verdict"] == "worse within the margin"
-    assert summary.loc["sign", "verdict"] == "worse"
-    assert summary.loc["none", "verdict"] == ""
-    assert summary.loc["edgc", "verdict"] == "not tested", "no rank was ever decided"
 
 
 def test_diverged_and_failed_runs_stay_in_every_table(root: Path) -> None:

@@ -47,7 +47,6 @@ from tests.unit import synthetic_runs as synthetic
 TRAINED = (
     "entropy_trend",
     "methods",
-    "equal_bytes",
     "policies",
     *synthetic.SETTINGS_OF_POLICIES,
     "moe",

@@ -15,7 +15,6 @@ from experiments.analyse.tables import write_table
 from experiments.spec import matrix
 from experiments.verdicts import reference, regression
 from experiments.verdicts.regression import Check
-from tests.unit import synthetic_runs as synthetic
 
 TRAINED = ("methods", "entropy_trend", "rank_sweep", "rank_model", "window_ablation", "sampling_ablation")
 
@@ -24,7 +23,7 @@ TRAINED = ("methods", "entropy_trend", "rank_sweep", "rank_model", "window_ablat
 def prepared(synthetic_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results with the tables of the trained studies and tolerances for these."""
     results = tmp_path_factory.mktemp("results")
-    for study in (*TRAINED, "equal_bytes"):
+    for study in TRAINED:
         ignore = shutil.ignore_patterns("metrics.jsonl", "*.parquet")  # which only the analysis reads
         shutil.copytree(synthetic_results / study, results / "ci" / study, ignore=ignore)
     values = yaml.safe_load(regression.TOLERANCES.read_text())
@@ -217,13 +216,12 @@ def test_update_of_a_simulated_study_says_that_nothing_was_run(results: Path) ->
 
 def test_update_of_one_study_leaves_the_others_and_has_its_own_provenance(results: Path) -> None:
     folder = results / "reference" / "ci"
-    reference.main("ci", results, study="equal_bytes")
+    reference.main("ci", results, study="methods")
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    tables = ("table", "summary", "levels", "pareto", "time_to_target", "timings")
-    own = {"equal_bytes/provenance.yaml", "equal_bytes/curves.parquet"}  # a figure is drawn from the curves
-    assert names == own | {f"equal_bytes/{name}.csv" for name in tables}
-    record = yaml.safe_load((folder / "equal_bytes" / "provenance.yaml").read_text())
-    assert record["runs"] == 3 * len(synthetic.EQUAL_BYTES)
+    tables = ("table", "summary", "time_to_target", "timings")
+    own = {"methods/provenance.yaml", "methods/curves.parquet"}  # a figure is drawn from the curves
+    assert names == own | {f"methods/{name}.csv" for name in tables}
+    assert yaml.safe_load((folder / "methods" / "provenance.yaml").read_text())["runs"] == 13
     with pytest.raises(SystemExit) as stop:
         reference.main("ci", results, study="nothing")
     assert stop.value.code == 2
