@@ -59,10 +59,7 @@ def draw(results: Path) -> Figure:
     ax.set_ylabel("validation loss above uncompressed\n(nats; linear below 0.01)")
     texts.title_legend(fig, *style.handles(ax), seen(points, runs), columnspacing=1.0)
     texts.annotate(
-        fig,
-        list(points["n"]),
-        scale=results.name,
-        extra=("grey line: Pareto front of the means", texts.untested(runs)),
+        fig, list(points["n"]), scale=results.name, extra=("grey line: Pareto front of the means", texts.untested(runs))
     )
     names.write(ax, pd.DataFrame(drawn), words)
     return fig

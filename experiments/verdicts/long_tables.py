@@ -7,14 +7,13 @@ Numbers stay as the CSV has them, so that a figure drawn from either has the sam
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow
 from pyarrow import parquet
 
-import paper_figures
 from experiments.common import written_tables
+from experiments.common.figures import INPUTS
 from experiments.spec import matrix
 
 CURVES = "curves.csv"
@@ -22,7 +21,7 @@ CURVES = "curves.csv"
 
 def long_tables(study: str) -> list[str]:
     """Names without ending of the tables of ``study`` that are kept as Parquet."""
-    read = {table for tables in paper_figures.INPUTS.values() for table in tables}
+    read = {table for tables in INPUTS.values() for table in tables}
     definition = matrix.load_study(study)
     own = [name for name in definition.tables if name not in definition.results]
     return [Path(name).stem for name in own if name == CURVES or f"{study}/{name}" in read]
@@ -37,10 +36,3 @@ def packed(path: Path) -> bytes:
     options = {"compression": "zstd", "compression_level": 19, "use_byte_stream_split": split}
     parquet.write_table(table, buffer, use_dictionary=others, **options)
     return buffer.getvalue()
-
-
-def missing(figure: str, results: Path) -> Sequence[str]:
-    """Tables that a figure needs and that are not under ``results``, as CSV or as Parquet."""
-    optional = paper_figures.OPTIONAL[figure]
-    tables = [results / table for table in paper_figures.INPUTS[figure] if table not in optional]
-    return [str(path) for path in tables if written_tables.kept(path) is None]

@@ -11,9 +11,9 @@ import pandas as pd
 import typer
 import yaml
 
-import paper_figures
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
+from experiments.common.figures import FIGURES
 from experiments.common.files import atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
@@ -85,8 +85,8 @@ def keep_runs(study: str, names: Sequence[str], fresh: Path, reference: Path) ->
         UserError: a run has not ended, or a committed table does not follow from what is kept of the runs.
     """
     own = {study, *(matrix.load_study(study).needs or ())}
-    alone = [name for name, needed in paper_figures.FIGURES.items() if needed[0] == study and own.issuperset(needed)]
-    kinds = [f"figures/{kind.format(name)}" for name in alone for kind in replay.FIGURES]
+    alone = [name for name, needed in FIGURES.items() if needed[0] == study and own.issuperset(needed)]
+    kinds = [f"figures/{kind.format(name)}" for name in alone for kind in replay.KINDS]
     written = [reference / path.relative_to(fresh) for kind in kinds for path in sorted(fresh.glob(kind))]
     for target in written:
         atomic_write(target, (fresh / target.relative_to(reference)).read_bytes())
@@ -120,9 +120,8 @@ def save_so_far(
         analyse(study, scratch / study, archive.unpack(reference / study, scratch / study))
         written = [reference / study / archive.FOLDER, *update_study(study, scratch, reference)]
         drawn = list(replay.figures(reference, [study], again, write=True))
-        for name, needed in paper_figures.FIGURES.items():
-            if study in needed and set(needed) != {study}:  # those of several studies that are kept already
-                drawn += replay.redraw(name, reference, again, write=True)
+        joint = [name for name, needed in FIGURES.items() if study in needed and set(needed) != {study}]
+        drawn += replay.redraw(joint, reference, again, write=True)  # those of several studies that are kept already
         written += [path for path, found in drawn if found != replay.SAME]
     return len(kept), written
 

@@ -6,23 +6,24 @@ read.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import paper_figures
 from edgc.errors import UserError
 from experiments.common.cli import main_guard
-from experiments.common.files import atomic_write
+from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, missing
+from experiments.common.files import ROOT, atomic_write
 from experiments.verdicts import archive, long_tables
 
 Compared = tuple[Path, str]  # a committed file, and how it came out
 SAME, DIFFERENT = "same", "DIFFERENT"
-FIGURES = ("{}.png", "{}-*.svg")  # files of a figure that are committed
+KINDS = ("{}.png", "{}-*.svg")  # files of a figure that are committed
 
 
 def tables(reference: Path, study: str, scratch: Path, *, write: bool = False) -> Iterator[Compared]:
@@ -50,26 +51,38 @@ def figures(
 ) -> Iterator[Compared]:
     """The committed figures of ``studies`` alone, and with ``write`` those that could be; with ``others`` all committed
     ones, of benchmarks, too."""
-    for name, needed in paper_figures.FIGURES.items():
-        own = set(needed) <= set(studies)
-        if own or others:
-            yield from redraw(name, reference, scratch, write=write, new=own and write)
+    alone = [name for name, needed in FIGURES.items() if set(needed) <= set(studies)]
+    yield from redraw(FIGURES if others else alone, reference, scratch, write=write, new=alone if write else ())
     for machine in sorted((reference.parent / "bench").glob("*/")) if others else ():
-        for name in paper_figures.BENCHMARKS:
-            yield from redraw(name, machine, scratch / machine.name, write=write)
+        yield from redraw(BENCHMARKS, machine, scratch / machine.name, write=write)
 
 
-def redraw(name: str, folder: Path, scratch: Path, *, write: bool = False, new: bool = False) -> Iterator[Compared]:
-    """A committed figure, from the tables in ``folder``; ``new``: also one that is not there yet, if its tables are."""
-    from paper_figures.__main__ import render
+def redraw(
+    names: Iterable[str], folder: Path, scratch: Path, *, write: bool = False, new: Sequence[str] = ()
+) -> Iterator[Compared]:
+    """Committed figures, from the tables in ``folder``; of those in ``new`` also what is not there yet.
 
-    committed = {path for kind in FIGURES for path in (folder / "figures").glob(kind.format(name))}
-    drawable = name not in paper_figures.INPUTS or not long_tables.missing(name, folder)
-    if committed or (new and drawable):
-        written = render(name, folder, scratch / "figures") if drawable else []
-        drawn = {folder / "figures" / path.name: path for path in written if path.name != f"{name}.svg"}
-        drawn = {path: one for path, one in drawn.items() if path.suffix != ".pdf"}
-        for path in sorted(committed | (drawn.keys() if new else set())):
+    They are drawn by their program, for nothing here stands on the figures.
+    """
+    old = {name: {path for kind in KINDS for path in (folder / "figures").glob(kind.format(name))} for name in names}
+    drawable = [name for name in old if (old[name] or name in new) and not (name in INPUTS and missing(name, folder))]
+    if drawable:
+        command = [
+            sys.executable,
+            "-m",
+            "paper_figures",
+            *drawable,
+            "--results",
+            folder.resolve(),
+            "--out",
+            scratch / "figures",
+        ]
+        if code := subprocess.run(command, check=False, stdout=subprocess.DEVNULL, cwd=ROOT).returncode:
+            raise SystemExit(code)
+    for name, committed in old.items():
+        drawn = {folder / "figures" / path.name: path for kind in KINDS
+                 for path in (scratch / "figures").glob(kind.format(name)) if name in drawable}  # fmt: skip
+        for path in sorted(committed | (drawn.keys() if name in new else set())):
             yield path, compare(path, drawn[path].read_bytes() if path in drawn else None, write=write)
 
 

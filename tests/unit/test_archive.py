@@ -16,6 +16,7 @@ from pyarrow import parquet
 
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
+from experiments.common.figures import missing
 from experiments.verdicts import archive, kept_run, long_tables, reference, replay
 from paper_figures.__main__ import render
 
@@ -283,9 +284,9 @@ def test_a_figure_drawn_from_parquet_has_the_bytes_of_one_drawn_from_csv(study: 
     packed = long_tables.packed(study / "trajectories.csv")
     assert long_tables.long_tables(STUDY) == ["trajectories", "curves"]
     (study / "trajectories.csv").unlink()
-    assert long_tables.missing(STUDY, study.parent)
+    assert missing(STUDY, study.parent)
     (study / "trajectories.parquet").write_bytes(packed)
-    assert not long_tables.missing(STUDY, study.parent)
+    assert not missing(STUDY, study.parent)
     for again in render(STUDY, study.parent, tmp_path / "again"):
         assert again.read_bytes() == (study.parent / "figures" / again.name).read_bytes()
     (study / "trajectories.parquet").write_bytes(packed[:-9])
