@@ -63,13 +63,13 @@ regression: venv ## compare a ci run with results/reference/ci
 reference: venv ## write results/reference/SCALE from the results of SCALE
 	@$(PIPELINE) all
 	@$(KEEP)
-	@$(KEEP) --study window_ablation --runs
+	@$(KEEP) --study window_ablation
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
 
 .PHONY: keep
 keep: venv ## write STUDY, its figures and its runs to results/reference/SCALE, to be committed
 	@$(PIPELINE) '$(STUDY)' $(ARGS)
-	@$(KEEP) --study '$(STUDY)' --runs
+	@$(KEEP) --study '$(STUDY)'
 
 .PHONY: keep-claims
 keep-claims: venv ## judge the claims by what is kept in results/reference/SCALE, and write that beside it

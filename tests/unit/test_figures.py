@@ -22,16 +22,11 @@ from matplotlib.text import Text
 
 from edgc.config import methods
 from edgc.errors import UserError
+from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, missing
 from experiments.pages import pictures
 from experiments.spec import matrix
-from experiments.verdicts import long_tables
 from paper_figures import (
-    BENCHMARKS,
-    FIGURES,
-    INPUTS,
-    OPTIONAL,
     break_even,
-    caption,
     hero,
     inputs,
     learning_curves,
@@ -317,19 +312,8 @@ def test_families_are_fixed_and_distinct() -> None:
     looks = list(style.FAMILIES.values())
     assert len({look.colour for look in looks}) == len(looks)
     assert len({look.marker for look in looks}) == len(looks)
-    expected = {
-        "none-s1": "none",
-        "powersgd_r8": "powersgd",
-        "EDGC (CQM)": "edgc",
-        "edgc_released": "released",
-    }
-    expected |= {
-        "top-k": "topk",
-        "randomk_1": "randomk",
-        "int8": "quantize",
-        "optimus": "selective",
-        "?": "other",
-    }
+    expected = {"none-s1": "none", "powersgd_r8": "powersgd", "EDGC (CQM)": "edgc", "edgc_released": "released"}
+    expected |= {"top-k": "topk", "randomk_1": "randomk", "int8": "quantize", "optimus": "selective", "?": "other"}
     assert {name: style.family(name).key for name in expected} == expected
     assert style.family("edgc", "released").key == "released"
 
@@ -392,9 +376,9 @@ def test_settings_without_tables_are_named_in_place_of_being_drawn(tables: Path,
     finally:
         plt.close(fig)
     assert set(OPTIONAL["policies_settings"]) < set(INPUTS["policies_settings"])
-    assert not long_tables.missing("policies_settings", found)
+    assert not missing("policies_settings", found)
     (found / "policies").unlink()
-    assert long_tables.missing("policies_settings", found)
+    assert missing("policies_settings", found)
     with pytest.raises(UserError, match="study policies is missing"):
         draw("policies_settings", found)
 
@@ -444,7 +428,7 @@ def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
     for table in (table for tables in INPUTS.values() for table in tables):
         study, _, file = table.partition("/")
         assert file in matrix.load_study(study).tables, table
-    code = "import sys, paper_figures; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, experiments.common.figures; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 
 
@@ -455,14 +439,14 @@ def test_all_draws_what_has_its_tables_and_names_the_rest(
     (scale / "rank_sweep").mkdir(parents=True)
     for table in INPUTS["rank_sweep"]:
         (scale / table).write_bytes((tables / table).read_bytes())
-    main("all", scale)
+    main(["all"], scale)
     said = capsys.readouterr()
     assert {path.stem for path in (scale / "figures").iterdir()} == {"rank_sweep"}
     assert "left out methods: no methods/table.csv, methods/summary.csv" in said.err
     assert said.err.count("left out") == len(FIGURES) - 1
     (scale / "rank_sweep" / "table.csv").write_text("", encoding="utf-8")  # damaged is not missing
     with pytest.raises(SystemExit) as stop:
-        main("all", scale)
+        main(["all"], scale)
     assert stop.value.code == 2
 
 
@@ -471,6 +455,6 @@ def test_bad_input_is_one_line(tables: Path, tmp_path: Path, capsys: pytest.Capt
         render("method", tables, tmp_path)
     (tmp_path / "ci").mkdir()
     with pytest.raises(SystemExit) as stop:
-        main("methods", tmp_path / "ci")
+        main(["methods"], tmp_path / "ci")
     assert stop.value.code == 2
     assert "snakemake -c2 methods" in capsys.readouterr().err

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments.common.figures import FIGURES
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
-from paper_figures import FIGURES
 from tests.workflow.checkout_copy import ROOT, Checkout
 from workflows.targets import check_targets, targets
 

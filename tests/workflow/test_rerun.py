@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.figures import FIGURES, MODULES
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
-from paper_figures import FIGURES, MODULES
 from tests.integration.launching import ENDS_WITHIN_SECONDS
 from tests.workflow.checkout_copy import Checkout
 from workflows.jobs import is_launcher, marked
