@@ -88,7 +88,7 @@ def cells(full: np.ndarray, samples: np.ndarray, alphas: Sequence[float] = ALPHA
             if alpha == PAPER_ALPHA and count >= BASE_WINDOWS:
                 base = rows[-1]
     if base is not None:
-        rows += [_extrapolate(base, count) for count in EXTRAPOLATED if count > base["samples"]]
+        rows += [extrapolate(base, count) for count in EXTRAPOLATED if count > base["samples"]]
     return rows
 
 
@@ -108,7 +108,7 @@ def measure(full: np.ndarray, samples: np.ndarray, window: int, step: int) -> tu
     return cc, float(means.var(ddof=1)), float(error)
 
 
-def _extrapolate(base: dict[str, Any], samples: int) -> dict[str, Any]:
+def extrapolate(base: dict[str, Any], samples: int) -> dict[str, Any]:
     """The row of a window of ``samples`` samples by the model of this module's head, from the row of a measured one."""
     alpha, spread, error = base["alpha"], base["spread_nats"] ** 2, base["error_nats"] ** 2
     noise = alpha / (1 - alpha)  # of E, in the mean of all iterations of the window

@@ -37,13 +37,12 @@ from paper_figures import (
     texts,
 )
 from paper_figures.__main__ import draw, main, render
-from tests.unit import synthetic_runs as synthetic
 
 TRAINED = (
     "entropy_trend",
     "methods",
     "policies",
-    *synthetic.SETTINGS_OF_POLICIES,
+    *(f"policies_{name}" for name in ("bert", "four_replicas", "late", "long", "two_stages")),
     "moe",
     "rank_sweep",
     "rank_model",
@@ -54,15 +53,10 @@ OURS = tuple(name for name, studies in FIGURES.items() if set(studies) <= set(TR
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def without_runs(folder: str, entries: list[str]) -> list[str]:
-    """The run folders among ``entries``, for :func:`shutil.copytree` to leave out."""
-    return [name for name in entries if (Path(folder) / name / "run.yaml").is_file()]
-
-
 @pytest.fixture(scope="module")
-def tables(synthetic_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a scale with tables but without any run folder."""
-    return Path(shutil.copytree(synthetic_results, tmp_path_factory.mktemp("tables") / "ci", ignore=without_runs))
+def tables(kept_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a scale with kept tables."""
+    return Path(shutil.copytree(kept_tables, tmp_path_factory.mktemp("tables") / "ci"))
 
 
 def data_panels(fig: Figure) -> list[Axes]:
