@@ -63,13 +63,13 @@ regression: venv ## compare a ci run with results/reference/ci
 reference: venv ## write results/reference/SCALE from the results of SCALE
 	@$(PIPELINE) all
 	@$(KEEP)
-	@$(KEEP) --study window_ablation --runs
+	@$(KEEP) --study window_ablation
 	@install -D -m 644 '$(RESULTS)/$(SCALE)/figures/methods.png' results/reference/$(SCALE)/figures/methods.png
 
 .PHONY: keep
 keep: venv ## write STUDY, its figures and its runs to results/reference/SCALE, to be committed
 	@$(PIPELINE) '$(STUDY)' $(ARGS)
-	@$(KEEP) --study '$(STUDY)' --runs
+	@$(KEEP) --study '$(STUDY)'
 
 .PHONY: keep-claims
 keep-claims: venv ## judge the claims by what is kept in results/reference/SCALE, and write that beside it
@@ -85,11 +85,7 @@ restore: venv ## put the runs of STUDY that are kept back into results, where th
 	@$(PIPELINE) texts
 	@$(PY) -m experiments.verdicts.archive --scale $(SCALE) --results $(RESULTS) --study '$(STUDY)'
 
-# Not part of `reproduce`: 87 runs, more than an hour at ci scale; 12 runs; 21 runs.
-.PHONY: equal-bytes
-equal-bytes: ## compare all compressors at equal bytes and write that to results/reference/SCALE
-	@$(MAKE) keep STUDY=equal_bytes
-
+# Not part of `reproduce`: 12 runs; 21 runs.
 .PHONY: optimus-cc
 optimus-cc: ## compare Optimus-CC and its parts and write that to results/reference/SCALE
 	@$(MAKE) keep STUDY=optimus_cc

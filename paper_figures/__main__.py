@@ -1,4 +1,4 @@
-"""``python -m paper_figures NAME --results results/ci --out results/ci/figures``: draw one figure, or ``all``."""
+"""``python -m paper_figures NAME... --results results/ci --out results/ci/figures``: draw figures, or ``all``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 
 from edgc.errors import UserError, nearest
 from experiments.common.cli import main_guard
+from experiments.common.figures import BENCHMARKS, FIGURES, MODULES, missing
 from experiments.common.files import place_of_output
-from paper_figures import BENCHMARKS, FIGURES, INPUTS, MODULES, OPTIONAL, inputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,25 +41,19 @@ def render(name: str, results: Path, out: Path) -> list[Path]:
 
 @main_guard
 def main(
-    name: Annotated[str, typer.Argument(help=f"all (of a scale), or one of: {', '.join(KNOWN)}")],
+    names: Annotated[list[str], typer.Argument(help=f"all (of a scale), or some of: {', '.join(KNOWN)}")],
     results: Annotated[Path, typer.Option(help="folder of one scale")] = Path("results/ci"),
     out: Annotated[
         Path | None, typer.Option(help="folder of the figures; default: RESULTS/figures, of kept results in build")
     ] = None,
 ) -> None:
-    """Draw one figure, or all of a scale, from the tables that are there."""
-    lacking = {one: missing(one, results) for one in FIGURES} if name == "all" else {name: []}
-    for one, tables in lacking.items():
+    """Draw figures, or all of a scale, from the tables that are there."""
+    lacking = {name: missing(name, results) for name in FIGURES} if names == ["all"] else {name: [] for name in names}
+    for name, tables in lacking.items():
         if tables and not all(lacking.values()):  # where no figure has its tables, the first one says which it lacks
-            print(f"left out {one}: no {', '.join(tables)}", file=sys.stderr)
+            print(f"left out {name}: no {', '.join(tables)}", file=sys.stderr)
             continue
-        print("  ".join(str(path) for path in render(one, results, out or place_of_output(results) / "figures")))
-
-
-def missing(name: str, results: Path) -> list[str]:
-    """The tables without which a figure of a scale cannot be drawn and that are not under ``results``."""
-    needed = [table for table in INPUTS[name] if table not in OPTIONAL[name]]
-    return [table for table in needed if not inputs.there(results, table)]
+        print("  ".join(str(path) for path in render(name, results, out or place_of_output(results) / "figures")))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ def draw(results: Path) -> Figure:
     """A panel per layout: error of the prediction (%) against the measured seconds; slower links are darker."""
     paths = [results / "steps.csv", *results.glob("pipeline.csv")]
     table = pd.concat(
-        [inputs.read_benchmark(path, "predicted steps", "bench-steps (root only)") for path in paths],
-        ignore_index=True,
+        [inputs.read_benchmark(path, "predicted steps", "bench-steps (root only)") for path in paths], ignore_index=True
     )
     steps = table[table["used"] == "validation"]
     layouts = list(dict.fromkeys(steps["layout"]))

@@ -19,12 +19,7 @@ since each replica keeps its batch; a mixture of experts gains less, since token
 slow link between sites gains most. bf16, int8 and int4 of every entry need no low rank. Bandwidths at which
 1, 5 and 16.13 % are saved: ``break_even/break_even.csv``."""
 STUDY = "break_even"
-LABELS = {
-    "bf16": "bf16",
-    "int8": "int8",
-    "int4": "int4",
-    "edgc": "EDGC, mean rank",
-}
+LABELS = {"bf16": "bf16", "int8": "int8", "int4": "int4", "edgc": "EDGC, mean rank"}
 
 
 def label(method: str) -> str:

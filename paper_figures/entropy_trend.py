@@ -51,11 +51,7 @@ def draw(results: Path) -> Figure:
             ax.set_xlabel("iteration")
     for ax, text in zip(
         grid[:, 0],
-        (
-            "change of entropy\nsince first probe (nats)",
-            "log σ (σ in units of\nthe gradient)",
-            "gradient norm (L2)",
-        ),
+        ("change of entropy\nsince first probe (nats)", "log σ (σ in units of\nthe gradient)", "gradient norm (L2)"),
         strict=True,
     ):
         ax.set_ylabel(text)
@@ -119,12 +115,7 @@ def clipping(ax: Axes, rows: pd.DataFrame) -> None:
     mean = rows.groupby("iteration")[["grad_norm", "grad_norm_clipped"]].mean()
     ax.plot(mean.index, mean["grad_norm"], color="#000000", linewidth=0.7, label="before clipping")
     ax.plot(
-        mean.index,
-        mean["grad_norm_clipped"],
-        color="#D55E00",
-        linewidth=0.9,
-        linestyle="--",
-        label="after clipping",
+        mean.index, mean["grad_norm_clipped"], color="#D55E00", linewidth=0.9, linestyle="--", label="after clipping"
     )
     ax.set_yscale("log")
     style.plain(ax.yaxis)

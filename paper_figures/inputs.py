@@ -23,13 +23,6 @@ def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
     return written_tables.read(found)
 
 
-def there(results: Path, table: str) -> bool:
-    """Whether ``study/table.csv`` is under ``results``, as CSV or as Parquet."""
-    from experiments.common import written_tables
-
-    return written_tables.kept(results / table) is not None
-
-
 def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:
     """One table of a benchmark, in which "none" is a name, or ``UserError`` with the target that makes it."""
     import pandas as pd

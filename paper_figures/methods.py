@@ -59,13 +59,7 @@ def draw(results: Path) -> Figure:
     texts.title_legend(fig, *style.handles(ax), seen(shown, spoken), columnspacing=1.0)
     beyond = shown[~shown["variant"].isin(near["variant"])]
     said = (blank(shown), off_the_scale(beyond), lost(runs), texts.untested(runs))
-    texts.annotate(
-        fig,
-        list(shown["n_ok"]),
-        bars="bars: 95 % t interval, dots: runs",
-        scale=results.name,
-        extra=said,
-    )
+    texts.annotate(fig, list(shown["n_ok"]), bars="bars: 95 % t interval, dots: runs", scale=results.name, extra=said)
     others = near[(near["method"] == "powersgd") & ~near["variant"].isin(spoken["variant"])]
     by_rank = [(row, rank_of(runs, row)) for _, row in others.iterrows()]
     names.write(ax, near, [*((row, row["label"]) for _, row in spoken.iterrows()), *by_rank])

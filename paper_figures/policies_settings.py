@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.common.written_tables import kept
 from paper_figures import inputs, style, texts
 from paper_figures.edgc_course import course
 from paper_figures.hero import SAME, SEEDS
@@ -77,7 +78,7 @@ def draw(results: Path) -> Figure:
 
 def there(results: Path, study: str) -> bool:
     """Whether all tables of a setting are under ``results``."""
-    return all(inputs.there(results, table) for table in TABLES if table.startswith(f"{study}/"))
+    return all(kept(results / table) for table in TABLES if table.startswith(f"{study}/"))
 
 
 def chosen(found: pd.DataFrame) -> pd.DataFrame:

@@ -18,16 +18,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from paper_figures.families import (
-    ARCHITECTURES,
-    ESTIMATORS,
-    FAMILIES,
-    MARKERS,
-    Family,
-    family,
-    look,
-    stage_colours,
-)
+from paper_figures.families import ARCHITECTURES, ESTIMATORS, FAMILIES, MARKERS, Family, family, look, stage_colours
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,7 +18,7 @@ FILES = ("claims.csv", "report.html", "regression.csv", "runs.csv")
 
 def targets() -> list[str]:
     """The named targets: every study, every figure of several studies, and what the Snakefile names beside them."""
-    from paper_figures import FIGURES
+    from experiments.common.figures import FIGURES
 
     named = NAMED_RULE.findall((ROOT / "Snakefile").read_text(encoding="utf-8"))
     joint = [name for name, studies in FIGURES.items() if len(set(studies)) > 1]
@@ -46,7 +46,7 @@ def check_studies(broken: Mapping[str, UserError], wanted: Sequence[str]) -> Non
     """
     if not broken:
         return
-    from paper_figures import FIGURES
+    from experiments.common.figures import FIGURES
 
     everything, asked = not wanted, set[str]()
     for target in wanted:
@@ -76,6 +76,8 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path, others: Colle
     """
     known = targets()
     for name in wanted:
+        for part in {*Path(name).parts, Path(name).stem}:
+            matrix.check_not_frozen(part)
         if "/" not in name and not Path(name).suffix:
             if name not in known and name not in others:
                 raise UserError(f"unknown target {name!r}", where="the command line", fix=nearest(name, known))
@@ -86,7 +88,7 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path, others: Colle
 
 
 def _check_path(path: Path, parts: tuple[str, ...], scale: str) -> None:
-    from paper_figures import FIGURES  # reads the files of all figures, one of which may be wrong
+    from experiments.common.figures import FIGURES  # reads the files of all figures, one of which may be wrong
 
     where = "the command line"
     studies = matrix.studies()

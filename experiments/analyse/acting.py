@@ -28,10 +28,10 @@ def acting(run: Run) -> dict[str, Any]:
     """
     if run.policy is None or isinstance(run.edgc, GivenConfig):
         return dict.fromkeys(COLUMNS)
-    return of_decisions(run.decisions, run.edgc.window, run.iterations)
+    return decisions_acting(run.decisions, run.edgc.window, run.iterations)
 
 
-def of_decisions(decisions: Iterable[Mapping[str, Any]], window: int, iterations: int) -> dict[str, Any]:
+def decisions_acting(decisions: Iterable[Mapping[str, Any]], window: int, iterations: int) -> dict[str, Any]:
     """The same of the decisions of a run of so many iterations, those inside a window left out."""
     windows = window_decisions(decisions, window, before=iterations)
     rows = [[as_float(rank) for rank in event.get("ranks") or []] for event in windows]

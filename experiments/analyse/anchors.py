@@ -8,21 +8,21 @@ assumed here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edgc.config import EDGCConfig
 from edgc.control.adaptive import make_controller
 from edgc.control.policies.cqm import CQMConfig
 from edgc.measurement.report import Report
-from experiments.analyse.acting import of_decisions
+from experiments.analyse.acting import decisions_acting
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.tables import identity
 from experiments.spec.transformer import layer_matrices
 
-KINDS = ("entropy_layers", "entropy_embeddings", "embedding_share", "entropy_error")
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 """Of a run, at which warm-up may end; the paper's is 0.1."""
+DECISION = ("iteration", "phase", "ranks", "r_min", "r_max", "target")
 
 
 def anchors(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
@@ -39,7 +39,7 @@ def anchors(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         for parameters, shapes in matrices(run).items():
             windows = [(int(event["iteration"]), *entropy(event, parameters)) for event in run.decisions]
             for share in SHARES:
-                if windows and round(share * run.iterations, 6) >= windows[0][0]:
+                if round(share * run.iterations, 6) >= windows[0][0]:
                     about = identity(run) | {"parameters": parameters, "warm_up_share": share}
                     yield about | replay(run, shapes, windows, share)
 
@@ -53,34 +53,30 @@ def matrices(run: Run) -> dict[str, list[tuple[int, int]]]:
     return {"layers": layers, "all": [*layers, (words, width), (int(model["sequence_length"]), width)]}
 
 
-def entropy(event: dict[str, Any], parameters: str) -> tuple[float, float]:
-    """Of stage 0 in the window that a decision ended, in nats, and its standard error."""
-    layers, embeddings, share, error = (as_float((event.get(key) or [None])[0]) for key in KINDS)
-    value = layers if parameters == "layers" else (1 - share) * layers + share * embeddings
-    return value, error
+def entropy(event: Mapping[str, Any], parameters: str) -> tuple[float, float]:
+    """Entropy of stage 0 in the window that a decision ended, in nats, and its standard error."""
+    keys = ("entropy_layers", "entropy_embeddings", "embedding_share", "entropy_error")
+    layers, embeddings, share, error = (as_float((event.get(key) or [None])[0]) for key in keys)
+    return layers if parameters == "layers" else (1 - share) * layers + share * embeddings, error
 
 
 def replay(
     run: Run, shapes: list[tuple[int, int]], windows: Sequence[tuple[int, float, float]], share: float
 ) -> dict[str, Any]:
     """The ranks of one controller whose warm-up ends at ``share`` of the run."""
-    assert isinstance(run.edgc, CQMConfig)
     limits = {key: run.decisions[-1][key] for key in ("r_min", "r_max")}  # which may have been searched
     ends = {"warmup_fraction": share, "warmup_limit_fraction": share, "stability_tolerance": 1e9}
-    config = CQMConfig.from_dict(EDGCConfig.usable(run.edgc.to_dict() | ends | limits | {"alignment": "off"}))
+    config = EDGCConfig.from_dict(EDGCConfig.usable(run.edgc.to_dict() | ends | limits | {"alignment": "off"}))
     controller = make_controller(config, [shapes], run.iterations)
-    decisions = []
-    for iteration, value, error in windows:
-        made = controller.observe(iteration, Report((value,), entropy_error=(error,), loss=math.nan))
-        if made is not None:
-            about = {name: getattr(made, name) for name in ("iteration", "phase", "ranks", "r_min", "r_max", "target")}
-            decisions.append(about)
-    targets = [made["target"] for made in decisions if made["target"] is not None]
-    ended = next((made["iteration"] for made in decisions if made["phase"] == "active"), math.nan)
+    reports = [(at, Report((value,), entropy_error=(error,), loss=math.nan)) for at, value, error in windows]
+    answers = [decision for at, report in reports if (decision := controller.observe(at, report)) is not None]
+    decisions = [{name: getattr(decision, name) for name in DECISION} for decision in answers]
+    targets = [decision["target"] for decision in decisions if decision["target"] is not None]
+    active = [decision for decision in decisions if decision["phase"] == "active"]
     return {
-        "warm_up_ended": ended,
+        "warm_up_ended": active[0]["iteration"] if active else math.nan,
         "target_low": min(targets, default=math.nan),
         "target_high": max(targets, default=math.nan),
-        **of_decisions(decisions, config.window, run.iterations),
-        "ranks_stage0": ">".join(str(made["ranks"][0]) for made in decisions if made["phase"] == "active"),
+        **decisions_acting(decisions, config.window, run.iterations),
+        "ranks_stage0": ">".join(str(decision["ranks"][0]) for decision in active),
     }

@@ -16,7 +16,7 @@ those of the run at hand: the extrapolation says what more samples do to this co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,37 +47,29 @@ def table(runs: Iterable[Run]) -> pd.DataFrame:
     sampled at the most iterations is taken, and of several the first. ``beta`` is the share of the entries in each
     sample, 1 where the run did not sample at every iteration and full entropies stand for the samples.
     """
-    rows = [row for run in one_per_seed(runs) for row in of_run(run)]
-    return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def one_per_seed(runs: Iterable[Run]) -> list[Run]:
-    """Finished runs with the full entropy, the one that sampled at the most iterations of each seed."""
     best: dict[int, Run] = {}
     for run in runs:
-        if not run.ok or run.policy is None or run.stages["entropy_full"].isna().all():
-            continue
-        held = best.get(run.seed)
-        if held is None or run.edgc.entropy.iteration_rate > held.edgc.entropy.iteration_rate:
-            best[run.seed] = run
-    return [best[seed] for seed in sorted(best)]
+        if run.ok and run.policy is not None and run.stages["entropy_full"].notna().any():
+            chosen = best.setdefault(run.seed, run)
+            if run.edgc.entropy.iteration_rate > chosen.edgc.entropy.iteration_rate:
+                best[run.seed] = run
+    return pd.DataFrame([row for seed in sorted(best) for row in _run_rows(best[seed])], columns=COLUMNS)
 
 
-def of_run(run: Run) -> list[dict[str, Any]]:
-    entropy, rows = run.edgc.entropy, []
+def _run_rows(run: Run) -> Iterator[dict[str, Any]]:
+    entropy = run.edgc.entropy
     every = entropy.iteration_rate == 1
     about = identity(run) | {"beta": float(entropy.entry_rate) if every else 1.0}
     for stage, frame in run.stages.sort_values("iteration").groupby("stage"):
         frame = frame.dropna(subset=["entropy_full", "entropy"] if every else ["entropy_full"])
-        full, sampled = frame["entropy_full"], frame["entropy" if every else "entropy_full"]
         for span in SPANS:
-            part = frame["iteration"] >= (first_compressed(run) if span == SPANS[0] else 0)
-            found = cells(full[part].to_numpy(), sampled[part].to_numpy())
-            rows += [about | {"stage": int(stage), "span": span} | row for row in found]
-    return rows
+            part = frame[frame["iteration"] >= (first_compressed(run) if span == SPANS[0] else 0)]
+            full, samples = part["entropy_full"], part["entropy" if every else "entropy_full"]
+            for row in cells(full.to_numpy(), samples.to_numpy()):
+                yield about | {"stage": int(stage), "span": span} | row
 
 
-def cells(full: np.ndarray, sampled: np.ndarray, alphas: Sequence[float] = ALPHAS) -> list[dict[str, Any]]:
+def cells(full: np.ndarray, samples: np.ndarray, alphas: Sequence[float] = ALPHAS) -> list[dict[str, Any]]:
     """Every window and alpha that this course of entropies (nats; both of shape (iterations,)) has enough windows for,
     and at the paper's alpha the extrapolation from the longest window of which there are enough for s and V.
 
@@ -85,38 +77,33 @@ def cells(full: np.ndarray, sampled: np.ndarray, alphas: Sequence[float] = ALPHA
     """
     rows, base = [], None
     for alpha in alphas:
+        step = round(1 / alpha)
         for window in WINDOWS:
             count = len(full) // window
-            if count < LEAST_WINDOWS or window % round(1 / alpha):
+            if count < LEAST_WINDOWS or window % step:
                 continue
-            cc, spread, error = measure(full, sampled, window, round(1 / alpha))
-            row = cell(window, alpha, round(window * alpha), count, MEASURED, cc, window, spread, error)
-            rows.append(row)
+            cc, spread, error = measure(full, samples, window, step)
+            about = {"window": window, "alpha": alpha, "samples": round(window * alpha), "kind": MEASURED}
+            rows.append(about | {"windows": count, "from_window": window, "cc": cc} | _model(spread, error))
             if alpha == PAPER_ALPHA and count >= BASE_WINDOWS:
-                base = row
+                base = rows[-1]
     if base is not None:
-        rows += [extrapolate(base, samples) for samples in EXTRAPOLATED if samples > base["samples"]]
+        rows += [extrapolate(base, count) for count in EXTRAPOLATED if count > base["samples"]]
     return rows
 
 
-def cell(
-    window: int, alpha: float, samples: int, windows: int, kind: str, cc: float, of: int, spread: float, error: float
-) -> dict[str, Any]:
-    """One row; variances in nats squared, written as standard deviations."""
-    model = math.sqrt(spread / (spread + error)) if spread + error > 0 else math.nan
-    return {
-        "window": window, "alpha": alpha, "samples": samples, "kind": kind,
-        "windows": windows, "from_window": of, "cc": cc, "cc_model": model,
-        "spread_nats": math.sqrt(spread), "error_nats": math.sqrt(error),
-    }  # fmt: skip
+def _model(spread: float, error: float) -> dict[str, float]:
+    """CC by the model of this module's head from V and E (nats squared), and these as standard deviations."""
+    cc = math.sqrt(spread / (spread + error)) if spread + error > 0 else math.nan
+    return {"cc_model": cc, "spread_nats": math.sqrt(spread), "error_nats": math.sqrt(error)}
 
 
-def measure(full: np.ndarray, sampled: np.ndarray, window: int, step: int) -> tuple[float, float, float]:
+def measure(full: np.ndarray, samples: np.ndarray, window: int, step: int) -> tuple[float, float, float]:
     """CC of the windows when every ``step``-th iteration is sampled, V, and E, in nats squared."""
     count = len(full) // window
     means = full[: count * window].reshape(count, window).mean(axis=1)
-    starts = sampled[: count * window].reshape(count, window // step, step).mean(axis=1)  # a column per start
-    cc = fisher_mean([pearson(starts[:, start], means) for start in range(step)])
+    starts = samples[: count * window].reshape(count, window // step, step).mean(axis=1)  # a column per start
+    cc = combined(pearson(starts[:, start], means) for start in range(step))["mean"]
     error = (starts - means[:, None]).var(axis=0, ddof=1).mean()
     return cc, float(means.var(ddof=1)), float(error)
 
@@ -125,32 +112,25 @@ def extrapolate(base: dict[str, Any], samples: int) -> dict[str, Any]:
     """The row of a window of ``samples`` samples by the model of this module's head, from the row of a measured one."""
     alpha, spread, error = base["alpha"], base["spread_nats"] ** 2, base["error_nats"] ** 2
     noise = alpha / (1 - alpha)  # of E, in the mean of all iterations of the window
-    there = error * base["samples"] / samples
-    course = max(spread - noise * error, 0.0) + noise * there
-    row = cell(
-        round(samples / alpha), alpha, samples, base["windows"], EXTRAPOLATION, math.nan, base["window"], course, there
-    )
-    return row | {"cc": row["cc_model"]}
-
-
-def fisher_mean(values: Sequence[float]) -> float:
-    return combined(values)["mean"]
+    smaller = error * base["samples"] / samples
+    model = _model(max(spread - noise * error, 0.0) + noise * smaller, smaller)
+    about = {"window": round(samples / alpha), "alpha": alpha, "samples": samples, "kind": EXTRAPOLATION}
+    return base | about | {"cc": model["cc_model"]} | model
 
 
 def combined(values: Iterable[float]) -> dict[str, float]:
     """n, mean and the 95 % t interval (``low``, ``high``) of correlations, taken over Fisher's z."""
     limit = 1 - 1e-12  # equal series have z = infinity
-    found = interval([math.atanh(min(max(cc, -limit), limit)) for cc in values])
-    return {"n": found["n"]} | {key: math.tanh(found[key]) for key in ("mean", "low", "high")}
+    over = interval([math.atanh(min(max(cc, -limit), limit)) for cc in values])
+    return {"n": over["n"]} | {key: math.tanh(over[key]) for key in ("mean", "low", "high")}
 
 
 def summary(rows: pd.DataFrame, more: Sequence[str] = ()) -> pd.DataFrame:
     """Per cell, and per value of the columns ``more``, the mean of CC over seeds and its interval."""
-    by = [*more, *CELL]
-    found = []
+    by, means = [*more, *CELL], []
     for key, group in rows.groupby(by, sort=False):
         over = combined(group["cc"])
         about = dict(zip(by, key, strict=True)) | {"n": over["n"], "windows": int(group["windows"].min())}
-        model = combined(group["cc_model"])["mean"]
-        found.append(about | {f"cc_{name}": over[name] for name in ("mean", "low", "high")} | {"cc_model_mean": model})
-    return pd.DataFrame(found, columns=[*by, "n", "windows", "cc_mean", "cc_low", "cc_high", "cc_model_mean"])
+        about |= {f"cc_{name}": over[name] for name in ("mean", "low", "high")}
+        means.append(about | {"cc_model_mean": combined(group["cc_model"])["mean"]})
+    return pd.DataFrame(means, columns=[*by, "n", "windows", "cc_mean", "cc_low", "cc_high", "cc_model_mean"])

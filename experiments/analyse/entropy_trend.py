@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson, slope, thin
-from experiments.analyse.tables import summarise, together, with_identity, write_tables
+from experiments.analyse.tables import summarise, together, with_identity
 from experiments.analyse.trend import ESTIMATORS, describe, steep_end
 
 RESULTS = ("table.csv", "summary.csv", "moments.csv", "moments_summary.csv")
@@ -30,17 +27,17 @@ ALL = "<all>"
 LAYERS = "<layers>"  # the matrices of the transformer layers alone, without embeddings and head
 LAYER_GROUPS = ("qkv", "projection", "fc1", "fc2")
 # First match wins; Megatron-Core parameter names.
-GROUPS = (
-    ("qkv", "linear_qkv"),
-    ("projection", "linear_proj"),
-    ("fc1", "linear_fc1"),
-    ("fc2", "linear_fc2"),
-    ("embedding", "word_embeddings"),
-    ("position", "position_embeddings"),
-    ("head", "output_layer"),
-    ("head", "lm_head"),
-    ("norm", "norm"),
-)
+GROUPS = {
+    "linear_qkv": "qkv",
+    "linear_proj": "projection",
+    "linear_fc1": "fc1",
+    "linear_fc2": "fc2",
+    "word_embeddings": "embedding",
+    "position_embeddings": "position",
+    "output_layer": "head",
+    "lm_head": "head",
+    "norm": "norm",
+}
 NORMAL = 0.5 * np.log(2 * np.pi * np.e)  # entropy of a normal distribution minus log sigma, nats
 WARM_UP = 0.1  # share of the run after which EDGC may compress: CQM takes its reference there
 SHAPE_COLUMNS = ("sigma", "log_sigma", "skewness", "excess_kurtosis", "zero_fraction", "near_zero",
@@ -50,67 +47,59 @@ TREND_COLUMNS = ("start", "minimum", "iteration_minimum", "end")  # summarised o
 MOMENT_COLUMNS = ("near_zero_start", "near_zero_end", "excess_kurtosis_min", "excess_kurtosis_max",
                   "excess_kurtosis_start", "excess_kurtosis_end", "correlation_layers_early",
                   "correlation_layers_late", "correlation_previous_early", "correlation_previous_late")  # fmt: skip
+LINK = ("form_offset_start", "form_offset_end", "link_error_early", "link_error_late")
 
 
-def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write the tables of the study.
-
-    ``table.csv``: entropy per run, group and estimator. ``moments.csv``: the rest per run and group. ``summary.csv``
-    and ``moments_summary.csv``: the same over seeds. ``trend.csv``: everything per probe and group. ``parameters.csv``:
-    log sigma per probe and parameter. ``norms.csv``: gradient norm per step.
-    """
+def tables(runs: list[Run]) -> dict[str, pd.DataFrame]:
+    """``table``: entropy per run, group and estimator. ``moments``: the rest per run and group. ``summary`` and
+    ``moments_summary``: the same over seeds. ``trend``: everything per probe and group. ``parameters``: log sigma per
+    probe and parameter. ``norms``: gradient norm per step."""
     names = ("moments", "trend", "parameters", "norms", "table")
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in names}
     for run in runs:
-        label = partial(with_identity, run, architecture=run.architecture)
-        probes = grouped(run.tensors)
-        frames["norms"].append(label(norms(run)))
-        if probes.empty:
-            # A run without probes keeps its row, so that a failure shows.
-            frames["table"].append(label(pd.DataFrame([{"estimator": "", "group": ALL, "verdict": "no probes"}])))
-            frames["moments"].append(label(pd.DataFrame([{"group": ALL}])))
-            continue
-        trend = trajectories(probes)
-        parameters = probes[probes["group"] != MODEL]
-        kept = ["iteration", "stage", "parameter", "group", "numel", "log_sigma"]
-        frames["trend"].append(label(trend))
-        frames["parameters"].append(label(parameters[kept]))
-        frames["table"].append(label(entropies(trend, parameters)))
-        frames["moments"].append(label(moments(trend, run)))
-    tables = {name: together(found) for name, found in frames.items()}
-    tables["summary"] = over_seeds(tables["table"], ("estimator", "group"), TREND_COLUMNS, "verdict")
-    tables["moments_summary"] = over_seeds(tables["moments"], ("group",), MOMENT_COLUMNS, "centring")
-    tables["curves"] = methods.curves(runs)
-    return write_tables(out, tables)
+        probes, norms = grouped(run.tensors), run.steps[["iteration", "grad_norm", "grad_norm_clipped"]]
+        rows = {"norms": norms.iloc[thin(len(norms))]}
+        if probes.empty:  # a run without probes keeps its row, so that a failure shows
+            rows["table"] = pd.DataFrame([{"estimator": "", "group": ALL, "verdict": "no probes"}])
+            rows["moments"] = pd.DataFrame([{"group": ALL}])
+        else:
+            trend, parameters = trajectories(probes), probes[probes["group"] != MODEL]
+            columns = ["iteration", "stage", "parameter", "group", "numel", "log_sigma"]
+            rows |= {"trend": trend, "parameters": parameters[columns]}
+            rows |= {"table": entropies(trend, parameters), "moments": moments(trend, run)}
+        for name, frame in rows.items():
+            frames[name].append(with_identity(run, frame, architecture=run.architecture))
+    found = {name: together(parts) for name, parts in frames.items()}
+    found["summary"] = over_seeds(found["table"], ("estimator", "group"), TREND_COLUMNS, "verdict")
+    found["moments_summary"] = over_seeds(found["moments"], ("group",), MOMENT_COLUMNS, "centring")
+    return found
 
 
 def over_seeds(table: pd.DataFrame, keys: Sequence[str], columns: Sequence[str], word: str) -> pd.DataFrame:
     """Per variant and ``keys`` the mean and range of ``columns``, and what ``word`` says in how many of the seeds."""
     by = [*IDENTITY, *keys]
     known = table.reindex(columns=[*by, "status", *columns, word])
-    said = known.groupby(by, sort=False, dropna=False)[word].agg(words)
-    return summarise(known, columns, by).merge(said.reset_index(), on=by)
+    verdicts = known.groupby(by, sort=False, dropna=False)[word].agg(words)
+    return summarise(known, columns, by).merge(verdicts.reset_index(), on=by)
 
 
-def words(found: pd.Series) -> str:
+def words(verdicts: pd.Series) -> str:
     """``falls (2), rises (1)``; one word alone where all agree."""
-    counts = Counter(found.dropna())
+    counts = Counter(verdicts.dropna())
     return next(iter(counts), "") if len(counts) < 2 else "; ".join(f"{word} ({n})" for word, n in counts.items())
 
 
 def group_of(parameter: str) -> str:
     """The group of a Megatron parameter name."""
-    if parameter == MODEL:
-        return MODEL
-    return next((group for group, word in GROUPS if word in parameter), "other")
+    return MODEL if parameter == MODEL else next((g for word, g in GROUPS.items() if word in parameter), "other")
 
 
 def grouped(tensors: pd.DataFrame) -> pd.DataFrame:
     """Probe rows with their group; every column that any table uses exists (nan where not recorded)."""
     if tensors.empty:
         return tensors
-    wanted = [f"{kind}_{name}" for name in ESTIMATORS for kind in ("entropy", "sampled")] + list(SHAPE_COLUMNS)
-    frame = tensors.assign(**{name: np.nan for name in wanted if name not in tensors})
+    columns = [f"{kind}_{name}" for name in ESTIMATORS for kind in ("entropy", "sampled")] + list(SHAPE_COLUMNS)
+    frame = tensors.assign(**{name: np.nan for name in columns if name not in tensors})
     frame["group"] = [group_of(str(name)) for name in frame["parameter"]]
     if "stage" not in frame:
         frame["stage"] = 0
@@ -121,11 +110,9 @@ def trajectories(probes: pd.DataFrame) -> pd.DataFrame:
     """One row per probe and group: size-weighted means over the parameters, missing values left out of the mean."""
     values = [name for name in probes.columns if name.startswith(("entropy_", "sampled_"))]
     values += [name for name in SHAPE_COLUMNS if name not in values]
-    layers = probes["group"].isin(LAYER_GROUPS)
-    parts = [("", probes), (ALL, probes[probes["group"] != MODEL]), (LAYERS, probes[layers])]
+    overall, layers = probes["group"] != MODEL, probes["group"].isin(LAYER_GROUPS)
     frames = []
-    for name, part in parts:
-        part = part.assign(group=name) if name else part
+    for part in (probes, probes[overall].assign(group=ALL), probes[layers].assign(group=LAYERS)):
         keys = [part["iteration"], part["group"]]
         columns = {"parameters": part.groupby(keys)["parameter"].nunique()}
         for value in values:
@@ -139,38 +126,29 @@ def trajectories(probes: pd.DataFrame) -> pd.DataFrame:
 
 def entropies(trend: pd.DataFrame, parameters: pd.DataFrame) -> pd.DataFrame:
     """One row per estimator and group: the trend's description, verdict, and sampled against full."""
-    rows = []
     overall = trend[trend["group"] == ALL]
     end_of_steep = steep_end(overall["iteration"], overall["log_sigma"])
-    shares = fallen(parameters, end_of_steep)
+    shares, rows = fallen(parameters, end_of_steep), []
     for estimator in ESTIMATORS:
         for group, frame in trend.groupby("group", sort=True):
             full, sampled = frame[f"entropy_{estimator}"], frame[f"sampled_{estimator}"]
-            if full.notna().sum() == 0:
-                continue
-            difference = (sampled - full).dropna()
-            rows.append(
-                {"estimator": estimator, "group": group, "parameters": int(frame["parameters"].max())}
-                | describe(frame["iteration"], full)
-                | {
-                    "correlation_log_sigma": pearson(full, frame["log_sigma"]),
-                    "sampled_cc": pearson(sampled, full),
-                    "sampled_bias_nats": float(difference.mean()),
-                    "sampled_mean_abs_difference_nats": float(difference.abs().mean()),
-                    "steep_end_log_sigma": end_of_steep,
-                    "share_log_sigma_fell_after": shares.get(str(group), np.nan),
-                }
-            )
+            if full.notna().any():
+                difference = (sampled - full).dropna()
+                rows.append(
+                    {"estimator": estimator, "group": group, "parameters": int(frame["parameters"].max())}
+                    | describe(frame["iteration"], full)
+                    | {"correlation_log_sigma": pearson(full, frame["log_sigma"]), "sampled_cc": pearson(sampled, full)}
+                    | {"sampled_bias_nats": float(difference.mean())}
+                    | {"sampled_mean_abs_difference_nats": float(difference.abs().mean())}
+                    | {"steep_end_log_sigma": end_of_steep}
+                    | {"share_log_sigma_fell_after": shares.get(str(group), np.nan)}
+                )
     return pd.DataFrame(rows)
 
 
 def fallen(parameters: pd.DataFrame, start: float) -> dict[str, float]:
-    """Per group (and ``<all>``): share of the parameters whose log sigma is lower at the end than when the
-    steep phase ends.
-
-    "At the end" is the mean over the last three probes and "when it ends" the mean over the three probes from
-    there on.
-    """
+    """Per group (and ``<all>``): share of the parameters whose log sigma is lower at the end (mean of the last three
+    probes) than when the steep phase ends (of the three probes from ``start`` on)."""
     verdicts: dict[str, list[bool]] = {}
     for (_, _, group), frame in parameters.groupby(["stage", "parameter", "group"]):
         frame = frame.sort_values("iteration")
@@ -180,25 +158,22 @@ def fallen(parameters: pd.DataFrame, start: float) -> dict[str, float]:
             fell = bool(after.iloc[-k:].mean() < after.iloc[:k].mean())
             for name in (str(group), ALL, MODEL, *([LAYERS] if group in LAYER_GROUPS else [])):
                 verdicts.setdefault(name, []).append(fell)
-    return {name: sum(found) / len(found) for name, found in verdicts.items()}
+    return {name: sum(falls) / len(falls) for name, falls in verdicts.items()}
 
 
 def moments(trend: pd.DataFrame, run: Run) -> pd.DataFrame:
     """One row per group: zero-centring, shape of the distribution, correlations between matrices, clipping."""
     steps = run.steps
     clipped = steps["grad_norm_clipped"] < steps["grad_norm"] * (1 - 1e-6)
-    clipping = {
-        "grad_norm_median": float(steps["grad_norm"].median()),
-        "grad_norm_clipped_median": float(steps["grad_norm_clipped"].median()),
-        "share_of_steps_clipped": float(clipped.mean()) if len(steps) else np.nan,
-    }
+    clipping = {f"{name}_median": float(steps[name].median()) for name in ("grad_norm", "grad_norm_clipped")}
+    clipping["share_of_steps_clipped"] = float(clipped.mean()) if len(steps) else np.nan
     rows = []
     for group, frame in trend.groupby("group", sort=True):
-        third = max(1, len(frame) // 3)
-        near, per_100 = frame["near_zero"], 100 * slope(frame["iteration"], frame["near_zero"])
+        third, near = max(1, len(frame) // 3), frame["near_zero"]
         start, end = near.iloc[0], near.iloc[-3:].mean()
         row: dict[str, Any] = {"group": group, "probes": len(frame), "near_zero_start": start, "near_zero_end": end}
-        row |= {"near_zero_slope_per_100": per_100, "centring": centring(start, end)}
+        row["near_zero_slope_per_100"] = 100 * slope(frame["iteration"], near)
+        row["centring"] = centring(start, end)
         for name in ("skewness", "excess_kurtosis"):
             row |= {f"{name}_min": frame[name].min(), f"{name}_max": frame[name].max()}
             row |= {f"{name}_start": frame[name].iloc[0], f"{name}_end": frame[name].iloc[-1]}
@@ -209,36 +184,26 @@ def moments(trend: pd.DataFrame, run: Run) -> pd.DataFrame:
 
 
 def link(iterations: pd.Series, form: pd.Series) -> dict[str, float]:
-    """How wrong the Gaussian link between entropy and sigma is, in nats.
+    """Error of the Gaussian link between entropy and sigma, in nats.
 
     CQM takes exp(H - H0) for sigma / sigma0, which holds where ``form``, H - log sigma, does not change: the
     distribution may have any form as long as it keeps it. ``form_offset`` is its distance from that of a normal
     distribution; ``link_error_*`` the largest change of it against the reference at the end of warm-up (a tenth of the
     run), before the reference and after it.
     """
-    names = ("form_offset_start", "form_offset_end", "link_error_early", "link_error_late")
-    known = pd.DataFrame({"at": iterations, "form": form}).dropna()
+    known = form.set_axis(iterations).dropna()
     if known.empty:
-        return dict.fromkeys(names, np.nan)
-    start = WARM_UP * known["at"].max()
-    late = known[known["at"] >= start]
-    change = (known["form"] - late["form"].iloc[0]).abs()
-    offset = known["form"] - NORMAL
-    values = offset.iloc[0], offset.iloc[-1], change[known["at"] < start].max(), change[late.index].max()
-    return dict(zip(names, map(float, values), strict=True))
+        return dict.fromkeys(LINK, np.nan)
+    early = known.index < WARM_UP * known.index.max()
+    change, offset = (known - known[~early].iloc[0]).abs(), known - NORMAL
+    values = offset.iloc[0], offset.iloc[-1], change[early].max(), change[~early].max()
+    return dict(zip(LINK, map(float, values), strict=True))
 
 
 def centring(start: float, end: float) -> str:
-    """Whether the share of entries near zero grew: by a tenth at least, and by 0.001 in absolute terms."""
+    """Verdict on the share of entries near zero: changes below a tenth, or below 0.001, count as none."""
     if not (np.isfinite(start) and np.isfinite(end)):
         return ""
-    change = end - start
-    if abs(change) <= max(0.001, 0.1 * start):
+    if abs(end - start) <= max(0.001, 0.1 * start):
         return "unchanged"
-    return "more near zero" if change > 0 else "fewer near zero"
-
-
-def norms(run: Run) -> pd.DataFrame:
-    """Gradient norm before and after clipping per step, thinned."""
-    steps = run.steps[["iteration", "grad_norm", "grad_norm_clipped"]]
-    return steps.iloc[thin(len(steps))]
+    return "more near zero" if end > start else "fewer near zero"

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from edgc.control.rank_model import StageModel, next_rank
-from experiments.analyse import methods
 from experiments.analyse.acting import acting
 from experiments.analyse.entropy_trend import LAYER_GROUPS, MODEL, WARM_UP, group_of
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import pearson
 from experiments.analyse.tables import (
     identity,
+    method_columns,
     result,
     summarise,
     together,
     uncompressed_losses,
     with_identity,
-    write_tables,
 )
 
 RESULTS = ("table.csv", "summary.csv", "experts.csv", "spread.csv", "fit.csv")
@@ -35,48 +33,34 @@ DETAILS = ("curves.csv",)
 WINDOW = 20  # iterations, that of EDGC at ci scale
 RANK = 16  # at the reference
 PLACE = re.compile(r"layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?")
-VALUES = ("entropy", "log_sigma", "gradient_norm", "tokens")
 SUMMARISED = ("validation_perplexity", "gap_nats", "bytes_ratio", "bytes_ratio_bf16", "expert_share", "mean_rank")
 
 
-def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write the tables of the study.
-
-    ``table.csv``: a row per run, ``summary.csv``: per variant. ``experts.csv``: entropy, log sigma, gradient norm and
-    tokens per matrix and window. ``spread.csv``: how far matrices of one kind lie apart, per window. ``fit.csv``: per
-    matrix, how its entropy follows the stage's, and which rank CQM would give it. ``curves.csv``: the learning curves.
-    """
+def tables(runs: list[Run]) -> dict[str, Any]:
+    """``table``: a row per run, ``summary``: per variant. ``experts``: entropy, log sigma, gradient norm and tokens per
+    matrix and window. ``spread``: how far matrices of one kind lie apart, per window. ``fit``: per matrix, how its
+    entropy follows the stage's, and which rank CQM would give it."""
     baseline = uncompressed_losses(runs)
-    table = pd.DataFrame([row(run, baseline) for run in runs])
-    summary = summarise(table, SUMMARISED, ("variant", "label", "compress_experts"))
+    table = pd.DataFrame([_row(run, baseline) for run in runs])
     frames: dict[str, list[pd.DataFrame]] = {"experts": [], "spread": [], "fit": []}
     for run in runs:
         probes = placed(run.tensors)
-        if probes.empty:
-            continue
-        found = windows(probes)
-        for name, frame in (("experts", found), ("spread", spread(found)), ("fit", fit(probes, run))):
-            frames[name].append(with_identity(run, frame))
-    tables = {"table": table, "summary": summary, "curves": methods.curves(runs)}
-    return write_tables(out, tables | {name: together(of) for name, of in frames.items()})
+        if not probes.empty:
+            experts = windows(probes)
+            for name, frame in (("experts", experts), ("spread", spread(experts)), ("fit", fit(probes, run))):
+                frames[name].append(with_identity(run, frame))
+    summary = summarise(table, SUMMARISED, ("variant", "label", "compress_experts"))
+    return {"table": table, "summary": summary} | {name: together(parts) for name, parts in frames.items()}
 
 
-def row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:
+def _row(run: Run, baseline: dict[int, float]) -> dict[str, Any]:
     """One run; ``expert_share`` is the experts' part of the bytes that were sent."""
     experts = float(run.stages["expert_bytes"].sum(skipna=False))
-    sent = {
-        "expert_bytes_total": experts if run.events.get("step") else np.nan,
-        "expert_share": experts / run.number("bytes_total") if experts else np.nan,
-        "error": run.summary.get("error"),
-    }
-    return (
-        identity(run)
-        | {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
-        | {name: getattr(run.edgc, name, None) for name in ("factor_dtype", "one_sided", "compress_experts")}
-        | result(run, baseline)
-        | acting(run)
-        | sent
-    )
+    row = identity(run) | method_columns(run, ("factor_dtype", "one_sided", "compress_experts"))
+    row |= result(run, baseline) | acting(run)
+    row["expert_bytes_total"] = experts if run.events.get("step") else np.nan
+    row["expert_share"] = experts / run.number("bytes_total") if experts else np.nan
+    return row | {"error": run.summary.get("error")}
 
 
 def placed(tensors: pd.DataFrame) -> pd.DataFrame:
@@ -84,11 +68,11 @@ def placed(tensors: pd.DataFrame) -> pd.DataFrame:
     if tensors.empty:
         return tensors
     frame = tensors[tensors["parameter"] != MODEL].rename(columns={"entropy_histogram": "entropy"})
-    found = [PLACE.search(str(name)) for name in frame["parameter"]]
+    places = [PLACE.search(str(name)) for name in frame["parameter"]]
     frame = frame.assign(
         tokens=frame.get("tokens", np.nan),
-        layer=[int(place[1]) if place else -1 for place in found],
-        expert=[float(place[2]) if place and place[2] else np.nan for place in found],
+        layer=[int(place[1]) if place else -1 for place in places],
+        expert=[float(place[2]) if place and place[2] else np.nan for place in places],
         kind=[group_of(str(name)) for name in frame["parameter"]],
     )
     return frame.sort_values(["stage", "parameter", "iteration"], ignore_index=True)
@@ -97,28 +81,25 @@ def placed(tensors: pd.DataFrame) -> pd.DataFrame:
 def windows(probes: pd.DataFrame) -> pd.DataFrame:
     """Means of each matrix over each window; ``window`` is the window's last iteration."""
     layers = probes[probes["kind"].isin(LAYER_GROUPS)]
-    window = -(-layers["iteration"] // WINDOW) * WINDOW
-    keys = ["stage", "layer", "kind", "expert", "window"]
-    means = layers.assign(window=window).groupby(keys, dropna=False)[list(VALUES)].mean()
-    return means.reset_index()
+    layers = layers.assign(window=-(-layers["iteration"] // WINDOW) * WINDOW)
+    means = layers.groupby(["stage", "layer", "kind", "expert", "window"], dropna=False)
+    return means[["entropy", "log_sigma", "gradient_norm", "tokens"]].mean().reset_index()
 
 
-def spread(found: pd.DataFrame) -> pd.DataFrame:
+def spread(experts: pd.DataFrame) -> pd.DataFrame:
     """Standard deviation of the entropy (nats) and the ratio of largest to smallest sigma, per window and kind.
 
     ``between``: ``experts`` of one layer (mean over the layers), or ``layers`` (of the mean over a layer's experts).
     """
     rows: list[dict[str, Any]] = []
-    for (window, kind), frame in found.groupby(["window", "kind"]):
+    for (window, kind), frame in experts.groupby(["window", "kind"]):
         by_layer = frame.groupby(["stage", "layer"])
-        sets: dict[str, list[pd.DataFrame]] = {"layers": [by_layer[["entropy", "log_sigma"]].mean()]}
-        if frame["expert"].notna().any():
-            sets["experts"] = [part for _, part in by_layer]
-        for between, parts in sorted(sets.items()):
-            spreads = [part["entropy"].std(ddof=1) for part in parts]
-            ranges = [float(np.exp(np.ptp(part["log_sigma"]))) for part in parts]
+        sets = {"experts": [part for _, part in by_layer]} if frame["expert"].notna().any() else {}
+        for between, parts in (sets | {"layers": [by_layer[["entropy", "log_sigma"]].mean()]}).items():
+            deviations = [part["entropy"].std(ddof=1) for part in parts]
+            ratios = [float(np.exp(np.ptp(part["log_sigma"]))) for part in parts]
             about = {"window": window, "kind": kind, "between": between, "matrices": len(parts[0])}
-            rows.append(about | {"sd_nats": float(np.mean(spreads)), "sigma_ratio": float(np.mean(ranges))})
+            rows.append(about | {"sd_nats": float(np.mean(deviations)), "sigma_ratio": float(np.mean(ratios))})
     return pd.DataFrame(rows)
 
 
@@ -128,39 +109,28 @@ def fit(probes: pd.DataFrame, run: Run) -> pd.DataFrame:
 
     The rank at the reference is ``RANK``; no limits and no rounding, so that differences show.
     """
-    hidden = int(run.config["model"]["hidden"])
-    rows = []
-    for stage, whole in probes.groupby("stage"):
-        entropy = whole.pivot(index="iteration", columns="parameter", values="entropy")
-        size = whole.groupby("parameter")["numel"].first()
-        start = WARM_UP * run.iterations
-        entropy = entropy[entropy.index > start]
+    hidden, rows = int(run.config["model"]["hidden"]), []
+    for stage, stage_probes in probes.groupby("stage"):
+        entropy = stage_probes.pivot(index="iteration", columns="parameter", values="entropy")
+        entropy = entropy[entropy.index > WARM_UP * run.iterations]
+        size = stage_probes.groupby("parameter")["numel"].first()
         overall = (entropy * size).sum(axis=1) / size.sum()
         shapes = {str(name): (hidden, int(n) // hidden) for name, n in size.items()}
-        stage_rank = asked(overall, list(shapes.values()))
-        about = whole.groupby("parameter")[["layer", "expert", "kind"]].first()
-        for name in (str(n) for n in about.index if about.loc[n, "kind"] in LAYER_GROUPS):
-            own = entropy[name]
-            row = {"stage": stage, **about.loc[name].to_dict(), "correlation_stage": pearson(own, overall)}
-            row |= {"change_nats": moved(own), "stage_change_nats": moved(overall)}
-            row |= {"offset_nats": float((own - overall).mean())}
-            rows.append(row | {"cqm_rank": asked(own, [shapes[name]]), "stage_cqm_rank": stage_rank})
+        change, rank = _by_cqm(overall, list(shapes.values()))
+        about = stage_probes.groupby("parameter")[["layer", "expert", "kind"]].first()
+        for name, place in about[about["kind"].isin(LAYER_GROUPS)].iterrows():
+            matrix_change, matrix_rank = _by_cqm(entropy[name], [shapes[str(name)]])
+            rows.append(
+                {"stage": stage, **place.to_dict(), "correlation_stage": pearson(entropy[name], overall)}
+                | {"change_nats": matrix_change, "stage_change_nats": change}
+                | {"offset_nats": float((entropy[name] - overall).mean())}
+                | {"cqm_rank": matrix_rank, "stage_cqm_rank": rank}
+            )
     return pd.DataFrame(rows).sort_values(["stage", "kind", "layer", "expert"], ignore_index=True)
 
 
-def ends(entropy: pd.Series) -> tuple[float, float]:
-    """Means of the first and of the last window."""
+def _by_cqm(entropy: pd.Series, shapes: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Change of the entropy from the first window to the last, nats, and the real rank that CQM gives for it."""
     at = entropy.index.to_numpy()
-    first, last = entropy[at < at[0] + WINDOW], entropy[at > at[-1] - WINDOW]
-    return float(first.mean()), float(last.mean())
-
-
-def moved(entropy: pd.Series) -> float:
-    """From the first window to the last."""
-    first, last = ends(entropy)
-    return last - first
-
-
-def asked(entropy: pd.Series, shapes: Sequence[tuple[int, int]]) -> float:
-    """The real rank that CQM gives matrices of ``shapes`` in the last window."""
-    return next_rank(StageModel(shapes), RANK, *ends(entropy))
+    first, last = entropy[at < at[0] + WINDOW].mean(), entropy[at > at[-1] - WINDOW].mean()
+    return float(last - first), next_rank(StageModel(shapes), RANK, float(first), float(last))

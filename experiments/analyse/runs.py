@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,12 @@ from edgc.errors import UserError
 from experiments.training import outputs
 
 FILES = (*outputs.NAMES, "tensors.parquet", "spectra.parquet", "sampling.parquet")  # what the analysis reads
+STEP = ("iteration", "loss", "perplexity", "lr", "grad_norm", "grad_norm_clipped", "bytes", "seconds")
+STAGE = (
+    "iteration", "stage", "rank", "entropy", "entropy_full", "bytes", "worker_error", "mean_error",
+    "error_feedback_ratio", "expert_bytes", "pipeline_bytes", "pipeline_bytes_dense", "pipeline_relative_error",
+    "seconds_compress", "seconds_communicate", "seconds_decompress", "seconds_entropy",
+)  # fmt: skip
 
 
 @dataclass
@@ -69,13 +75,19 @@ class Run:
 
     @property
     def plain(self) -> bool:
-        """Whether it trains as without EDGC: nothing compressed between replicas or stages, all reduced as usual."""
+        """Training as without EDGC: nothing compressed between replicas or stages, all reduced as usual."""
         other = self.setting("pipeline.rank") is not None or self.setting("fused_embedding", False)
         return self.method == "none" and not other
 
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def rank(self) -> float:
+        """The fixed rank; nan without one, and for the uncompressed run."""
+        value = self.setting("rank")
+        return float(value) if value is not None and self.method != "none" else math.nan
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A compression setting by dotted name, e.g. ``entropy.iteration_rate``."""
@@ -90,51 +102,35 @@ class Run:
 
     @cached_property
     def events(self) -> dict[str, list[dict[str, Any]]]:
-        """Events of ``metrics.jsonl`` by kind.
-
-        Raises:
-            UserError: the log is damaged.
-        """
-        found: dict[str, list[dict[str, Any]]] = {}
+        """Events of ``metrics.jsonl`` by kind; ``UserError`` where the log is damaged."""
+        events: dict[str, list[dict[str, Any]]] = {}
         for event in outputs.read_log(self.path, self.status):
-            found.setdefault(str(event["event"]), []).append(event)
-        return found
+            events.setdefault(str(event["event"]), []).append(event)
+        return events
 
     @cached_property
     def steps(self) -> pd.DataFrame:
         """One row per training step, without the stages."""
-        columns = ["iteration", "loss", "perplexity", "lr", "grad_norm", "grad_norm_clipped", "bytes", "seconds"]
-        rows = [{key: as_float(event.get(key)) for key in columns} for event in self.events.get("step", [])]
-        return pd.DataFrame(rows, columns=columns)
+        return _numbers(self.events.get("step", []), STEP)
 
     @cached_property
     def stages(self) -> pd.DataFrame:
         """One row per step and pipeline stage; ``rank`` is nan where the stage was sent uncompressed, ``mean_error``
         except at window ends."""
-        columns = [
-            "stage", "rank", "entropy", "entropy_full", "bytes", "worker_error", "mean_error",
-            "error_feedback_ratio", "expert_bytes", "pipeline_bytes", "pipeline_bytes_dense",
-            "pipeline_relative_error"
-        ]  # fmt: skip
-        columns += [f"seconds_{kind}" for kind in ("compress", "communicate", "decompress", "entropy")]
-        rows = []
-        for event in self.events.get("step", []):
-            for stage in event.get("stages") or []:
-                values = {key: as_float(stage.get(key)) for key in columns}
-                # What runs before that name said was the worker's.
-                values["worker_error"] = as_float(stage.get("worker_error", stage.get("relative_error")))
-                rows.append({"iteration": as_float(event.get("iteration")), **values})
-        return pd.DataFrame(rows, columns=["iteration", *columns])
+        rows = [
+            # Runs from before `worker_error` was named so have it as `relative_error`.
+            {"iteration": event.get("iteration"), "worker_error": stage.get("relative_error")} | stage
+            for event in self.events.get("step", [])
+            for stage in event.get("stages") or []
+        ]
+        return _numbers(rows, STAGE)
 
     @cached_property
     def evaluations(self) -> pd.DataFrame:
-        columns = ["iteration", "loss", "perplexity"]
-        rows = [
-            {key: as_float(event.get(key)) for key in columns}
-            for event in self.events.get("eval", [])
-            if event.get("split", "validation") == "validation"
-        ]
-        return pd.DataFrame(rows, columns=columns)
+        """Iteration, loss and perplexity of every evaluation on validation text."""
+        events = self.events.get("eval", [])
+        rows = [event for event in events if event.get("split", "validation") == "validation"]
+        return _numbers(rows, ("iteration", "loss", "perplexity"))
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
@@ -165,6 +161,10 @@ class Run:
             raise outputs.damaged(path, "is cut short or altered") from None
 
 
+def _numbers(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    return pd.DataFrame([{key: as_float(row.get(key)) for key in columns} for row in rows], columns=list(columns))
+
+
 def as_float(value: object) -> float:
     """A finite float, or nan for None, text and infinities."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -173,16 +173,11 @@ def as_float(value: object) -> float:
 
 
 def load_run(path: Path) -> Run:
-    """One run folder.
-
-    Raises:
-        UserError: a file of it is missing or damaged.
-    """
+    """One run folder; ``UserError`` where a file of it is missing or damaged."""
     status = outputs.read_status(path)
     recorded = status != outputs.UNFINISHED and outputs.check(path, FILES)
     config = outputs.read_settings(path)
-    summary = outputs.read_summary(path, status)
-    run = Run(path, status, {**config, **(config.get("config") or {})}, summary)
+    run = Run(path, status, {**config, **(config.get("config") or {})}, outputs.read_summary(path, status))
     if not recorded:
         _ = run.events  # of a folder without checksums the whole log has to be read
     return run
@@ -201,6 +196,6 @@ def load_runs(folder: Path, names: Sequence[str] | None = None) -> list[Run]:
         names = sorted({path.parent.name for name in outputs.NAMES for path in folder.glob(f"*/{name}")})
     missing = [name for name in names if not (folder / name).is_dir()]
     if missing or not names:
-        what = f"{len(missing)} of {len(names)} runs missing, first {missing[0]}" if missing else "no run folder"
-        raise UserError(what, where=folder, fix=fix)
+        problem = f"{len(missing)} of {len(names)} runs missing, first {missing[0]}" if missing else "no run folder"
+        raise UserError(problem, where=folder, fix=fix)
     return [load_run(folder / name) for name in names]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from edgc.config import EDGCConfig
-from experiments.analyse import correlation, methods, sampling_grid
+from experiments.analyse import correlation, sampling_grid
 from experiments.analyse.runs import Run
-from experiments.analyse.tables import identity, result, summarise, write_tables
-from experiments.analyse.windows import active_decisions, decision_columns, differ, fidelity
+from experiments.analyse.tables import identity, result, summarise
+from experiments.analyse.windows import decision_columns, differ, fidelity, policy_decisions, ranks
 
 RESULTS = ("table.csv", "summary.csv", "timings.csv", "timings_summary.csv", "grid.csv", "sampling_error.csv",
            "correlation_summary.csv")  # fmt: skip
@@ -24,48 +23,40 @@ KEYS = ["variant", "label", "alpha", "beta", "sampling", "estimator"]
 SKIPPED_STEPS = 5  # first calls allocate
 
 
-def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` and ``timings.csv`` (cost of the estimate) per run, ``summary.csv`` and
-    ``timings_summary.csv`` per setting; of runs that recorded every rule ``grid.csv``, ``sampling_error.csv``,
-    ``grid_timings.csv`` (:mod:`experiments.analyse.sampling_grid`) and ``correlation_summary.csv`` (per rule, over
-    seeds)."""
-    curves = methods.curves(runs)
+def tables(runs: list[Run]) -> dict[str, Any]:
+    """``table`` and ``timings`` (cost of the estimate) per run, ``summary`` and ``timings_summary`` per setting; of
+    runs that recorded every rule ``grid``, ``sampling_error`` and ``grid_timings``
+    (:mod:`experiments.analyse.sampling_grid`), and ``correlation_summary`` (per rule, over seeds)."""
     runs, gridded = [run for run in runs if run.method == "edgc"], [run for run in runs if len(run.samplings)]
-    full = {(run.seed, settings(run)["estimator"]): run for run in runs if is_full(run) and run.ok}
-    rows = [
-        identity(run)
-        | settings(run)
-        | fidelity(run, run.edgc.window)
-        | decision_columns(run)
-        | compare(run, full.get((run.seed, settings(run)["estimator"])))
-        | result(run)
-        for run in runs
-    ]
-    table = pd.DataFrame(rows)
-    timings = [identity(run) | settings(run) | cost(run) for run in runs]
-    whole = {key: cost(run)["seconds_entropy_mean"] for key, run in full.items()}
-    for row in timings:
-        base = whole.get((row["seed"], row["estimator"]), math.nan)
-        row["change_percent"] = 100 * (row["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan
-    rules = controller_of(runs)
-    found = [row for run in gridded for row in sampling_grid.correlations(run, rules)] if rules else []
-    tables = {
+    full = {(run.seed, run.edgc.entropy.estimator): run for run in runs if is_full(run) and run.ok}
+    rows, timings = [], []
+    for run in runs:
+        reference = full.get((run.seed, run.edgc.entropy.estimator))
+        about = identity(run) | settings(run)
+        decisions = decision_columns(run) | compare(run, reference)
+        rows.append(about | fidelity(run, run.edgc.window) | decisions | result(run))
+        seconds, base = cost(run), cost(reference)["seconds_entropy_mean"] if reference else math.nan
+        change = 100 * (seconds["seconds_entropy_mean"] / base - 1) if base > 0 else math.nan
+        timings.append(about | seconds | {"change_percent": change})
+    table, rules = pd.DataFrame(rows), controller_of(runs)
+    correlations = [row for run in gridded for row in sampling_grid.correlations(run, rules)] if rules else []
+    return {
         "table": table,
         "summary": summarise(table, SUMMARISED, KEYS),
         "timings": timings,
         "timings_summary": summarise(pd.DataFrame(timings), TIMED, KEYS),
         "grid": [row for run in gridded for row in sampling_grid.fidelity(run, rules)] if rules else [],
         "sampling_error": [row for run in gridded for row in sampling_grid.errors(run)],
-        "correlation_summary": correlation.summary(pd.DataFrame(found), sampling_grid.RULE) if found else [],
+        "correlation_summary": (
+            correlation.summary(pd.DataFrame(correlations), sampling_grid.RULE) if correlations else []
+        ),
         "grid_timings": [row for run in gridded for row in sampling_grid.cost(run)],
-        "curves": curves,
     }
-    return write_tables(out, tables)
 
 
 def controller_of(runs: list[Run]) -> EDGCConfig | None:
-    """What decides the ranks in the study: settings of the first run that reads everything, with the r_max that it
-    found; None if there is no such run."""
+    """Settings of the controller that decides the ranks in the study: those of the first run that reads everything,
+    with the r_max that it found; None if there is no such run."""
     for run in runs:
         r_max = decision_columns(run)["r_max"]
         if is_full(run) and math.isfinite(r_max):
@@ -82,7 +73,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def is_full(run: Run) -> bool:
-    return settings(run)["alpha"] == settings(run)["beta"] == 1
+    return bool(run.edgc.entropy.iteration_rate == run.edgc.entropy.entry_rate == 1)
 
 
 def compare(run: Run, reference: Run | None) -> dict[str, Any]:
@@ -91,14 +82,14 @@ def compare(run: Run, reference: Run | None) -> dict[str, Any]:
     A decision that only one of the two runs took counts as differing. Empty without such a run.
     """
     if reference is None:
-        return {"decisions_differing": math.nan, "decisions_compared": math.nan, "largest_rank_difference": math.nan}
-    mine, theirs = active_decisions(run), active_decisions(reference)
-    pairs = list(zip(mine, theirs, strict=False))
-    far = [abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=False) if math.isfinite(a - b)]
+        return dict.fromkeys(("decisions_differing", "decisions_compared", "largest_rank_difference"), math.nan)
+    decided, expected = ([ranks(event) for event in policy_decisions(r)] for r in (run, reference))
+    pairs = list(zip(decided, expected, strict=False))
+    distances = [abs(a - b) for row, other in pairs for a, b in zip(row, other, strict=False) if math.isfinite(a - b)]
     return {
-        "decisions_differing": sum(differ(one, other) for one, other in pairs) + abs(len(mine) - len(theirs)),
-        "decisions_compared": max(len(mine), len(theirs)),
-        "largest_rank_difference": max(far, default=math.nan),
+        "decisions_differing": sum(differ(*pair) for pair in pairs) + abs(len(decided) - len(expected)),
+        "decisions_compared": max(len(decided), len(expected)),
+        "largest_rank_difference": max(distances, default=math.nan),
     }
 
 
@@ -107,10 +98,8 @@ def cost(run: Run) -> dict[str, float]:
 
     Stages measure at the same time, so the slowest counts; iterations that the sampler skips count as zero.
     """
-    stages = run.stages[run.stages["iteration"] > SKIPPED_STEPS]
-    steps = run.steps[run.steps["iteration"] > SKIPPED_STEPS]
+    stages, steps = (frame[frame["iteration"] > SKIPPED_STEPS] for frame in (run.stages, run.steps))
     per_step = stages.fillna({"seconds_entropy": 0.0}).groupby("iteration")["seconds_entropy"].max()
-    mean = float(per_step.mean()) if len(per_step) else math.nan
-    step = float(steps["seconds"].mean()) if len(steps) else math.nan
-    return {"steps": len(steps), "seconds_entropy_mean": mean, "seconds_step_mean": step,
-            "share_of_step": mean / step if step > 0 else math.nan}  # fmt: skip
+    mean, step = float(per_step.mean()), float(steps["seconds"].mean())
+    share = mean / step if step > 0 else math.nan
+    return {"steps": len(steps), "seconds_entropy_mean": mean, "seconds_step_mean": step, "share_of_step": share}

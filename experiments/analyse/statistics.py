@@ -48,8 +48,8 @@ def interval(values: Iterable[float]) -> dict[str, float]:
     sd = float(x.std(ddof=1)) if x.size > 1 else math.nan
     half = float(stats.t.ppf(0.975, x.size - 1)) * sd / math.sqrt(x.size) if x.size > 1 else math.nan
     mean, least, most = float(x.mean()), float(x.min()), float(x.max())
-    found = (mean, sd, least, most, mean - half, mean + half)
-    return {"n": int(x.size)} | dict(zip((*SPREAD, *LIMITS), found, strict=True))
+    values = (mean, sd, least, most, mean - half, mean + half)
+    return {"n": int(x.size)} | dict(zip((*SPREAD, *LIMITS), values, strict=True))
 
 
 def thin(count: int, keep: Iterable[int] = ()) -> list[int]:
@@ -65,3 +65,8 @@ def quartiles(values: pd.Series) -> dict[str, float]:
     x = values.dropna()
     low, mid, high = np.percentile(x, (25, 50, 75)) if len(x) else (math.nan,) * 3
     return {"median": float(mid), "q1": float(low), "q3": float(high)}
+
+
+def root_mean_square(values: pd.Series) -> float:
+    """Root of the mean square of the finite values; nan without any."""
+    return float(np.sqrt((values.dropna().to_numpy(dtype=float) ** 2).mean())) if values.notna().any() else math.nan

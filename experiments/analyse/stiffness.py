@@ -27,6 +27,8 @@ STEP = 1e-4  # nats, of the numerical derivative
 POINTS = 101  # of a curve
 LEAST_WINDOWS = 3
 
+Shape = tuple[int, int]
+
 
 def stiffness(runs: Sequence[Run], reference: float) -> list[dict[str, Any]]:
     """A row per shape of the runs' matrices and of ``LARGE``, and rank.
@@ -36,31 +38,30 @@ def stiffness(runs: Sequence[Run], reference: float) -> list[dict[str, Any]]:
     the mean entropy of a window (:func:`noise`) and ``moved_nats`` how far it went over the run, both medians over
     finished runs and stages; the same in every row.
     """
-    fine = [run for run in runs if run.ok]
-    measured = [pair for run in fine for pair in noise(run)]
-    middle = np.median(measured, axis=0).tolist() if measured else [math.nan, math.nan]
-    measure = dict(zip(("noise_nats", "moved_nats"), middle, strict=True))
+    measured = [pair for run in runs if run.ok for pair in noise(run)] or [(math.nan, math.nan)]
+    noise_nats, moved_nats = np.median(measured, axis=0).tolist()
     rows = []
     for shape, count in [*_shapes(runs).items(), *((shape, 0) for shape in LARGE)]:
         p, large = min(shape), max(shape)
-        used = min(reference, p) if count else LARGE_RANK
-        ranks = {p * share for share in SHARES} | ({float(used)} if math.isfinite(used) else set())
-        for rank in sorted(ranks):
+        used = float(min(reference, p) if count else LARGE_RANK)
+        for rank in sorted({p * share for share in SHARES} | ({used} if math.isfinite(used) else set())):
             rate, saturation = per_nat(shape, rank), saturates(shape, rank)
-            row = {"rows": shape[0], "columns": shape[1], "matrices": count, "rank": rank, "in_use": rank == used}
-            row |= {"ranks_per_nat": rate, "limit_ranks_per_nat": 2 * p / (1 + math.sqrt(p / large)) ** 2}
-            row |= {"saturates_nats": saturation} | measure | {"noise_ranks": measure["noise_nats"] * rate}
-            rows.append(row | {"noise_over_saturation": measure["noise_nats"] / saturation})
+            rows.append(
+                {"rows": shape[0], "columns": shape[1], "matrices": count, "rank": rank, "in_use": rank == used}
+                | {"ranks_per_nat": rate, "limit_ranks_per_nat": 2 * p / (1 + math.sqrt(p / large)) ** 2}
+                | {"saturates_nats": saturation, "noise_nats": noise_nats, "moved_nats": moved_nats}
+                | {"noise_ranks": noise_nats * rate, "noise_over_saturation": noise_nats / saturation}
+            )
     return rows
 
 
-def per_nat(shape: tuple[int, int], rank: float) -> float:
+def per_nat(shape: Shape, rank: float) -> float:
     """Derivative of CQM's rank by the entropy, in ranks per nat."""
     stage = StageModel([shape])
     return (next_rank(stage, rank, 0.0, STEP) - next_rank(stage, rank, 0.0, -STEP)) / (2 * STEP)
 
 
-def saturates(shape: tuple[int, int], rank: float) -> float:
+def saturates(shape: Shape, rank: float) -> float:
     """Fall of the entropy (nats) at which CQM asks for ``LOWEST`` of ``rank``."""
     return math.log(error(*shape, LOWEST * rank) / error(*shape, rank))
 
@@ -72,24 +73,22 @@ def noise(run: Run) -> list[tuple[float, float]]:
     windows after warm-up. Second differences of the means are free of a linear trend; for independent noise their
     mean square is six times its variance. Stages with too few windows are left out.
     """
-    settings = run.edgc
-    window, sampler, frame = settings.window, Sampler(settings.entropy), run.stages
-    measured = frame["iteration"].astype(int).map(sampler.measures).astype(bool)
-    frame = frame[measured & frame["entropy_full"].notna()]
-    frame = frame.assign(window=(frame["iteration"].astype(int) - 1) // window)
+    settings, frame = run.edgc, run.stages.dropna(subset="entropy_full")
+    frame = frame[frame["iteration"].astype(int).map(Sampler(settings.entropy).measures).astype(bool)]
+    frame = frame.assign(window=(frame["iteration"].astype(int) - 1) // settings.window)
     # Of a run without compression: as EDGC would have it.
     warm_up = (settings if isinstance(settings, PolicyConfig) else PolicyConfig).warmup_fraction
-    whole = frame["window"].between(warm_up * run.iterations / window, run.iterations // window - 1)
-    found = []
-    for _, stage in frame[whole].groupby("stage"):
+    first, last = warm_up * run.iterations / settings.window, run.iterations // settings.window - 1
+    measured = []
+    for _, stage in frame[frame["window"].between(first, last)].groupby("stage"):
         means = stage.groupby("window")["entropy_full"].mean().to_numpy()
         if len(means) >= LEAST_WINDOWS:
             bends = np.diff(means, 2)
-            found.append((math.sqrt(float((bends**2).mean()) / 6), abs(float(means[-1] - means[0]))))
-    return found
+            measured.append((math.sqrt(float((bends**2).mean()) / 6), abs(float(means[-1] - means[0]))))
+    return measured
 
 
-def curves(runs: Sequence[Run], reference: float) -> pd.DataFrame:
+def rank_curves(runs: Sequence[Run], reference: float) -> pd.DataFrame:
     """CQM's rank against the change of entropy, for the commonest shape of the runs and the two of ``LARGE``.
 
     From the rank in use, or ``LARGE_RANK``; no limits and no rounding.
@@ -108,11 +107,10 @@ def curves(runs: Sequence[Run], reference: float) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["rows", "columns", "rank_start", "change_nats", "rank"])
 
 
-def _shapes(runs: Sequence[Run]) -> dict[tuple[int, int], int]:
+def _shapes(runs: Sequence[Run]) -> dict[Shape, int]:
     """Shapes of the probed matrices and how many of each the model has, large ones last."""
-    spectra = next((run.spectra for run in runs if not run.spectra.empty), pd.DataFrame())
-    if spectra.empty:
+    spectra = next((run.spectra for run in runs if not run.spectra.empty), None)
+    if spectra is None:
         return {}
-    matrices = spectra.drop_duplicates(["stage", "parameter"])
-    counts = matrices.groupby(["rows", "columns"]).size()
+    counts = spectra.drop_duplicates(["stage", "parameter"]).groupby(["rows", "columns"]).size()
     return {(int(m), int(n)): int(counts[m, n]) for m, n in sorted(counts.index, key=lambda s: s[0] * s[1])}

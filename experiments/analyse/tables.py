@@ -16,12 +16,18 @@ import pandas as pd
 from edgc.errors import UserError
 from experiments.analyse import equivalence
 from experiments.analyse.runs import Run, as_float
-from experiments.analyse.statistics import LIMITS, SPREAD, interval
+from experiments.analyse.statistics import LIMITS, SMOOTHING, SPREAD, interval, thin
 from experiments.common.acting import NOT_TESTED, acted
 from experiments.common.equivalence import loss_margin
 from experiments.common.written_tables import write_text
 
-FLOAT_FORMAT = "%.10g"
+GAP = "gap_nats"  # the one summarised column that is of differences paired by seed
+IDENTITY = ("variant", "label", "seed", "status")  # columns that every table of runs starts with
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """The columns that every per-run table starts with."""
+    return {name: getattr(run, name) for name in IDENTITY}
 
 
 def with_identity(run: Run, frame: pd.DataFrame, **more: Any) -> pd.DataFrame:
@@ -32,31 +38,24 @@ def with_identity(run: Run, frame: pd.DataFrame, **more: Any) -> pd.DataFrame:
 
 def together(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The rows of all frames; without any, an empty table of the identity's columns."""
-    empty = pd.DataFrame(columns=["variant", "label", "seed", "status"])
-    return pd.concat(frames, ignore_index=True) if frames else empty
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(IDENTITY))
 
 
-def identity(run: Run) -> dict[str, Any]:
-    """The columns that every per-run table starts with."""
-    return {"variant": run.variant, "label": run.label, "seed": run.seed, "status": run.status}
+def method_columns(run: Run, settings: Iterable[str] = ()) -> dict[str, Any]:
+    """Method, policy and rank of a run, and of its compression ``settings`` those that its method has."""
+    about = {"method": run.method, "policy": run.policy, "rank": run.setting("rank")}
+    return about | {name: getattr(run.edgc, name, None) for name in settings}
 
 
 def result(run: Run, baseline: Mapping[int, float] | None = None) -> dict[str, Any]:
     """Loss, bytes and rank columns of one run; ``baseline`` maps a seed to the uncompressed validation loss."""
-    loss = run.number("validation_loss")
-    row: dict[str, Any] = {
-        "iterations": run.summary.get("iterations"),
-        "validation_perplexity": run.number("validation_perplexity"),
-        "validation_loss": loss,
-        "train_loss": run.number("train_loss"),
-    }
+    row: dict[str, Any] = {"iterations": run.summary.get("iterations")}
+    row |= {key: run.number(key) for key in ("validation_perplexity", "validation_loss", "train_loss")}
     if baseline is not None:
-        row["gap_nats"] = loss - baseline.get(run.seed, math.nan)
+        row[GAP] = row["validation_loss"] - baseline.get(run.seed, math.nan)
     row |= {key: run.number(key) for key in ("bytes_total", "bytes_dense_total", "bytes_ratio")}
-    row["bytes_ratio_bf16"] = bf16_ratio(row["bytes_ratio"])
-    row["mean_rank"] = run.number("mean_rank")
-    row["final_ranks"] = ranks_text(run.summary.get("final_ranks"))
-    return row
+    ranks = {"mean_rank": run.number("mean_rank"), "final_ranks": ranks_text(run.summary.get("final_ranks"))}
+    return row | {"bytes_ratio_bf16": bf16_ratio(row["bytes_ratio"])} | ranks
 
 
 def uncompressed_losses(runs: Iterable[Run]) -> dict[int, float]:
@@ -67,9 +66,6 @@ def uncompressed_losses(runs: Iterable[Run]) -> dict[int, float]:
 def bf16_ratio(ratio: float) -> float:
     """Bytes as a share of a bf16 all-reduce of the same gradients, given the share of the fp32 one that runs send."""
     return 2 * ratio
-
-
-GAP = "gap_nats"  # the one summarised column that is of differences paired by seed
 
 
 def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = ("variant", "label")) -> pd.DataFrame:
@@ -83,24 +79,19 @@ def summarise(table: pd.DataFrame, columns: Sequence[str], by: Sequence[str] = (
     rows, margin = [], loss_margin()
     for key, group in table.groupby(list(by), sort=False, dropna=False):
         fine = group[group["status"] == "ok"]
-        row: dict[str, Any] = dict(zip(by, key, strict=True))
-        row |= {"n": len(group), "n_ok": len(fine)}
+        row: dict[str, Any] = dict(zip(by, key, strict=True)) | {"n": len(group), "n_ok": len(fine)}
         for column in columns:
-            found = interval(fine[column])
-            row |= {f"{column}_{name}": found[name] for name in SPREAD}
+            spread = interval(fine[column])
+            row |= {f"{column}_{name}": spread[name] for name in SPREAD}
             if column == GAP:
                 tested = equivalence.compare(fine[column].tolist(), margin)
-                row |= {f"{column}_{name}": found[name] for name in LIMITS}
-                row |= {f"{column}_p_equal": tested["p_equal"], "verdict": said(group, tested["verdict"])}
+                row |= {f"{column}_{name}": spread[name] for name in LIMITS}
+                idle = "acted" in group and acted(group) is False
+                verdict = NOT_TESTED if idle else tested["verdict"]
+                uncompressed = not group[GAP].fillna(1).any()
+                row |= {f"{column}_p_equal": tested["p_equal"], "verdict": "" if uncompressed else verdict}
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def said(runs: pd.DataFrame, verdict: str) -> str:
-    """The verdict on the gaps of a variant's runs, given what the test of them says."""
-    if not runs[GAP].fillna(1).any():
-        return ""  # the uncompressed runs themselves
-    return NOT_TESTED if "acted" in runs and acted(runs) is False else verdict
 
 
 def ranks_text(ranks: object) -> str:
@@ -110,19 +101,40 @@ def ranks_text(ranks: object) -> str:
     return "|".join("dense" if math.isnan(as_float(rank)) else f"{rank:g}" for rank in ranks)
 
 
-def write_tables(out: Path, tables: Mapping[str, pd.DataFrame | Sequence[Mapping[str, Any]]]) -> list[Path]:
-    """Write each table as ``<name>.csv`` to ``out``, in this order; returns their paths."""
-    for name, rows in tables.items():
-        write_table(out / f"{name}.csv", rows)
-    return [out / f"{name}.csv" for name in tables]
+def curves(runs: Sequence[Run]) -> pd.DataFrame:
+    """The learning curves of all runs, at least one: see :func:`curve`."""
+    return pd.concat([curve(run) for run in runs], ignore_index=True)
+
+
+def curve(run: Run) -> pd.DataFrame:
+    """Training loss (trailing mean), validation perplexity, bytes so far, and per stage the rank and the mean of the
+    entropies sampled in the last window's length (nats; empty without a policy), thinned."""
+    steps, stages = run.steps, run.stages
+    if steps.empty:
+        return pd.DataFrame(columns=[*IDENTITY, "iteration", "train_loss", "validation_perplexity", "bytes"])
+    frame = pd.DataFrame({"iteration": steps["iteration"]})
+    frame["train_loss"] = steps["loss"].rolling(SMOOTHING, min_periods=1).mean()
+    evaluations = run.evaluations.drop_duplicates("iteration", keep="last").set_index("iteration")
+    frame["validation_perplexity"] = frame["iteration"].map(evaluations["perplexity"])
+    frame["bytes"] = steps["bytes"].cumsum()
+    by_stage = {int(stage): rows.set_index("iteration") for stage, rows in stages.groupby("stage")}
+    for stage, rows in by_stage.items():
+        frame[f"rank_{stage}"] = frame["iteration"].map(rows["rank"])
+    for stage, rows in by_stage.items():
+        means = rows["entropy"].rolling(run.edgc.window, min_periods=1).mean() if run.policy else {}
+        frame[f"entropy_{stage}"] = frame["iteration"].map(means)
+    # Rank changes and evaluations are kept exactly, or a thinned curve would move them.
+    changed = frame.filter(like="rank_").fillna(-1).diff().abs().sum(axis=1) > 0
+    exact = frame.index[changed | frame["validation_perplexity"].notna()]
+    return with_identity(run, frame).iloc[thin(len(frame), exact)]
 
 
 def write_table(path: Path, rows: pd.DataFrame | Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Write a CSV whole or not at all, floats with ten significant digits; returns what was written."""
     frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
     try:
-        write_text(path, frame.to_csv(index=False, float_format=FLOAT_FORMAT, lineterminator="\n"))
+        write_text(path, frame.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
     except OSError as error:
-        what = f"cannot write the table: {error.strerror}"
-        raise UserError(what, where=path, fix="make the folder writable") from None
+        problem = f"cannot write the table: {error.strerror}"
+        raise UserError(problem, where=path, fix="make the folder writable") from None
     return frame

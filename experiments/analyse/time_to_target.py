@@ -16,19 +16,19 @@ import numpy as np
 import pandas as pd
 
 from experiments.analyse.runs import Run
-from experiments.analyse.tables import identity
+from experiments.analyse.tables import IDENTITY, identity
 
 SHARE = 0.9
 MEGABITS = (10.0, 100.0, 1000.0, 10000.0)
 KIND = "modelled network"
+COLUMNS = [*IDENTITY, "kind", "megabits", "target_loss", "iterations", "seconds", "of_uncompressed"]
 
 
 def table(runs: Sequence[Run]) -> pd.DataFrame:
     """A row per finished run and bandwidth: ``seconds`` and ``of_uncompressed``, the ratio to the same seed's."""
-    columns = ["variant", "label", "seed", "status", "kind", "megabits", "target_loss", "iterations"]
     bases = {run.seed: run for run in runs if run.plain and run.ok}
     rows = (row for run in runs if run.seed in bases and run.ok for row in _rows(run, bases[run.seed]))
-    return pd.DataFrame(rows, columns=[*columns, "seconds", "of_uncompressed"])
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _rows(run: Run, base: Run) -> Iterator[dict[str, Any]]:
@@ -38,17 +38,16 @@ def _rows(run: Run, base: Run) -> Iterator[dict[str, Any]]:
     target = loss_at(base, SHARE * float(base.evaluations["iteration"].max()))
     iterations = reached(run, target)
     for megabits in MEGABITS:
-        own = seconds(run, compute, iterations, megabits)
+        duration = seconds(run, compute, iterations, megabits)
         dense = seconds(base, compute, reached(base, target), megabits)
         row = {"kind": KIND, "megabits": megabits, "target_loss": target, "iterations": iterations}
-        yield identity(run) | row | {"seconds": own, "of_uncompressed": own / dense}
+        yield identity(run) | row | {"seconds": duration, "of_uncompressed": duration / dense}
 
 
 def compute_seconds(run: Run) -> float:
     """Median seconds of an uncompressed step without the reduction of its slowest stage."""
     slowest = run.stages.groupby("iteration")["seconds_communicate"].max()
-    steps = run.steps.set_index("iteration")["seconds"]
-    return float((steps - slowest).median())
+    return float((run.steps.set_index("iteration")["seconds"] - slowest).median())
 
 
 def loss_at(run: Run, iteration: float) -> float:
@@ -59,14 +58,13 @@ def loss_at(run: Run, iteration: float) -> float:
 
 def reached(run: Run, target: float) -> float:
     """Iteration at which the validation loss first was at most ``target``, linear between evaluations; nan if never."""
-    points = run.evaluations.dropna().sort_values("iteration")
-    below = points.index[points["loss"] <= target]
-    if not len(below):
+    points = run.evaluations.dropna().sort_values("iteration")[["iteration", "loss"]].to_numpy()
+    places = np.flatnonzero(points[:, 1] <= target)
+    if not places.size:
         return math.nan
-    place = points.index.get_loc(below[0])
-    if place == 0:
-        return float(points["iteration"].iloc[0])
-    (x0, y0), (x1, y1) = points[["iteration", "loss"]].iloc[[place - 1, place]].to_numpy()
+    if places[0] == 0:
+        return float(points[0, 0])
+    (x0, y0), (x1, y1) = points[places[0] - 1], points[places[0]]
     return float(x0 + (y0 - target) / (y0 - y1) * (x1 - x0))
 
 
@@ -78,9 +76,7 @@ def seconds(run: Run, compute: float, iterations: float, megabits: float) -> flo
     stage = work_seconds(stages) + stages["bytes"] * 8 / (megabits * 1e6)
     steps = compute + stage.groupby(stages["iteration"]).max()
     whole = int(iterations)
-    rest = iterations - whole
-    partial = rest * float(steps.get(whole + 1, 0.0)) if rest else 0.0
-    return float(steps[steps.index <= whole].sum() + partial)
+    return float(steps[steps.index <= whole].sum() + (iterations - whole) * float(steps.get(whole + 1, 0.0)))
 
 
 def work_seconds(stages: pd.DataFrame) -> pd.Series:

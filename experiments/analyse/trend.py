@@ -18,7 +18,7 @@ DESCRIPTION = ("start", "minimum", "iteration_minimum", "end", "steep_end",
 SMOOTH = 3  # probes in the centred mean that minimum and end are read from
 
 
-def _clean(iterations: Iterable[float], values: Iterable[float]) -> tuple[np.ndarray, np.ndarray]:
+def _sorted(iterations: Iterable[float], values: Iterable[float]) -> tuple[np.ndarray, np.ndarray]:
     x, y = finite(list(iterations), list(values))
     order = np.argsort(x, kind="stable")
     return x[order], y[order]
@@ -41,14 +41,12 @@ def steep_end(iterations: Iterable[float], values: Iterable[float]) -> float:
 
     The first iteration when the trajectory does not fall by more than the tolerance; nan without points.
     """
-    x, y = _clean(iterations, values)
+    x, y = _sorted(iterations, values)
     if x.size == 0:
         return math.nan
     s = smoothed(y)
     fall = s[0] - s.min()
-    if fall <= TOLERANCE:
-        return float(x[0])
-    return float(x[int(np.argmax(s <= s[0] - STEEP_SHARE * fall))])
+    return float(x[0] if fall <= TOLERANCE else x[int(np.argmax(s <= s[0] - STEEP_SHARE * fall))])
 
 
 def describe(iterations: Iterable[float], values: Iterable[float]) -> dict[str, Any]:
@@ -59,25 +57,23 @@ def describe(iterations: Iterable[float], values: Iterable[float]) -> dict[str, 
     ``rises_again``: the end is above the smoothed minimum by more than the larger of tolerance and noise.
     Verdicts: falls; falls, then rises; rises; flat; too few probes (< 4).
     """
-    x, y = _clean(iterations, values)
+    x, y = _sorted(iterations, values)
     if x.size < 4:
-        none = {"falls": "", "rises_again": "", "verdict": "too few probes"}
-        return dict.fromkeys(DESCRIPTION, math.nan) | {"probes": int(x.size)} | none
-    s = smoothed(y)
-    turn = steep_end(x, y)
+        empty = {"falls": "", "rises_again": "", "verdict": "too few probes"}
+        return dict.fromkeys(DESCRIPTION, math.nan) | {"probes": int(x.size)} | empty
+    s, turn = smoothed(y), steep_end(x, y)
     first, after = x <= turn, x >= turn
     steps = np.diff(y[after])
     noise = float(steps.std(ddof=1) / math.sqrt(2)) if steps.size > 1 else math.nan
-    end = float(y[-SMOOTH:].mean())
-    low = int(np.argmin(s))
+    end, lowest = float(y[-SMOOTH:].mean()), int(np.argmin(s))
     limit = max(TOLERANCE, noise) if math.isfinite(noise) else TOLERANCE
-    falls, dips = s[0] - end > TOLERANCE, s[0] - s[low] > TOLERANCE
-    rises_again = dips and end - s[low] > limit
+    falls, dips = s[0] - end > TOLERANCE, s[0] - s[lowest] > TOLERANCE
+    rises_again = dips and end - s[lowest] > limit
     if dips:
         verdict = "falls, then rises" if rises_again else "falls"
     else:
         verdict = "rises" if end - s[0] > limit else "flat"
     slopes = [100 * slope(x[part], y[part]) for part in (first, after)]
-    values = (float(y[0]), float(s[low]), float(x[low]), end, turn, *slopes, noise)
-    said = {"falls": "yes" if falls else "no", "rises_again": "yes" if rises_again else "no", "verdict": verdict}
-    return dict(zip(DESCRIPTION, values, strict=True)) | {"probes": int(x.size)} | said
+    numbers = (float(y[0]), float(s[lowest]), float(x[lowest]), end, turn, *slopes, noise)
+    answers = {"falls": "yes" if falls else "no", "rises_again": "yes" if rises_again else "no", "verdict": verdict}
+    return dict(zip(DESCRIPTION, numbers, strict=True)) | {"probes": int(x.size)} | answers

@@ -8,27 +8,25 @@ tried, too. A rate at which a run diverged or failed is never the best.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from experiments.analyse import methods
 from experiments.analyse.runs import Run
 from experiments.analyse.statistics import SPREAD, interval
-from experiments.analyse.tables import identity, result, write_tables
+from experiments.analyse.tables import identity, result
 
 RESULTS = ("table.csv", "rates.csv", "best.csv")
 DETAILS = ("curves.csv",)
 
 
-def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (a row per run), ``rates.csv`` (per method and rate), ``best.csv`` (per method) and
-    ``curves.csv`` (:func:`experiments.analyse.methods.curve`)."""
-    rows = [identity(run) | {"method": run.method, "lr": run.config["train"]["lr"]} | result(run) for run in runs]
-    table = pd.DataFrame(rows)
-    found = rates(table)
-    return write_tables(out, {"table": table, "rates": found, "best": best(found), "curves": methods.curves(runs)})
+def tables(runs: list[Run]) -> dict[str, Any]:
+    """``table`` (a row per run), ``rates`` (per method and rate) and ``best`` (per method)."""
+    table = pd.DataFrame(
+        identity(run) | {"method": run.method, "lr": run.config["train"]["lr"]} | result(run) for run in runs
+    )
+    by_rate = rates(table)
+    return {"table": table, "rates": by_rate, "best": best(by_rate)}
 
 
 def rates(table: pd.DataFrame) -> pd.DataFrame:
@@ -45,19 +43,19 @@ def rates(table: pd.DataFrame) -> pd.DataFrame:
         losses.loc[:, n_ok < len(seeds)] = math.nan
         lowest = losses[losses.mean().idxmin()] if losses.notna().any(axis=None) else math.nan
         for rate in losses:
-            found, over = interval(losses[rate]), interval(losses[rate] - lowest)
+            spread, cost = interval(losses[rate]), interval(losses[rate] - lowest)
             rows.append(
                 {"label": label, "lr": rate, "n": len(seeds), "n_ok": n_ok[rate]}
-                | {f"validation_loss_{key}": found[key] for key in SPREAD}
-                | {"costs_nats": over["mean"], "costs_low": over["low"], "costs_high": over["high"]}
+                | {f"validation_loss_{key}": spread[key] for key in SPREAD}
+                | {"costs_nats": cost["mean"], "costs_low": cost["low"], "costs_high": cost["high"]}
             )
     return pd.DataFrame(rows)
 
 
-def best(found: pd.DataFrame) -> list[dict[str, Any]]:
+def best(by_rate: pd.DataFrame) -> list[dict[str, Any]]:
     """Per label the best rate, what its neighbours cost in nats, and whether both were tried."""
     rows = []
-    for label, trials in found.groupby("label", sort=False):
+    for label, trials in by_rate.groupby("label", sort=False):
         trials = trials.sort_values("lr", ignore_index=True)
         losses = trials["validation_loss_mean"]
         if losses.isna().all():
@@ -65,9 +63,8 @@ def best(found: pd.DataFrame) -> list[dict[str, Any]]:
             continue
         at = int(losses.idxmin())
         lower, higher = (losses.get(place, math.nan) - losses[at] for place in (at - 1, at + 1))
-        found_it = 0 < at < len(trials) - 1
         rows.append(
-            {"label": label, "lr": trials["lr"][at], "found": found_it, "n": trials["n"][at]}
+            {"label": label, "lr": trials["lr"][at], "found": 0 < at < len(trials) - 1, "n": trials["n"][at]}
             | {"validation_loss": losses[at], "lower_costs_nats": lower, "higher_costs_nats": higher}
         )
     return rows

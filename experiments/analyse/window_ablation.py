@@ -3,13 +3,13 @@ study), and when warm-up ends."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from experiments.analyse import correlation, methods
+from experiments.analyse import correlation
 from experiments.analyse.runs import Run
-from experiments.analyse.tables import identity, result, summarise, together, with_identity, write_tables
+from experiments.analyse.tables import identity, result, summarise, together, with_identity
 from experiments.analyse.windows import decision_columns, fidelity, trajectory, warm_up_ends
 
 RESULTS = ("table.csv", "summary.csv", "warm_up.csv", "correlation.csv", "correlation_summary.csv")
@@ -20,32 +20,29 @@ SUMMARISED = ("cc", "cc_all_stages", "cc_after_warmup", "bias_nats", "rmse_nats"
               "validation_perplexity", "validation_loss", "bytes_ratio", "bytes_ratio_bf16")  # fmt: skip
 
 
-def analyse(runs: list[Run], out: Path) -> list[Path]:
-    """Write ``table.csv`` (per run), ``summary.csv`` (per variant), ``trajectories.csv`` (per window),
-    ``warm_up.csv`` (when warm-up would end under other tolerances), and of one run per seed ``correlation.csv`` (CC by
-    the number of samples, :mod:`experiments.analyse.correlation`) with ``correlation_summary.csv`` (over seeds)."""
-    rows, frames, ends = [], [], []
-    for run in runs:
-        window = run.edgc.window
-        rows.append(
-            identity(run)
-            | {"window": window, "step_limit": int(run.setting("step_limit", 8))}
-            | fidelity(run, window)
-            | decision_columns(run)
-            | result(run)
-        )
-        ends += [identity(run) | {"window": window} | row for row in warm_up_ends(run, TOLERANCES)]
-        frames.append(with_identity(run, trajectory(run, window), length=window))
-    table = pd.DataFrame(rows)
-    summary = summarise(table, SUMMARISED, ["variant", "label", "window", "step_limit"])
-    found = correlation.table(runs)
-    tables = {
+def tables(runs: list[Run]) -> dict[str, Any]:
+    """``table`` (per run), ``summary`` (per variant), ``trajectories`` (per window), ``warm_up`` (when it would end
+    under other tolerances), and of one run per seed ``correlation`` (CC by the number of samples,
+    :mod:`experiments.analyse.correlation`) with ``correlation_summary`` (over seeds)."""
+    windows = [(run, run.edgc.window) for run in runs]
+    table = pd.DataFrame(
+        identity(run)
+        | {"window": window, "step_limit": int(run.setting("step_limit", 8))}
+        | fidelity(run, window)
+        | decision_columns(run)
+        | result(run)
+        for run, window in windows
+    )
+    correlations = correlation.table(runs)
+    return {
         "table": table,
-        "summary": summary,
-        "warm_up": ends,
-        "trajectories": together(frames),
-        "correlation": found,
-        "correlation_summary": correlation.summary(found),
-        "curves": methods.curves(runs),
+        "summary": summarise(table, SUMMARISED, ["variant", "label", "window", "step_limit"]),
+        "warm_up": [
+            identity(run) | {"window": window} | row for run, window in windows for row in warm_up_ends(run, TOLERANCES)
+        ],
+        "trajectories": together(
+            [with_identity(run, trajectory(run, window), length=window) for run, window in windows]
+        ),
+        "correlation": correlations,
+        "correlation_summary": correlation.summary(correlations),
     }
-    return write_tables(out, tables)

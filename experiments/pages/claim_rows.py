@@ -13,18 +13,10 @@ import pandas as pd
 
 from experiments.analyse.statistics import interval
 from experiments.common.acting import NOT_TESTED
+from experiments.common.figures import INPUTS
 from experiments.pages.kept import Kept, Link
 from experiments.verdicts.claim_measures import COUNTS, MEASURES, Measured, Missing
-from experiments.verdicts.claims import (
-    DEPENDS,
-    NOT_SUPPORTED,
-    NOT_TESTABLE,
-    PARTLY,
-    SUPPORTED,
-    Claim,
-    load_claims,
-)
-from paper_figures import INPUTS
+from experiments.verdicts.claims import DEPENDS, NOT_SUPPORTED, NOT_TESTABLE, PARTLY, SUPPORTED, Claim, load_claims
 
 VERDICTS = (SUPPORTED, PARTLY, NOT_SUPPORTED, DEPENDS, NOT_TESTED, NOT_TESTABLE)
 DECIMALS = re.compile(r"\d+\.\d{2,}")

@@ -123,7 +123,8 @@ class Kept:
     @cached_property
     def studies(self) -> dict[str, Study]:
         """Studies with at least one table here."""
-        names = [name for name in matrix.studies() if any((self.root / name).glob("*.csv"))]
+        known = sorted([*matrix.studies(), *matrix.frozen()])
+        names = [name for name in known if any((self.root / name).glob("*.csv"))]
         return {name: matrix.load_study(name) for name in names}
 
     @property

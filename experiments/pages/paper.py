@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
-import paper_figures
 from edgc.errors import UserError, nearest
 from experiments.cluster.resources import parameters
 from experiments.common import acting, written_tables
+from experiments.common.figures import caption as caption_of
 from experiments.pages import claim_rows, pictures
 from experiments.pages.kept import Kept, as_list, is_simulated
 from experiments.spec import matrix
@@ -201,7 +201,7 @@ class PageParts:
         if not path.is_file():
             known = sorted(found.stem for found in path.parent.glob("*.png"))
             raise UserError(f"figure {name!r} is not kept at scale {scale}", fix=nearest(name, known))
-        caption = " ".join(paper_figures.caption(name).replace("``", "`").split())
+        caption = " ".join(caption_of(name).replace("``", "`").split())
         title = caption.split("**")[1] if caption.startswith("**") else caption
         seen = pictures.seen(path)
         words = f"{title}{'' if title.endswith(('.', '?')) else '.'} {seen}" if seen else title

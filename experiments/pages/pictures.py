@@ -13,9 +13,9 @@ from docutils.core import publish_parts
 from markupsafe import Markup
 from PIL import Image
 
+from experiments.common.figures import BENCHMARKS, FIGURES, caption
 from experiments.pages.kept import Kept, Link, is_simulated
 from experiments.spec import matrix
-from paper_figures import BENCHMARKS, FIGURES, caption
 
 # (colours, scale) of an embedded PNG. Palettes keep lines and text sharp at a quarter of the bytes; the later ones are
 # for pages with more figures than fit at the first.

@@ -15,6 +15,7 @@ A study file (all keys: :class:`experiments.spec.study.Study`)::
 
 ``branch`` in ``base`` is for the other variants of method ``edgc`` (:class:`experiments.spec.settings.RunConfig`). A
 variant that branches from another one or follows it needs that one's run of each of its seeds.
+``studies/frozen`` holds studies that are no longer run, each with the commit that computed its tables (``frozen``).
 ``extends: NAME`` lays the file over ``experiments/studies/bases/NAME.yaml``; there ``key: null`` takes a key away.
 """
 
@@ -41,7 +42,7 @@ FOLDER = ROOT / "experiments"
 
 def study_path(study: str) -> Path:
     """File of a study."""
-    return FOLDER / "studies" / f"{study}.yaml"
+    return FOLDER / "studies" / ("frozen" if study in frozen() else "") / f"{study}.yaml"
 
 
 def scale_path(scale: str) -> Path:
@@ -54,8 +55,21 @@ def _names(folder: str) -> list[str]:
 
 
 def studies() -> list[str]:
-    """Names of all study files, sorted."""
+    """Names of all study files that can be run, sorted."""
     return _names("studies")
+
+
+def frozen() -> list[str]:
+    """Names of studies that ended, sorted: settings and kept results are here, the code is at the commit they name."""
+    return _names("studies/frozen")
+
+
+def check_not_frozen(study: str) -> None:
+    """Refuse to run or analyse a frozen study, by ``UserError`` that names the commit to check out."""
+    if study in frozen():
+        commit = load_study(study).frozen
+        fix = f"git checkout {commit}, then snakemake -c2 {study}"
+        raise UserError(f"study {study} is frozen at {commit}", where=study_path(study), fix=fix)
 
 
 def scales() -> list[str]:
@@ -88,7 +102,7 @@ def load_study(study: str) -> Study:
             raise UserError(f"extends: unknown name {base!r}", where=path, fix=nearest(base, known))
         values = _without_null(deep_merge(load_yaml(FOLDER / "studies" / "bases" / f"{base}.yaml"), values))
     result: Study = validate(Study, values, path)
-    check_names(result, path, scales(), studies())
+    check_names(result, path, scales(), [*studies(), *frozen()])
     return result
 
 
@@ -105,6 +119,7 @@ def runs(study: str, scale: str) -> list[RunConfig]:
     Raises:
         UserError: naming the key, the file and the fix.
     """
+    check_not_frozen(study)
     definition, at = load_study(study), load_scale(scale)
     layer = definition.scales.get(scale, StudyLayer())
     base = deep_merge(deep_merge(at.defaults, definition.base), layer.base)

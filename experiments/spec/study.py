@@ -72,7 +72,8 @@ class StudyLayer(Settings):
 class Study(StudyLayer):
     """A study file (``experiments/studies/<study>.yaml``).
 
-    ``analysis`` names the module of :mod:`experiments.analyse` that makes tables of the runs. Instead of it,
+    ``analysis`` names the module of :mod:`experiments.analyse` that makes tables of the runs; where the study is
+    ``frozen`` that module is in the commit of this name. Instead of it,
     ``cluster`` holds inputs of the cluster model, ``scenarios`` clusters that it is asked about, and ``needs`` the
     variants of other studies whose models are evaluated. ``only_by_name`` lists the scales at which the study is too
     long for `all` and is made by its own target alone.
@@ -81,6 +82,7 @@ class Study(StudyLayer):
     study: Name
     title: Text
     question: Text
+    frozen: Text | None = None
     analysis: Name | None = None
     scales: dict[Name, StudyLayer] = {}
     only_by_name: Names = []
@@ -90,7 +92,9 @@ class Study(StudyLayer):
 
     @property
     def program(self) -> str | None:
-        """The module that writes the study's tables; it says which in ``RESULTS`` and ``DETAILS``."""
+        """The module that writes the tables, and says which in ``RESULTS`` and ``DETAILS``; None where it is frozen."""
+        if self.frozen:
+            return None
         for key, module in (("cluster", CLUSTER_MODEL), ("scenarios", SCENARIOS), ("needs", EVALUATION)):
             if getattr(self, key) is not None:
                 return module
@@ -146,12 +150,12 @@ def check_names(study: Study, where: Path, scales: Iterable[str], studies: Itera
         ("only_by_name", study.only_by_name, scales),
         ("needs", study.needs or (), studies),
         ("scenarios.of", [(study.scenarios or {}).get("of", study.study)], studies),
-        ("analysis", [study.analysis] if study.analysis else (), analyses()),
+        ("analysis", [study.analysis] if study.analysis and not study.frozen else (), analyses()),
     ):
         for name in names:
             if name not in known:
                 raise UserError(f"{key}: unknown name {name!r}", where=where, fix=nearest(name, known))
     trains = bool(study.variants) or any(layer.variants for layer in study.scales.values())
-    if trains and study.program is None:
+    if trains and study.program is None and not study.frozen:
         fix = f"add analysis: with one of {', '.join(analyses())}, or a new module of experiments/analyse"
         raise UserError("missing key analysis: nothing makes tables of the runs", where=where, fix=fix)

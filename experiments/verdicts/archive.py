@@ -1,28 +1,33 @@
 """Runs of a study that are kept: a Parquet file each (:mod:`experiments.verdicts.kept_run`), written once.
 
 They lie in ``results/reference/SCALE/STUDY/runs``, where ``SHA256SUMS`` names them with their checksums, in order of
-the study's runs; ``sha256sum -c`` reads it, too. A new run adds a file and a line.
+the study's runs; ``sha256sum -c`` reads it, too. A new run adds a file and a line. Tables too long for CSV are kept as
+Parquet beside the others of their study.
 
-``python -m experiments.verdicts.archive --scale S --study S`` puts them back into the results folder, where the
+``python -m experiments.verdicts.archive --scale S --study S`` puts the runs back into the results folder, where the
 workflow goes on with them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import pyarrow
 import typer
-import yaml
+from pyarrow import parquet
 
 from edgc.errors import UserError
+from experiments.common import written_tables
 from experiments.common.cli import main_guard
+from experiments.common.figures import INPUTS
 from experiments.common.files import atomic_write
 from experiments.spec import matrix
 from experiments.training.outputs import SETTINGS, STATUS
@@ -31,6 +36,7 @@ from experiments.verdicts.kept_run import damaged
 
 FOLDER, SUMS = "runs", "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64})  (\w[\w.+-]*)\.parquet")
+CURVES = "curves.csv"
 
 
 def checksums(kept: Path) -> dict[str, str]:
@@ -45,11 +51,11 @@ def checksums(kept: Path) -> dict[str, str]:
     path = kept / FOLDER / SUMS
     if not path.exists():
         return {}
-    *whole, rest = path.read_text(encoding="ascii", errors="replace").split("\n")
-    found = {line[2]: line[1] for text in whole if (line := LINE.fullmatch(text))}
-    if rest or not 0 < len(whole) == len(found):
+    *lines, rest = path.read_text(encoding="ascii", errors="replace").split("\n")
+    sums = {line[2]: line[1] for text in lines if (line := LINE.fullmatch(text))}
+    if rest or not 0 < len(lines) == len(sums):
         raise damaged(path, "a line of the list is not '<SHA-256>  <run>.parquet', or two are of one run")
-    return found
+    return sums
 
 
 def read(kept: Path, name: str) -> dict[str, bytes]:
@@ -130,9 +136,25 @@ def studies(reference: Path) -> list[str]:
     return sorted(path.parents[1].name for path in reference.glob(f"*/{FOLDER}/{SUMS}"))
 
 
-def settings(kept: Path, name: str) -> dict[str, Any]:
-    """``run.yaml`` of a kept run."""
-    return dict(yaml.safe_load(read(kept, name)[SETTINGS]))
+def long_tables(study: str) -> list[str]:
+    """Names without ending of the tables of ``study`` that are kept as Parquet: those that figures are drawn from, and
+    the learning curves, which the report shows of every run."""
+    drawn = {table for tables in INPUTS.values() for table in tables}
+    definition = matrix.load_study(study)
+    details = [name for name in definition.tables if name not in definition.results]
+    return [Path(name).stem for name in details if name == CURVES or f"{study}/{name}" in drawn]
+
+
+def packed_table(path: Path) -> bytes:
+    """A CSV as Parquet, numbers as the CSV has them, so that a figure drawn from either has the same bytes;
+    ``UserError`` where it is damaged."""
+    table = pyarrow.Table.from_pandas(written_tables.read(path), preserve_index=False)
+    floats = [field.name for field in table.schema if pyarrow.types.is_floating(field.type)]
+    others = [name for name in table.column_names if name not in floats] or False
+    buffer, split = io.BytesIO(), floats or False  # the bytes of floats apart from each other pack best
+    options = {"compression": "zstd", "compression_level": 19, "use_byte_stream_split": split}
+    parquet.write_table(table, buffer, use_dictionary=others, **options)
+    return buffer.getvalue()
 
 
 @main_guard

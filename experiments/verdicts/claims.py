@@ -14,6 +14,7 @@ here`` where this scale has no evidence, or too little.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -49,10 +50,10 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 class Condition(Settings):
     """One bound on the value; exactly one key is given."""
 
-    at_most: float | None = None
-    at_least: float | None = None
-    within: float | None = None
-    one_of: tuple[str, ...] | None = None
+    at_most: float = math.inf
+    at_least: float = -math.inf
+    within: float = math.inf
+    one_of: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _one_key(self) -> Condition:
@@ -61,15 +62,9 @@ class Condition(Settings):
         return self
 
     def holds(self, value: Value) -> bool:
-        if self.one_of is not None:
+        if isinstance(value, str) or self.one_of:
             return value in self.one_of
-        if isinstance(value, str):
-            return False
-        if self.at_most is not None:
-            return value <= self.at_most
-        if self.at_least is not None:
-            return value >= self.at_least
-        return self.within is not None and abs(value) <= self.within
+        return self.at_least <= value <= self.at_most and abs(value) <= self.within
 
 
 class Rule(Settings):
@@ -114,33 +109,27 @@ class Claim(Settings):
         return self
 
     def combine(self, values: Sequence[Value], things: str = "runs") -> Value:
-        """What stands for several values: their mean or median; of words how often each was found among the
-        ``things``; where the rule looks at one end of the numbers, both ends."""
+        """One value for several: their mean or median; of words how often each was found among the ``things``; where
+        the rule looks at one end of the numbers, both ends."""
         if self.statistic in ("worst", "each"):
-            times = Counter(map(str, values)).most_common()
-            found = ", ".join(f"{word} in {n}" for word, n in times)
-            return f"{found} of {len(values)} {things}" if len(values) > 1 else str(values[0])
+            counts = ", ".join(f"{word} in {n}" for word, n in Counter(map(str, values)).most_common())
+            return f"{counts} of {len(values)} {things}" if len(values) > 1 else str(values[0])
         numbers = [value for value in values if not isinstance(value, str)]
         if self.statistic == "range" or (self.statistic in ("min", "max") and len(set(numbers)) > 1):
             return measures.extent(numbers)
         return STATISTICS[self.statistic](numbers)
 
-    def judged(self, values: Sequence[Value]) -> Value:
-        """The one of several values that the rule looks at."""
-        if self.statistic == "worst":
-            order = (SUPPORTED, PARTLY, NOT_SUPPORTED)
-            return max(values, key=lambda value: order.index(self.rule.verdict(value)))
-        return STATISTICS[self.statistic]([value for value in values if not isinstance(value, str)])
-
     def verdict(self, values: Sequence[Value]) -> str:
-        """By the rule: of each, supported where all values hold, partly where some do; what is not decided does not
-        hold. What is simulated only says on what a claim depends."""
+        """The verdict by the rule: of each, supported where all values hold, partly where some do; what is not decided
+        does not hold. What is simulated only says on what a claim depends."""
         if self.kind == "simulated":
             return DEPENDS
         if self.statistic == "each":
             holding = sum(map(self.rule.supported.holds, values))
             return SUPPORTED if holding == len(values) else PARTLY if holding else NOT_SUPPORTED
-        return self.rule.verdict(self.judged(values))
+        if self.statistic == "worst":
+            return max(map(self.rule.verdict, values), key=(SUPPORTED, PARTLY, NOT_SUPPORTED).index)
+        return self.rule.verdict(STATISTICS[self.statistic]([v for v in values if not isinstance(v, str)]))
 
 
 class Claims(Settings):
@@ -151,13 +140,12 @@ class Claims(Settings):
 
 def load_claims(path: Path = CLAIMS) -> list[Claim]:
     """The claims with their rules; ``UserError`` names the key at fault."""
-    found: Claims = validate(Claims, load_yaml(path), path)
-    names = [claim.id for claim in found.claims]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise UserError(f"claim {twice} appears twice", where=path, fix="give every claim its own id")
+    claims: list[Claim] = validate(Claims, load_yaml(path), path).claims
+    [(name, count)] = Counter(claim.id for claim in claims).most_common(1)
+    if count > 1:
+        raise UserError(f"claim {name} appears twice", where=path, fix="give every claim its own id")
     ends_whole(path)
-    return found.claims
+    return claims
 
 
 def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
@@ -169,32 +157,32 @@ def judge(claim: Claim, scale: str, root: Path) -> dict[str, Any]:
     if claim.scales and scale not in claim.scales:
         return row | {"note": claim.why_not or f"testable at {', '.join(claim.scales)} only"}
     try:
-        found: Measured = MEASURES[claim.measure](root)
+        measured: Measured = MEASURES[claim.measure](root)
     except Missing as reason:
         return row | {"note": f"no evidence: {reason}"}
-    depth = 3 if root.parent.name == "reference" else 2
-    place = Path(*root.parts[-depth:])
-    evidence, beside = (place / found.evidence).as_posix(), "; ".join((place / one).as_posix() for one in found.beside)
-    kind = "extrapolated" if found.extrapolated else found.kind
-    row |= {"kind": kind, "n": found.n, "n_most": found.n_most, "evidence": evidence, "beside": beside or None}
-    row |= {"note": found.note, **found.counts}
-    if found.kind != claim.kind:
-        return row | {"note": f"the claim asks for {claim.kind} evidence, this is {found.kind}"}
-    value = claim.combine(found.values, found.things)
+    place = Path(*root.parts[-3 if root.parent.name == "reference" else -2 :])
+    evidence, *more = ((place / table).as_posix() for table in (measured.evidence, *measured.more_evidence))
+    row |= {
+        "kind": "extrapolated" if measured.extrapolated else measured.kind,
+        "note": measured.note,
+        **measured.counts,
+    }
+    row |= {"n": measured.n, "n_most": measured.n_most, "evidence": evidence, "beside": "; ".join(more) or None}
+    if measured.kind != claim.kind:
+        return row | {"note": f"the claim asks for {claim.kind} evidence, this is {measured.kind}"}
+    value = claim.combine(measured.values, measured.things)
     row["our_value"] = value if isinstance(value, str) else float(f"{value:.6g}")
-    if found.also:
-        row["our_value"] = f"{value}, {found.also}"
-    if found.acted is False:
+    if measured.exposed:
+        row["our_value"] = f"{value}, or of the exposed time {measures.extent(measured.exposed)}"
+    if measured.acted is False:
         return row | {"verdict": NOT_TESTED}
     if claim.statistic == "range":
-        numbers = [float(value) for value in found.values]
-        number = float(claim.paper_value)
-        holds = claim.rule.supported.holds
-        where = measures.account(numbers, found.grid, holds, number)
-        other = f"of the other reading {sum(map(holds, found.others))} of {len(found.others)}" if found.others else ""
-        row["note"] = measures.join(claim.depends, where, other, found.note, measures.beside(found.assumed, number))
-    said = claim.verdict(found.values)
-    return row | {"verdict": PARTLY if said == SUPPORTED and found.extrapolated else said}
+        number, holds = float(claim.paper_value), claim.rule.supported.holds
+        count = f"of the other reading {sum(map(holds, measured.exposed))} of {len(measured.exposed)}"
+        notes = [claim.depends, measures.account(measured, holds, number), count if measured.exposed else ""]
+        row["note"] = measures.join(*notes, measured.note, measures.at_assumed_rank(measured, number))
+    verdict = claim.verdict(measured.values)
+    return row | {"verdict": PARTLY if verdict == SUPPORTED and measured.extrapolated else verdict}
 
 
 @main_guard

@@ -23,7 +23,7 @@ from experiments.training import outputs
 
 TEXTS = (outputs.SETTINGS, outputs.SUMMARY, outputs.STATUS)
 STEP, EVENT = "step", "event"
-TIMED = ("methods", "policies", "equal_bytes", "optimus_cc", "rank_sweep", "sampling_ablation")
+TIMED = ("methods", "policies", "optimus_cc", "rank_sweep", "sampling_ablation")
 # Kinds of events, fields of a step or of its stages, and tables that are kept for these analyses alone (modules of
 # experiments/analyse). What is not here is kept for all.
 READERS: Mapping[str, tuple[str, ...]] = {

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -57,13 +56,26 @@ class Check(Settings):
     @property
     def stated(self) -> str:
         """The tolerance in words."""
-        if self.kind in ("relative", "absolute"):
-            return f"± {100 * self.tolerance:g} %" if self.kind == "relative" else f"± {self.tolerance:g}"
+        bounds = {"at least": self.at_least, "at most": self.at_most}
+        return {
+            "rows": "the same",
+            "relative": f"± {100 * self.tolerance:g} %",
+            "absolute": f"± {self.tolerance:g}",
+            "bounds": " and ".join(f"{name} {value:g}" for name, value in bounds.items() if value is not None),
+            "order": f"{self.direction} with {self.by}, slack {self.tolerance:g}",
+        }[self.kind]
+
+    def holds(self, old: Any, new: Any) -> bool:
+        """Whether a value of the reference and a fresh one agree; what both lack, such as the gap of a diverged run or
+        the error of an uncompressed one, is no difference."""
+        if self.kind == "rows":
+            return bool(old == new)
+        if pd.isna(old) and pd.isna(new):
+            return True
         if self.kind == "bounds":
-            low = "" if self.at_least is None else f"at least {self.at_least:g}"
-            high = "" if self.at_most is None else f"at most {self.at_most:g}"
-            return " and ".join(part for part in (low, high) if part)
-        return f"{self.direction} with {self.by}, slack {self.tolerance:g}" if self.kind == "order" else "the same"
+            low, high = -math.inf if self.at_least is None else self.at_least, self.at_most
+            return bool(low <= float(new) <= (math.inf if high is None else high))
+        return abs(float(new) - float(old)) <= self.tolerance * (abs(float(old)) if self.kind == "relative" else 1)
 
 
 class Tolerances(Settings):
@@ -88,8 +100,8 @@ class Outcome:
 
 def select(frame: pd.DataFrame, check: Check, where: object) -> pd.DataFrame:
     """The rows that a check is about; ``UserError`` where the table lacks a column that it names."""
-    wanted = [check.column, *check.key, *check.where, *([check.by] if check.by else [])]
-    lacking = next((name for name in wanted if name not in frame), None)
+    columns = [check.column, *check.key, *check.where, *([check.by] if check.by else [])]
+    lacking = next((name for name in columns if name not in frame), None)
     if lacking:
         fix = "correct tolerances.yaml or make the table again"
         raise UserError(f"column {lacking} is missing for check {check.study} {check.column}", where=where, fix=fix)
@@ -105,17 +117,9 @@ def _keyed(frame: pd.DataFrame, check: Check) -> dict[str, Any]:
     return dict(zip(names, frame[check.column], strict=True))
 
 
-def _text(value: Any) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def _inside(check: Check, old: float, new: float) -> bool:
-    if math.isnan(old) and math.isnan(new):
-        return True  # a value that both lack, such as the gap of a diverged run, is no difference
-    room = check.tolerance * abs(old) if check.kind == "relative" else check.tolerance
-    return abs(new - old) <= room
+def _text(values: dict[str, Any], key: str) -> str:
+    value = values.get(key, "no row")
+    return str(value) if not isinstance(value, float) else "–" if math.isnan(value) else f"{value:.5g}"
 
 
 def compare(check: Check, reference: pd.DataFrame, fresh: pd.DataFrame) -> list[Outcome]:
@@ -124,41 +128,28 @@ def compare(check: Check, reference: pd.DataFrame, fresh: pd.DataFrame) -> list[
     if check.kind == "order":
         return [_ordered(check, name, reference, fresh)]
     old, new = _keyed(reference, check), _keyed(fresh, check)
-    found = []
-    keys: Iterable[str] = dict.fromkeys([*old, *new]) if check.kind != "bounds" else new
-    for key in keys:
-        a, b = old.get(key), new.get(key)
-        if check.kind == "bounds":
-            low = -math.inf if check.at_least is None else check.at_least
-            high = math.inf if check.at_most is None else check.at_most
-            both_lack = key in old and pd.isna(a) and pd.isna(b)  # such as the error of the uncompressed run
-            ok = both_lack or low <= float(b) <= high  # type: ignore[arg-type]
-        elif key not in old or key not in new:
-            ok = False
-        elif check.kind == "rows":
-            ok = a == b
-        else:
-            ok = _inside(check, float(a), float(b))  # type: ignore[arg-type]
-        shown = ("no row" if key not in old else _text(a), "no row" if key not in new else _text(b))
-        found.append(Outcome(name, key, *shown, check.stated, bool(ok)))
-    return found or [Outcome(name, "", "no row", "no row", check.stated, False)]
+    outcomes = []
+    for key in new if check.kind == "bounds" else dict.fromkeys([*old, *new]):
+        both = key in new and (key in old or check.kind == "bounds")
+        ok = both and check.holds(old.get(key, 0.0), new[key])
+        outcomes.append(Outcome(name, key, _text(old, key), _text(new, key), check.stated, ok))
+    return outcomes or [Outcome(name, "", "no row", "no row", check.stated, False)]
 
 
 def _ordered(check: Check, name: str, reference: pd.DataFrame, fresh: pd.DataFrame) -> Outcome:
-    lists = [frame.groupby(check.by)[check.column].mean().dropna().sort_index() for frame in (reference, fresh)]
-    values = list(lists[1])
+    means = [frame.groupby(check.by)[check.column].mean().dropna().sort_index() for frame in (reference, fresh)]
     sign = 1 if check.direction == "falls" else -1
-    steps = [sign * (a - b) for a, b in itertools.pairwise(values)]
-    ok = len(values) >= 2 and all(step >= -check.tolerance for step in steps)
-    texts = [" ".join(f"{value:.3g}" for value in series) or "no row" for series in lists]
-    return Outcome(name, f"by {check.by}", texts[0], texts[1], check.stated, ok)
+    steps = [sign * (a - b) for a, b in itertools.pairwise(means[1])]
+    ok = bool(steps) and all(step >= -check.tolerance for step in steps)
+    texts = [" ".join(f"{value:.3g}" for value in series) or "no row" for series in means]
+    return Outcome(name, f"by {check.by}", *texts, check.stated, ok)
 
 
 def load_tolerances(path: Path = TOLERANCES) -> list[Check]:
     """The checks, with the default key filled in."""
-    found: Tolerances = validate(Tolerances, load_yaml(path), path)
+    tolerances: Tolerances = validate(Tolerances, load_yaml(path), path)
     ends_whole(path)
-    return [check if check.key else check.model_copy(update={"key": found.key}) for check in found.checks]
+    return [check if check.key else check.model_copy(update={"key": tolerances.key}) for check in tolerances.checks]
 
 
 def read_table(root: Path, check: Check, fix: str) -> pd.DataFrame:
@@ -173,10 +164,10 @@ def text_of_another_python(reference: Path, fresh: Path) -> bool:
 
     If the Python is the same, or not known, a difference is one of this project's own, and every check is judged.
     """
-    kept, made = reference / "provenance.yaml", sorted(fresh.glob("data/*/data.yaml"))
-    if not kept.is_file() or len(made) != 1:
+    provenance, data = reference / "provenance.yaml", sorted(fresh.glob("data/*/data.yaml"))
+    if not provenance.is_file() or len(data) != 1:
         return False
-    old, new = load_yaml(kept), load_yaml(made[0])
+    old, new = load_yaml(provenance), load_yaml(data[0])
     pythons = {(old.get("versions") or {}).get("python"), new.get("python")}
     texts = {old.get("data_fingerprint"), new.get("fingerprint")}
     return all(len(pair) == 2 and None not in pair for pair in (pythons, texts))
@@ -187,15 +178,13 @@ def regress(checks: Sequence[Check], reference: Path, fresh: Path) -> list[Outco
     if not reference.is_dir():
         raise UserError("there is no reference", where=reference, fix="write it with: make reference")
     other_text = text_of_another_python(reference, fresh)
-    found = []
+    outcomes = []
     for check in checks:
         old = read_table(reference, check, "write the reference again: make reference")
         new = read_table(fresh, check, f"make it with: snakemake -c2 {check.study}")
-        outcomes = compare(check, old, new)
-        if check.same_text and other_text:
-            outcomes = [replace(outcome, judged=False) for outcome in outcomes]
-        found += outcomes
-    return found
+        judged = not (check.same_text and other_text)
+        outcomes += [replace(outcome, judged=judged) for outcome in compare(check, old, new)]
+    return outcomes
 
 
 @main_guard
@@ -208,15 +197,14 @@ def main(
 ) -> None:
     """Compare fresh tables with the committed reference; every comparison goes to RESULTS/SCALE/regression.csv."""
     fresh, known = results / scale, reference or results / "reference" / scale
-    checks = load_tolerances(tolerances)
-    found = regress(checks, known, fresh)
-    atomic_write(fresh / "regression.csv", pd.DataFrame(found).to_csv(index=False, lineterminator="\n"))
-    _print(found, scale, every=every)
-    judged = [outcome for outcome in found if outcome.judged]
+    outcomes = regress(load_tolerances(tolerances), known, fresh)
+    atomic_write(fresh / "regression.csv", pd.DataFrame(outcomes).to_csv(index=False, lineterminator="\n"))
+    _print(outcomes, scale, every=every)
+    judged = [outcome for outcome in outcomes if outcome.judged]
     outside = sum(not outcome.ok for outcome in judged)
-    if len(judged) < len(found):
+    if len(judged) < len(outcomes):
         print(
-            f"{len(found) - len(judged)} comparisons are not judged: another version of Python has another standard "
+            f"{len(outcomes) - len(judged)} comparisons are not judged: another version of Python has another standard "
             "library, so this text is not the reference's"
         )
     print(f"{len(judged) - outside} of {len(judged)} comparisons inside the tolerance, {outside} OUTSIDE")
@@ -224,23 +212,22 @@ def main(
         raise SystemExit(1)
 
 
-def _print(found: Sequence[Outcome], scale: str, *, every: bool) -> None:
+def _print(outcomes: Sequence[Outcome], scale: str, *, every: bool) -> None:
     """Every value outside; the values inside as one line per check unless ``every``."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("check", "row", "reference", "fresh", "tolerance", "", title=f"Regression at scale {scale}")
-    inside = Counter((outcome.check, outcome.tolerance) for outcome in found if outcome.ok)
-    for outcome in found:
-        mark = "ok" if outcome.ok else "[bold red]OUTSIDE[/]" if outcome.judged else "other text"
-        cells = (outcome.row, outcome.reference, outcome.fresh)
-        if outcome.ok and not every:
-            rows = inside.pop((outcome.check, outcome.tolerance), 0)
-            if not rows:
-                continue
-            if rows > 1:
-                cells = (f"{rows} rows", "", "")
-        table.add_row(outcome.check, *cells, outcome.tolerance, mark)
+    groups: dict[tuple[str, str, bool], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.check, outcome.tolerance, outcome.ok), []).append(outcome)
+    for (name, tolerance, ok), rows in groups.items():
+        if ok and not every and len(rows) > 1:
+            table.add_row(name, f"{len(rows)} rows", "", "", tolerance, "ok")
+            continue
+        for row in rows:
+            mark = "ok" if ok else "[bold red]OUTSIDE[/]" if row.judged else "other text"
+            table.add_row(name, row.row, row.reference, row.fresh, tolerance, mark)
     console = Console()
     Console(width=None if console.is_terminal else 120).print(table)
 

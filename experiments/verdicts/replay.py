@@ -6,23 +6,26 @@ read.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import paper_figures
 from edgc.errors import UserError
+from experiments.analyse.__main__ import analyse
 from experiments.common.cli import main_guard
-from experiments.common.files import atomic_write
-from experiments.verdicts import archive, long_tables
+from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, missing
+from experiments.common.files import ROOT, atomic_write
+from experiments.spec import matrix
+from experiments.verdicts import archive
 
 Compared = tuple[Path, str]  # a committed file, and how it came out
 SAME, DIFFERENT = "same", "DIFFERENT"
-FIGURES = ("{}.png", "{}-*.svg")  # files of a figure that are committed
+KINDS = ("{}.png", "{}-*.svg")  # files of a figure that are committed
 
 
 def tables(reference: Path, study: str, scratch: Path, *, write: bool = False) -> Iterator[Compared]:
@@ -33,16 +36,15 @@ def tables(reference: Path, study: str, scratch: Path, *, write: bool = False) -
         scratch: an empty folder to compute in.
         write: whether long tables are replaced where they differ or are missing.
     """
-    from experiments.analyse.__main__ import analyse
-
-    committed, made = reference / study, scratch / study
-    analyse(study, made, archive.unpack(committed, made))
+    committed, computed = reference / study, scratch / study
+    analyse(study, computed, archive.unpack(committed, computed))
     for path in sorted(committed.glob("*.csv")):
-        yield path, compare(path, (made / path.name).read_bytes() if (made / path.name).is_file() else None)
-    for name in long_tables.long_tables(study):
-        path, table = committed / f"{name}.parquet", made / f"{name}.csv"
+        table = computed / path.name
+        yield path, compare(path, table.read_bytes() if table.is_file() else None)
+    for name in archive.long_tables(study):
+        path, table = committed / f"{name}.parquet", computed / f"{name}.csv"
         if write or path.is_file():
-            yield path, compare(path, long_tables.packed(table) if table.is_file() else None, write=write)
+            yield path, compare(path, archive.packed_table(table) if table.is_file() else None, write=write)
 
 
 def figures(
@@ -50,26 +52,30 @@ def figures(
 ) -> Iterator[Compared]:
     """The committed figures of ``studies`` alone, and with ``write`` those that could be; with ``others`` all committed
     ones, of benchmarks, too."""
-    for name, needed in paper_figures.FIGURES.items():
-        own = set(needed) <= set(studies)
-        if own or others:
-            yield from redraw(name, reference, scratch, write=write, new=own and write)
+    alone = [name for name, needed in FIGURES.items() if set(needed) <= set(studies)]
+    yield from redraw(FIGURES if others else alone, reference, scratch, write=write, new=alone if write else ())
     for machine in sorted((reference.parent / "bench").glob("*/")) if others else ():
-        for name in paper_figures.BENCHMARKS:
-            yield from redraw(name, machine, scratch / machine.name, write=write)
+        yield from redraw(BENCHMARKS, machine, scratch / machine.name, write=write)
 
 
-def redraw(name: str, folder: Path, scratch: Path, *, write: bool = False, new: bool = False) -> Iterator[Compared]:
-    """A committed figure, from the tables in ``folder``; ``new``: also one that is not there yet, if its tables are."""
-    from paper_figures.__main__ import render
+def redraw(
+    names: Iterable[str], folder: Path, scratch: Path, *, write: bool = False, new: Sequence[str] = ()
+) -> Iterator[Compared]:
+    """Committed figures, from the tables in ``folder``; of those in ``new`` also what is not there yet.
 
-    committed = {path for kind in FIGURES for path in (folder / "figures").glob(kind.format(name))}
-    drawable = name not in paper_figures.INPUTS or not long_tables.missing(name, folder)
-    if committed or (new and drawable):
-        written = render(name, folder, scratch / "figures") if drawable else []
-        drawn = {folder / "figures" / path.name: path for path in written if path.name != f"{name}.svg"}
-        drawn = {path: one for path, one in drawn.items() if path.suffix != ".pdf"}
-        for path in sorted(committed | (drawn.keys() if new else set())):
+    They are drawn by their program, for nothing here stands on the figures.
+    """
+    old = {name: {path for kind in KINDS for path in (folder / "figures").glob(kind.format(name))} for name in names}
+    drawable = [name for name in old if (old[name] or name in new) and not (name in INPUTS and missing(name, folder))]
+    if drawable:
+        places = ["--results", folder.resolve(), "--out", scratch / "figures"]
+        command = [sys.executable, "-m", "paper_figures", *drawable, *places]
+        if code := subprocess.run(command, check=False, stdout=subprocess.DEVNULL, cwd=ROOT).returncode:
+            raise SystemExit(code)
+    for name, committed in old.items():
+        paths = [path for kind in KINDS for path in (scratch / "figures").glob(kind.format(name)) if name in drawable]
+        drawn = {folder / "figures" / path.name: path for path in paths}
+        for path in sorted(committed | (drawn.keys() if name in new else set())):
             yield path, compare(path, drawn[path].read_bytes() if path in drawn else None, write=write)
 
 
@@ -92,19 +98,24 @@ def main(
 ) -> None:
     """Compute the committed tables and figures again from the committed runs, and compare them byte for byte.
 
-    Without ``--study`` also figures of what has no runs, such as benchmarks, from their tables.
+    Without ``--study`` also figures of what has no runs, such as benchmarks, from their tables. Studies that are frozen
+    are named with the commit that computed them.
     """
     reference = results / "reference" / scale
-    names, different = [study] if study else archive.studies(reference), 0
-    if not names:
+    kept, frozen = [study] if study else archive.studies(reference), matrix.frozen()
+    for name in frozen:
+        if study in (None, name) and (reference / name).is_dir():
+            print(f"frozen at {matrix.load_study(name).frozen}  {reference / name}", flush=True)
+    names, different = [name for name in kept if name not in frozen], 0
+    if not kept:
         raise UserError("no runs are kept", where=reference, fix="see which: ls results/reference/*/*/runs")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / scale
         compared = [tables(reference, name, scratch, write=write) for name in names]
-        for found in (*compared, figures(reference, names, scratch, others=study is None, write=write)):
-            for path, how in found:
-                print(f"{how:9}  {path}", flush=True)
-                different += how == DIFFERENT
+        for outcomes in (*compared, figures(reference, names, scratch, others=study is None, write=write)):
+            for path, outcome in outcomes:
+                print(f"{outcome:9}  {path}", flush=True)
+                different += outcome == DIFFERENT
     if different:
         print(f"error: {different} files came out different", file=sys.stderr)
         raise SystemExit(1)

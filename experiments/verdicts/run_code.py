@@ -16,33 +16,24 @@ from experiments.common.cli import main_guard
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
 from experiments.spec.code import training_code
+from experiments.training.outputs import SETTINGS, STATUS
 
 TODAY = ("no", "unknown", "yes")  # whether the run's code is today's, in the order of the rows
 
 
 def table(folder: Path, scale: str) -> list[dict[str, Any]]:
     """A row for each run in ``folder``, the results of a scale; those of other code than today's first."""
-    today = training_code()
-    rows = []
+    today, rows = training_code(), []
     for study in matrix.studies():
-        for run in matrix.runs(study, scale):
-            path = folder / study / run.name
-            if not (path / "status").is_file():
-                continue
-            record = load_yaml(path / "run.yaml")
-            made = record.get("provenance") or {}
-            code = made.get("code")
-            rows.append(
-                {
-                    "study": study,
-                    "run": run.name,
-                    "status": (path / "status").read_text(encoding="utf-8").strip(),
-                    "today": "unknown" if code is None else "yes" if code == today else "no",
-                    "code": code,
-                    "commit": (made.get("git") or {}).get("commit"),
-                    "started": made.get("started"),
-                }
-            )
+        for path in (folder / study / run.name for run in matrix.runs(study, scale)):
+            if (path / STATUS).is_file():
+                provenance = load_yaml(path / SETTINGS).get("provenance") or {}
+                code = provenance.get("code")
+                status = (path / STATUS).read_text(encoding="utf-8").strip()
+                current = "unknown" if code is None else "yes" if code == today else "no"
+                about = {"study": study, "run": path.name, "status": status, "today": current, "code": code}
+                commit = (provenance.get("git") or {}).get("commit")
+                rows.append(about | {"commit": commit, "started": provenance.get("started")})
     return sorted(rows, key=lambda row: TODAY.index(row["today"]))
 
 

@@ -16,7 +16,8 @@ from pyarrow import parquet
 
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
-from experiments.verdicts import archive, kept_run, long_tables, reference, replay
+from experiments.common.figures import missing
+from experiments.verdicts import archive, kept_run, reference, replay
 from paper_figures.__main__ import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,27 +219,32 @@ def test_another_run_of_the_name_is_kept_only_if_asked(kept: Path, study: Path) 
 def test_what_has_ended_shows_its_tables_and_they_follow_from_it(study: Path, tmp_path: Path) -> None:
     kept = tmp_path / "reference" / "ci"
     (study / NAMES[1] / "status").unlink()
-    count, written = reference.save_so_far(STUDY, NAMES, study.parent, kept)
+    with pytest.raises(UserError, match=f"run {NAMES[1]} has not ended"):
+        reference.keep(STUDY, NAMES, study.parent, kept)
+    written = reference.keep(STUDY, NAMES, study.parent, kept, so_far=True)
     table = pd.read_csv(kept / STUDY / "table.csv")
-    assert count == 2 and [f"{row.variant}-s{row.seed}" for row in table.itertuples()] == [NAMES[0], NAMES[2]]
+    assert [f"{row.variant}-s{row.seed}" for row in table.itertuples()] == [NAMES[0], NAMES[2]]
     assert {kept / STUDY / "table.csv", kept / STUDY / "provenance.yaml", kept / STUDY / "runs"} <= set(written)
+    assert kept / "figures" / f"{STUDY}.png" in written
     found = dict(replay.tables(kept, STUDY, tmp_path / "again"))
     assert kept / STUDY / "table.csv" in found and set(found.values()) == {replay.SAME}
 
 
 def test_a_study_is_kept_if_its_tables_follow_from_the_kept_runs(study: Path, tmp_path: Path) -> None:
     kept = tmp_path / "reference" / "ci"
-    reference.update_study(STUDY, study.parent, kept)
-    reference.keep_runs(STUDY, NAMES, study.parent, kept)
-    assert contents(kept / STUDY / "runs") == contents(KEPT / STUDY / "runs")
-    table = kept / STUDY / "table.csv"
+    (kept / STUDY).mkdir(parents=True)
+    (kept / STUDY / "older.csv").write_text("a table that the study no longer makes")
+    reference.keep(STUDY, NAMES, study.parent, kept)
+    names = {path.name for path in (KEPT / STUDY).iterdir()}
+    assert {path.name for path in (kept / STUDY).iterdir()} == names
+    for path in (path for path in (KEPT / STUDY).rglob("*") if path.is_file() and path.name != "provenance.yaml"):
+        assert (kept / STUDY / path.relative_to(KEPT / STUDY)).read_bytes() == path.read_bytes(), path
+    assert (kept / "figures" / f"{STUDY}.png").read_bytes() == (KEPT / "figures" / f"{STUDY}.png").read_bytes()
+    table = study / "table.csv"
     table.write_text(table.read_text().replace("1", "2", 1))
     with pytest.raises(UserError, match="does not follow from what is kept") as told:
-        reference.keep_runs(STUDY, NAMES, study.parent, kept)
+        reference.keep(STUDY, NAMES, study.parent, kept)
     one_line(told, str(table))
-    (study / NAMES[1] / "status").unlink()
-    with pytest.raises(UserError, match=f"run {NAMES[1]} has not ended"):
-        reference.keep_runs(STUDY, NAMES, study.parent, kept)
 
 
 def run_replay(
@@ -280,23 +286,15 @@ def test_replay_tells_a_file_that_does_not_follow_from_the_runs(
 
 
 def test_a_figure_drawn_from_parquet_has_the_bytes_of_one_drawn_from_csv(study: Path, tmp_path: Path) -> None:
-    packed = long_tables.packed(study / "trajectories.csv")
-    assert long_tables.long_tables(STUDY) == ["trajectories", "curves"]
+    packed = archive.packed_table(study / "trajectories.csv")
     (study / "trajectories.csv").unlink()
-    assert long_tables.missing(STUDY, study.parent)
+    assert missing(STUDY, study.parent)
     (study / "trajectories.parquet").write_bytes(packed)
-    assert not long_tables.missing(STUDY, study.parent)
     for again in render(STUDY, study.parent, tmp_path / "again"):
         assert again.read_bytes() == (study.parent / "figures" / again.name).read_bytes()
     (study / "trajectories.parquet").write_bytes(packed[:-9])
     with pytest.raises(UserError, match="table is damaged"):
         render(STUDY, study.parent, tmp_path / "again")
-
-
-def test_committed_tables_and_figures_follow_from_the_committed_runs(tmp_path: Path) -> None:
-    found = [*replay.tables(KEPT, STUDY, tmp_path), *replay.figures(KEPT, [STUDY], tmp_path)]
-    assert {path.suffix for path, _ in found} == {".csv", ".png", ".parquet"}
-    assert [path for path, how in found if how != replay.SAME] == []
 
 
 def test_committed_results_leave_the_repository_small() -> None:

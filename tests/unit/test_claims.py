@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from edgc.errors import UserError
 from experiments.analyse import correlation
 from experiments.verdicts import claims
 from experiments.verdicts.claim_measures import MEASURES
+from tests.unit.conftest import REFERENCE
 
 
 @pytest.fixture
@@ -33,11 +35,21 @@ def run(variant: str, seed: int = 1, status: str = "ok", **more: Any) -> dict[st
 
 def test_every_claim_of_the_paper_has_a_rule_and_a_measure(known: dict[str, claims.Claim]) -> None:
     assert {claim.measure for claim in known.values()} <= set(MEASURES)
-    values = {str(claim.paper_value) for claim in known.values()}
-    assert {"-46.45", "-16.13", "-94.0", "0.94"} <= values
+    assert {"-46.45", "-16.13", "-94.0", "0.94"} <= {str(claim.paper_value) for claim in known.values()}
     for claim in known.values():
         assert claim.kind == ("simulated" if claim.study.startswith("gpt2_") else "measured")
-        assert claim.version == "v1"
+
+
+@pytest.mark.parametrize("scale", ["ci", "workstation"])
+def test_kept_tables_give_the_committed_verdicts_and_a_second_call_the_same(
+    scale: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results" / "reference"
+    shutil.copytree(REFERENCE / scale, results / scale, ignore=shutil.ignore_patterns("runs", "*.parquet", "*.png"))
+    for _ in range(2):
+        claims.main(scale, results, show=True)
+        assert (results / scale / "claims.csv").read_bytes() == (REFERENCE / scale / "claims.csv").read_bytes()
+    assert "not testable here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -62,20 +74,8 @@ def test_accuracy_follows_two_one_sided_tests(
     put(tmp_path / "ci", "methods/table.csv", rows)
     row = claims.judge(known["accuracy_preserved"], "ci", tmp_path / "ci")
     assert (row["verdict"], row["our_value"]) == (verdict, word)
-    assert "edgc_cqm-s9 diverged" in row["note"]
-    assert f"mean gap {sum(gaps) / len(gaps):+.4f} nats" in row["note"] and "p of 0.005 or more" in row["note"]
-    if word:
-        assert row["evidence"] == f"{tmp_path.name}/ci/methods/table.csv"
-    else:
-        assert "too few seeds to decide" in row["note"]
-
-
-def test_evidence_that_is_kept_is_named_with_its_place(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
-    kept = tmp_path / "results" / "reference" / "workstation"
-    rows = [run("edgc_cqm", seed, method="edgc", policy="cqm", gap_nats=0.0, bytes_ratio=0.3) for seed in (1, 2, 3)]
-    put(kept, "methods/table.csv", rows)
-    row = claims.judge(known["accuracy_preserved"], "workstation", kept)
-    assert row["evidence"] == "results/reference/workstation/methods/table.csv"
+    assert "edgc_cqm-s9 diverged" in row["note"] and f"mean gap {sum(gaps) / len(gaps):+.4f} nats" in row["note"]
+    assert row["evidence"] == (f"{tmp_path.name}/ci/methods/table.csv" if word else None)
 
 
 def cqm(seed: int, **more: Any) -> dict[str, Any]:
@@ -89,15 +89,11 @@ def cqm(seed: int, **more: Any) -> dict[str, Any]:
 def test_a_policy_that_did_not_act_was_not_tested(
     tmp_path: Path, known: dict[str, claims.Claim], seeds_acted: tuple[bool, ...], verdict: str
 ) -> None:
-    moved = {True: {"ranks_used": 4, "windows_inside": 0.5}, False: {"ranks_used": 1, "windows_inside": 0.0}}
-    rows = [cqm(seed, acted=one, **moved[one]) for seed, one in enumerate(seeds_acted, 1)]
-    put(tmp_path, "methods/table.csv", rows)
+    put(tmp_path, "methods/table.csv", [cqm(seed, acted=acted) for seed, acted in enumerate(seeds_acted, 1)])
     put(tmp_path, "zero_shot/summary.csv", [zero_shot_row("task", "on par")])
     for claim in ("accuracy_preserved", "zero_shot"):
         found = claims.judge(known[claim], "ci", tmp_path)
         assert found["verdict"] == verdict
-        ranks = ", ".join(str(moved[one]["ranks_used"]) for one in seeds_acted)
-        assert f"ranks used {ranks}, windows inside" in found["note"]
         assert ("the policy did not act" in found["note"]) is (verdict == "not tested")
 
 
@@ -106,14 +102,11 @@ def test_a_table_that_does_not_say_whether_the_policy_acted_tests_nothing(
 ) -> None:
     put(tmp_path, "zero_shot/summary.csv", [zero_shot_row("task", "on par")])
     found = claims.judge(known["zero_shot"], "ci", tmp_path)
-    assert found["verdict"] == "not tested"
-    assert "is not known: methods/table.csv does not exist" in found["note"]
+    assert found["verdict"] == "not tested" and "methods/table.csv does not exist" in found["note"]
     rows = [{key: value for key, value in cqm(seed).items() if key != "acted"} for seed in (1, 2)]
     put(tmp_path, "methods/table.csv", rows)
     for claim in ("accuracy_preserved", "zero_shot"):
-        found = claims.judge(known[claim], "ci", tmp_path)
-        assert found["verdict"] == "not tested"
-        assert "methods/table.csv does not say whether the policy acted" in found["note"]
+        assert claims.judge(known[claim], "ci", tmp_path)["verdict"] == "not tested"
 
 
 def test_without_any_evidence_nothing_is_testable(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
@@ -156,15 +149,10 @@ def test_window_claim_is_of_the_papers_samples_and_says_what_is_extrapolated(
     found = claims.judge(known["window_correlation"], "ci", tmp_path)
     assert (found["our_value"], found["verdict"], found["n"]) == ("0.93 to 0.99", "partly", 3)
     assert (found["runs"], found["windows"]) == (3, 16)
-    over = correlation.combined([0.99, 0.93, 0.97])
-    said = f"extrapolated at 100 samples: mean {over['mean']:.4f} ({over['low']:.4f} to {over['high']:.4f})"
-    assert f"{said} from 16 windows of 20 iterations (2 of them sampled, CC 0.80)" in found["note"]
     assert "no evidence" in claims.judge(known["window_correlation_whole_run"], "ci", tmp_path)["note"]
     put_correlations(tmp_path, [row for row in rows if row["cc"] != 0.93])
     found = claims.judge(known["window_correlation"], "ci", tmp_path)
-    assert (found["our_value"], found["verdict"]) == ("0.97 to 0.99", "partly"), (
-        "what is extrapolated supports in part at best"
-    )
+    assert (found["our_value"], found["verdict"]) == ("0.97 to 0.99", "partly"), "extrapolated: in part at best"
 
 
 def test_window_claim_prefers_what_is_measured(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
@@ -173,15 +161,8 @@ def test_window_claim_prefers_what_is_measured(tmp_path: Path, known: dict[str, 
     put_correlations(tmp_path, rows)
     found = claims.judge(known["window_correlation_whole_run"], "ci", tmp_path)
     assert (found["our_value"], found["verdict"], found["n"]) == (0.96, "supported", 1)
-    assert "measured at 100 samples: mean 0.9600 (one seed) from 207 windows of 1000 iterations" in found["note"]
-    assert "extrapolated" not in found["note"]
-
-
-def test_too_short_runs_are_no_evidence_of_a_correlation(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
     put_correlations(tmp_path, [correlations(1, 0.8, "measured")])
-    found = claims.judge(known["window_correlation"], "ci", tmp_path)
-    assert found["verdict"] == "not testable here"
-    assert "no run is long enough to measure a window of 100 samples" in found["note"]
+    assert claims.judge(known["window_correlation"], "ci", tmp_path)["verdict"] == "not testable here", "too short"
 
 
 @pytest.mark.parametrize(
@@ -195,18 +176,9 @@ def test_too_short_runs_are_no_evidence_of_a_correlation(tmp_path: Path, known: 
 def test_entropy_trend_takes_the_worst_run(
     tmp_path: Path, known: dict[str, claims.Claim], words: list[str], verdict: str
 ) -> None:
-    numbers = {
-        "start": -4,
-        "minimum": -6,
-        "iteration_minimum": 60,
-        "end": -5,
-        "share_log_sigma_fell_after": 0.1,
-    }
-    rows = [
-        run("gpt", seed, architecture="gpt", estimator="histogram", group="<all>", verdict=word, **numbers)
-        for seed, word in enumerate(words)
-    ]
-    rows.append(run("bert", architecture="bert", estimator="histogram", group="<all>", verdict="falls", **numbers))
+    about = {"start": -4, "end": -5, "estimator": "histogram", "group": "<all>"}
+    rows = [run("gpt", seed, architecture="gpt", verdict=word, **about) for seed, word in enumerate(words)]
+    rows.append(run("bert", architecture="bert", verdict="falls", **about))
     put(tmp_path, "entropy_trend/table.csv", rows)
     row = claims.judge(known["entropy_falls_gpt"], "ci", tmp_path)
     # The one furthest down the rule decides; all of them are told.
@@ -217,24 +189,10 @@ def test_entropy_trend_takes_the_worst_run(
 
 
 def test_correlation_and_centring(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
-    more = {"group": "<all>", "near_zero_start": 0.01, "near_zero_end": 0.2}
+    more = {"group": "<all>", "near_zero_start": 0.01, "near_zero_end": 0.2, "correlation_layers_late": 0.1}
     rows = [
-        run(
-            "gpt",
-            architecture="gpt",
-            centring="more near zero",
-            correlation_layers_early=0.3,
-            correlation_layers_late=0.1,
-            **more,
-        ),
-        run(
-            "bert",
-            architecture="bert",
-            centring="fewer near zero",
-            correlation_layers_early=0.13,
-            correlation_layers_late=0.1,
-            **more,
-        ),
+        run(name, architecture=name, centring=f"{word} near zero", correlation_layers_early=early, **more)
+        for name, word, early in (("gpt", "more", 0.3), ("bert", "fewer", 0.13))
     ]
     put(tmp_path, "entropy_trend/moments.csv", rows)
     row = claims.judge(known["gradients_centre_on_zero"], "ci", tmp_path)
@@ -279,15 +237,10 @@ def test_following_entropy_has_to_beat_a_fixed_rank_of_its_bytes(
     for place, (study, word) in enumerate(words.items()):
         said = {"fixed rank": word, "placebos": "better", "falling": "worse"}
         rows = rivals({"fixed rank": 0.003, "placebos": -0.004, "falling": 0.002}, said, n=10 - place)
-        other = [
-            row | {"variant": "cqm_int8", "verdict": "better"} for row in rows
-        ]  # no evidence for the paper's method
+        other = [row | {"variant": "cqm_int8", "verdict": "better"} for row in rows]  # not the paper's method
         put(tmp_path, f"{study}/comparisons.csv", rows + other)
     found = claims.judge(known["entropy_beats_fixed_rank"], "workstation", tmp_path)
     assert (found["our_value"], found["verdict"]) == (our_value, verdict)
-    for study, word in words.items():
-        assert f"against fixed rank +0.0030 nats (0.0020 to 0.0040), {word}" in found["note"] and study in found["note"]
-    assert "against placebos -0.0040 nats" in found["note"] and "against falling +0.0020 nats" in found["note"]
     if "supported" in verdict:  # the seeds of the settings that were tested, and the tables of all of them
         tested = [study for study, word in words.items() if word != "not tested"]
         assert (found["n"], found["n_most"]) == ((10, None) if len(tested) == 1 else (9, 10))
@@ -310,8 +263,6 @@ def test_accuracy_where_the_rank_moves_is_judged_setting_by_setting(
     assert (found["verdict"], found["n"]) == (verdict, 3)
     once = f"{words[0]} in 1, {words[1]} in 1"
     assert found["our_value"] == f"{f'{words[0]} in 2' if words[0] == words[1] else once} of 2 settings"
-    assert "policies_bert, n = 3, acted in 3: against no compression +0.0080 nats" in found["note"]
-    assert "at 40.0 % of the bytes of fp32, 80.0 % of bf16's" in found["note"]
 
 
 def zero_shot_row(task: str, verdict: str | None, above_chance: bool = True, **more: Any) -> dict[str, Any]:
@@ -348,14 +299,12 @@ def test_zero_shot_follows_the_equivalence_test(
     if verdict != "not testable here":
         assert (found["n"], found["tasks"]) == (2, len(verdicts))
         assert "not counted: arc" in found["note"]
-        assert "task0 -0.004 of 0.02" in found["note"]
 
 
 def test_zero_shot_at_chance_everywhere_is_no_evidence(tmp_path: Path, known: dict[str, claims.Claim]) -> None:
     put(tmp_path, "zero_shot/summary.csv", [zero_shot_row("arc", "on par", above_chance=False)])
     found = claims.judge(known["zero_shot"], "ci", tmp_path)
     assert (found["verdict"], found["n"]) == ("not testable here", 0)
-    assert "not above chance" in found["note"]
 
 
 BANDWIDTHS = (1, 10, 100)
@@ -397,7 +346,7 @@ def test_what_is_simulated_is_told_value_by_value_and_neither_supports_nor_refut
     put_traces(tmp_path, saved)
     row = claims.judge(known["communication_latency_12p1b"], "ci", tmp_path)
     assert (row["kind"], row["verdict"], row["n"]) == ("simulated", "depends", 0)
-    assert "not testable from the abstract" in row["note"] and f"rule holds for {holding} of 6 values" in row["note"]
+    assert f"rule holds for {holding} of 6 values" in row["note"]
     assert (row["bandwidths"], row["entropies"]) == (3, 2)
     numbers = [percent for percents in saved.values() for percent in percents]
     # Half of an uncompressed step is exposed there: what the step saves is twice as much of that.
@@ -411,8 +360,6 @@ def test_a_grid_says_where_the_number_of_the_paper_lies(tmp_path: Path, known: d
     note = claims.judge(known["communication_latency_12p1b"], "ci", tmp_path)["note"]
     assert "the rule holds for 2 of 9 values: gpt at 1, 10 Gbit/s;" in note
     assert "-46.45 % itself: gpt between 10 and 100 Gbit/s;" in note
-    assert "median over bandwidths -50 (gpt), -0.5 (bert, batch)" in note
-    assert "compression included -59 to 0.6 %" in note
     assert "at a mean rank assumed half-way -30 to -2 %, -46.45 % at no bandwidth" in note
     note = claims.judge(known["training_time_12p1b"], "ci", tmp_path)["note"]
     assert "-16.13 % itself: gpt between 10 and 100 Gbit/s;" in note
@@ -426,18 +373,6 @@ def test_a_grid_has_no_single_number_and_no_partial_bound(tmp_path: Path) -> Non
         path.write_text(yaml.safe_dump({"claims": [entry | change]}, explicit_end=True))
         with pytest.raises(UserError, match="leave `partly` out and give a number"):
             claims.load_claims(path)
-
-
-def test_command_writes_one_row_per_claim_and_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ci").mkdir()
-    claims.main("ci", tmp_path, show=True)
-    first = (tmp_path / "ci" / "claims.csv").read_bytes()
-    claims.main("ci", tmp_path)
-    assert (tmp_path / "ci" / "claims.csv").read_bytes() == first
-    table = pd.read_csv(tmp_path / "ci" / "claims.csv")
-    assert tuple(table.columns) == claims.COLUMNS
-    assert list(table["id"]) == [claim.id for claim in claims.load_claims()]
-    assert "not testable here" in capsys.readouterr().out
 
 
 def test_missing_results_and_bad_rules_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from experiments.analyse import correlation
 from experiments.analyse.runs import load_runs
 from experiments.analyse.statistics import interval
-from tests.unit import synthetic_runs as synthetic
 
 COURSE, NOISE, ENTRIES = 0.06, 0.06, 0.03  # nats: of the levels between windows, of an iteration, of a sample's entries
 BLOCK = 20  # iterations that share a level
@@ -39,8 +38,13 @@ def by(rows: list[dict[str, object]], **wanted: object) -> float:
     return float(found["cc"])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.25, 0.1, 0.05])
-@pytest.mark.parametrize("entries", [0.0, ENTRIES])
+def base(windows: int, spread: float, error: float) -> dict[str, float]:
+    """The row of measured windows of one level each, of variances in nats squared."""
+    about = {"window": BLOCK, "from_window": BLOCK, "alpha": 0.1, "samples": 2, "windows": windows}
+    return about | {"spread_nats": math.sqrt(spread), "error_nats": math.sqrt(error)}
+
+
+@pytest.mark.parametrize(("alpha", "entries"), [(0.5, 0.0), (0.25, ENTRIES), (0.1, 0.0), (0.1, ENTRIES), (0.05, 0.0)])
 def test_measured_is_what_theory_says(alpha: float, entries: float) -> None:
     full, sampled = simulated(np.random.default_rng(1), 4000, entries=entries)
     found = by(correlation.cells(full, sampled), window=BLOCK, alpha=alpha, kind="measured")
@@ -50,9 +54,8 @@ def test_measured_is_what_theory_says(alpha: float, entries: float) -> None:
 def test_extrapolated_is_what_long_windows_measure() -> None:
     rng = np.random.default_rng(2)
     full, sampled = simulated(rng, 4000, entries=ENTRIES)
-    cc, spread, error = correlation.measure(full, sampled, BLOCK, 10)
-    base = correlation.cell(BLOCK, 0.1, 2, 4000, "measured", cc, BLOCK, spread, error)
-    row = correlation.extrapolate(base, 100)
+    _, spread, error = correlation.measure(full, sampled, BLOCK, 10)
+    row = correlation.extrapolate(base(4000, spread, error), 100)
     assert (row["window"], row["kind"], row["from_window"]) == (1000, "extrapolated", BLOCK)
     long = simulated(rng, 1500, block=1000, entries=ENTRIES)
     measured, *_ = correlation.measure(*long, 1000, 10)
@@ -67,10 +70,10 @@ def test_without_a_course_only_the_shared_iterations_correlate() -> None:
     full, sampled = simulated(np.random.default_rng(3), 4000, course=0.0)
     rows = correlation.cells(full, sampled)
     assert by(rows, window=BLOCK, alpha=0.1, kind="measured") == pytest.approx(math.sqrt(0.1), abs=0.03)
-    cc, spread, error = correlation.measure(full, sampled, BLOCK, 10)
+    _, spread, error = correlation.measure(full, sampled, BLOCK, 10)
     for spread_seen in (spread, 0.0):  # the second: chance left less than the noise alone
-        base = correlation.cell(BLOCK, 0.1, 2, 4000, "measured", cc, BLOCK, spread_seen, error)
-        assert correlation.extrapolate(base, 100)["cc"] == pytest.approx(math.sqrt(0.1), abs=0.08)
+        found = correlation.extrapolate(base(4000, spread_seen, error), 100)["cc"]
+        assert found == pytest.approx(math.sqrt(0.1), abs=0.08)
 
 
 @pytest.mark.parametrize("kind", ["measured", "extrapolated"])
@@ -81,10 +84,9 @@ def test_interval_over_three_seeds_covers(kind: str) -> None:
     for _ in range(trials):
         seeds = []
         for _ in range(3):
-            found = correlation.measure(*simulated(rng, blocks), BLOCK, 10)
-            base = correlation.cell(BLOCK, 0.1, 2, blocks, "measured", found[0], BLOCK, *found[1:])
-            seeds.append(base if kind == "measured" else correlation.extrapolate(base, 100))
-        over = correlation.combined(row["cc"] for row in seeds)
+            cc, *found = correlation.measure(*simulated(rng, blocks), BLOCK, 10)
+            seeds.append(cc if kind == "measured" else correlation.extrapolate(base(blocks, *found), 100)["cc"])
+        over = correlation.combined(seeds)
         assert over["n"] == 3
         assert over["low"] < over["mean"] < over["high"]
         hits += over["low"] <= truth <= over["high"]
@@ -115,34 +117,22 @@ def test_windows_are_whole_and_enough() -> None:
     assert not correlation.cells(*simulated(np.random.default_rng(5), 2))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic.write_window_ablation(tmp_path_factory.mktemp("runs") / "ci")
-
-
-def test_one_run_per_seed_that_sampled_the_most(folder: Path) -> None:
-    runs = load_runs(folder)
-    chosen = correlation.one_per_seed(runs)
-    assert [run.path.name for run in chosen] == [f"w20_every-s{seed}" for seed in (1, 2, 3)]
-    rare = correlation.one_per_seed(run for run in runs if run.variant != "w20_every")
-    assert [run.path.name for run in rare] == [f"w10-s{seed}" for seed in (1, 2, 3)]
-    table = correlation.table(chosen)
-    assert set(table["beta"]) == {0.25}
-    assert set(correlation.table(rare)["beta"]) == {1.0}, "full entropies stood for what was not sampled"
+def test_one_run_per_seed_that_sampled_the_most_and_intervals_over_seeds(kept_results: Path) -> None:
+    runs = load_runs(kept_results / "workstation" / "policies_bert")
+    runs = [run for run in runs if run.variant in ("cqm", "spectral")]
+    table = correlation.table(runs)
+    assert set(table["seed"]) == {1, 2, 3} and set(table["variant"]) == {"cqm"}, "the first of equals"
+    assert set(table["beta"]) == {1.0}, "full entropies stood for what was not sampled"
     assert set(table["span"]) == set(correlation.SPANS)
-    assert set(table["stage"]) == {0, 1}
-    after = table[(table["span"] == "after warm-up") & (table["window"] == 10)]
-    assert set(after["windows"]) == {18}, "20 of 200 iterations were warm-up"
+    for run in runs:
+        if run.variant == "spectral" and run.seed == 2:
+            entropy = dataclasses.replace(run.edgc.entropy, iteration_rate=1.0)
+            run.__dict__["edgc"] = dataclasses.replace(run.edgc, entropy=entropy)
+    assert set(correlation.table(runs).query("seed == 2")["variant"]) == {"spectral"}
     assert correlation.table([]).columns.tolist() == table.columns.tolist()
-
-
-def test_summary_has_the_interval_over_seeds(folder: Path) -> None:
-    table = correlation.table(load_runs(folder))
     found = correlation.summary(table)
-    assert set(found["n"]) == {3}
-    key = {"stage": 0, "span": "after warm-up", "window": 20, "alpha": 0.1, "kind": "measured"}
-    rows, (_, row) = table, next(found[(found[list(key)] == pd.Series(key)).all(axis=1)].iterrows())
-    for name, value in key.items():
-        rows = rows[rows[name] == value]
-    expected = correlation.combined(rows["cc"])
+    row = found[(found["kind"] == "measured") & (found["alpha"] == 0.1)].iloc[0]
+    values = table[(table[correlation.CELL] == row[correlation.CELL]).all(axis=1)]["cc"]
+    expected = correlation.combined(values)
+    assert len(values) == row["n"] == 3
     assert (row["cc_mean"], row["cc_low"]) == (pytest.approx(expected["mean"]), pytest.approx(expected["low"]))

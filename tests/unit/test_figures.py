@@ -22,16 +22,11 @@ from matplotlib.text import Text
 
 from edgc.config import methods
 from edgc.errors import UserError
+from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, OPTIONAL, caption, missing
 from experiments.pages import pictures
 from experiments.spec import matrix
-from experiments.verdicts import long_tables
 from paper_figures import (
-    BENCHMARKS,
-    FIGURES,
-    INPUTS,
-    OPTIONAL,
     break_even,
-    caption,
     hero,
     inputs,
     learning_curves,
@@ -42,14 +37,12 @@ from paper_figures import (
     texts,
 )
 from paper_figures.__main__ import draw, main, render
-from tests.unit import synthetic_runs as synthetic
 
 TRAINED = (
     "entropy_trend",
     "methods",
-    "equal_bytes",
     "policies",
-    *synthetic.SETTINGS_OF_POLICIES,
+    *(f"policies_{name}" for name in ("bert", "four_replicas", "late", "long", "two_stages")),
     "moe",
     "rank_sweep",
     "rank_model",
@@ -60,15 +53,10 @@ OURS = tuple(name for name, studies in FIGURES.items() if set(studies) <= set(TR
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def without_runs(folder: str, entries: list[str]) -> list[str]:
-    """The run folders among ``entries``, for :func:`shutil.copytree` to leave out."""
-    return [name for name in entries if (Path(folder) / name / "run.yaml").is_file()]
-
-
 @pytest.fixture(scope="module")
-def tables(synthetic_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a scale with tables but without any run folder."""
-    return Path(shutil.copytree(synthetic_results, tmp_path_factory.mktemp("tables") / "ci", ignore=without_runs))
+def tables(kept_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a scale with kept tables."""
+    return Path(shutil.copytree(kept_tables, tmp_path_factory.mktemp("tables") / "ci"))
 
 
 def data_panels(fig: Figure) -> list[Axes]:
@@ -318,19 +306,8 @@ def test_families_are_fixed_and_distinct() -> None:
     looks = list(style.FAMILIES.values())
     assert len({look.colour for look in looks}) == len(looks)
     assert len({look.marker for look in looks}) == len(looks)
-    expected = {
-        "none-s1": "none",
-        "powersgd_r8": "powersgd",
-        "EDGC (CQM)": "edgc",
-        "edgc_released": "released",
-    }
-    expected |= {
-        "top-k": "topk",
-        "randomk_1": "randomk",
-        "int8": "quantize",
-        "optimus": "selective",
-        "?": "other",
-    }
+    expected = {"none-s1": "none", "powersgd_r8": "powersgd", "EDGC (CQM)": "edgc", "edgc_released": "released"}
+    expected |= {"top-k": "topk", "randomk_1": "randomk", "int8": "quantize", "optimus": "selective", "?": "other"}
     assert {name: style.family(name).key for name in expected} == expected
     assert style.family("edgc", "released").key == "released"
 
@@ -393,9 +370,9 @@ def test_settings_without_tables_are_named_in_place_of_being_drawn(tables: Path,
     finally:
         plt.close(fig)
     assert set(OPTIONAL["policies_settings"]) < set(INPUTS["policies_settings"])
-    assert not long_tables.missing("policies_settings", found)
+    assert not missing("policies_settings", found)
     (found / "policies").unlink()
-    assert long_tables.missing("policies_settings", found)
+    assert missing("policies_settings", found)
     with pytest.raises(UserError, match="study policies is missing"):
         draw("policies_settings", found)
 
@@ -445,7 +422,7 @@ def test_figures_say_tables_that_studies_have_and_a_caption() -> None:
     for table in (table for tables in INPUTS.values() for table in tables):
         study, _, file = table.partition("/")
         assert file in matrix.load_study(study).tables, table
-    code = "import sys, paper_figures; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, experiments.common.figures; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 
 
@@ -456,14 +433,14 @@ def test_all_draws_what_has_its_tables_and_names_the_rest(
     (scale / "rank_sweep").mkdir(parents=True)
     for table in INPUTS["rank_sweep"]:
         (scale / table).write_bytes((tables / table).read_bytes())
-    main("all", scale)
+    main(["all"], scale)
     said = capsys.readouterr()
     assert {path.stem for path in (scale / "figures").iterdir()} == {"rank_sweep"}
     assert "left out methods: no methods/table.csv, methods/summary.csv" in said.err
     assert said.err.count("left out") == len(FIGURES) - 1
     (scale / "rank_sweep" / "table.csv").write_text("", encoding="utf-8")  # damaged is not missing
     with pytest.raises(SystemExit) as stop:
-        main("all", scale)
+        main(["all"], scale)
     assert stop.value.code == 2
 
 
@@ -472,6 +449,6 @@ def test_bad_input_is_one_line(tables: Path, tmp_path: Path, capsys: pytest.Capt
         render("method", tables, tmp_path)
     (tmp_path / "ci").mkdir()
     with pytest.raises(SystemExit) as stop:
-        main("methods", tmp_path / "ci")
+        main(["methods"], tmp_path / "ci")
     assert stop.value.code == 2
     assert "snakemake -c2 methods" in capsys.readouterr().err

@@ -40,7 +40,7 @@ SETTINGS = "from edgc.config import EDGCConfig, methods; [kind.look for kind in 
         "import edgc.control.adaptive",
         "import edgc.control.layer_ranks",
         "import experiments.spec.matrix",
-        "import paper_figures",
+        "import experiments.common.figures",
     ],
 )
 def test_settings_decisions_and_what_snakemake_imports_for_every_plan_need_no_torch(statement: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,21 +18,44 @@ from edgc.control.rank_model import error as error_of
 from edgc.control.rank_model import rank_for_error
 from edgc.errors import UserError
 from experiments.analyse import moe
-from experiments.analyse.__main__ import analyse
 from experiments.spec.settings import ProbeConfig
 from experiments.training.experts import ExpertShare, draw_experts, place_of
 from experiments.training.probes.entropy import GradientProbe
-from tests.unit import synthetic_runs as synthetic
+from tests.unit.invented_runs import run
 
 FC1 = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
 DENSE = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
+CHANGE = {0: -0.4, 1: -0.2, 2: 0.0, 3: 0.3}  # nats, by which an expert's entropy moves over the run
+
+
+def probes() -> pd.DataFrame:
+    """Expert e of layer l has entropy -5 - l - e/10, moves by ``CHANGE`` and gets 10 (e + 1) tokens."""
+    rows = []
+    for t in [1, *range(10, 201, 10)]:
+        part = t / 200
+        for layer in (0, 1):
+            found = [(FC1.replace("fc1", kind).format(layer, e), -5 - layer - e / 10 + change * part, e)
+                     for e, change in CHANGE.items() for kind in ("fc1", "fc2")]  # fmt: skip
+            found.append((DENSE.replace("layers.0", f"layers.{layer}"), -4.0 + 0.1 * part, None))
+            for name, entropy, e in found:
+                about = {"iteration": t, "stage": 0, "parameter": name, "numel": 36864, "gradient_norm": 1.0}
+                tokens = None if e is None else 10 * (e + 1)
+                rows.append(about | {"entropy_histogram": entropy, "log_sigma": entropy - 1.42, "tokens": tokens})
+        rows.append({**rows[-1], "stage": -1, "parameter": "<model>", "entropy_histogram": 0.0})
+    return pd.DataFrame(rows)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = synthetic.write_moe(tmp_path_factory.mktemp("results"))
-    analyse("moe", found)
-    return found
+def found() -> dict[str, Any]:
+    """Tables of two runs; experts send 400 of the 1000 bytes, or half of that where they are compressed."""
+    made = []
+    for name, experts, compression in (("none", 400, None), ("r16", 200, {"method": "powersgd", "rank": 16})):
+        events = {"step": [{"iteration": 1, "stages": [{"stage": s, "expert_bytes": experts // 2} for s in (0, 1)]}]}
+        made.append(run(name, compression=compression, events=events, bytes_total=1000 if name == "none" else 500))
+    made[0].__dict__["tensors"] = probes()
+    return moe.tables(made)
 
 
 @given(degree=st.sampled_from([1, 2, 4, 8]), local=st.integers(1, 12), layer=st.integers(0, 30))
@@ -96,23 +120,20 @@ def test_experts_of_different_ranks_start_different_and_repeat() -> None:
     assert [float(w.std()) for w in weights] == pytest.approx([0.02] * 5, rel=0.1)
 
 
-def test_experts_keep_their_place_in_the_table(folder: Path) -> None:
-    found = pd.read_csv(folder / "experts.csv")
-    found = found[(found["seed"] == 1) & (found["kind"] == "fc2")].set_index(["layer", "expert", "window"])
-    assert len(found) == 2 * 4 * 10
-    for (layer, expert, window), row in found.iterrows():
+def test_experts_keep_their_place_in_the_table(found: dict[str, Any]) -> None:
+    rows = found["experts"].query("kind == 'fc2'").set_index(["layer", "expert", "window"])
+    assert len(rows) == 2 * 4 * 10
+    for (layer, expert, window), row in rows.iterrows():
         # Windows hold two probes each, 10 apart; the first also iteration 1.
         times = [window - 10, window] if window > 20 else [1, 10, 20]
-        part = sum(times) / len(times) / synthetic.ITERATIONS
-        expected = -5 - layer - expert / 10 + synthetic.MOE_CHANGE[int(expert)] * part
-        assert row["entropy"] == pytest.approx(expected)
+        part = sum(times) / len(times) / 200
+        assert row["entropy"] == pytest.approx(-5 - layer - expert / 10 + CHANGE[int(expert)] * part)
         assert row["tokens"] == 10 * (expert + 1)
 
 
-def test_spread_tells_experts_from_layers(folder: Path) -> None:
-    found = pd.read_csv(folder / "spread.csv")
-    last = found[(found["seed"] == 1) & (found["window"] == 200)].set_index(["kind", "between"])
-    means = [-e / 10 + m * 195 / 200 for e, m in synthetic.MOE_CHANGE.items()]
+def test_spread_tells_experts_from_layers(found: dict[str, Any]) -> None:
+    last = found["spread"].query("window == 200").set_index(["kind", "between"])
+    means = [-e / 10 + m * 195 / 200 for e, m in CHANGE.items()]
     assert last.loc[("fc1", "experts"), "sd_nats"] == pytest.approx(pd.Series(means).std())
     assert last.loc[("fc1", "experts"), "sigma_ratio"] == pytest.approx(math.exp(max(means) - min(means)))
     # The two layers are one nat apart in experts, and equal in attention.
@@ -121,16 +142,15 @@ def test_spread_tells_experts_from_layers(folder: Path) -> None:
     assert ("qkv", "experts") not in last.index
 
 
-def test_rank_of_an_expert_follows_its_own_entropy(folder: Path) -> None:
-    found = pd.read_csv(folder / "fit.csv")
-    fc1 = found[(found["seed"] == 1) & (found["kind"] == "fc1") & (found["layer"] == 1)].set_index("expert")
+def test_rank_of_an_expert_follows_its_own_entropy(found: dict[str, Any]) -> None:
+    fc1 = found["fit"].query("kind == 'fc1' and layer == 1").set_index("expert")
     # From the first window after iteration 20 (30 and 40) to the last one (190 and 200).
     part = (195 - 35) / 200
-    for expert, move in synthetic.MOE_CHANGE.items():
+    for expert, move in CHANGE.items():
         row = fc1.loc[expert]
         assert row["change_nats"] == pytest.approx(move * part)
-        kept = math.exp(-move * part) * error_of(96, 384, moe.RANK)
-        assert row["cqm_rank"] == pytest.approx(rank_for_error(96, 384, kept))
+        error = math.exp(-move * part) * error_of(96, 384, moe.RANK)
+        assert row["cqm_rank"] == pytest.approx(rank_for_error(96, 384, error))
     # Sixteen expert matrices move by -0.075 on average, two of attention by 0.1; sizes are equal.
     mean = (16 * -0.075 + 2 * 0.1) / 18
     assert fc1["stage_change_nats"].tolist() == pytest.approx([mean * part] * 4)
@@ -139,20 +159,14 @@ def test_rank_of_an_expert_follows_its_own_entropy(folder: Path) -> None:
     assert fc1["stage_cqm_rank"].nunique() == 1
 
 
-def test_table_splits_the_bytes(folder: Path) -> None:
-    table = pd.read_csv(folder / "table.csv").set_index(["variant", "seed"])
-    assert table.loc[("r16", 2), "gap_nats"] == pytest.approx(0.1)
-    assert table.loc[("none", 1), "expert_share"] == pytest.approx(0.4)
-    assert table.loc[("r16", 1), "expert_share"] == pytest.approx(0.2 / 0.5)
-    assert table.loc[("r16_dense", 1), "expert_share"] == pytest.approx(0.4 / 0.7)
-    assert str(table.loc[("r16_dense", 1), "compress_experts"]) == "False"
+def test_table_splits_the_bytes(found: dict[str, Any]) -> None:
+    assert found["table"]["expert_share"].tolist() == pytest.approx([0.4, 0.4])
+    assert found["table"]["expert_bytes_total"].tolist() == [400, 200]
 
 
-def test_a_study_without_probes_has_tables(tmp_path: Path) -> None:
-    synthetic.write_run(tmp_path, study="moe", variant="none", status="failed")
-    written = analyse("moe", tmp_path)
-    assert {path.name for path in written} >= {"table.csv", "experts.csv", "fit.csv"}
-    assert list(pd.read_csv(tmp_path / "table.csv")["status"]) == ["failed"]
+def test_a_study_without_probes_has_tables() -> None:
+    written = moe.tables([run("none", status="failed")])
+    assert written.keys() >= {"table", "experts", "fit"} and list(written["table"]["status"]) == ["failed"]
 
 
 def test_export_refuses_experts_in_one_line(tmp_path: Path) -> None:

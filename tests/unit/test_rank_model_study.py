@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,13 @@ from edgc.compressors import Gradient
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from experiments.analyse import runs, stiffness
-from experiments.analyse.__main__ import analyse
+from experiments.analyse import rank_model, stiffness
 from experiments.common.yaml_settings import validate
 from experiments.spec.settings import ProbeConfig
 from experiments.training.probes.spectra import SpectraProbe
 from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd
-from tests.unit import synthetic_runs as synthetic
+from tests.unit.invented_runs import run
 
 NAME, SHAPE, RANK = "decoder.layers.0.mlp.linear_fc1.weight", (40, 28), 8
 BIAS = "decoder.layers.0.mlp.linear_fc1.bias"
@@ -152,53 +151,84 @@ def test_spectra_without_probed_iterations_are_refused() -> None:
 # ------------------------------------------------------------------ tables
 
 
+SHAPES = {"decoder.layers.0.mlp.linear_fc1.weight": (192, 96),
+          "decoder.layers.0.self_attention.linear_proj.weight": (96, 96)}  # fmt: skip
+COMMON = {"record_full_entropy": True, "window": 20, "entropy": {"iteration_rate": 0.25, "estimator": "gaussian"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "r8": {"method": "powersgd", "rank": 8, "error_feedback": False},
+    "r16": {"method": "powersgd", "rank": 16, "error_feedback": False},
+}
+
+
+@lru_cache
+def planted(shape: tuple[int, int], draw: int) -> torch.Tensor:
+    """Independent normal entries; without a ``draw`` (0) the spectrum 1/i."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(draw), dtype=torch.float64)
+    if not draw:
+        u, s, v = torch.linalg.svd(x, full_matrices=False)
+        x = (u / torch.arange(1, len(s) + 1)) @ v
+    return x
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = synthetic.write_rank_model(tmp_path_factory.mktemp("results"))
-    analyse("rank_model", found)
-    return found
+def found() -> dict[str, pd.DataFrame]:
+    """The tables of one seed: independent entries without compression, a power law under PowerSGD of rank 8 and 16
+    without error feedback, which has found its singular values after a few steps. Entropies fall by 0.01 a step."""
+    made = []
+    for name, compression in VARIANTS.items():
+        settings = EDGCConfig.from_dict(compression | COMMON)
+        compressor = settings.build()
+        probe = SpectraProbe(ProbeConfig(every=20, spectra=True), settings, 0, compressor, reports=True)
+        for t in range(1, 201):
+            if name != "none" or probe.config.due(t):
+                matrices = [(key, planted(shape, t if name == "none" else 0)) for key, shape in SHAPES.items()]
+                gradients = [Gradient(key, (math.exp(-t / 100) * matrix).float()) for key, matrix in matrices]
+                probe.observe(t, gradients)
+                reduce_together([compressor], [gradients], settings.fixed_rank)
+                probe.end_iteration(t, skipped=False)
+        made.append(run(name, compression=compression | COMMON))
+        made[-1].__dict__["spectra"] = pd.DataFrame(probe.rows)
+    return {name: pd.DataFrame(rows) for name, rows in rank_model.tables(made).items()}
 
 
-def rows_of(folder: Path, **where: Any) -> pd.DataFrame:
-    table = pd.read_csv(folder / "table.csv")
+def rows_of(found: dict[str, pd.DataFrame], **where: Any) -> pd.DataFrame:
+    table = found["table"]
     for column, value in where.items():
         table = table[table[column] == value]
     assert len(table)
     return table
 
 
-def test_noise_is_predicted_by_sigma_and_g(folder: Path) -> None:
-    rows = rows_of(folder, variant="none", of="gradient", ranks="one")
+def test_noise_is_predicted_by_sigma_and_g(found: dict[str, pd.DataFrame]) -> None:
+    rows = rows_of(found, variant="none", of="gradient", ranks="one")
     # Ranks around 8, the lower one of the compressed runs; a quarter of it is no multiple of 4.
     assert sorted(rows["rank"].unique()) == [4, 8, 16, 24]
     assert set(rows["predictor"]) == {"iid", "anchored"}
     assert (rows["abs_log_p90"] < 0.02).all()
     # Probes at 1, 20, 40, ...; t0 is 40, after 20 of 200 iterations, and the table begins after it.
-    assert (rows["predictions"] == 8 * len(synthetic.RANK_MODEL_SHAPES)).all()
+    assert (rows["predictions"] == 8 * len(SHAPES)).all()
 
 
-def test_a_power_law_is_off_by_its_known_factor(folder: Path) -> None:
+def test_a_power_law_is_off_by_its_known_factor(found: dict[str, pd.DataFrame]) -> None:
     squares = np.arange(1, 97, dtype=float) ** -2.0
     for rank in (4, 8, 16, 24):
         power = math.sqrt(squares[rank:].sum() / squares.sum())
         # Monte Carlo of the noise that sigma g(r) stands for, one shape after the other.
-        noise = [
-            errors_of(np.random.default_rng(5).standard_normal(shape), [rank])[0]
-            for shape in synthetic.RANK_MODEL_SHAPES.values()
-        ]
+        noise = [errors_of(np.random.default_rng(5).standard_normal(shape), [rank])[0] for shape in SHAPES.values()]
         expected = np.median(np.log(np.array(noise) / power))
         for of in ("gradient", "mean"):
-            row = rows_of(folder, variant="r8", of=of, actual="best", predictor="iid", rank=rank).iloc[0]
+            row = rows_of(found, variant="r8", of=of, actual="best", predictor="iid", rank=rank).iloc[0]
             assert row["log_median"] == pytest.approx(expected, abs=0.02)
     # The error at the rank in use scales with the entropy, whatever the spectrum.
-    row = rows_of(folder, variant="r8", of="mean", actual="best", predictor="anchored", rank=8).iloc[0]
+    row = rows_of(found, variant="r8", of="mean", actual="best", predictor="anchored", rank=8).iloc[0]
     assert row["abs_log_p90"] < 1e-3
-    row = rows_of(folder, variant="r8", of="mean", actual="best", predictor="spectral", rank=16).iloc[0]
+    row = rows_of(found, variant="r8", of="mean", actual="best", predictor="spectral", rank=16).iloc[0]
     assert row["abs_log_p90"] < 0.2
 
 
 def test_powersgd_that_has_converged_is_as_good_as_the_best_at_its_own_and_at_another_runs_rank(
-    folder: Path,
+    found: dict[str, pd.DataFrame],
 ) -> None:
     for predictor, rank in (
         ("iid", 8),
@@ -208,27 +238,27 @@ def test_powersgd_that_has_converged_is_as_good_as_the_best_at_its_own_and_at_an
         ("spectral", 16),
     ):
         best, own = (
-            rows_of(folder, variant="r8", of="mean", actual=kind, predictor=predictor, rank=rank).iloc[0]
+            rows_of(found, variant="r8", of="mean", actual=kind, predictor=predictor, rank=rank).iloc[0]
             for kind in ("best", "powersgd")
         )
         assert own["log_median"] == pytest.approx(best["log_median"], abs=2e-3)
         assert own["predictions"] == best["predictions"]
-    own = rows_of(folder, variant="r16", actual="powersgd", predictor="spectral")
+    own = rows_of(found, variant="r16", actual="powersgd", predictor="spectral")
     # Cut to the first eight of sixteen values the error is known, and the other run has it.
     assert own.loc[own["ranks"] == "one", "rank"].tolist() == [8]
     assert (own["abs_log_p90"] < 2e-3).all()
 
 
-def test_the_tail_is_judged_from_exact_values_above_the_rank_in_use(folder: Path) -> None:
-    exact = rows_of(folder, variant="r8", actual="best", predictor="tail")
+def test_the_tail_is_judged_from_exact_values_above_the_rank_in_use(found: dict[str, pd.DataFrame]) -> None:
+    exact = rows_of(found, variant="r8", actual="best", predictor="tail")
     assert sorted(exact.loc[exact["ranks"] == "one", "rank"]) == [16, 24]
-    other = rows_of(folder, variant="r8", actual="best", predictor="spectral", rank=16).iloc[0]
+    other = rows_of(found, variant="r8", actual="best", predictor="spectral", rank=16).iloc[0]
     one = exact[exact["rank"] == 16].iloc[0]
     assert one["log_median"] == pytest.approx(other["log_median"], abs=2e-3)
 
 
-def test_errors_over_training_pool_kinds_and_ranks(folder: Path) -> None:
-    errors = pd.read_csv(folder / "errors.csv")
+def test_errors_over_training_pool_kinds_and_ranks(found: dict[str, pd.DataFrame]) -> None:
+    errors = found["errors"]
     assert sorted(errors["window"].unique()) == [20 * k for k in range(1, 11)]
     assert set(errors["kind"]) == {"fc1", "projection", "<layers>"}
     rows = errors[(errors["variant"] == "r8") & (errors["of"] == "mean") & (errors["predictor"] == "iid")]
@@ -238,52 +268,50 @@ def test_errors_over_training_pool_kinds_and_ranks(folder: Path) -> None:
     assert rows.loc[("one", 16), "actual_median"] == pytest.approx(
         math.sqrt(squares[16:].sum() / squares.sum()), rel=1e-4
     )
-    assert rows.xs("above", level="ranks")["predictions"].tolist() == [2 * len(synthetic.RANK_MODEL_SHAPES)]
+    assert rows.xs("above", level="ranks")["predictions"].tolist() == [2 * len(SHAPES)]
     anchored = errors[errors["predictor"].str.startswith("anchored")]
     assert anchored["window"].min() == 40, "nothing is anchored before the end of warm-up"
 
 
-def test_a_run_without_spectra_keeps_its_row(tmp_path: Path) -> None:
-    synthetic.write_run(tmp_path, study="rank_model", variant="none", status="failed")
-    analyse("rank_model", tmp_path)
-    assert list(pd.read_csv(tmp_path / "table.csv")["status"]) == ["failed"]
-    assert set(pd.read_csv(tmp_path / "stiffness.csv")["rows"]) == {1024, 4096}
+def test_a_run_without_spectra_keeps_its_row() -> None:
+    written = rank_model.tables([run("none", status="failed")])
+    assert [row["status"] for row in written["table"]] == ["failed"]
+    assert {row["rows"] for row in written["stiffness"]} == {1024, 4096}
 
 
 # ------------------------------------------------------------------ stiffness
 
 
-def test_stiffness_agrees_with_its_limit_and_with_simulation(folder: Path) -> None:
-    table = pd.read_csv(folder / "stiffness.csv")
-    found = table.set_index(["rows", "rank"])
-    assert found.loc[(1024, 64), "saturates_nats"] == pytest.approx(0.088, abs=0.0005)
-    assert found.loc[(4096, 64), "saturates_nats"] == pytest.approx(0.022, abs=0.0005)
-    assert found.loc[(1024, 64), "limit_ranks_per_nat"] == pytest.approx(2 * 1024 / 4)
+def test_stiffness_agrees_with_its_limit_and_with_simulation(found: dict[str, pd.DataFrame]) -> None:
+    table = found["stiffness"].set_index(["rows", "rank"])
+    assert table.loc[(1024, 64), "saturates_nats"] == pytest.approx(0.088, abs=0.0005)
+    assert table.loc[(4096, 64), "saturates_nats"] == pytest.approx(0.022, abs=0.0005)
+    assert table.loc[(1024, 64), "limit_ranks_per_nat"] == pytest.approx(2 * 1024 / 4)
     # 2 p / (1 + sqrt(lambda))^2 with p = 96 and lambda = 1/2.
-    assert found.loc[(192, 8), "limit_ranks_per_nat"] == pytest.approx(192 / (1 + math.sqrt(0.5)) ** 2)
+    assert table.loc[(192, 8), "limit_ranks_per_nat"] == pytest.approx(192 / (1 + math.sqrt(0.5)) ** 2)
     for shape, rank in (((4096, 4096), 64.0), ((192, 96), 1.0)):
         limit = 2 * min(shape) / (1 + math.sqrt(min(shape) / max(shape))) ** 2
         assert stiffness.per_nat(shape, rank) == pytest.approx(limit, rel=0.1)
     # What it means depends on the share of the rank alone: 16 of 256 is 64 of 1024.
     s = np.linalg.svd(np.random.default_rng(3).standard_normal((256, 256)), compute_uv=False)
     simulated = math.log(np.linalg.norm(s[4:]) / np.linalg.norm(s[16:]))
-    assert found.loc[(1024, 64), "saturates_nats"] == pytest.approx(simulated, rel=0.05)
-    curves = pd.read_csv(folder / "cqm.csv")
+    assert table.loc[(1024, 64), "saturates_nats"] == pytest.approx(simulated, rel=0.05)
+    curves = found["cqm"]
     assert curves.groupby(["rows", "columns", "rank_start"]).ngroups == 3
     crossing = curves[(curves["rows"] == 1024) & (curves["rank"] <= 16)]["change_nats"].max()
     assert -0.088 - (curves["change_nats"].iloc[1] - curves["change_nats"].iloc[0]) <= crossing <= -0.0875
 
 
-def test_noise_of_the_window_mean_is_free_of_the_trend(tmp_path: Path) -> None:
+def test_noise_of_the_window_mean_is_free_of_the_trend() -> None:
     compression = {"method": "powersgd", "rank": 8, "window": 10, "entropy": {"iteration_rate": 0.5}}
-    run = runs.load_run(synthetic.write_run(tmp_path, study="rank_model", variant="r8", compression=compression))
+    r8 = run("r8", compression=compression)
     rng = np.random.default_rng(4)
     t = np.arange(1, 2001)
     # Odd iterations are not measured, so what they hold must not matter.
     entropy = 3 - 0.001 * t + np.where(t % 2 == 0, rng.normal(0, 0.1, len(t)), 50.0)
-    run.config["train"]["iterations"] = 2000
-    run.__dict__["stages"] = pd.DataFrame({"iteration": t.astype(float), "stage": 0.0, "entropy_full": entropy})
-    [(noise, moved)] = stiffness.noise(run)
+    r8.config["train"]["iterations"] = 2000
+    r8.__dict__["stages"] = pd.DataFrame({"iteration": t.astype(float), "stage": 0.0, "entropy_full": entropy})
+    [(noise, moved)] = stiffness.noise(r8)
     assert noise == pytest.approx(0.1 / math.sqrt(5), rel=0.15)
     # 180 windows of 10 after warm-up: 179 * 10 iterations apart.
     assert moved == pytest.approx(1.79, abs=0.2)

@@ -19,7 +19,7 @@ from experiments.common.files import atomic_write
 from experiments.pages import board, claim_rows, curves, pictures, report
 from experiments.pages.kept import Kept
 from experiments.spec import matrix
-from experiments.verdicts import long_tables
+from experiments.verdicts import archive
 from tests.unit import synthetic_report
 from tests.unit.synthetic_report import HOSTILE
 
@@ -185,7 +185,7 @@ def test_curves_are_those_of_all_runs(root: Path, made: tuple[str, Any]) -> None
 def test_curves_kept_as_parquet_are_the_same_and_many_are_thinned_further(root: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(root, tmp_path / "ci")
     whole, points = curves.curves(Kept(root, root / "report.html"))
-    atomic_write(copy / "methods" / "curves.parquet", long_tables.packed(copy / "methods" / "curves.csv"))
+    atomic_write(copy / "methods" / "curves.parquet", archive.packed_table(copy / "methods" / "curves.csv"))
     (copy / "methods" / "curves.csv").unlink()
     assert whole and curves.curves(Kept(copy, copy / "report.html")) == (whole, points) and points == curves.MOST
     room = len(json.dumps(whole)) // 4

@@ -15,14 +15,18 @@ from experiments.analyse.runs import load_run, load_runs
 from experiments.common.cli import main_guard
 from experiments.training import outputs
 from experiments.training.outputs import read_events
-from tests.unit import synthetic_runs as synthetic
+from experiments.verdicts import archive
+from tests.unit.conftest import REFERENCE
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with a manifest, weights and probes."""
     folder = tmp_path_factory.mktemp("runs")
-    path = synthetic.write_run(folder, study="methods", variant="none", probe_every=10, iterations=20)
+    path = folder / "none-s1"
+    path.mkdir()
+    for name, content in archive.read(REFERENCE / "ci" / "moe", "none-s1").items():
+        (path / name).write_bytes(content)
     (path / "status").unlink()
     (path / "checkpoint").mkdir()
     (path / "checkpoint" / "__0_0.distcp").write_bytes(bytes(range(256)))

@@ -272,3 +272,12 @@ def test_keys_that_stand_twice(tmp_path: Path) -> None:
     path.write_bytes(b"a: \xff\xfe\n")
     with pytest.raises(UserError, match="not a text in UTF-8"):
         load_yaml(path)
+
+
+@pytest.mark.parametrize("study", matrix.frozen())
+def test_a_frozen_study_is_refused_with_the_commit_to_check_out_and_its_settings_stay_readable(study: str) -> None:
+    commit = matrix.load_study(study).frozen
+    for refused in (lambda: matrix.runs(study, "ci"), lambda: matrix.check_not_frozen(study)):
+        with pytest.raises(UserError, match=f"frozen at {commit}.*git checkout {commit}"):
+            refused()
+    assert study not in matrix.studies() and any((matrix.ROOT / "results/reference/ci" / study).glob("*.csv"))

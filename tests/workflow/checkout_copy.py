@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.common.figures import BENCHMARKS
 from experiments.common.source import constant
 from experiments.spec.code import training_code
-from paper_figures import BENCHMARKS
 
 KEPT = Path("results", "reference", "bench", "a-machine")  # with one of the benchmarks
 ROOT = Path(__file__).resolve().parents[2]

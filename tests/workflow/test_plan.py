@@ -11,21 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments.common.figures import FIGURES
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
-from paper_figures import FIGURES
 from tests.workflow.checkout_copy import ROOT, Checkout
 from workflows.targets import check_targets, targets
 
 SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")]
 BY_NAME = {
-    "budgets",
-    "equal_bytes",
     "moe",
     "optimus_cc",
     "policies_long",
-    "six_percent",
-    "six_percent_confirmed",
     "tuning",
     *SETTINGS_OF_POLICIES,
 }
@@ -38,13 +34,9 @@ STUDIES = [
     "methods",
     "policies",
     *SETTINGS_OF_POLICIES,
-    "equal_bytes",
     "optimus_cc",
     "moe",
     "tuning",
-    "budgets",
-    "six_percent",
-    "six_percent_confirmed",
     "zero_shot",
 ]
 TARGETS = [

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.figures import FIGURES, MODULES
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig
-from paper_figures import FIGURES, MODULES
 from tests.integration.launching import ENDS_WITHIN_SECONDS
 from tests.workflow.checkout_copy import Checkout
 from workflows.jobs import is_launcher, marked
@@ -148,7 +148,7 @@ def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
         assert plan["train"] == all_runs() and plan["data"] == 1
     with edited(finished.path / "paper_figures" / "rank_sweep.py", code, code + "ANSWER = 42\n"):
         assert followed_by_report(finished.plan(["all"])[0]) == {"figure": 1}
-    with edited(finished.path / "experiments" / "analyse" / "rank_limits.py", code, code + "ANSWER = 42\n"):
+    with edited(finished.path / "experiments" / "analyse" / "rank_sweep.py", code, code + "ANSWER = 42\n"):
         plan = followed_by_report(finished.plan(["all"])[0])
         assert plan == {"rank_sweep_tables": 1, "figure": 1}
     with edited(finished.path / "results" / "paper_claims.yaml", "claims:", "claims:  # ours"):

@@ -53,7 +53,8 @@ try:
     EVALUATIONS = {
         name: matrix.evaluation(name, config["scale"]) for name, study in STUDIES.items() if study.needs
     }
-    from paper_figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption  # reads their files
+    # Reads the files of all figures.
+    from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption
 
     for name, read in INPUTS.items():
         for study, _, table in (path.partition("/") for path in read):
