@@ -7,10 +7,10 @@ machine links of different speeds, and costs no processor time. On a CPU only.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +22,9 @@ from edgc.compressors import Channel
 from edgc.runtime.channel import collective
 
 ALL_REDUCE, ALL_TO_ALL, ALL_GATHER = "all_reduce", "all_to_all", "all_gather"
-REDUCE_SCATTER = "reduce_scatter"
 KINDS = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)  # that are timed
 SEND = "send"  # no collective: from one rank to another
-Sent = tuple[str, float]  # the kind of a collective, and the bytes that a rank sends in it
+Message = tuple[str, float]  # the kind of a collective, and the bytes that a rank sends in it
 
 
 def join(timeout: timedelta | None = None, backend: str = "gloo") -> None:
@@ -35,102 +34,84 @@ def join(timeout: timedelta | None = None, backend: str = "gloo") -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-class Recording(Channel):
-    """Notes what its rank sends between one wait and the next.
-
-    Attributes:
-        messages: per wait, one entry for each kind of collective that was started before it.
-    """
-
-    def __init__(self, *options: Any) -> None:
-        super().__init__(*options)
-        self.messages: list[Sent] = []
-        self._started: dict[str, int] = {}
-
-    def mean_(self, tensor: Tensor) -> None:
-        with self._noting(ALL_REDUCE):
-            super().mean_(tensor)
-
-    def scatter_means(self, buffers: Sequence[Tensor]) -> None:
-        with self._noting(REDUCE_SCATTER):
-            super().scatter_means(buffers)
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> None:
-        with self._noting(ALL_TO_ALL):
-            super().all_to_all(output, source)
-
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
-        with self._noting(ALL_GATHER):
-            super().all_gather(output, source)
-
-    @contextlib.contextmanager
-    def _noting(self, kind: str) -> Iterator[None]:
-        before = self.bytes
-        yield
-        if self.bytes > before:
-            self._started[kind] = self._started.get(kind, 0) + self.bytes - before
-
-    def finish(self) -> None:
-        super().finish()
-        self.messages += self._started.items()
-        self._started = {}
-
-
-class SlowLink:
-    """Opens channels that are slowed down; to be given to an engine as ``open_channel``.
+class Link:
+    """Opens channels that note what they send, and slows them down; to be given to an engine as ``open_channel``.
 
     Attributes:
         bandwidth: bytes per second that a rank sends; None injects nothing. It may be changed between iterations.
         note: called with the start and the end of every wait, delay included.
-        messages: what a rank has sent since :meth:`take`, collective by collective.
+        channels: messages of each channel since the last :meth:`take`, one entry for each kind of collective that was
+            started before a wait.
     """
 
-    def __init__(self, bandwidth: float | None, note: Callable[[float, float], None] = lambda start, end: None) -> None:
+    def __init__(
+        self, bandwidth: float | None = None, note: Callable[[float, float], None] = lambda start, end: None
+    ) -> None:
         self.bandwidth, self.note = bandwidth, note
-        self.messages: list[Sent] = []
+        self.channels: list[list[Message]] = []
 
-    def take(self) -> list[Sent]:
-        """The messages since the last call."""
-        taken, self.messages = self.messages, []
-        return taken
+    def take(self) -> list[list[Message]]:
+        """Return the messages of each channel since the last call."""
+        channels, self.channels = self.channels, []
+        return channels
 
     def __call__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor] = ()) -> Channel:
-        return _SlowChannel(group, shards, self)
+        self.channels.append([])
+        return _LinkChannel(group, shards, self, self.channels[-1])
 
 
-class _SlowChannel(Recording):
-    def __init__(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], link: SlowLink) -> None:
+def _noted(kind: str, method: Callable[..., None]) -> Callable[..., None]:
+    """A collective of :class:`Channel` whose bytes are noted under its kind."""
+
+    def call(channel: _LinkChannel, *tensors: Any) -> None:
+        before = channel.bytes
+        method(channel, *tensors)
+        channel.started[kind] += channel.bytes - before
+
+    return call
+
+
+class _LinkChannel(Channel):
+    def __init__(
+        self, group: dist.ProcessGroup | None, shards: Sequence[Tensor], link: Link, messages: list[Message]
+    ) -> None:
         super().__init__(group, shards)
-        self._link = link
+        self.link, self.messages = link, messages
+        self.started: Counter[str] = Counter()
+
+    mean_ = _noted(ALL_REDUCE, Channel.mean_)
+    scatter_means = _noted("reduce_scatter", Channel.scatter_means)
+    all_to_all = _noted(ALL_TO_ALL, Channel.all_to_all)
+    all_gather = _noted(ALL_GATHER, Channel.all_gather)
 
     def finish(self) -> None:
-        began, before = time.perf_counter(), len(self.messages)
+        began = time.perf_counter()
         super().finish()
-        new = self.messages[before:]
-        if not new:
+        started, self.started = +self.started, Counter()
+        if not started:
             return
-        self._link.messages += new
-        if self._link.bandwidth is not None:
-            started = time.perf_counter()
-            time.sleep(total(new) / self._link.bandwidth)
-            self.waited.add(started, time.perf_counter())
-        self._link.note(began, time.perf_counter())
+        self.messages += started.items()
+        if self.link.bandwidth is not None:
+            waiting = time.perf_counter()
+            time.sleep(started.total() / self.link.bandwidth)
+            self.waited.add(waiting, time.perf_counter())
+        self.link.note(began, time.perf_counter())
 
 
-def total(messages: Iterable[Sent]) -> float:
+def total_bytes(messages: Iterable[Message]) -> float:
     """Bytes of all messages together."""
-    return sum(bytes_ for _, bytes_ in messages)
+    return sum(size for _, size in messages)
 
 
-def sent_in(kind: str, entries: int, world: int) -> float:
+def bytes_sent(kind: str, entries: int, world: int) -> float:
     """Bytes that each of ``world`` ranks sends when a buffer of so many fp32 numbers is reduced, exchanged, gathered
     (:class:`edgc.runtime.channel.Channel` has the formulas) or sent."""
     share = 1.0 if kind == SEND else (2 if kind == ALL_REDUCE else 1) * (world - 1) / world
     return share * 4 * entries
 
 
-def seconds_of(kind: str, entries: int, group: dist.ProcessGroup | None = None) -> float:
-    """Time one collective on a buffer of so many fp32 numbers, a multiple of the group's size.
+def time_collective(kind: str, entries: int, group: dist.ProcessGroup | None = None) -> float:
+    """Seconds of one collective on a buffer of so many fp32 numbers, a multiple of the group's size.
 
     Raises:
         RuntimeError: a wrong result.

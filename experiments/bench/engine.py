@@ -1,9 +1,10 @@
-"""The engine benchmark: every engine on the same gradients, one step at a time, in turns.
+"""Time one step of every engine on the same gradients: engine.csv, engine_rounds.csv, engine.json, and with kernels
+engine_kernels.csv; of a model all with -MODEL in their names.
 
 Worker processes named after an allocator time engines without a network (communication takes no time); the two ranks
 of ``gloo`` time them with a real all-reduce over the loopback interface. Only one process, or one pair of ranks, works
-at any time. In a round each engine takes one step, in an order that turns round after
-round; ratios are taken within a round, so that a machine that slows down for a while slows both sides.
+at any time. In a round each engine takes one step, in an order that turns round after round; ratios are taken within a
+round, so that a machine that slows down for a while slows both sides.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -29,12 +31,14 @@ from edgc.runtime.channel import Stopwatch, mark
 from experiments.bench import lower_bound, machine, terminal
 from experiments.bench.collectives import join
 from experiments.bench.engines import Copy, Engine, Ours, Shape, TorchHook, entries, layer_shapes, make
-from experiments.bench.kernels import Kernel, kernel_rows, kernel_sums, kernels, timed
-from experiments.bench.terminal import Positive, device_of, known, spread
+from experiments.bench.kernels import kernel_sums, kernels, timed
+from experiments.bench.terminal import Advance, Positive, device_of, one_of, spread
 from experiments.bench.workers import Group, Worker, ranks
 
+SHOWN = "network allocator threads rank engine factor_dtype"
+VALUES = "cpu_ms wall_ms kernel_ms relative_error speedup_cpu speedup_wall ratio_to_floor"
 FLOOR = ("products", "orthogonalisation")
-BF16_PRODUCTS = ("torch+bf16",)  # our engine works in fp32 whatever the process allows
+BF16_PRODUCTS = "torch+bf16"  # our engine works in fp32 whatever the process allows
 # THP_MEM_ALLOC_ENABLE is torch's: large blocks in huge pages. The other three tell glibc never to give memory back, so
 # that a block that is freed and allocated again causes no page fault.
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -72,14 +76,18 @@ class Plan(terminal.Plan):
 
     layers: Positive = Field(3, description="transformer layers whose gradients are reduced; of a model all that fit")
     hidden: Positive = Field(1024, description="hidden size; GPT-2 medium has 1024")
-    model: str = Field("", description=f"shapes of {' or '.join(MODELS)} instead")
+    model: Annotated[str, one_of("", *MODELS)] = Field("", description=f"shapes of {' or '.join(MODELS)} instead")
     ranks: tuple[Positive, ...] = Field((8, 32, 64, 128), description="ranks, with commas")
     threads: tuple[Positive, ...] = Field((1, 2), description="threads, with commas; ignored on a GPU")
     repeats: Positive = Field(7, description="rounds; medians are taken over them")
-    device: str = Field("auto", description="auto, cpu or cuda")
-    dtypes: tuple[str, ...] = Field(("fp32",), description="of the gradients: fp32, bf16; on a GPU both")
+    device: Annotated[str, one_of("auto", "cpu", "cuda")] = Field("auto", description="auto, cpu or cuda")
+    dtypes: tuple[Annotated[str, one_of(*DTYPES)], ...] = Field(
+        ("fp32",), description="of the gradients: fp32, bf16; on a GPU both"
+    )
     # The first times all engines and the floor.
-    allocators: tuple[str, ...] = Field(tuple(ALLOCATORS), description="ignored on a GPU")
+    allocators: tuple[Annotated[str, one_of(*ALLOCATORS)], ...] = Field(
+        tuple(ALLOCATORS), description="ignored on a GPU"
+    )
     gloo: bool = Field(True, description="also time two ranks with gloo; ignored on a GPU")
     kernels: bool = Field(False, description="also the time of every kernel (default: on a GPU)")
     quick: bool = Field(False, description="two ranks, fp32 gradients, three rounds: a minute on a GPU")
@@ -87,46 +95,48 @@ class Plan(terminal.Plan):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_device_and_model(cls, given: dict[str, Any]) -> dict[str, Any]:
-        device = device_of(given.get("device", "auto"))
+    def _by_device_and_model(cls, options: dict[str, Any]) -> dict[str, Any]:
+        device = device_of(options.get("device", "auto"))
         gpu = device == "cuda"
-        values = {"kernels": gpu, "dtypes": ("fp32", "bf16") if gpu else ("fp32",)} | given | {"device": device}
-        if given.get("quick"):
+        values = {"kernels": gpu, "dtypes": ("fp32", "bf16") if gpu else ("fp32",)} | options | {"device": device}
+        if options.get("quick"):
             values |= {"ranks": (32, 128), "dtypes": ("fp32",), "repeats": 3}
         if gpu:
             values |= {"threads": (1,), "allocators": ("default",), "gloo": False}
-        if model := given.get("model"):
-            known("--model", [model], MODELS)
+        if (model := options.get("model")) in MODELS:
             free = torch.cuda.mem_get_info()[0] if gpu else machine.free_memory()
-            values |= MODELS[model] | {"layers": given.get("layers") or layers_that_fit(model, free)}
+            values |= MODELS[model] | {"layers": options.get("layers") or layers_that_fit(model, free)}
         return values
 
     @model_validator(mode="after")
     def _fits(self) -> Plan:
-        known("--dtypes", self.dtypes, DTYPES)
-        known("--allocators", self.allocators, ALLOCATORS)
         largest = self.hidden // 4
         if max(self.ranks) > largest:
-            what = f"rank {max(self.ranks)} compresses matrices of {self.hidden} rows too little"
-            raise UserError(what, fix=f"use ranks up to {largest} or a larger --hidden")
+            problem = f"rank {max(self.ranks)} compresses matrices of {self.hidden} rows too little"
+            raise UserError(problem, fix=f"use ranks up to {largest} or a larger --hidden")
         return self
-
-    def clock(self, threads: int) -> str:
-        """The time that engines are held against the floor by: waiting threads count as busy in processor time."""
-        return "cpu" if self.device == "cpu" and threads == 1 else "wall"
 
     @property
     def shapes(self) -> list[Shape]:
+        """Matrices of the gradients."""
         return layer_shapes(self.layers, self.hidden, self.embeddings)
 
     @property
-    def rounds(self) -> int:
+    def turns(self) -> int:
         """Rounds of the whole benchmark, those of gloo included."""
         return len(self.dtypes) * len(self.ranks) * self.repeats * (len(self.threads) + self.gloo)
 
+    @property
+    def suffix(self) -> str:
+        """Name of the model."""
+        return f"-{self.model}" if self.model else ""
 
-@dataclass(frozen=True)
-class Key:
+    def clock(self, threads: int) -> str:
+        """Time that engines are held against the floor by: waiting threads count as busy in processor time."""
+        return "cpu" if self.device == "cpu" and threads == 1 else "wall"
+
+
+class Key(NamedTuple):
     """One engine in one setting."""
 
     gradient_dtype: str
@@ -135,6 +145,15 @@ class Key:
     allocator: str
     network: str  # none or gloo
     variant: str  # copy, torch or the type of our factors, with +bf16 behind it for bf16 products
+
+    def columns(self) -> dict[str, Any]:
+        """Setting and engine in columns: ``torch+bf16`` is torch's hook with bf16 products, ``int8`` our engine with
+        such factors."""
+        name, _, matmul = self.variant.partition("+")
+        ours = name not in ("copy", "torch")
+        columns = self._asdict() | {"engine": "edgc" if ours else name, "factor_dtype": name if ours else ""}
+        del columns["variant"]
+        return columns | {"products": "" if name == "copy" else (matmul or "fp32")}
 
 
 @dataclass
@@ -145,13 +164,13 @@ class Measurements:
         facts: relative error and bytes of one step, or why there is no timing.
         rounds: seconds of each part, one entry a round; of two ranks the slower one's.
         floor: of a setting (a key whose variant is empty): seconds of each part, one entry a round.
-        kernels: of one step, the longest first.
+        kernels: of one step, see :func:`experiments.bench.kernels.kernels`.
     """
 
     facts: dict[Key, dict[str, Any] | str] = field(default_factory=dict)
     rounds: dict[Key, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
     floor: dict[Key, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
-    kernels: dict[Key, list[Kernel]] = field(default_factory=dict)
+    kernels: dict[Key, pd.DataFrame] = field(default_factory=dict)
 
 
 def layers_that_fit(model: str, free: int) -> int:
@@ -166,8 +185,8 @@ def layers_that_fit(model: str, free: int) -> int:
     return min(fit, int(sizes["layers"]))
 
 
-def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
-    """Run the benchmark; ``advance`` is told of every round.
+def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
+    """Run the benchmark; nothing is written to ``folder``.
 
     Raises:
         experiments.bench.workers.WorkerError: a worker has ended or reported an error that is not one engine's.
@@ -193,24 +212,22 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
     return data
 
 
-def _section(
-    plan: Plan, data: Measurements, groups: dict[str, Group], base: Key, advance: Callable[[str], None]
-) -> None:
+def _section(plan: Plan, data: Measurements, groups: dict[str, Group], base: Key, advance: Advance) -> None:
     """All rounds at one rank and number of threads."""
     keys: list[tuple[Group, Key]] = []
     alone, first = base.network == ALONE, groups[plan.allocators[0]]
     for allocator, group in groups.items():
         variants = ["copy", "torch", *FACTORS] if group is first else ["torch", "fp32"]
-        setting = replace(base, allocator=allocator)
+        setting = base._replace(allocator=allocator)
         if group is first and alone and plan.device == "cpu":
-            missing = machine.bf16_matmul()
-            if missing is None:
-                variants += BF16_PRODUCTS
+            if machine.bf16_matmul():
+                variants.append(BF16_PRODUCTS)
             else:
-                data.facts |= {replace(setting, variant=of): f"not available: {missing}" for of in BF16_PRODUCTS}
+                missing = "not available: the processor has neither AMX nor AVX-512 BF16"
+                data.facts[setting._replace(variant=BF16_PRODUCTS)] = missing
         [facts, *_] = group.ask("prepare", variants=variants, rank=base.rank, threads=base.threads)
         for variant, fact in facts.items():
-            key = replace(setting, variant=variant)
+            key = setting._replace(variant=variant)
             data.facts[key] = fact
             if not isinstance(fact, str):
                 keys.append((group, key))
@@ -226,7 +243,7 @@ def _section(
         advance(f"rank {base.rank}, {base.threads} threads" + ("" if alone else ", gloo"))
     if plan.kernels and alone:
         for group, key in keys:
-            [data.kernels[key]] = group.ask("kernels", name=key.variant, steps=PROFILED)
+            [data.kernels[key]] = group.ask("kernels", name=key.variant)
 
 
 def watch_packing() -> Stopwatch:
@@ -311,8 +328,8 @@ class Engines:
             self._load_gradient()
             self._step(name)
         self._load_gradient()
-        kept = self.variants[name].kept()
-        mean = self.buffer.float() if kept is None else self.buffer.float() + kept
+        errors = self.variants[name].errors()
+        mean = self.buffer.float() if errors is None else self.buffer.float() + errors
         if self.group is not None:
             dist.all_reduce(mean, group=self.group)
             mean /= dist.get_world_size(self.group)
@@ -346,19 +363,14 @@ class Engines:
         times |= {part: getattr(steps[0], part).seconds for part in ("compress", "communicate", "decompress")}
         return times | {"pack": self.packing.seconds - packed}
 
-    def kernels(self, name: str, steps: int) -> list[Kernel]:
+    def kernels(self, name: str) -> pd.DataFrame:
         """Kernels of one step of a variant, the longest first."""
-        return kernels(lambda: self._step(name), self.device, steps=steps, before=self._load_gradient)
+        return kernels(lambda: self._step(name), self.device, steps=PROFILED, before=self._load_gradient)
 
 
 def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
-    """All tables of what was found, by the names of their files."""
-    frames = {"engine": table(plan, data), "engine_rounds": rounds_table(data)}
-    return frames | ({"engine_kernels": kernels_table(data)} if plan.kernels else {})
-
-
-def table(plan: Plan, data: Measurements) -> pd.DataFrame:
-    """A row per engine and setting.
+    """Tables of the measurements: a row per engine and setting, per step that was timed (in milliseconds), and per
+    kernel of each engine: how often it ran in one step, and for how long in all.
 
     Times are of one step: ``cpu_ms`` processor time of all threads, the others wall time, of which ``pack_ms`` is
     inside ``compress_ms`` and ``decompress_ms``. Columns ending in ``_q1`` and ``_q3`` are quartiles over the rounds.
@@ -368,78 +380,44 @@ def table(plan: Plan, data: Measurements) -> pd.DataFrame:
     ``kernel_ms`` is the time of all kernels (on a CPU: operations) of one step and ``kernel_calls`` their number, where
     they were profiled.
     """
-    rows = []
-    for key, fact in data.facts.items():
-        row: dict[str, Any] = {"device": plan.device, **_setting(key)}
-        if isinstance(fact, str):
-            rows.append({**row, "status": fact})
-            continue
-        own_rounds = pd.DataFrame(data.rounds[key])
-        row |= {"status": "ok", "repeats": len(own_rounds), **fact}
-        for part in PARTS:
-            row |= spread(f"{part}_ms", 1e3 * own_rounds[part])
-        row |= _ratios(plan, data, key, own_rounds)
-        if key.network == ALONE:
-            row |= _floor(plan, data, key, own_rounds)
-        if key in data.kernels:
-            row |= kernel_sums(data.kernels[key])
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def rounds_table(data: Measurements) -> pd.DataFrame:
-    """A row per step that was timed, in milliseconds."""
-    rows = [
-        {**_setting(key), "round": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
-        for key, rounds in data.rounds.items()
-        for index, times in enumerate(rounds)
+    rounds = [
+        {**key.columns(), "round": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
+        for key, rows in data.rounds.items()
+        for index, times in enumerate(rows)
     ]
-    return pd.DataFrame(rows)
+    engines = [{"device": plan.device, **key.columns(), **_summary(plan, data, key)} for key in data.facts]
+    frames = {"engine": pd.DataFrame(engines), "engine_rounds": pd.DataFrame(rounds)}
+    if plan.kernels:
+        parts = [pd.DataFrame(key.columns(), part.index).join(part) for key, part in data.kernels.items()]
+        frames["engine_kernels"] = pd.concat(parts, ignore_index=True)
+    return frames
 
 
-def kernels_table(data: Measurements) -> pd.DataFrame:
-    """A row per kernel of each engine: how often it ran in one step, and for how long in all."""
-    rows = (_setting(key) | row for key, kernels in data.kernels.items() for row in kernel_rows(kernels))
-    return pd.DataFrame(rows)
+def _summary(plan: Plan, data: Measurements, key: Key) -> dict[str, Any]:
+    fact = data.facts[key]
+    if isinstance(fact, str):
+        return {"status": fact}
+    rounds = pd.DataFrame(data.rounds[key])
+    row: dict[str, Any] = {"status": "ok", "repeats": len(rounds), **fact}
+    for part in PARTS:
+        row |= spread(f"{part}_ms", 1e3 * rounds[part])
+    for allocator in plan.allocators:  # torch's time over this, round by round
+        torch_key = key._replace(allocator=allocator, variant="torch")
+        if torch_key in data.rounds:
+            prefix = "speedup" if allocator == key.allocator else f"speedup_over_{allocator}"
+            for clock in ("cpu", "wall"):
+                row |= spread(f"{prefix}_{clock}", pd.DataFrame(data.rounds[torch_key])[clock] / rounds[clock])
+    if key.network == ALONE:
+        row |= _floor(plan, data, key, rounds)
+    return row | (kernel_sums(data.kernels[key]) if key in data.kernels else {})
 
 
-def _setting(key: Key) -> dict[str, Any]:
-    setting = asdict(key)
-    variant = setting.pop("variant")
-    return {**setting, **engine_and_options(variant)}
-
-
-def engine_and_options(variant: str) -> dict[str, str]:
-    """``torch+bf16`` -> torch's hook with bf16 products; ``int8`` -> our engine with such factors."""
-    name, _, matmul = variant.partition("+")
-    ours = name not in ("copy", "torch")
-    return {
-        "engine": "edgc" if ours else name,
-        "factor_dtype": name if ours else "",
-        "products": "" if name == "copy" else (matmul or "fp32"),
-    }
-
-
-def _ratios(plan: Plan, data: Measurements, key: Key, own_rounds: pd.DataFrame) -> dict[str, float]:
-    """Ratios of the time of torch's hook to this engine's, round by round."""
-    row: dict[str, float] = {}
-    for allocator in plan.allocators:
-        rounds = data.rounds.get(replace(key, allocator=allocator, variant="torch"))
-        if rounds is None:
-            continue
-        torch = pd.DataFrame(rounds)
-        prefix = "speedup" if allocator == key.allocator else f"speedup_over_{allocator}"
-        for clock in ("cpu", "wall"):
-            row |= spread(f"{prefix}_{clock}", torch[clock] / own_rounds[clock])
-    return row
-
-
-def _floor(plan: Plan, data: Measurements, key: Key, own_rounds: pd.DataFrame) -> dict[str, float]:
-    """The floor of each round from what was measured in that round, and the engine's ratio to it."""
+def _floor(plan: Plan, data: Measurements, key: Key, rounds: pd.DataFrame) -> dict[str, float]:
+    """The floor of each round from the times of that round, and the engine's ratio to it."""
     clock = plan.clock(key.threads)
     need = lower_bound.work(plan.shapes, key.rank, DTYPES[key.gradient_dtype].itemsize)
-    copies = pd.DataFrame(data.rounds[replace(key, allocator=plan.allocators[0], variant="copy")])[clock]
-    parts = pd.DataFrame(data.floor[replace(key, allocator="", variant="")])
+    copies = pd.DataFrame(data.rounds[key._replace(allocator=plan.allocators[0], variant="copy")])[clock]
+    parts = pd.DataFrame(data.floor[key._replace(allocator="", variant="")])
     bandwidth, rate = need.copied / copies, need.operations / parts["products"]
     least = lower_bound.seconds(need, bandwidth, rate, parts["orthogonalisation"])
     return {
@@ -449,5 +427,5 @@ def _floor(plan: Plan, data: Measurements, key: Key, own_rounds: pd.DataFrame) -
         "floor_orthogonalisation_ms": 1e3 * float(parts["orthogonalisation"].median()),
         "bandwidth_gb_per_s": float(bandwidth.median()) / 1e9,
         "products_gflop_per_s": float(rate.median()) / 1e9,
-        **spread("ratio_to_floor", own_rounds[clock] / least),
+        **spread("ratio_to_floor", rounds[clock] / least),
     }

@@ -5,10 +5,9 @@ Ours, torch's ``powerSGD_hook`` and a dense copy, with collectives done, or answ
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -20,7 +19,7 @@ from edgc.compressors import Channel, Gradient
 from edgc.compressors.base import Statistics
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
-from edgc.runtime.channel import Mark, mark
+from edgc.runtime.channel import all_reduce_bytes, mark
 
 Shape = tuple[int, int]
 SEED = 0  # of the first Q
@@ -37,6 +36,7 @@ def layer_shapes(layers: int, hidden: int, embeddings: Sequence[int] = ()) -> li
 
 
 def entries(shapes: Sequence[Shape]) -> int:
+    """Number of entries of all matrices together."""
     return sum(rows * columns for rows, columns in shapes)
 
 
@@ -51,7 +51,7 @@ def name(index: int) -> str:
 
 
 def make(shapes: Sequence[Shape], count: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """``count`` flat gradients that follow each other: the same directions with other weights, and fresh noise.
+    """Flat gradients, ``count`` of them, that follow each other: the same directions, other weights, fresh noise.
 
     A decaying spectrum (exponent 0.7) plus noise, so that a rank that is too small leaves a large error and the
     warm start of an engine has something to follow.
@@ -60,26 +60,24 @@ def make(shapes: Sequence[Shape], count: int, *, seed: int, dtype: torch.dtype, 
     buffers = [torch.empty(entries(shapes)) for _ in range(count)]
     matrices = [views(buffer, shapes) for buffer in buffers]
     for index, (rows, columns) in enumerate(shapes):
-        kept = min(DIRECTIONS, rows, columns)
-        decay = torch.arange(1, kept + 1, dtype=torch.float32) ** -0.7
-        left = torch.randn(rows, kept, generator=generator) * decay
-        right = torch.randn(kept, columns, generator=generator)
-        for matrix in (of_one[index] for of_one in matrices):
-            weights = 1 + 0.3 * torch.randn(1, kept, generator=generator)
+        directions = min(DIRECTIONS, rows, columns)
+        decay = torch.arange(1, directions + 1, dtype=torch.float32) ** -0.7
+        left = torch.randn(rows, directions, generator=generator) * decay
+        right = torch.randn(directions, columns, generator=generator)
+        for matrix in (gradient[index] for gradient in matrices):
+            weights = 1 + 0.3 * torch.randn(1, directions, generator=generator)
             torch.randn(matrix.shape, generator=generator, out=matrix)
             matrix.mul_(0.2).addmm_(left * weights, right)
     return [buffer.to(device, dtype) for buffer in buffers]
 
 
-class Engine(ABC):
+class Engine(Protocol):
     """One engine with its state, for one rank."""
 
-    @abstractmethod
     def step(self, buffer: Tensor) -> Statistics:
         """Replace ``buffer``, flat, by the mean over the workers of what the engine sends; times are of this rank."""
 
-    @abstractmethod
-    def kept(self) -> Tensor | None:
+    def errors(self) -> Tensor | None:
         """Error feedback as one flat fp32 tensor; None if the engine keeps none."""
 
 
@@ -104,8 +102,8 @@ class Mirror(Channel):
         self.bytes += source.numel() * source.element_size() // 2
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        mine, other = output.view(-1).chunk(2)
-        mine.copy_(source.view(-1))
+        first, other = output.view(-1).chunk(2)
+        first.copy_(source.view(-1))
         # The peer's share: it has packed the mean of two equal parts again, which gives that part.
         parts = self._parts
         known = parts is not None and parts.numel() == output.numel() and parts.dtype == output.dtype
@@ -113,7 +111,7 @@ class Mirror(Channel):
         self.bytes += source.numel() * source.element_size()
 
 
-class Copy(Engine):
+class Copy:
     """Work of a dense hook around its all-reduce: one pass over the gradients.
 
     With a group the all-reduce is done; the gradients are the message.
@@ -136,11 +134,11 @@ class Copy(Engine):
         done.bytes = channel.bytes
         return done
 
-    def kept(self) -> None:
+    def errors(self) -> None:
         return None
 
 
-class Ours(Engine):
+class Ours:
     """This project's PowerSGD.
 
     Args:
@@ -157,76 +155,14 @@ class Ours(Engine):
         gradients = [Gradient(name(index), matrix) for index, matrix in enumerate(views(buffer, self.shapes))]
         return self.compressor.reduce(gradients, channel, self.rank)
 
-    def kept(self) -> Tensor | None:
+    def errors(self) -> Tensor | None:
         errors = self.compressor.state_dict()["errors"]
         if not errors:
             return None
         return torch.cat([errors[name(index)].reshape(-1).float() for index in range(len(self.shapes))])
 
 
-class OneRank:
-    """A process group of one rank, without a backend."""
-
-    def size(self) -> int:
-        return 1
-
-
-class _Done:
-    """A collective that is finished when it starts."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._future.set_result([tensor])
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
-
-
-class _Noted:
-    """A collective and its future in one; tells when the hook goes on after it, in whichever way the hook waits."""
-
-    def __init__(self, work: dist.Work, note: Callable[[], None]) -> None:
-        self._future, self._note = work.get_future(), note
-
-    def get_future(self) -> _Noted:
-        return self
-
-    def wait(self) -> Any:
-        value = self._future.wait()
-        self._note()
-        return value
-
-    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
-        def noted(future: torch.futures.Future[Any]) -> Any:
-            self._note()
-            return callback(future)
-
-        return self._future.then(noted)
-
-
-class Watched:
-    """``torch.distributed`` as the hook sees it, noting when each all-reduce starts and ends."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.started: list[Mark] = []
-        self.ended: list[Mark] = []
-        self.bytes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
-
-    def all_reduce(self, tensor: Tensor, *, group: Any, async_op: bool) -> Any:
-        self.started.append(mark(self.device))
-        if isinstance(group, OneRank):
-            self.ended.append(mark(self.device))
-            return _Done(tensor)
-        self.bytes += 2 * (group.size() - 1) * tensor.numel() * tensor.element_size() // group.size()
-        work = dist.all_reduce(tensor, group=group, async_op=async_op)
-        return _Noted(work, lambda: self.ended.append(mark(self.device)))
-
-
-class TorchHook(Engine):
+class TorchHook:
     """torch's hook, with the first Q of :class:`Ours`, so that errors can be compared.
 
     Args:
@@ -235,9 +171,8 @@ class TorchHook(Engine):
 
     def __init__(self, shapes: Sequence[Shape], rank: int, group: dist.ProcessGroup | None, like: Tensor) -> None:
         self.shapes = shapes
-        self.state = original.PowerSGDState(
-            cast(Any, group or OneRank()), matrix_approximation_rank=rank, start_powerSGD_iter=2
-        )
+        one_rank: Any = SimpleNamespace(size=lambda: 1)
+        self.state = original.PowerSGDState(group or one_rank, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         self.state.iter = 2  # the two iterations that the hook would send uncompressed are over
         first = [random_factor(SEED, 1, name(i), shape[1], min(rank, *shape)) for i, shape in enumerate(shapes)]
         # The hook keeps its factors shape by shape, and begins with those that it finds.
@@ -247,23 +182,30 @@ class TorchHook(Engine):
         self.state.p_memory_dict[0] = like.new_empty(size)
 
     def step(self, buffer: Tensor) -> Statistics:
-        matrices = views(buffer, self.shapes)
+        matrices, device, done = views(buffer, self.shapes), buffer.device, Statistics()
         bucket: Any = SimpleNamespace(
             buffer=lambda: buffer, gradients=lambda: matrices, index=lambda: 0, is_last=lambda: True
         )
-        watch, done = Watched(buffer.device), Statistics()
-        with mock.patch.object(original, "dist", watch):
-            marks = [mark(buffer.device)]
-            original.powerSGD_hook(self.state, bucket).wait()
-            finished = mark(buffer.device)
-        # Everything before the last all-reduce is compression, all that follows it decompression.
-        for started, ended in zip(watch.started, watch.ended, strict=True):
-            done.compress.add(marks[-1], started)
+        reduce, ended = dist.all_reduce, mark(device)
+
+        def all_reduce(tensor: Tensor, *, group: Any, async_op: bool) -> Any:
+            """Wait for each all-reduce, as the hook does anyhow; all that comes before the last is compression."""
+            nonlocal ended
+            started = mark(device)
+            done.compress.add(ended, started)
+            if group.size() > 1:
+                reduce(tensor, group=group)
+            ended = mark(device)
             done.communicate.add(started, ended)
-            marks.append(ended)
-        done.decompress.add(marks[-1], finished)
-        done.bytes = watch.bytes
+            done.bytes += all_reduce_bytes(tensor.nbytes, group.size())
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+            future.set_result([tensor])
+            return SimpleNamespace(get_future=lambda: future)
+
+        with mock.patch.object(dist, "all_reduce", all_reduce):
+            original.powerSGD_hook(self.state, bucket).wait()
+        done.decompress.add(ended, mark(device))
         return done
 
-    def kept(self) -> Tensor:
+    def errors(self) -> Tensor:
         return self.state.error_dict[0]

@@ -20,26 +20,6 @@ class Size(Settings):
     batch: int = 4
 
 
-class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        hidden = size.hidden
-        self.heads = size.heads
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, hidden // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-
-
 class GPT(nn.Module):
     """Returns the loss of predicting each token from those before it."""
 
@@ -47,16 +27,21 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(size.vocabulary, size.hidden)
         self.positions = nn.Embedding(size.sequence, size.hidden)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(size.hidden, size.heads, 4 * size.hidden, **options) for _ in range(size.layers)
+        )
         self.norm = nn.LayerNorm(size.hidden)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
+        """Loss of ``text``, tokens of the shape (batch, sequence + 1)."""
         x = self.tokens(text[:, :-1]) + self.positions.weight[: text.shape[1] - 1]
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         scores = self.norm(x) @ self.tokens.weight.T
         return F.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
 

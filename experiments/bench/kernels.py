@@ -4,11 +4,11 @@ there are no kernels, by operation."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -28,15 +28,6 @@ def timed(call: Callable[[], object], device: torch.device) -> dict[str, float]:
     return {"cpu": time.process_time() - cpu, "wall": wall}
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel (or copy, or operation of a CPU) in one step: how often it ran, and for how many seconds in all."""
-
-    name: str
-    calls: float
-    seconds: float
-
-
 def kernels(
     call: Callable[[], object],
     device: torch.device,
@@ -44,7 +35,7 @@ def kernels(
     steps: int = 3,
     before: Callable[[], object] = lambda: None,
     trace: Path | None = None,
-) -> list[Kernel]:
+) -> pd.DataFrame:
     """Kernels of one step of ``call``, means over ``steps``, the longest first.
 
     Times under a profiler are those of the device's own clock; the host is slower than without, so wall times are
@@ -53,11 +44,14 @@ def kernels(
     Args:
         before: called before each step; not counted.
         trace: where the last step's trace is written, for Perfetto or chrome://tracing; ``.gz`` packs it.
+
+    Returns:
+        Columns ``kernel`` (or copy, or operation of a CPU), ``calls`` and ``ms``, all calls together.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    sums: dict[str, tuple[float, float]] = {}
-    for step in range(steps):
+    parts = []
+    for _ in range(steps):
         before()
         if on_gpu:
             torch.cuda.synchronize(device)
@@ -65,33 +59,29 @@ def kernels(
             call()
             if on_gpu:
                 torch.cuda.synchronize(device)
-        for kernel in of_events(profiler.key_averages(), on_gpu):
-            calls, seconds = sums.get(kernel.name, (0.0, 0.0))
-            sums[kernel.name] = calls + kernel.calls, seconds + kernel.seconds
-        if trace is not None and step == steps - 1:
-            profiler.export_chrome_trace(str(trace))
-    means = [Kernel(name, calls / steps, seconds / steps) for name, (calls, seconds) in sums.items()]
-    return sorted(means, key=lambda kernel: kernel.seconds, reverse=True)
+        parts.append(device_events(profiler.key_averages(), on_gpu))
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    means = pd.concat(parts).groupby("kernel", sort=False).sum() / steps
+    return means.sort_values("ms", ascending=False, kind="stable").reset_index()
 
 
-def of_events(events: Iterable[Any], on_gpu: bool) -> list[Kernel]:
-    """Kernels that ran on the device, from the profiler's averages.
+def device_events(events: Iterable[Any], on_gpu: bool) -> pd.DataFrame:
+    """Kernels that ran on the device, from the profiler's averages; columns as in :func:`kernels`.
 
     On a GPU each kernel is an event of its own, and its time is told once more with the operation that launched it;
     only the first is counted, and no ranges that a user has named.
     """
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
     seconds = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    own = [event for event in events if event.device_type == device and not event.is_user_annotation]
-    return [Kernel(event.key, event.count, getattr(event, seconds) / 1e6) for event in own]
+    rows = [
+        (event.key, event.count, getattr(event, seconds) / 1e3)
+        for event in events
+        if event.device_type == device and not event.is_user_annotation
+    ]
+    return pd.DataFrame(rows, columns=["kernel", "calls", "ms"])
 
 
-def kernel_rows(kernels: Iterable[Kernel]) -> Iterator[dict[str, Any]]:
-    """Name, calls and milliseconds of each kernel."""
-    for of in kernels:
-        yield {"kernel": of.name, "calls": of.calls, "ms": 1e3 * of.seconds}
-
-
-def kernel_sums(kernels: Sequence[Kernel]) -> dict[str, float]:
+def kernel_sums(kernels: pd.DataFrame) -> dict[str, float]:
     """Columns of all kernels together."""
-    return {"kernel_ms": 1e3 * sum(of.seconds for of in kernels), "kernel_calls": sum(of.calls for of in kernels)}
+    return {"kernel_ms": kernels["ms"].sum(), "kernel_calls": kernels["calls"].sum()}

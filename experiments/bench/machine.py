@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 
 from experiments.training.provenance import git_state, hardware, versions
@@ -35,7 +33,7 @@ def describe(device: str) -> dict[str, Any]:
         "caches_kib": _caches(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "huge_pages": _read(HUGE_PAGES),
-        "bf16_matmul": bf16_matmul() is None,
+        "bf16_matmul": bf16_matmul(),
         "versions": versions(),
         "git": git_state(),
     }
@@ -46,23 +44,15 @@ def free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def label(table: pd.DataFrame, host: Mapping[str, Any]) -> pd.DataFrame:
-    """The table with what its numbers depend on in columns of their own, so that it can be read alone."""
-    caches = " ".join(f"{name} {size} KiB" for name, size in host["caches_kib"].items())
-    return table.assign(machine=host["name"], caches=caches, torch=host["versions"]["torch"])
-
-
 def slug(text: str) -> str:
-    """A name that is a folder's: lower case, digits and dashes."""
+    """Name of a folder: lower case, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def bf16_matmul() -> str | None:
-    """None if the processor multiplies bf16 matrices itself, otherwise what it lacks."""
+def bf16_matmul() -> bool:
+    """Report whether the processor multiplies bf16 matrices itself."""
     cpu = torch.cpu.get_capabilities()
-    if any(cpu.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")):
-        return None
-    return "the processor has neither AMX nor AVX-512 BF16"
+    return any(cpu.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def _caches() -> dict[str, int]:
@@ -70,8 +60,7 @@ def _caches() -> dict[str, int]:
     sizes = {}
     for index in sorted(CACHES.glob("index*")):
         kind = {"Data": "d", "Instruction": "i"}.get(_read(index / "type"), "")
-        size = re.fullmatch(r"(\d+)K", _read(index / "size"))
-        if size:
+        if size := re.fullmatch(r"(\d+)K", _read(index / "size")):
             sizes[f"L{_read(index / 'level')}{kind}"] = int(size.group(1))
     return sizes
 

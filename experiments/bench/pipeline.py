@@ -1,4 +1,5 @@
-"""Predicted against measured steps of two pipeline stages with two replicas each, every rank on a host of the testbed.
+"""Compare predicted with measured steps of two pipeline stages with two replicas each, every rank on a host of the
+testbed (root only): pipeline.csv, pipeline_rounds.csv, pipeline_probes.csv, pipeline.json.
 
 Megatron trains; activations and gradients share the limited cable of their host. Calibrated without a limit at two
 numbers of micro-batches; predicted under limits at others. Of a limited link nothing is used but messages timed by
@@ -9,7 +10,7 @@ have gone, as Megatron's schedule does on a CPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,13 +19,27 @@ import pandas as pd
 from pydantic import Field
 from scipy.optimize import brentq
 
-from experiments.bench import stages, terminal
-from experiments.bench.collectives import ALL_REDUCE, KINDS, SEND, Sent, total
-from experiments.bench.steps import FREE, Links, Messages, based_on, compared, links_of, messages_of, probe
-from experiments.bench.terminal import Positive, Rate
+from experiments.bench import stages, steps, terminal
+from experiments.bench.collectives import ALL_REDUCE, KINDS, SEND, total_bytes
+from experiments.bench.steps import (
+    FREE,
+    Links,
+    Measurements,
+    Messages,
+    based_on,
+    compared,
+    links_of,
+    messages_of,
+    probe,
+)
+from experiments.bench.terminal import Advance, Positive, Rate
 from experiments.bench.testbed import Testbed
 from experiments.simulation.iteration_model import Bucket, Model, Stage
 
+ON_TESTBED = True
+SHOWN = "mbit_per_s micro_batches method used"
+VALUES = "seconds seconds_predicted error"
+record = steps.record
 STAGES, REPLICAS = 2, 2
 LAYOUT = f"DP{REPLICAS} x PP{STAGES}"
 VOCABULARY = 256  # of the worker's text
@@ -63,21 +78,10 @@ class Plan(terminal.Plan):
         limited = [(rate, count, name) for rate in self.rates for count in self.micro_batches for name in METHODS]
         return [*free, *limited]
 
-
-@dataclass(frozen=True)
-class Measurements:
-    """``rounds``: a row per configuration and counted iteration; ``probes``: per timed message; ``sent``: per method
-    and stage what a rank sends, collective by collective."""
-
-    rounds: pd.DataFrame
-    probes: pd.DataFrame
-    sent: dict[str, list[list[Sent]]]
-
-
-def read(folder: Path, record: Mapping[str, Any]) -> Measurements:
-    """Measurements of an earlier time, from their tables and their record ``pipeline.json`` in ``folder``."""
-    rounds, probes = (pd.read_csv(folder / f"pipeline_{part}.csv") for part in ("rounds", "probes"))
-    return Measurements(rounds, probes, record["sent"])
+    @property
+    def turns(self) -> int:
+        """Number of runs."""
+        return len(self.configurations)
 
 
 def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
@@ -89,11 +93,11 @@ def settings(plan: Plan, method: str, micro_batches: int) -> dict[str, Any]:
     return stages.run_settings("pipeline_steps", method, model, parallel, train, METHODS[method])
 
 
-def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
+def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
     """Run everything in a testbed of its own. UserError if none can be made."""
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
-    sent: dict[str, list[list[Sent]]] = {}
+    sent: dict[str, Any] = {}
     limit = None
     world = STAGES * REPLICAS
     with Testbed(world) as testbed, stages.ranks(world, testbed) as group:
@@ -104,27 +108,23 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
                 probes += [{"mbit_per_s": rate} | row for row in probe(group, PROBES, REPLICAS, stages=STAGES)]
             run = settings(plan, name, count)
             answers = group.ask("train", within=SECONDS, run=run, bandwidths=[None] * STAGES)
-            at = {"mbit_per_s": rate, "micro_batches": count, "method": name}
-            rounds += [at | row for row in _rounds(answers)]
+            place = {"mbit_per_s": rate, "micro_batches": count, "method": name}
+            rounds += [place | row for row in iteration_rows(answers)]
             if rate == FREE:
-                sent[name] = [
-                    next(a["iterations"][-1]["messages"] for a in answers if a["stage"] == stage)
-                    for stage in range(STAGES)
-                ]
+                last = {answer["stage"]: answer["iterations"][-1]["messages"] for answer in answers}
+                sent[name] = [last[stage] for stage in range(STAGES)]
             advance(f"{LAYOUT}, {rate:g} Mbit/s, {name}")
     return Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
 
-def _rounds(answers: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+def iteration_rows(answers: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     """The slowest rank's seconds of every counted iteration, and per stage the median time of a micro-batch."""
     for index in range(WARM_UP, len(answers[0]["iterations"])):
-        of_stage = [(answer["stage"], answer["iterations"][index]) for answer in answers]
-        row: dict[str, Any] = {
-            "round": index - WARM_UP,
-            "seconds": max(iteration["seconds"] for _, iteration in of_stage),
-        }
+        iterations = [(answer["stage"], answer["iterations"][index]) for answer in answers]
+        row: dict[str, Any] = {"round": index - WARM_UP}
+        row["seconds"] = max(iteration["seconds"] for _, iteration in iterations)
         for kind, stage in itertools.product(("forward", "backward"), range(STAGES)):
-            spans = [span for at, iteration in of_stage if at == stage for span in iteration["spans"]]
+            spans = [span for place, iteration in iterations if place == stage for span in iteration["spans"]]
             times = [end - start for name, start, end in spans if name == f"{kind}-compute"]
             row[f"{kind}_{stage}"] = float(pd.Series(times).median())
         yield row
@@ -225,8 +225,9 @@ def overhead(rounds: pd.DataFrame, compute: Compute, traffic: Traffic, links: Li
     return max(0.0, sum(extra) / len(extra))
 
 
-def table(plan: Plan, data: Measurements) -> pd.DataFrame:
-    """One row per limit, number of micro-batches and method, with the columns of :func:`experiments.bench.steps.table`.
+def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
+    """One row per limit, number of micro-batches and method, with the columns of :mod:`experiments.bench.steps`; the
+    rounds (a row per configuration and counted iteration) and the probes.
 
     ``used``: ``calibration`` (no limit) or ``validation``.
     """
@@ -234,22 +235,22 @@ def table(plan: Plan, data: Measurements) -> pd.DataFrame:
     activations = 4.0 * plan.sequence * plan.micro_batch * plan.hidden
     embedding = 4.0 * VOCABULARY * plan.hidden
     traffic = {
-        name: Traffic(activations=activations, sent=tuple(map(tuple, sent)), embedding=embedding)
-        for name, sent in data.sent.items()
+        name: Traffic(activations=activations, sent=sent, embedding=embedding) for name, sent in data.sent.items()
     }
     free = data.rounds[data.rounds["mbit_per_s"] == FREE]
-    without = links_of(data.probes[data.probes["mbit_per_s"] == FREE])
-    compute = compute_of(free, traffic["none"], without)
-    extra = {str(name): overhead(part, compute, traffic[str(name)], without) for name, part in free.groupby("method")}
+    free_links = links_of(data.probes[data.probes["mbit_per_s"] == FREE])
+    compute = compute_of(free, traffic["none"], free_links)
+    extra = {name: overhead(part, compute, traffic[str(name)], free_links) for name, part in free.groupby("method")}
     rows = []
     for (rate, count, name), part in data.rounds.groupby(["mbit_per_s", "micro_batches", "method"], sort=False):
         links = links_of(data.probes[data.probes["mbit_per_s"] == rate])
         silent = replace(traffic[name], sent=((),) * STAGES, embedding=0.0)
         rows.append(
             {"workers": STAGES * REPLICAS, "layout": LAYOUT, "mbit_per_s": rate, "micro_batches": count, "method": name}
-            | {"used": "calibration" if rate == FREE else "validation", "bytes": max(map(total, traffic[name].sent))}
+            | {"used": "calibration" if rate == FREE else "validation"}
+            | {"bytes": max(map(total_bytes, traffic[name].sent))}
             | compared(part["seconds"], predict(compute, traffic[name], links, int(count), extra[name]))
             | {"seconds_compute": predict(compute, silent, links, int(count))}
             | based_on(extra[name], links[ALL_REDUCE])
         )
-    return pd.DataFrame(rows)
+    return {"pipeline": pd.DataFrame(rows), "pipeline_rounds": data.rounds, "pipeline_probes": data.probes}

@@ -1,4 +1,5 @@
-"""Time to a validation loss over a slow link, by the clock and by method: whole training runs on the testbed.
+"""Train over limited links until a validation loss is reached, by the clock (root only): race.csv, race_summary.csv,
+race.json. About two hours on two cores; runs that are there are not repeated.
 
 Each run is an ordinary one (:mod:`experiments.training.launch`), with a launcher on each host of the testbed. Its time
 is the sum of its steps up to the one at which the validation loss first was at most the target, linear between
@@ -13,14 +14,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import yaml
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field
 
 from edgc.errors import UserError
 from edgc.presets import deep_merge
@@ -28,7 +28,7 @@ from experiments.analyse.runs import Run, load_run
 from experiments.analyse.tables import bf16_ratio
 from experiments.analyse.time_to_target import loss_at, reached
 from experiments.bench import terminal
-from experiments.bench.terminal import Positive, Rate, known
+from experiments.bench.terminal import Advance, Positive, Rate
 from experiments.bench.testbed import INTERFACE, Testbed
 from experiments.bench.workers import WorkerError, last_line
 from experiments.common.files import ROOT, atomic_write
@@ -37,6 +37,9 @@ from experiments.common.yaml_settings import Settings, load_yaml, validate
 from experiments.spec.matrix import load_scale
 from experiments.spec.settings import RunConfig, lay, resolve
 
+ON_TESTBED = True
+SHOWN = "mbit_per_s place label reached"
+VALUES = "of_uncompressed seconds iterations"
 PATH = Path(__file__).with_suffix(".yaml")
 PORT = 29400
 RUN_SECONDS = 3600.0
@@ -52,18 +55,28 @@ class Race(Settings):
     variants: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
 
 
+def load_race() -> Race:
+    """Raises UserError naming the key in ``race.yaml``."""
+    race: Race = validate(Race, load_yaml(PATH), PATH)
+    return race
+
+
+def _variant(name: str) -> str:
+    variants = load_race().variants
+    if name not in variants:
+        raise ValueError(f"use some of {', '.join(variants)}")
+    return name
+
+
 class Plan(terminal.Plan):
     """Settings of the race; every method has the same seeds, and the uncompressed one is always among them."""
 
     rates: tuple[Rate, ...] = Field((50.0, 200.0, 1000.0), description="limits in Mbit/s, with commas")
     seeds: tuple[int, ...] = Field((1, 2, 3), description="seeds, with commas")
-    methods: tuple[str, ...] = Field((), description="variants of race.yaml, with commas; default: all")
+    methods: tuple[Annotated[str, AfterValidator(_variant)], ...] = Field(
+        (), description="variants of race.yaml, with commas; default: all"
+    )
     iterations: Positive | None = Field(None, description="instead of race.yaml's, for a short run")
-
-    @model_validator(mode="after")
-    def _known(self) -> Plan:
-        known("--methods", self.methods, load_race().variants)
-        return self
 
     def runs(self) -> list[RunConfig]:
         """The runs of one limit, seed after seed, uncompressed first."""
@@ -83,24 +96,21 @@ class Plan(terminal.Plan):
 
     @property
     def turns(self) -> int:
-        """Number of times that :func:`measure` reports progress."""
+        """Number of runs."""
         return len(self.rates) * len(self.runs())
 
 
-def load_race() -> Race:
-    """Raises UserError naming the key in ``race.yaml``."""
-    race: Race = validate(Race, load_yaml(PATH), PATH)
-    return race
+def measure(plan: Plan, folder: Path, advance: Advance) -> Path:
+    """Run what is not yet there.
 
-
-def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> None:
-    """Run what is not yet there: ``folder/<Mbit/s>/<scale>/race/<run>``, over data in ``folder/<scale>/data``.
+    Returns:
+        ``folder/race``: ``<Mbit/s>/<scale>/race/<run>``, over data in ``<scale>/data``.
 
     Raises:
         UserError: if no testbed can be made.
-        WorkerError: a launcher failed; what it said last.
+        WorkerError: a launcher failed; its last line.
     """
-    runs = plan.runs()
+    runs, folder = plan.runs(), folder / "race"
     workers = {run.parallel.world for run in runs}
     if len(workers) != 1:
         raise UserError("variants differ in their number of workers", where=PATH, fix="use one layout")
@@ -117,6 +127,7 @@ def measure(plan: Plan, folder: Path, advance: Callable[[str], None]) -> None:
                 if not (results / scale / "race" / run.name / "status").exists():
                     train(run, results, testbed)
                 advance(f"{rate:g} Mbit/s: {run.name}")
+    return folder
 
 
 def prepared(folder: Path, scale: str) -> Path:
@@ -162,8 +173,9 @@ def train(run: RunConfig, results: Path, testbed: Testbed) -> None:
                 raise WorkerError(f"{run.name}: {last_line(log.read()) or launcher.returncode}")
 
 
-def table(plan: Plan, folder: Path) -> pd.DataFrame:
-    """A row per limit and run: iterations and seconds to the target, and the ratio to the uncompressed run's.
+def tables(plan: Plan, folder: Path) -> dict[str, pd.DataFrame]:
+    """The summary, and a row per limit and run: iterations and seconds to the target, and the ratio to the
+    uncompressed run's.
 
     ``seconds`` is empty where the target was never reached; ``seconds_step`` is the median of all steps.
     """
@@ -175,16 +187,16 @@ def table(plan: Plan, folder: Path) -> pd.DataFrame:
             run, base = runs[config.name], runs[f"none-s{config.seed}"]
             end = race.target_share * config.train.iterations
             target = loss_at(base, end) if base.ok else math.nan
-            time, dense = (seconds_to(one_run, target) for one_run in (run, base))
+            seconds, ratio = seconds_to(run, target), run.number("bytes_ratio")
             rows.append(
                 {"mbit_per_s": rate, "method": config.variant, "label": config.label, "seed": config.seed}
-                | {"status": run.status, "bytes_ratio": (ratio := run.number("bytes_ratio"))}
-                | {"bytes_ratio_bf16": bf16_ratio(ratio)}
+                | {"status": run.status, "bytes_ratio": ratio, "bytes_ratio_bf16": bf16_ratio(ratio)}
                 | {"target_loss": target, "iterations": reached(run, target) if run.ok else math.nan}
-                | {"seconds": time, "of_uncompressed": time / dense}
+                | {"seconds": seconds, "of_uncompressed": seconds / seconds_to(base, target)}
                 | {"seconds_step": float(run.steps["seconds"].median()) if run.ok else math.nan}
             )
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    return {"race_summary": summary(table), "race": table}
 
 
 def seconds_to(run: Run, target: float) -> float:

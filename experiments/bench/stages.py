@@ -1,4 +1,8 @@
-"""Finish times of the pipeline stages' reductions: without compression, with equal ranks and with DAC.
+"""Note when each pipeline stage finishes its reductions, without compression, with equal ranks and with DAC:
+stages.csv, stages_iterations.csv, stages.json, which also holds the times that DAC has measured.
+
+timeline.csv has the share of every kind of work in each iteration; timeline_spans.csv and timeline_trace.json (for
+Perfetto or chrome://tracing) show what every rank did when in the iteration with the median duration.
 
 All stages have links of an injected bandwidth (:mod:`experiments.bench.collectives`), stage 0 a slower one. What DAC is
 to bring about is that stages finish together; the spread of an iteration is the time between the first and the last.
@@ -9,10 +13,11 @@ measurement: each notes its own times, and they are compared afterwards.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -25,15 +30,19 @@ from edgc.control.plan import Decision
 from edgc.megatron import cpu_shims
 from edgc.runtime.channel import Mark
 from experiments.bench import terminal, timeline, workers
-from experiments.bench.collectives import SEND, SlowLink, join, seconds_of
+from experiments.bench.collectives import SEND, Link, join, time_collective
+from experiments.bench.terminal import Advance, spread
 from experiments.bench.testbed import Testbed
 from experiments.bench.timeline import LINK, OPTIMIZER, REDUCTION, Recorder
 from experiments.bench.workers import Group
+from experiments.common.files import atomic_write
 from experiments.spec.settings import RunConfig
 
 if TYPE_CHECKING:
     from experiments.training.build import Session
 
+SHOWN = "variant ranks"
+VALUES = "spread_seconds of_equal step_seconds"
 SECONDS = 1800.0  # for all steps of one variant
 WINDOW = 4
 VARIANTS = ("none", "equal", "dac")
@@ -54,6 +63,11 @@ class Plan(terminal.Plan):
     hidden: int = 64
     sequence: int = 32
     micro_batches: int = 8
+
+    @property
+    def turns(self) -> int:
+        """The start, and every variant."""
+        return 1 + len(VARIANTS)
 
     @property
     def bandwidths(self) -> list[float]:
@@ -118,9 +132,9 @@ class Measurements:
     spans: pd.DataFrame
 
 
-def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
-    """Train all variants one after another."""
-    tables, shares, spans = [], [], []
+def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
+    """Train all variants one after another; the trace is written to ``folder``."""
+    parts = []
     decisions: dict[str, list[dict[str, Any]]] = {}
     with ranks(plan.pipeline * plan.data) as group:
         advance("started")
@@ -128,14 +142,17 @@ def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
             run = settings(plan, variant)
             answers = group.ask("train", within=SECONDS, run=run, bandwidths=plan.bandwidths)
             counted = rows(variant, answers).groupby("stage").tail(plan.steps)
-            share, span = timeline.collect(variant, answers, sorted(set(counted["iteration"])))
-            tables.append(counted)
-            shares.append(share)
-            spans.append(span)
+            parts.append((counted, *timeline.collect(variant, answers, sorted(set(counted["iteration"])))))
             decisions[variant] = answers[0]["decisions"]
             advance(variant)
-    iterations, every, shown = (pd.concat(parts, ignore_index=True) for parts in (tables, shares, spans))
-    return Measurements(iterations, decisions, every, shown)
+    iterations, shares, spans = (pd.concat(frames, ignore_index=True) for frames in zip(*parts, strict=True))
+    atomic_write(folder / "timeline_trace.json", timeline.chrome_trace(spans))
+    return Measurements(iterations, decisions, shares, spans)
+
+
+def record(data: Measurements, table: pd.DataFrame) -> dict[str, Any]:
+    """Times that DAC has measured."""
+    return {"timing": [decision["timing"] for decision in data.decisions["dac"] if decision["timing"]]}
 
 
 def ranks(world: int, testbed: Testbed | None = None) -> AbstractContextManager[Group]:
@@ -162,28 +179,24 @@ def rows(variant: str, answers: Sequence[dict[str, Any]]) -> pd.DataFrame:
     return stages
 
 
-def table(finishes: pd.DataFrame) -> pd.DataFrame:
+def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     """One row per variant: median and quartiles of the spread of the stages' finish times, and its share of that
-    with equal ranks."""
+    with equal ranks; the iterations and the timelines."""
     summaries = []
-    for variant, part in finishes.groupby("variant", sort=False):
+    for variant, part in data.iterations.groupby("variant", sort=False):
         last = part.groupby("stage").tail(1).sort_values("stage")
         iterations = part.groupby("iteration")
-        spread = iterations["finish_seconds"].max()
+        finish = spread("spread", iterations["finish_seconds"].max())
         summaries.append(
-            {
-                "variant": variant,
-                "iterations": len(spread),
-                "ranks": "/".join("dense" if pd.isna(rank) else f"{rank:.0f}" for rank in last["rank"]),
-                "spread_seconds": spread.median(),
-                "spread_q1": spread.quantile(0.25),
-                "spread_q3": spread.quantile(0.75),
-                "step_seconds": iterations["step_seconds"].max().median(),
-            }
+            {"variant": variant, "iterations": len(iterations)}
+            | {"ranks": "/".join("dense" if pd.isna(rank) else f"{rank:.0f}" for rank in last["rank"])}
+            | {"spread_seconds": finish.pop("spread"), **finish}
+            | {"step_seconds": iterations["step_seconds"].max().median()}
         )
-    result = pd.DataFrame(summaries)
-    equal = result.loc[result["variant"] == "equal", "spread_seconds"].iloc[0]
-    return result.assign(of_equal=result["spread_seconds"] / equal)
+    table = pd.DataFrame(summaries)
+    equal = table.loc[table["variant"] == "equal", "spread_seconds"].iloc[0]
+    frames = {"stages": table.assign(of_equal=table["spread_seconds"] / equal), "stages_iterations": data.iterations}
+    return frames | {"timeline": data.shares, "timeline_spans": data.spans}
 
 
 def train(
@@ -210,7 +223,7 @@ def train(
     engine, stage = session.attachment.engine, session.stage
     replica = int(parallel_state.get_data_parallel_rank())
     recorder = _recorder(session)
-    link = engine.open_channel = SlowLink(bandwidths[stage], lambda start, end: recorder.add(LINK, start, end))
+    link = engine.open_channel = Link(bandwidths[stage], lambda start, end: recorder.add(LINK, start, end))
     generator = torch.Generator().manual_seed(replica)
     decisions: list[Decision] = []
     iterations: list[dict[str, Any]] = []
@@ -228,7 +241,7 @@ def train(
                 "steady": plan.phase in ("active", "disabled") and plan.probe_rank is None,
                 "finished": session.attachment.averaged_at,
                 "bytes": engine.last.statistics.bytes if engine.last else 0,
-                "messages": link.take(),
+                "messages": [message for channel in link.take() for message in channel],
                 "seconds": time.perf_counter() - started,
                 "spans": recorder.take(),
             }
@@ -309,7 +322,7 @@ class Rank:
         rank, data = dist.get_rank(), dist.get_world_size() // stages
         if kind != SEND:
             groups = [dist.new_group(range(stage * data, (stage + 1) * data)) for stage in range(stages)]
-            seconds = seconds_of(kind, entries, groups[rank // data])
+            seconds = time_collective(kind, entries, groups[rank // data])
             for group in groups:
                 dist.destroy_process_group(group)
             return {"seconds": seconds}

@@ -1,4 +1,5 @@
-"""Profile of a training step on one device, with and without a hook that compresses its gradients.
+"""Profile a training step on one device, with and without a hook: step_profile.csv, step_profile_steps.csv,
+step_profile_kernels.csv, step_profile.json, and step_trace_*.json.gz for Perfetto.
 
 A GPT trains under DDP in a world of one rank. What our hook would exchange with a second replica is answered on the
 device by :class:`experiments.bench.engines.Mirror`, as a replica with the same gradients would: all work of
@@ -16,10 +17,9 @@ import itertools
 import math
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import pandas as pd
 import torch
@@ -28,7 +28,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc.ddp
-from edgc.compressors.base import Statistics
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from edgc.runtime.channel import Mark, mark, seconds_between
@@ -37,17 +36,20 @@ from experiments.bench.collectives import join
 from experiments.bench.engine import FACTORS
 from experiments.bench.engines import Mirror
 from experiments.bench.gpt import GPT, Size, batch
-from experiments.bench.kernels import Kernel, kernel_rows, kernel_sums, kernels
+from experiments.bench.kernels import kernel_sums, kernels
 from experiments.bench.machine import slug
-from experiments.bench.terminal import Positive, device_of, known, spread
+from experiments.bench.terminal import Advance, Positive, device_of, one_of, spread
 from experiments.bench.workers import WorkerError, ranks
 
+STRICT = True
+SHOWN = "variant status"
+VALUES = "step_ms host_ms kernel_ms compress_ms decompress_ms peak_memory_mib over_ddp_step_ms"
 DDP, AGAIN, TORCH = "ddp", "ddp again", "torch"
 # Settings of EDGCConfig; each low-rank one is given the plan's rank.
 OURS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
     "bf16": {"method": "bf16"},
-    **{f"powersgd {of}": {"method": "powersgd", "factor_dtype": of} for of in FACTORS},
+    **{f"powersgd {dtype}": {"method": "powersgd", "factor_dtype": dtype} for dtype in FACTORS},
     "powersgd int8 one-sided": {"method": "powersgd", "factor_dtype": "int8", "one_sided": True},
     # What the mean lacks is measured at one step of ten, as entropy is (edgc.measurement.mean_error); here at each.
     "powersgd fp32 measured": {"method": "powersgd", "entropy": {"iteration_rate": 1.0}},
@@ -58,11 +60,11 @@ OURS: dict[str, dict[str, Any]] = {
     "entropy of 25 %": {"method": "edgc", "r_max": 32, "entropy": {"iteration_rate": 1.0}},
     "entropy of all": {"method": "edgc", "r_max": 32, "entropy": {"iteration_rate": 1.0, "entry_rate": 1.0}},
 }
-ENTROPY = tuple(of for of in OURS if of.startswith("entropy"))
+ENTROPY = tuple(name for name in OURS if name.startswith("entropy"))
 # DDP's own buckets, of which the first is smaller; in larger ones more matrices share an operation.
 BUCKET_MB = 25
 LARGER = (TORCH, "entropy of 25 %", "powersgd fp32", "powersgd fp32 measured", "powersgd int8")
-LARGE = {f"{of} 100 MB": (of, 100) for of in LARGER}
+LARGE = {f"{name} 100 MB": (name, 100) for name in LARGER}
 VARIANTS = (DDP, TORCH, *OURS, *LARGE, AGAIN)
 QUICK = (DDP, TORCH, "none", *ENTROPY, "powersgd fp32", "powersgd int8", "powersgd int4", *LARGE, AGAIN)
 PARTS = ("step", "host", "forward", "backward", "optimizer", "compress", "communicate", "decompress")
@@ -89,25 +91,28 @@ class Plan(terminal.Plan, Size):
     batch: Positive = Field(8, description="sequences of a step")
     rank: Positive = Field(32, description="of low-rank methods")
     steps: Positive = Field(20, description="steps that are timed, of each variant")
-    variants: tuple[str, ...] = Field(VARIANTS, description="with commas")
-    device: str = Field("auto", description="auto, cpu or cuda")
+    variants: tuple[Annotated[str, one_of(*VARIANTS)], ...] = Field(VARIANTS, description="with commas")
+    device: Annotated[str, one_of("auto", "cpu", "cuda")] = Field("auto", description="auto, cpu or cuda")
     traces: bool = Field(True, alias="trace", description="also write a trace of one step of each variant")
     quick: bool = Field(False, description="ten variants, ten steps: four minutes on a GPU")
     autocast: bool = True
 
     @model_validator(mode="before")
     @classmethod
-    def _by_device(cls, given: dict[str, Any]) -> dict[str, Any]:
-        values = {"variants": QUICK} | given | {"steps": 10} if given.get("quick") else given
-        return values | {"device": device_of(given.get("device", "auto"))}
+    def _by_device(cls, options: dict[str, Any]) -> dict[str, Any]:
+        values = {"variants": QUICK} | options | {"steps": 10} if options.get("quick") else options
+        return values | {"device": device_of(options.get("device", "auto"))}
 
     @model_validator(mode="after")
     def _fits(self) -> Plan:
-        known("--variants", self.variants, VARIANTS)
         if self.hidden % self.heads:
-            what = f"--hidden {self.hidden} is not valid"
-            raise UserError(what, fix=f"use a multiple of --heads {self.heads}")
+            raise UserError(f"--hidden {self.hidden} is not valid", fix=f"use a multiple of --heads {self.heads}")
         return self
+
+    @property
+    def turns(self) -> int:
+        """Number of variants."""
+        return len(self.variants)
 
 
 @dataclass
@@ -117,12 +122,12 @@ class Measurements:
     Attributes:
         facts: memory, bytes, error and loss, or why there is no timing.
         steps: seconds of each part, one entry a step.
-        kernels: of one step.
+        kernels: of one step, see :func:`experiments.bench.kernels.kernels`.
     """
 
     facts: dict[str, dict[str, Any] | str] = field(default_factory=dict)
     steps: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    kernels: dict[str, list[Kernel]] = field(default_factory=dict)
+    kernels: dict[str, pd.DataFrame] = field(default_factory=dict)
 
 
 def bucketed(variant: str) -> tuple[str, int]:
@@ -138,46 +143,32 @@ def settings(variant: str, rank: int) -> dict[str, Any] | None:
     return options | ({"rank": rank} if options["method"] == "powersgd" else {})
 
 
-def measure(plan: Plan, folder: Path, advance: Callable[[str, Measurements], None]) -> Measurements:
-    """Run every variant; ``advance`` is told of each, with all that was found so far. One that fails is noted, and the
-    others go on.
+def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
+    """Run every variant; ``advance`` is told of each, with all that was measured so far: who ends it early keeps that.
+    One that fails is noted, and the others go on.
 
     Args:
         folder: where traces are written, ``step_trace_<variant>.json.gz``.
     """
     data = Measurements()
     for variant in plan.variants:
+        start: dict[str, Any] = {"size": plan, "device": plan.device, "autocast": plan.autocast}
+        trace = (folder / f"step_trace_{slug(variant)}.json.gz").resolve() if plan.traces else None
         try:
-            _one(plan, variant, folder, data)
+            with ranks(Training, 1, threads=None, **start, variant=variant, rank=plan.rank) as group:
+                [steps] = group.ask("steps", within=SECONDS, count=plan.steps)
+                [facts] = group.ask("facts", within=SECONDS)
+                [data.kernels[variant]] = group.ask("kernels", within=SECONDS, trace=trace)
+            data.steps[variant], data.facts[variant] = steps, facts
         except WorkerError as error:
             data.facts[variant] = str(error)
-            data.steps.pop(variant, None)
-            data.kernels.pop(variant, None)
         advance(variant, data)
     return data
 
 
-def _one(plan: Plan, variant: str, folder: Path, data: Measurements) -> None:
-    start: dict[str, Any] = {"size": plan, "device": plan.device, "autocast": plan.autocast}
-    with ranks(Training, 1, threads=None, **start, variant=variant, rank=plan.rank) as group:
-        [data.steps[variant]] = group.ask("steps", within=SECONDS, count=plan.steps)
-        [data.facts[variant]] = group.ask("facts", within=SECONDS)
-        trace = folder / f"step_trace_{slug(variant)}.json.gz" if plan.traces else None
-        trace = trace.resolve() if trace else None
-        [data.kernels[variant]] = group.ask("kernels", within=SECONDS, steps=PROFILED, trace=trace)
-
-
 def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
-    """All tables of what was found, by their files' names."""
-    return {
-        "step_profile": table(plan, data),
-        "step_profile_steps": steps_table(data),
-        "step_profile_kernels": kernels_table(data),
-    }
-
-
-def table(plan: Plan, data: Measurements) -> pd.DataFrame:
-    """A row per variant that was run.
+    """A row per variant that was run; a row per step that was timed; the longest kernels of one step of each variant,
+    and the rest in a row of its own.
 
     Times in ms, medians over the steps with quartiles in ``_q1`` and ``_q3``: ``step_ms`` from one step's start to its
     end on the device, ``host_ms`` until the host was through with it and could have gone on, the three parts of a step
@@ -185,49 +176,42 @@ def table(plan: Plan, data: Measurements) -> pd.DataFrame:
     all kernels of a step, also of those that ran at once. ``over_ddp_*`` is the difference to plain DDP; its own second
     run shows what of that is drift. ``bytes`` are those that a replica of two would send.
     """
-    rows = []
-    for variant in [of for of in plan.variants if of in data.facts]:
-        fact = data.facts[variant]
+    rows: list[dict[str, Any]] = []
+    for variant, fact in data.facts.items():
         method, bucket_mb = bucketed(variant)
-        row: dict[str, Any] = {"device": plan.device, "variant": variant, "bucket_mb": bucket_mb}
         options = settings(variant, plan.rank) or {}
-        row["rank"] = plan.rank if method == TORCH else options.get("rank")
+        rank = plan.rank if method == TORCH else options.get("rank")
+        rows.append({"device": plan.device, "variant": variant, "bucket_mb": bucket_mb, "rank": rank})
         if isinstance(fact, str):
-            rows.append({**row, "status": fact})
+            rows[-1] |= {"status": fact}
             continue
         seconds = pd.DataFrame(data.steps[variant])
-        row |= {"status": "ok", "steps": len(seconds)}
+        rows[-1] |= {"status": "ok", "steps": len(seconds)}
         for part in PARTS:
-            row |= spread(f"{part}_ms", 1e3 * seconds[part])
-        rows.append({**row, **kernel_sums(data.kernels[variant]), **fact})
-    frame = pd.DataFrame(rows)
-    plain = frame[(frame["variant"] == DDP) & (frame["status"] == "ok")]
+            rows[-1] |= spread(f"{part}_ms", 1e3 * seconds[part])
+        rows[-1] |= {**kernel_sums(data.kernels[variant]), **fact}
+    table = pd.DataFrame(rows)
+    plain = table[(table["variant"] == DDP) & (table["status"] == "ok")]
     for column in ("step_ms", "host_ms", "kernel_ms", "peak_memory_mib"):
-        if len(plain) and column in frame:
-            frame[f"over_ddp_{column}"] = frame[column] - plain[column].iloc[0]
-    return frame
-
-
-def steps_table(data: Measurements) -> pd.DataFrame:
-    """A row per step that was timed, in milliseconds."""
-    rows = [
+        if len(plain) and column in table:
+            table[f"over_ddp_{column}"] = table[column] - plain[column].iloc[0]
+    steps = [
         {"variant": variant, "step": index, **{f"{part}_ms": 1e3 * times[part] for part in PARTS}}
-        for variant, steps in data.steps.items()
-        for index, times in enumerate(steps)
+        for variant, times_of_steps in data.steps.items()
+        for index, times in enumerate(times_of_steps)
     ]
-    return pd.DataFrame(rows)
+    longest = [_longest(part).assign(variant=variant) for variant, part in data.kernels.items()]
+    frames = {"step_profile": table, "step_profile_steps": pd.DataFrame(steps)}
+    kernel_columns = ["variant", "kernel", "calls", "ms"]
+    return frames | {
+        "step_profile_kernels": pd.concat([pd.DataFrame(columns=kernel_columns), *longest])[kernel_columns]
+    }
 
 
-def kernels_table(data: Measurements) -> pd.DataFrame:
-    """The longest kernels of one step of each variant, and the rest in a row of its own."""
-    rows = []
-    for variant, longest_first in data.kernels.items():
-        top, rest = longest_first[:TOP], longest_first[TOP:]
-        if rest:
-            calls, seconds = sum(of.calls for of in rest), sum(of.seconds for of in rest)
-            top = [*top, Kernel(f"{len(rest)} others", calls, seconds)]
-        rows += [{"variant": variant, **row} for row in kernel_rows(top)]
-    return pd.DataFrame(rows)
+def _longest(kernels: pd.DataFrame) -> pd.DataFrame:
+    top, rest = kernels[:TOP], kernels[TOP:]
+    others = pd.DataFrame([{"kernel": f"{len(rest)} others", "calls": rest["calls"].sum(), "ms": rest["ms"].sum()}])
+    return pd.concat([top, others]) if len(rest) else top
 
 
 class Training:
@@ -298,14 +282,14 @@ class Training:
             rows.append(times)
         return rows
 
-    def _last(self) -> Statistics | None:
-        """Statistics of our hook's last step; its times are those of its own stream."""
+    def _last(self) -> Any:
+        """Statistics of our hook's last step, if there is one; its times are those of its own stream."""
         return self.handle.last.statistics if self.handle is not None and self.handle.last else None
 
     def facts(self) -> dict[str, Any]:
         """Memory of the steps so far (of the whole process on a CPU), and what the hook reports."""
         if self.device.type == "cuda":
-            peak, resting = (of(self.device) for of in (torch.cuda.max_memory_allocated, torch.cuda.memory_allocated))
+            peak, resting = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
         else:
             peak, resting = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
         last = self._last()
@@ -319,6 +303,6 @@ class Training:
             "loss": float(self.loss),
         }
 
-    def kernels(self, steps: int, trace: Path | None) -> list[Kernel]:
+    def kernels(self, trace: Path | None) -> pd.DataFrame:
         """Kernels of one step, the longest first."""
-        return kernels(self._step, self.device, steps=steps, trace=trace)
+        return kernels(self._step, self.device, steps=PROFILED, trace=trace)

@@ -1,4 +1,5 @@
-"""Predicted against measured training steps on the testbed: methods x limits x numbers of workers.
+"""Compare predicted with measured training steps over limited links (root only): steps.csv, steps_rounds.csv,
+steps_probes.csv, steps.json.
 
 Nothing that a limit slows down is used for its prediction but collectives timed by themselves. In a round every method
 trains one step, as in :mod:`experiments.bench.network`; the first rounds are without a limit and tell what a method
@@ -8,7 +9,7 @@ timed in every round. The model is :mod:`experiments.simulation.iteration_model`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,35 +19,33 @@ import pandas as pd
 from pydantic import Field
 from scipy.optimize import brentq
 
-from experiments.bench import network, terminal
-from experiments.bench.collectives import ALL_REDUCE, KINDS, Sent, sent_in, total
+from experiments.bench import collectives, network, terminal
+from experiments.bench.collectives import ALL_REDUCE, KINDS, bytes_sent, total_bytes
 from experiments.bench.gpt import Size
-from experiments.bench.terminal import DELAY, ROUNDS, Delay, Positive, Rate, spread
+from experiments.bench.terminal import DELAY, ROUNDS, Advance, Delay, Positive, Rate, spread
 from experiments.bench.testbed import Testbed
 from experiments.bench.workers import Group
 from experiments.simulation.iteration_model import Bucket, Message, Model, Stage
 
+ON_TESTBED = True
+SHOWN = "workers mbit_per_s method used"
+VALUES = "seconds seconds_predicted error"
 COMPUTE = "compute"
+METHODS: dict[str, network.Options] = {
+    COMPUTE: {"hook": "ready"},
+    "none": {"hook": "dense"},
+    "bf16": {"hook": "bf16"},
+    **{f"powersgd_r{rank}": {"hook": "edgc", "rank": rank, "factor_dtype": "fp32"} for rank in (4, 32, 128)},
+    "powersgd_r32_int8": {"hook": "edgc", "rank": 32, "factor_dtype": "int8"},
+    "powersgd_r64_int4": {"hook": "edgc", "rank": 64, "factor_dtype": "int4"},
+    "int8": {"hook": "edgc", "method": "quantize", "bits": 8},
+    "int4": {"hook": "edgc", "method": "quantize", "bits": 4},
+    "topk": {"hook": "edgc", "method": "topk", "density": 0.01},
+}
 # fp32 entries of the collectives that tell what a link does.
 PROBES = dict.fromkeys(KINDS, (1 << 16, 1 << 18, 1 << 20, 3 << 20))
 PROBE_ROUNDS = 5  # gloo's exchanges take one of two times, so some are needed for the median
 FREE = 0.0  # no limit, in the tables
-
-
-def methods() -> dict[str, dict[str, Any]]:
-    """Name -> settings of :class:`experiments.bench.network.Method`."""
-    settings: dict[str, dict[str, Any]] = {
-        COMPUTE: {"hook": "ready"},
-        "none": {"hook": "dense"},
-        "bf16": {"hook": "bf16"},
-    }
-    for rank, dtype in ((4, "fp32"), (32, "fp32"), (128, "fp32"), (32, "int8"), (64, "int4")):
-        name = f"powersgd_r{rank}" + (f"_{dtype}" if dtype != "fp32" else "")
-        settings[name] = {"hook": "edgc", "rank": rank, "factor_dtype": dtype}
-    for bits in (8, 4):
-        settings[f"int{bits}"] = {"hook": "edgc", "method": "quantize", "bits": bits}
-    settings["topk"] = {"hook": "edgc", "method": "topk", "density": 0.01}
-    return settings
 
 
 class Plan(terminal.Plan):
@@ -63,57 +62,61 @@ class Plan(terminal.Plan):
 
     @property
     def turns(self) -> int:
-        """Number of times that :func:`measure` reports progress."""
+        """Rounds at every limit and without one, the first of which does not count."""
         return len(self.workers) * (len(self.rates) + 1) * (self.rounds + 1)
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """``rounds``: a row per worker count, limit, method and round; ``probes``: per timed collective; ``sent``: per
-    worker count and method what rank 0 sends, per bucket and collective."""
+    """Rounds and probes of a benchmark that predicts steps.
+
+    Attributes:
+        rounds: a row per worker count, limit, method and round.
+        probes: a row per timed collective.
+        sent: messages of a rank, by number of workers (as JSON has it) and method, per bucket.
+    """
 
     rounds: pd.DataFrame
     probes: pd.DataFrame
-    sent: dict[int, dict[str, list[list[Sent]]]]
+    sent: dict[str, Any]
 
 
-def read(folder: Path, record: Mapping[str, Any]) -> Measurements:
-    """Measurements of an earlier time, from their tables and their record ``steps.json`` in ``folder``."""
-    rounds, probes = (pd.read_csv(folder / f"steps_{part}.csv") for part in ("rounds", "probes"))
-    sent = {int(workers): methods for workers, methods in record["sent"].items()}
-    return Measurements(rounds.fillna({"complete": ""}), probes, sent)
+def read(path: Path, record: Mapping[str, Any]) -> Measurements:
+    """Measurements of an earlier time, from the tables beside their ``record`` in ``path``."""
+    rounds, probes = (pd.read_csv(path.with_name(f"{path.stem}_{part}.csv")) for part in ("rounds", "probes"))
+    return Measurements(rounds.fillna({"complete": ""}), probes, record["sent"])
 
 
-def measure(plan: Plan, advance: Callable[[str], None]) -> Measurements:
+def measure(plan: Plan, folder: Path, advance: Advance) -> Measurements:
     """Run everything in testbeds of its own. UserError if none can be made."""
     rounds: list[dict[str, Any]] = []
     probes: list[dict[str, Any]] = []
-    sent: dict[int, dict[str, list[list[Sent]]]] = {}
+    sent: dict[str, Any] = {}
     for workers in plan.workers:
         with Testbed(workers) as testbed, network.ranks_on(testbed, plan.size, plan.threads) as group:
-            for name, settings in methods().items():
-                group.ask("prepare", within=network.STEP_SECONDS, name=name, settings=settings)
-            sent[workers] = messages(group, workers)
+            for name, options in METHODS.items():
+                group.ask("prepare", within=network.STEP_SECONDS, name=name, options=options)
+            sent[str(workers)] = messages(group, workers)
             for rate in (FREE, *plan.rates):
                 testbed.limit(rate or None, plan.delay_ms if rate else 0.0)
-                at = {"workers": workers, "mbit_per_s": rate}
-                probes += [at | row for row in probe(group, PROBES, workers)]
+                place = {"workers": workers, "mbit_per_s": rate}
+                probes += [place | row for row in probe(group, PROBES, workers)]
                 for index in range(-1, plan.rounds):
-                    rounds += [at | row for row in one_round(group, index) if index >= 0]
-                    advance(f"{workers} workers, {network.words(rate)}")
+                    rounds += [place | row for row in one_round(group, index) if index >= 0]
+                    advance(f"{workers} workers, {network.limit_name(rate)}")
     return Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
 
-def messages(group: Group, workers: int) -> dict[str, list[list[Sent]]]:
+def messages(group: Group, workers: int) -> dict[str, list[list[collectives.Message]]]:
     """Messages of each method, by its own count; of torch's all-reduces by the formula of the ring."""
     ready = group.ask("step", within=network.STEP_SECONDS, name=COMPUTE)[0]["complete"]
-    sent: dict[str, list[list[Sent]]] = {COMPUTE: [[] for _ in ready]}
-    for name, settings in methods().items():
-        if settings["hook"] == "edgc":
+    sent: dict[str, list[list[collectives.Message]]] = {COMPUTE: [[] for _ in ready]}
+    for name, options in METHODS.items():
+        if options["hook"] == "edgc":
             sent[name] = group.ask("messages", within=network.STEP_SECONDS, name=name)[0]
         elif name != COMPUTE:
-            share = 0.5 if settings["hook"] == "bf16" else 1.0
-            sent[name] = [[(ALL_REDUCE, share * sent_in(ALL_REDUCE, entries, workers))] for _, entries in ready]
+            share = 0.5 if options["hook"] == "bf16" else 1.0
+            sent[name] = [[(ALL_REDUCE, share * bytes_sent(ALL_REDUCE, entries, workers))] for _, entries in ready]
     return sent
 
 
@@ -125,25 +128,23 @@ def probe(group: Group, sizes: Mapping[str, Sequence[int]], ranks: int, **option
         ranks: that take part in a collective.
         options: of the request to the workers.
     """
-    for kind, entries in [(kind, entries) for kind, of_kind in sizes.items() for entries in of_kind]:
+    for kind, entries in [(kind, entries) for kind, counts in sizes.items() for entries in counts]:
         for index in range(-1, PROBE_ROUNDS):
-            seconds = max(
-                answer["seconds"] for answer in group.ask("collective", kind=kind, entries=entries, **options)
-            )
+            answers = group.ask("collective", kind=kind, entries=entries, **options)
             if index >= 0:
-                yield {"kind": kind, "bytes": sent_in(kind, entries, ranks), "seconds": seconds}
+                seconds = max(answer["seconds"] for answer in answers)
+                yield {"kind": kind, "bytes": bytes_sent(kind, entries, ranks), "seconds": seconds}
 
 
 def one_round(group: Group, index: int) -> Iterable[dict[str, Any]]:
     """A step of every method, in an order that turns round."""
-    names = list(methods())
+    names = list(METHODS)
     for name in names if index % 2 == 0 else names[::-1]:
         answers = group.ask("step", within=network.STEP_SECONDS, name=name)
         slowest = max(answers, key=lambda answer: float(answer["seconds"]))
         row = {"method": name, "round": index, "seconds": slowest["seconds"]}
         row |= dict(zip(("forward", "backward", "step"), slowest["moments"], strict=True))
-        complete = [at for at, _ in slowest["complete"]]
-        yield row | {"complete": " ".join(f"{at:.6f}" for at in complete)}
+        yield row | {"complete": " ".join(f"{moment:.6f}" for moment, _ in slowest["complete"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,23 +180,27 @@ class Link:
         return cls(latency=float(latency), bandwidth=float(1 / slope))
 
     def seconds(self, sent: float) -> float:
+        """Seconds of a message of so many bytes."""
         return self.latency + sent / self.bandwidth
-
-    def message(self, sent: float) -> Message:
-        return Message(latency=self.latency, seconds=sent / self.bandwidth)
 
 
 Links = Mapping[str, Link]  # by kind of message
-Messages = tuple[tuple[Sent, ...], ...]  # per bucket or stage, what a rank sends, collective by collective
+Messages = Sequence[Sequence[collectives.Message]]  # per bucket or stage, what a rank sends, collective by collective
 
 
 def links_of(probes: pd.DataFrame) -> dict[str, Link]:
     """Links by kind from timed collectives (columns ``kind``, ``bytes``, ``seconds``); medians of each size count."""
-    links = {}
-    for kind, part in probes.groupby("kind"):
-        medians = part.groupby("bytes")["seconds"].median()
-        links[str(kind)] = Link.fit([(float(sent), float(seconds)) for sent, seconds in medians.items()])
-    return links
+    medians = probes.groupby(["kind", "bytes"])["seconds"].median().reset_index("bytes")
+    return {
+        str(kind): Link.fit(list(part.itertuples(index=False, name=None))) for kind, part in medians.groupby("kind")
+    }
+
+
+def messages_of(sent: Iterable[collectives.Message], links: Links) -> tuple[Message, ...]:
+    """The times of one bucket's messages."""
+    return tuple(
+        Message(latency=links[kind].latency, seconds=size / links[kind].bandwidth) for kind, size in sent if size
+    )
 
 
 def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.0) -> float:
@@ -214,18 +219,13 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         raise ValueError(f"{len(sent)} buckets are sent, but {len(compute.complete)} become complete")
     shares = np.diff([0.0, *compute.complete])
     buckets = []
-    for complete, share, of_bucket in zip(compute.complete, shares, sent, strict=True):
-        messages = messages_of(of_bucket, links)
+    for complete, share, bucket in zip(compute.complete, shares, sent, strict=True):
+        messages = messages_of(bucket, links)
         part = overhead * share / compute.complete[-1] / (len(messages) + 1)
-        behind = part if messages else 0.0
-        buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
+        last = part if messages else 0.0
+        buckets.append(Bucket(share=complete, compress=part, between=part, decompress=last, messages=messages))
     stage = Stage(forward=(compute.forward,), backward=(compute.backward,), buckets=tuple(buckets))
     return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
-
-
-def messages_of(sent: Iterable[Sent], links: Links) -> tuple[Message, ...]:
-    """The times of one bucket's messages."""
-    return tuple(links[kind].message(bytes_) for kind, bytes_ in sent if bytes_)
 
 
 def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) -> float:
@@ -244,41 +244,42 @@ def overhead_of(compute: Compute, sent: Messages, links: Links, seconds: float) 
 
 def compute_of(rounds: pd.DataFrame) -> Compute:
     """Medians of the steps without communication in ``rounds``."""
-    rows_alone = rounds[rounds["method"] == COMPUTE]
-    forward = float(rows_alone["forward"].median())
-    backward = float((rows_alone["backward"] - rows_alone["forward"]).median())
-    complete = np.median([[float(word) for word in text.split()] for text in rows_alone["complete"]], axis=0)
-    shares = tuple(float(min(1.0, (at - forward) / backward)) for at in complete)
-    rest = float((rows_alone["seconds"] - rows_alone["backward"]).median())
+    alone = rounds[rounds["method"] == COMPUTE]
+    forward = float(alone["forward"].median())
+    backward = float((alone["backward"] - alone["forward"]).median())
+    complete = np.median([[float(word) for word in text.split()] for text in alone["complete"]], axis=0)
+    shares = tuple(float(min(1.0, (moment - forward) / backward)) for moment in complete)
+    rest = float((alone["seconds"] - alone["backward"]).median())
     return Compute(forward=forward, backward=backward, rest=rest, complete=shares)
 
 
-def table(data: Measurements) -> pd.DataFrame:
-    """One row per worker count, limit and method: measured and predicted seconds, and the error of the prediction.
+def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
+    """One row per worker count, limit and method: measured and predicted seconds, and the error of the prediction; the
+    rounds and the probes.
 
     ``used``: ``calibration`` (no limit, and the step without communication) or ``validation``.
     """
     rows = []
-    for workers, of_workers in data.rounds.groupby("workers"):
+    for workers, rounds in data.rounds.groupby("workers"):
         probes = data.probes[data.probes["workers"] == workers]
-        free = of_workers[of_workers["mbit_per_s"] == FREE]
-        at_first, first_links = compute_of(free), links_of(probes[probes["mbit_per_s"] == FREE])
-        for rate, part in of_workers.groupby("mbit_per_s"):
+        free = rounds[rounds["mbit_per_s"] == FREE]
+        free_compute, free_links = compute_of(free), links_of(probes[probes["mbit_per_s"] == FREE])
+        for rate, part in rounds.groupby("mbit_per_s"):
             compute, links = compute_of(part), links_of(probes[probes["mbit_per_s"] == rate])
-            for name in methods():
-                seconds = part[part["method"] == name]["seconds"]
-                sent = tuple(tuple(bucket) for bucket in data.sent[int(workers)][name])
+            for name in METHODS:
+                sent = data.sent[str(workers)][name]
                 alone = float(free[free["method"] == name]["seconds"].median())
-                extra = 0.0 if name == COMPUTE else overhead_of(at_first, sent, first_links, alone)
+                extra = 0.0 if name == COMPUTE else overhead_of(free_compute, sent, free_links, alone)
                 used = "calibration" if rate == FREE or name == COMPUTE else "validation"
+                seconds = part[part["method"] == name]["seconds"]
                 rows.append(
                     {"workers": workers, "layout": f"DP{workers}", "mbit_per_s": rate, "micro_batches": 1}
-                    | {"method": name, "used": used, "bytes": sum(map(total, sent))}
+                    | {"method": name, "used": used, "bytes": sum(map(total_bytes, sent))}
                     | compared(seconds, predict(compute, sent, links, extra))
                     | {"seconds_compute": compute.forward + compute.backward + compute.rest}
                     | based_on(extra, links[ALL_REDUCE])
                 )
-    return pd.DataFrame(rows)
+    return {"steps": pd.DataFrame(rows), "steps_rounds": data.rounds, "steps_probes": data.probes}
 
 
 def compared(seconds: pd.Series, predicted: float) -> dict[str, float]:
@@ -292,7 +293,9 @@ def based_on(overhead: float, link: Link) -> dict[str, float]:
     return {"seconds_overhead": overhead, "link_latency": link.latency, "link_bandwidth": link.bandwidth}
 
 
-def summary(table: pd.DataFrame) -> dict[str, float]:
-    """Number of validated configurations, median and largest absolute error of their predictions."""
+def record(data: Measurements, table: pd.DataFrame) -> dict[str, Any]:
+    """Messages of every method; number of validated configurations, median and largest absolute error of their
+    predictions."""
     errors = table[table["used"] == "validation"]["error"].abs()
-    return {"configurations": len(errors), "median_error": errors.median(), "worst_error": errors.max()}
+    summary = {"configurations": len(errors), "median_error": errors.median(), "worst_error": errors.max()}
+    return {"sent": data.sent, "summary": summary}

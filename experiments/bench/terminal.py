@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_args, get_origin
 
 import numpy as np
 import pandas as pd
 import torch
 import typer
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -32,7 +33,7 @@ DELAY: Any = Field(0.0, alias="delay", description="milliseconds later that a pa
 ROUNDS: Any = Field(5, alias="repeats", description="rounds for each limit, after one that is not counted")
 Positive = Annotated[int, Field(ge=1)]
 Results = Annotated[Path, typer.Option(help="a folder named after the machine is made in it")]
-Tables = Mapping[str, pd.DataFrame]  # by the names of their files
+Advance = Callable[..., None]  # moves the bar on: its text, and where tables are to be written now, what they are of
 WIDEST = 40  # characters of a cell on the screen
 screen = Console(stderr=True)
 
@@ -42,14 +43,52 @@ class Plan(Settings):
 
     model_config = ConfigDict(populate_by_name=True)
 
+    @property
+    def turns(self) -> int:
+        """Number of times that progress is reported."""
+        return 1
 
-Run = Callable[[Any, Path], None]
+    @property
+    def suffix(self) -> str:
+        """End of the names of all files."""
+        return ""
 
 
-def command(app: typer.Typer, name: str, plan: type[Plan]) -> Callable[[Run], Run]:
-    """Register ``run(plan, results)`` as a command; lists are given with commas. Values that the plan refuses are one
-    line and exit code 2."""
-    fields = {key: field for key, field in plan.model_fields.items() if field.description}
+def one_of(*names: str) -> AfterValidator:
+    """Refuse other words than ``names`` in a setting."""
+
+    def check(word: str) -> str:
+        if word not in names:
+            raise ValueError(f"use some of {', '.join(names)}")
+        return word
+
+    return AfterValidator(check)
+
+
+def device_of(name: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is a GPU if there is one. UserError if there is no GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def spread(name: str, values: Any) -> dict[str, float]:
+    """Median and quartiles as three columns."""
+    low, middle, high = np.quantile(np.asarray(values, dtype=float), [0.25, 0.5, 0.75])
+    return {name: float(middle), f"{name}_q1": float(low), f"{name}_q3": float(high)}
+
+
+def register(app: typer.Typer, name: str, benchmark: ModuleType) -> None:
+    """Make a benchmark a command; lists are given with commas. Values that its plan refuses are one line and exit code
+    2.
+
+    Args:
+        benchmark: a module with ``Plan``; ``measure(plan, folder, advance)``; ``tables(plan, data)`` of its result, by
+            the names of their files; ``SHOWN`` and ``VALUES``, columns of the first to be shown. Optional are
+            ``record(data, table)``, written beside the settings; ``ON_TESTBED``; ``STRICT``: exit code 1 where a row is
+            not ok.
+    """
+    fields = {key: field for key, field in benchmark.Plan.model_fields.items() if field.description}
     flags = {key: (field.alias or key).replace("_", "-") for key, field in fields.items()}
 
     def option(key: str) -> inspect.Parameter:
@@ -62,45 +101,46 @@ def command(app: typer.Typer, name: str, plan: type[Plan]) -> Callable[[Run], Ru
         annotation: Any = Annotated[bool | None if switch else str | None, info]
         return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
-    def read(given: dict[str, Any]) -> Plan:
-        values = {key: value for key, value in given.items() if value is not None}
+    @main_guard
+    def call(results: Path, **words: Any) -> None:
+        values = {key: value for key, value in words.items() if value is not None}
         for key in [key for key in values if get_origin(fields[key].annotation) is tuple]:
             values[key] = tuple(dict.fromkeys(word.strip() for word in values[key].split(",")))
         try:
-            return plan(**values)
+            plan = benchmark.Plan(**values)
         except ValidationError as error:
             problem = error.errors()[0]
             key = next(key for key in fields if problem["loc"][0] in (key, fields[key].alias))
-            raise UserError(f"--{flags[key]} {given[key]} is not valid", fix=problem["msg"].lower()) from None
+            fix = problem["msg"].removeprefix("Value error, ").lower()
+            raise UserError(f"--{flags[key]} {words[key]} is not valid", fix=fix) from None
+        run(benchmark, plan, results)
 
-    def register(run: Run) -> Run:
-        @main_guard
-        def call(results: Path, **given: Any) -> None:
-            run(read(given), results)
-
-        folder = inspect.Parameter("results", inspect.Parameter.KEYWORD_ONLY, default=RESULTS, annotation=Results)
-        setattr(call, "__signature__", inspect.Signature([*map(option, fields), folder]))  # noqa: B010
-        call.__doc__ = run.__doc__
-        app.command(name)(call)
-        return run
-
-    return register
+    folder = inspect.Parameter("results", inspect.Parameter.KEYWORD_ONLY, default=RESULTS, annotation=Results)
+    setattr(call, "__signature__", inspect.Signature([*map(option, fields), folder]))  # noqa: B010
+    app.command(name, help=benchmark.__doc__)(call)
 
 
-def known(flag: str, given: Iterable[str], allowed: Iterable[str]) -> None:
-    """Raise UserError unless all of ``given`` are allowed."""
-    names = list(allowed)
-    for word in given:
-        if word not in names:
-            raise UserError(f"{flag} {word!r} is not known", fix=f"use some of {', '.join(names)}")
+def run(benchmark: ModuleType, plan: Plan, results: Path) -> None:
+    """Measure, write ``results/<machine>``, print that folder on stdout, and the most important columns for the eye."""
+    if getattr(benchmark, "ON_TESTBED", False):
+        need_testbed(getattr(plan, "delay_ms", 0.0))
+    host = machine.describe(getattr(plan, "device", "cpu"))
+    folder = results / host["slug"]
+    check_writable(folder)
+    record = {"machine": host, "settings": plan.model_dump(mode="json")}
+    with progress(plan.turns) as move:
 
+        def advance(text: str, data: Any = None) -> None:
+            if data is not None:
+                write(benchmark, plan, data, folder, record)
+            move(text)
 
-def device_of(name: str) -> str:
-    """``cpu`` or ``cuda``; ``auto`` is a GPU if there is one. UserError if it is not known, or there is no GPU."""
-    known("--device", [name], ("auto", "cpu", "cuda"))
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("this torch finds no GPU", where="--device cuda", fix="use --device cpu")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        data = benchmark.measure(plan, folder, advance)
+    table = write(benchmark, plan, data, folder, record)
+    print(folder)
+    show(table, benchmark.SHOWN.split(), benchmark.VALUES.split())
+    if getattr(benchmark, "STRICT", False) and (table["status"] != "ok").any():
+        raise SystemExit(1)
 
 
 def need_testbed(delay_ms: float = 0.0) -> None:
@@ -112,59 +152,50 @@ def need_testbed(delay_ms: float = 0.0) -> None:
 
 
 @contextmanager
-def measuring(
-    results: Path, turns: int, device: str = "cpu"
-) -> Iterator[tuple[dict[str, Any], Path, Callable[[str], None]]]:
-    """Yield this machine, its folder under ``results``, which can be written to, and the function that moves a bar on
-    stderr by one of ``turns``. A failed worker is one line and exit code 1."""
-    host = machine.describe(device)
-    folder = results / host["slug"]
-    check_writable(folder)
+def progress(turns: int) -> Iterator[Callable[[str], None]]:
+    """Yield what moves a bar on stderr by one of ``turns``; a failed worker is one line and exit code 1."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=screen, transient=True) as bar:
             task = bar.add_task("starting", total=turns)
-            yield host, folder, lambda text: bar.update(task, advance=1, description=text)
+            yield lambda text: bar.update(task, advance=1, description=text)
     except WorkerError as error:
         screen.print(f"error: a worker process failed: {error}", markup=False, soft_wrap=True)
         raise SystemExit(1) from None
 
 
-def spread(name: str, values: Any) -> dict[str, float]:
-    """Median and quartiles as three columns."""
-    low, middle, high = np.quantile(np.asarray(values, dtype=float), [0.25, 0.5, 0.75])
-    return {name: float(middle), f"{name}_q1": float(low), f"{name}_q3": float(high)}
-
-
-def save(folder: Path, name: str, host: Mapping[str, Any], plan: Plan, tables: Tables, **more: Any) -> None:
-    """Write tables, and the machine and the settings behind them (and ``more``) as ``name``.json; each file whole or
-    not at all."""
+def write(benchmark: ModuleType, plan: Plan, data: Any, folder: Path, record: Mapping[str, Any]) -> pd.DataFrame:
+    """Write all tables, with columns that say on which machine, and ``record``, its ``machine`` and ``settings``; each
+    file whole or not at all. Returns the first table."""
+    tables: dict[str, pd.DataFrame] = benchmark.tables(plan, data)
+    host = record["machine"]
+    caches = " ".join(f"{name} {size} KiB" for name, size in host["caches_kib"].items())
     for key, table in tables.items():
-        write_table(folder / f"{key}.csv", table, host)
-    described = {"machine": host, "settings": plan.model_dump(mode="json"), **more}
-    atomic_write(folder / f"{name}.json", json.dumps(described, indent=1) + "\n")
+        labelled = table.assign(machine=host["name"], caches=caches, torch=host["versions"]["torch"])
+        text = labelled.to_csv(index=False, lineterminator="\n", float_format="%.6g")
+        atomic_write(folder / f"{key}{plan.suffix}.csv", text)
+    first = next(iter(tables.values()))
+    more = benchmark.record(data, first) if hasattr(benchmark, "record") else {}
+    name = benchmark.__name__.rpartition(".")[2] + plan.suffix
+    atomic_write(folder / f"{name}.json", json.dumps({**record, **more}, indent=1) + "\n")
+    return first
 
 
-def write_table(path: Path, table: pd.DataFrame, host: Mapping[str, Any]) -> None:
-    """Write a table with the columns that say on which machine, whole or not at all."""
-    text = machine.label(table, host).to_csv(index=False, lineterminator="\n", float_format="%.6g")
-    atomic_write(path, text)
-
-
-def show(folder: Path, table: pd.DataFrame, columns: str, values: str) -> None:
-    """Print the folder on stdout, and the most important columns for the eye."""
-    print(folder)
-    printed = Table(*columns.split(), *values.split())
+def show(table: pd.DataFrame, columns: list[str], values: list[str]) -> None:
+    """Print columns of a table on stderr; without the status only rows that are ok."""
+    if "status" in table and "status" not in columns:
+        table = table[table["status"] == "ok"]
+    printed = Table(*columns, *values)
     for _, row in table.iterrows():
-        cells = ["" if pd.isna(row[name]) else str(row[name])[:WIDEST] for name in columns.split()]
-        cells += [f"{row[name]:.3g}" if pd.notna(row.get(name)) else "" for name in values.split()]
+        cells = ["" if pd.isna(row[name]) else str(row[name])[:WIDEST] for name in columns]
+        cells += [f"{row[name]:.3g}" if pd.notna(row.get(name)) else "" for name in values]
         printed.add_row(*cells)
     Console(stderr=True, markup=False, width=None if screen.is_terminal else 140).print(printed)
 
 
 def keep(results: Path, reference: Path) -> Iterator[Path]:
-    """Copy tables, settings and figures of every machine, a folder each, from ``results`` to ``reference``; yields what
-    was written. Raises UserError where there is nothing. Traces stay where they are."""
+    """Copy tables, settings and figures of every machine, a folder each, from ``results`` to ``reference``; yields the
+    paths that were written. Raises UserError where there is nothing. Traces stay where they are."""
     folders = [path for path in sorted(results.glob("*")) if path.is_dir()]
     if not folders:
         raise UserError("there are no results of a benchmark", where=results, fix="run: make bench")

@@ -14,6 +14,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -50,11 +52,20 @@ class Recorder:
         self.spans: list[tuple[str, float, float]] = []
         self._started: dict[str, float] = {}
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        """Megatron's protocol: the timer of that name, whatever its level."""
-        return _Timer(self, name)
+    def __call__(self, name: str, log_level: int | None = None) -> SimpleNamespace:
+        """Megatron's protocol: the timer of that name, whatever its level. Its ``stop`` raises KeyError where it was
+        not started."""
+        return SimpleNamespace(start=partial(self._start, name), stop=partial(self._stop, name))
+
+    def _start(self, name: str, barrier: bool = False) -> None:
+        """``barrier`` is Megatron's wish that all ranks meet first; it would change what is measured."""
+        self._started[name] = time.perf_counter()
+
+    def _stop(self, name: str, barrier: bool = False) -> None:
+        self.add(name, self._started.pop(name), time.perf_counter())
 
     def add(self, name: str, start: float, end: float) -> None:
+        """Note a span."""
         self.spans.append((name, start, end))
 
     @contextmanager
@@ -65,57 +76,24 @@ class Recorder:
         self.add(name, started, time.perf_counter())
 
     def take(self) -> list[tuple[str, float, float]]:
-        """The spans since the last call."""
-        taken, self.spans = self.spans, []
-        return taken
-
-
-class _Timer:
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder, self._name = recorder, name
-
-    def start(self, barrier: bool = False) -> None:
-        """``barrier`` is Megatron's wish that all ranks meet first; it would change what is measured."""
-        self._recorder._started[self._name] = time.perf_counter()
-
-    def stop(self, barrier: bool = False) -> None:
-        """
-        Raises:
-            KeyError: the timer was not started.
-        """
-        started = self._recorder._started.pop(self._name)
-        self._recorder.add(self._name, started, time.perf_counter())
-
-
-# ------------------------------------------------------------------ arithmetic of intervals
+        """Return the spans since the last call."""
+        spans, self.spans = self.spans, []
+        return spans
 
 
 def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
     """Parts of an interval outside all holes, ascending."""
-    left, (start, end) = [], interval
+    parts, (start, end) = [], interval
     for low, high in sorted(holes):
         if min(low, end) > start:
-            left.append((start, min(low, end)))
+            parts.append((start, min(low, end)))
         start = max(start, high)
-    return [*left, (start, end)] if end > start else left
+    return [*parts, (start, end)] if end > start else parts
 
 
-def covered(intervals: Sequence[Interval]) -> float:
-    """Length of the union."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
-def idle_share(work: Sequence[Interval], window: Interval) -> float:
-    """The part of ``window``, which must have a length, in which nothing of ``work`` goes on."""
-    inside = [(max(a, window[0]), min(b, window[1])) for a, b in work]
-    return 1 - covered([(a, b) for a, b in inside if b > a]) / (window[1] - window[0])
-
-
-# ------------------------------------------------------------------ of all ranks
+def idle_seconds(work: Sequence[Interval], window: Interval) -> float:
+    """Length of the part of ``window`` in which nothing of ``work`` goes on."""
+    return sum(end - start for start, end in without(window, work))
 
 
 def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -128,7 +106,7 @@ def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         Columns ``stage``, ``replica``, ``kind`` (one of :data:`KINDS`), ``micro_batch`` (of forward and backward, from
         0; empty otherwise), ``start``, ``end`` in seconds after the first span of any rank.
     """
-    entered, together = _entered(answers)
+    entered, embedding = _entered(answers)
     ends = (0, max(answer["stage"] for answer in answers))
     rows: list[dict[str, Any]] = []
     for answer in answers:
@@ -142,31 +120,29 @@ def classify(answers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
                 pieces = [(_KINDS[name], (start, end))]
             elif name in _MESSAGES:
                 ready = start
-                for direction, sent in _MESSAGES[name]:
-                    peer = stage + (1 if sent == (direction == "forward") else -1)
-                    message = (direction, not sent, next(number[direction, sent]))
+                for direction, sends in _MESSAGES[name]:
+                    peer = stage + (1 if sends == (direction == "forward") else -1)
+                    message = (direction, not sends, next(number[direction, sends]))
                     ready = max(ready, entered[replica, peer, *message])
                 pieces = _split(start, end, ready, "pipeline")
             elif name == _EMBEDDING and stage in ends:
-                pieces = _split(start, end, max(together[replica, at] for at in ends), "embedding")
+                pieces = _split(start, end, max(embedding[replica, place] for place in ends), "embedding")
             elif name == REDUCTION:
                 pieces = [("compress", piece) for piece in without((start, end), links)]
             elif name == AGREEMENT:
                 pieces = [("wait", piece) for piece in without((start, end), reductions)]
-            rows += [
-                {"stage": stage, "replica": replica, "kind": kind, "micro_batch": micro_batch} | {"start": a, "end": b}
-                for kind, (a, b) in pieces
-            ]
-    made = pd.DataFrame(rows).astype({"micro_batch": "Int64"})
-    made[["start", "end"]] -= made["start"].min()
-    return made.sort_values(["stage", "replica", "start"], ignore_index=True)
+            rank = {"stage": stage, "replica": replica}
+            rows += [rank | {"kind": kind, "micro_batch": micro_batch, "start": a, "end": b} for kind, (a, b) in pieces]
+    table = pd.DataFrame(rows).astype({"micro_batch": "Int64"})
+    table[["start", "end"]] -= table["start"].min()
+    return table.sort_values(["stage", "replica", "start"], ignore_index=True)
 
 
 def _entered(
     answers: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[tuple[int, int, str, bool, int], float], dict[tuple[int, int], float]]:
     """Moments at which a rank entered the call with its n-th message of a direction, by (replica, stage, direction,
-    sent, n), and the last all-reduce of the embedding, by (replica, stage)."""
+    sends, n), and the last all-reduce of the embedding, by (replica, stage)."""
     messages, embedding = {}, {}
     for answer in answers:
         replica, stage = answer["replica"], answer["stage"]
@@ -189,20 +165,14 @@ def shares(spans: pd.DataFrame) -> pd.DataFrame:
     """Per ``stage`` and ``replica`` of one iteration: ``seconds`` of the iteration, ``idle`` share, and the seconds of
     every kind in a column of its own."""
     window = (float(spans["start"].min()), float(spans["end"].max()))
+    length = window[1] - window[0]
     rows = []
-    for (stage, replica), own in spans.groupby(["stage", "replica"]):
-        intervals = {kind: list(zip(part["start"], part["end"], strict=True)) for kind, part in own.groupby("kind")}
-        intervals.pop("wait", None)
-        lengths = {kind: covered(intervals.get(kind, [])) for kind in KINDS if kind != "wait"}
-        idle = idle_share(list(itertools.chain(*intervals.values())), window)
-        rows.append({"stage": stage, "replica": replica, "seconds": window[1] - window[0], "idle": idle, **lengths})
+    for (stage, replica), part in spans[spans["kind"] != "wait"].groupby(["stage", "replica"]):
+        work = {kind: list(zip(s["start"], s["end"], strict=True)) for kind, s in part.groupby("kind")}
+        busy = {kind: length - idle_seconds(work.get(kind, []), window) for kind in KINDS if kind != "wait"}
+        idle = idle_seconds(list(itertools.chain(*work.values())), window) / length
+        rows.append({"stage": stage, "replica": replica, "seconds": length, "idle": idle, **busy})
     return pd.DataFrame(rows)
-
-
-def median_iteration(seconds: Mapping[int, float]) -> int:
-    """The iteration with the median duration: of two in the middle the shorter, of equals the first."""
-    ordered = sorted(seconds, key=lambda iteration: (seconds[iteration], iteration))
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def collect(
@@ -214,37 +184,40 @@ def collect(
         answers: per rank ``stage``, ``replica`` and ``iterations``, whose items hold ``iteration`` and ``spans``.
 
     Returns:
-        :func:`shares` of all ``iterations``; :func:`classify` of the one with the median duration. Both with the
-        columns ``variant`` and ``iteration`` in front.
+        :func:`shares` of all ``iterations``; :func:`classify` of the one with the median duration (of two in the middle
+        the shorter, of equals the first). Both with the columns ``variant`` and ``iteration`` in front.
     """
     timelines = {}
-    for iteration in iterations:
-        of_ranks = [
-            (answer, one) for answer in answers for one in answer["iterations"] if one["iteration"] == iteration
+    for number in iterations:
+        spans = [
+            {**answer, "spans": iteration["spans"]}
+            for answer in answers
+            for iteration in answer["iterations"]
+            if iteration["iteration"] == number
         ]
-        timelines[iteration] = classify([{**answer, "spans": one["spans"]} for answer, one in of_ranks])
-    chosen = median_iteration({key: float(spans["end"].max()) for key, spans in timelines.items()})
+        timelines[number] = classify(spans)
 
     def labelled(table: pd.DataFrame, iteration: int) -> pd.DataFrame:
         return table.assign(variant=variant, iteration=iteration)[["variant", "iteration", *table]]
 
-    every = [labelled(shares(spans), key) for key, spans in timelines.items()]
-    return pd.concat(every, ignore_index=True), labelled(timelines[chosen], chosen)
+    every = [labelled(shares(spans), number) for number, spans in timelines.items()]
+    ordered = sorted(timelines, key=lambda number: (float(timelines[number]["end"].max()), number))
+    median = ordered[(len(ordered) - 1) // 2]
+    return pd.concat(every, ignore_index=True), labelled(timelines[median], median)
 
 
 def chrome_trace(spans: pd.DataFrame) -> str:
     """Spans (:func:`collect`) in Chrome's trace format, which Perfetto opens: a process per variant, a thread per
     rank, times in microseconds."""
     events: list[dict[str, Any]] = []
-    for process, (variant, of_variant) in enumerate(spans.groupby("variant", sort=False)):
+    for process, (variant, rows) in enumerate(spans.groupby("variant", sort=False)):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": variant}})
-        ranks = sorted(set(zip(of_variant["stage"], of_variant["replica"], strict=True)))
-        for thread, (stage, replica) in enumerate(ranks):
+        for thread, ((stage, replica), rank) in enumerate(rows.groupby(["stage", "replica"])):
+            place = {"pid": process, "tid": thread}
             name = {"name": f"stage {stage}, replica {replica}"}
-            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": name})
-        for row in of_variant.itertuples():
-            label = row.kind if pd.isna(row.micro_batch) else f"{row.kind} {row.micro_batch}"
-            place = {"pid": process, "tid": ranks.index((row.stage, row.replica))}
-            times = {"ts": round(1e6 * row.start, 1), "dur": round(1e6 * (row.end - row.start), 1)}
-            events.append({"ph": "X", "name": label, "cat": row.kind, **place, **times})
+            events.append({"ph": "M", "name": "thread_name", **place, "args": name})
+            for row in rank.itertuples():
+                label = row.kind if pd.isna(row.micro_batch) else f"{row.kind} {row.micro_batch}"
+                times = {"ts": round(1e6 * row.start, 1), "dur": round(1e6 * (row.end - row.start), 1)}
+                events.append({"ph": "X", "name": label, "cat": row.kind, **place, **times})
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"

@@ -7,7 +7,6 @@ time, because they are compared, never do.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import subprocess
@@ -42,9 +41,8 @@ class Worker:
     def __init__(self, kind: type, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
         self.connection, theirs = Pipe()
-        command = [sys.executable, "-m", "experiments.bench.workers", kind.__module__, kind.__name__]
         self.process = subprocess.Popen(
-            [*prefix, *command, str(theirs.fileno())],
+            [*prefix, sys.executable, "-m", "experiments.bench.workers", str(theirs.fileno())],
             cwd=ROOT,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
@@ -53,29 +51,25 @@ class Worker:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
+        self.send(kind)
 
-    def send(self, request: Mapping[str, Any]) -> None:
-        """Start a request; :meth:`receive` waits for its answer."""
-        try:
-            self.connection.send(request)
-        except OSError:
-            raise WorkerError(self._last_words()) from None
+    def send(self, message: Any) -> None:
+        """Send a message; :meth:`receive` notices where the process has ended."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
 
     def receive(self) -> Any:
         """Return the answer; raise WorkerError if the worker reported an error or has ended."""
         try:
-            answer = self.connection.recv()
+            answer, error = self.connection.recv()
         except (EOFError, OSError):
-            raise WorkerError(self._last_words()) from None
-        if "error" in answer:
-            raise WorkerError(answer["error"])
-        return answer["ok"]
-
-    def _last_words(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=STOP_SECONDS)
-        self.errors.seek(0)
-        return last_line(self.errors.read().decode(errors="replace")) or "worker has ended"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=STOP_SECONDS)
+            self.errors.seek(0)
+            error = last_line(self.errors.read().decode(errors="replace")) or "worker has ended"
+        if error:
+            raise WorkerError(error)
+        return answer
 
     def stop(self) -> None:
         """End the process: by closing its input, and if that does not help by a signal."""
@@ -101,10 +95,11 @@ class Group:
             within: seconds until all have to have answered.
 
         Raises:
-            WorkerError: what the workers that failed said; all have answered or ended then, or have had a moment to.
+            WorkerError: the messages of the workers that failed; all have answered or ended then, or have had a moment
+                to.
         """
         for worker in self.workers:
-            worker.send({"method": method, "arguments": arguments})
+            worker.send((method, arguments))
         answers: dict[Worker, Any] = {}
         failures: dict[str, None] = {}  # each message once
         deadline = time.monotonic() + within
@@ -151,10 +146,11 @@ def ranks(
         shared = {"STORE": f"{folder}/store", "WORLD_SIZE": str(world)}
         shared |= {"GLOO_SOCKET_IFNAME": INTERFACE if testbed else "lo"}
         shared |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        prefixes = [testbed.inside(rank) if testbed else () for rank in range(world)]
-        with Group(
-            [Worker(kind, {**shared, "RANK": str(rank)}, words) for rank, words in enumerate(prefixes)]
-        ) as group:
+        workers = [
+            Worker(kind, {**shared, "RANK": str(rank)}, testbed.inside(rank) if testbed else ())
+            for rank in range(world)
+        ]
+        with Group(workers) as group:
             group.ask("start", **start)
             yield group
 
@@ -164,25 +160,21 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def _one_line(error: Exception) -> str:
-    """Type and message; a message that torch has wrapped in others of its own is taken out of them."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message.rpartition('when running the callback: ')[2]}"
-
-
-def serve(module: str, kind: str, connection: Connection) -> None:
+def serve(connection: Connection) -> None:
     """Answer requests by the methods of an object until the input closes; an error is an answer too."""
     die_with_parent(signal.SIGKILL)()
-    worker = getattr(importlib.import_module(module), kind)()
+    worker = connection.recv()()
     with contextlib.suppress(EOFError):
         while True:
-            request = connection.recv()
+            method, arguments = connection.recv()
             try:
-                answer = {"ok": getattr(worker, request["method"])(**request["arguments"])}
+                answer = getattr(worker, method)(**arguments), ""
             except Exception as error:
-                answer = {"error": _one_line(error)}
+                # A message that torch has wrapped in others of its own is taken out of them.
+                message = " ".join(str(error).split()).rpartition("when running the callback: ")[2]
+                answer = None, f"{type(error).__name__}: {message}"
             connection.send(answer)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2], Connection(int(sys.argv[3])))
+    serve(Connection(int(sys.argv[1])))

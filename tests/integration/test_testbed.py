@@ -10,7 +10,7 @@ import pytest
 
 from edgc.errors import UserError
 from experiments.bench import network, testbed
-from experiments.bench.collectives import KINDS, sent_in
+from experiments.bench.collectives import KINDS, bytes_sent
 from experiments.bench.gpt import Size
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -45,13 +45,13 @@ def test_collectives_take_what_the_limit_says_and_nothing_stays() -> None:
                 seconds[rate, kind, entries] = min(max(rank["seconds"] for rank in run) for run in runs)
                 for rank in (rank for run in runs for rank in run):
                     # What is counted, and headers and acknowledgements.
-                    assert 1 < rank["wire"] / sent_in(kind, entries, 2) < 1.2
+                    assert 1 < rank["wire"] / bytes_sent(kind, entries, 2) < 1.2
             for kind in KINDS:
                 for rate in (20.0, 100.0):
-                    expected = 8 * sent_in(kind, ENTRIES, 2) / (rate * MEGABIT)
+                    expected = 8 * bytes_sent(kind, ENTRIES, 2) / (rate * MEGABIT)
                     # Little passes freely; a busy machine may take longer, but not several times.
                     assert 0.95 * expected < seconds[rate, kind, ENTRIES] < 4 * expected
-                assert seconds[20.0, kind, FEW] > 0.6 * 8 * sent_in(kind, FEW, 2) / (20 * MEGABIT)
+                assert seconds[20.0, kind, FEW] > 0.6 * 8 * bytes_sent(kind, FEW, 2) / (20 * MEGABIT)
                 assert seconds[None, kind, ENTRIES] < seconds[20.0, kind, ENTRIES]
     assert namespaces() == before
 
@@ -95,10 +95,10 @@ def test_a_delay_is_felt_by_every_message() -> None:
 
 def test_bytes_counted_by_a_training_step_are_those_on_the_wire() -> None:
     size = Size(layers=2, hidden=64, heads=2, vocabulary=256, sequence=16, batch=1)
-    wanted = network.methods((4,), (4,))
+    wanted = network.Plan(ranks=(4,), quantised=(4,)).methods
     with testbed.Testbed(2) as net, network.ranks_on(net, size) as group:
         for name, settings in wanted.items():
-            group.ask("prepare", name=name, settings=settings)
+            group.ask("prepare", name=name, options=settings)
             for rank in group.ask("step", name=name):
                 # Besides: headers, acknowledgements, the handshake of each message, two barriers.
                 assert rank["bytes"] <= rank["wire"] <= 1.15 * rank["bytes"] + 12_000, name

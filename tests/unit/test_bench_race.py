@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -40,7 +41,7 @@ def raced(tmp_path: Path) -> tuple[race.Plan, Path]:
     """Uncompressed reaches 5.0 at iteration 30 of 40; int4 at half the time a step, later; top-k never does."""
     plan = race.Plan(rates=(50.0,), seeds=(1, 2), methods=("int4", "topk", "edgc_cqm"), iterations=40)
     for config in plan.runs():
-        folder = tmp_path / "50" / "ci" / "race" / config.name
+        folder = tmp_path / "race" / "50" / "ci" / "race" / config.name
         losses, seconds, status = {
             "none": ([7.0, 6.0, 5.0, 4.0], 2.0, "ok"),
             "int4": ([7.0, 6.0, 5.5, 4.5], 1.0, "ok"),
@@ -48,11 +49,14 @@ def raced(tmp_path: Path) -> tuple[race.Plan, Path]:
             "edgc_cqm": ([7.0, 6.0, 5.0, 4.0], 1.5, "ok" if config.seed == 1 else "diverged"),
         }[config.variant]
         write_run(folder, config, losses, seconds, status)
-    return plan, tmp_path
+    return plan, tmp_path / "race"
 
 
-def test_the_clock_stops_where_the_loss_is_reached(raced: tuple[race.Plan, Path]) -> None:
-    table = race.table(*raced).set_index(["method", "seed"])
+def test_the_clock_stops_where_the_loss_is_reached_and_who_misses_it_comes_last(
+    raced: tuple[race.Plan, Path],
+) -> None:
+    tables = race.tables(*raced)
+    table = tables["race"].set_index(["method", "seed"])
     assert table.loc[("none", 1), "target_loss"] == 5.0
     assert table.loc[("none", 1), "seconds"] == 60.0
     assert table.loc[("int4", 1), "iterations"] == pytest.approx(35.0)
@@ -61,10 +65,8 @@ def test_the_clock_stops_where_the_loss_is_reached(raced: tuple[race.Plan, Path]
     assert math.isnan(table.loc[("topk", 1), "seconds"])
     assert table.loc[("edgc_cqm", 1), "of_uncompressed"] == pytest.approx(0.75)
     assert table.loc[("edgc_cqm", 2), "status"] == "diverged"
-
-
-def test_who_does_not_arrive_comes_last(raced: tuple[race.Plan, Path]) -> None:
-    summary = race.summary(race.table(*raced)).set_index("method")
+    # Who does not arrive comes last.
+    summary = tables["race_summary"].set_index("method")
     assert list(summary.index) == ["int4", "none", "edgc_cqm", "topk"]
     assert list(summary["place"]) == [1, 2, 3, 4]
     assert list(summary["reached"]) == [2, 2, 1, 0]
@@ -86,9 +88,7 @@ def test_the_program_and_the_figure(
     raced: tuple[race.Plan, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(testbed, "missing", lambda **_: None)
-    monkeypatch.setattr(race, "measure", lambda plan, folder, advance: None)
-    made = race.table
-    monkeypatch.setattr(race, "table", lambda plan, folder: made(plan, raced[1]))
+    monkeypatch.setattr(race, "measure", lambda *_: raced[1])
     arguments = ["--rates", "50", "--seeds", "1,2", "--methods", "int4,topk,edgc_cqm", "--iterations", "40"]
     done = CliRunner().invoke(app, ["race", *arguments, "--results", str(tmp_path / "bench")])
     assert done.exit_code == 0, done.output
@@ -101,17 +101,12 @@ def test_the_program_and_the_figure(
 
 
 def test_runs_that_are_there_are_not_repeated(raced: tuple[race.Plan, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Network:
+    class Network(contextlib.nullcontext[object]):
         hosts = 2
 
-        def __init__(self, hosts: int) -> None:
-            assert hosts == 2
-
         def __enter__(self) -> Network:
+            assert self.enter_result == self.hosts
             return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
         def limit(self, rate: float) -> None:
             assert rate == 50.0
@@ -123,7 +118,7 @@ def test_runs_that_are_there_are_not_repeated(raced: tuple[race.Plan, Path], mon
     monkeypatch.setattr(race, "prepared", lambda folder, scale: folder)
     monkeypatch.setattr(race, "train", lambda run, results, testbed: started.append(run.name))
     moved: list[str] = []
-    race.measure(plan, folder, moved.append)
+    assert race.measure(plan, folder.parent, moved.append) == folder
     assert started == ["int4-s2"]
     assert len(moved) == plan.turns
 

@@ -15,46 +15,32 @@ from typer.testing import CliRunner
 from edgc.config import EDGCConfig
 from experiments.bench import gpt, step_profile
 from experiments.bench.__main__ import app
-from experiments.bench.kernels import Kernel, kernels, of_events
+from experiments.bench.kernels import device_events, kernels
 from experiments.bench.step_profile import AGAIN, DDP, LARGE, OURS, TORCH, Measurements, Plan
-from tests.unit.bench_child import Child
 
 SIZE = ["--layers", "1", "--hidden", "32", "--heads", "2", "--vocabulary", "64", "--sequence", "16", "--batch", "2"]
 
 
-def event(name: str, device: DeviceType, cpu: float, gpu: float, named: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(
-        key=name,
-        count=2,
-        device_type=device,
-        self_cpu_time_total=cpu,
-        self_device_time_total=gpu,
-        is_user_annotation=named,
-    )
-
-
 def test_the_time_of_a_kernel_is_counted_once() -> None:
-    events = [
-        event("aten::mm", DeviceType.CPU, 30.0, 500.0),  # told once more with what launched it
-        event("gemm", DeviceType.CUDA, 0.0, 500.0),
-        event("Memcpy DtoD", DeviceType.CUDA, 0.0, 20.0),
-        event("a range of the user's", DeviceType.CUDA, 0.0, 520.0, named=True),
-    ]
-    assert of_events(events, True) == [Kernel("gemm", 2, 5e-4), Kernel("Memcpy DtoD", 2, 2e-5)]
-    assert of_events(events, False) == [Kernel("aten::mm", 2, 3e-5)]
+    rows = (
+        ("aten::mm", DeviceType.CPU, 30.0, 500.0, False),  # told once more with what launched it
+        ("gemm", DeviceType.CUDA, 0.0, 500.0, False),
+        ("Memcpy DtoD", DeviceType.CUDA, 0.0, 20.0, False),
+        ("a range of the user's", DeviceType.CUDA, 0.0, 520.0, True),
+    )
+    names = ("key", "device_type", "self_cpu_time_total", "self_device_time_total", "is_user_annotation")
+    events = [SimpleNamespace(count=2, **dict(zip(names, row, strict=True))) for row in rows]
+    assert device_events(events, True).values.tolist() == [["gemm", 2, 0.5], ["Memcpy DtoD", 2, 0.02]]
+    assert device_events(events, False).values.tolist() == [["aten::mm", 2, 0.03]]
 
 
 def test_kernels_of_one_step_are_means_without_what_comes_before(tmp_path: Path) -> None:
     a = torch.randn(64, 64)
-
-    def step() -> None:
-        torch.mm(a, a)
-        torch.mm(a, a)
-
     trace = tmp_path / "trace.json.gz"
-    found = {k.name: k for k in kernels(step, a.device, steps=3, before=lambda: torch.tanh(a), trace=trace)}
-    assert found["aten::mm"].calls == 2 and found["aten::mm"].seconds > 0
-    assert "aten::tanh" not in found
+    table = kernels(lambda: (a @ a) @ a, a.device, steps=3, before=lambda: torch.tanh(a), trace=trace)
+    calls = table.set_index("kernel")["calls"]
+    assert calls["aten::mm"] == 2 and "aten::tanh" not in calls
+    assert table["ms"].is_monotonic_decreasing and table["ms"].sum() > 0
     assert trace.read_bytes()[:2] == b"\x1f\x8b"
 
 
@@ -78,16 +64,20 @@ def test_every_variant_of_ours_has_settings_that_are_valid() -> None:
 
 
 def test_the_table_has_the_difference_to_plain_ddp_and_keeps_failures() -> None:
-    [large] = [of for of in LARGE if of.startswith(TORCH)]
+    large = f"{TORCH} 100 MB"
     plan = Plan(variants=(DDP, TORCH, "powersgd int8", large, AGAIN), rank=16)
-    found = Measurements()
-    for variant, seconds in ((DDP, 1.0), ("powersgd int8", 1.5), (AGAIN, 1.1)):
+    data = Measurements()
+    for variant in plan.variants:
+        seconds = {DDP: 1.0, "powersgd int8": 1.5, AGAIN: 1.1}.get(variant)
+        if seconds is None:
+            data.facts[variant] = "OutOfMemoryError: no"
+            continue
         times = dict.fromkeys(step_profile.PARTS, seconds)
-        found.steps[variant] = [times, {**times, "step": seconds + 0.2}, {**times, "step": seconds + 0.1}]
-        found.facts[variant] = {"peak_memory_mib": 100 * seconds, "bytes": 7}
-        found.kernels[variant] = [Kernel(f"k{i}", 1.0, 0.01) for i in range(50)]
-    found.facts[TORCH] = found.facts[large] = "OutOfMemoryError: no"
-    table = step_profile.table(plan, found).set_index("variant")
+        data.steps[variant] = [times, {**times, "step": seconds + 0.2}, {**times, "step": seconds + 0.1}]
+        data.facts[variant] = {"peak_memory_mib": 100 * seconds, "bytes": 7}
+        data.kernels[variant] = pd.DataFrame({"kernel": [f"k{i}" for i in range(50)], "calls": 1.0, "ms": 10.0})
+    tables = step_profile.tables(plan, data)
+    table = tables["step_profile"].set_index("variant")
     assert table.loc[TORCH, "status"] == "OutOfMemoryError: no" and pd.isna(table.loc[TORCH, "step_ms"])
     assert list(table["bucket_mb"]) == [25, 25, 25, 100, 25] and table.loc[large, "rank"] == 16
     ours = table.loc["powersgd int8"]
@@ -96,10 +86,9 @@ def test_the_table_has_the_difference_to_plain_ddp_and_keeps_failures() -> None:
     assert ours["over_ddp_peak_memory_mib"] == pytest.approx(50)
     assert table.loc[AGAIN, "over_ddp_step_ms"] == pytest.approx(100)
     assert ours["kernel_ms"] == pytest.approx(500) and ours["kernel_calls"] == 50
-    top = step_profile.kernels_table(found)
-    mine = top[top["variant"] == DDP]
-    assert len(mine) == step_profile.TOP + 1 and mine["kernel"].iloc[-1] == "10 others"
-    assert mine["ms"].sum() == pytest.approx(500)
+    top = tables["step_profile_kernels"].query("variant == @DDP")
+    assert len(top) == step_profile.TOP + 1 and top["kernel"].iloc[-1] == "10 others"
+    assert top["ms"].sum() == pytest.approx(500)
 
 
 @pytest.mark.slow
@@ -112,6 +101,8 @@ def test_the_program_trains_every_kind_of_variant_and_keeps_no_trace(tmp_path: P
     assert done.stdout.splitlines() == [str(folder)]
     table = pd.read_csv(folder / "step_profile.csv").set_index("variant")
     assert list(table.index) == list(variants) and (table["status"] == "ok").all()
+    [reference] = Path("results/reference/bench").glob("*/step_profile.csv")
+    assert set(table) < set(pd.read_csv(reference, nrows=1))
     assert (table[["step_ms", "host_ms", "kernel_ms", "peak_memory_mib"]] > 0).all(axis=None)
     ours = table.loc[["powersgd int8", "quantize"]]
     assert (ours[["compress_ms", "decompress_ms", "bytes"]] > 0).all(axis=None)
@@ -120,25 +111,24 @@ def test_the_program_trains_every_kind_of_variant_and_keeps_no_trace(tmp_path: P
     assert table["loss"].max() < table["loss"].min() * 1.02
     assert len(pd.read_csv(folder / "step_profile_steps.csv")) == 2 * len(variants)
     assert set(pd.read_csv(folder / "step_profile_kernels.csv")["variant"]) == set(variants)
-    described = json.loads((folder / "step_profile.json").read_text())
-    assert described["settings"]["hidden"] == 32
-    assert {"torch", "python"} <= described["machine"]["versions"].keys() and described["machine"]["git"]
+    record = json.loads((folder / "step_profile.json").read_text())
+    assert record["settings"]["hidden"] == 32
+    assert {"torch", "python"} <= record["machine"]["versions"].keys() and record["machine"]["git"]
     assert len(list(folder.glob("step_trace_*.json.gz"))) == len(variants)
-    kept = tmp_path / "kept"
-    done = CliRunner().invoke(app, ["keep", "--results", str(folder.parent), "--reference", str(kept)])
+    done = CliRunner().invoke(app, ["keep", "--results", str(folder.parent), "--reference", str(tmp_path / "kept")])
     assert done.exit_code == 0, done.output
-    assert {path.name for path in kept.rglob("*.*") if path.is_file()} == {
-        "step_profile.csv",
-        "step_profile_steps.csv",
-        "step_profile_kernels.csv",
-        "step_profile.json",
-    }
+    names = {path.name for path in (tmp_path / "kept").rglob("*.*") if path.is_file()}
+    assert names == {f"step_profile{end}" for end in (".csv", "_steps.csv", "_kernels.csv", ".json")}
+
+
+class Broken:
+    """A worker that cannot start."""
 
 
 def test_a_variant_that_fails_is_a_row_and_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_profile, "Training", Child)  # which cannot start
+    monkeypatch.setattr(step_profile, "Training", Broken)
     arguments = ["step", *SIZE, "--variants", DDP, "--device", "cpu", "--results", str(tmp_path / "bench")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1
     [folder] = (tmp_path / "bench").iterdir()
-    assert "'Child' object has no attribute 'start'" in pd.read_csv(folder / "step_profile.csv")["status"].iloc[0]
+    assert "object has no attribute 'start'" in pd.read_csv(folder / "step_profile.csv")["status"].iloc[0]

@@ -32,6 +32,13 @@ LINKS = {
 seconds = st.floats(0.01, 10.0)
 
 
+class Counting(network.Rank):
+    """Tells what was sent, message by message and as the method counts it."""
+
+    def counted(self, name: str) -> tuple[list[list[Any]], int | None]:
+        return self.messages(name), self.methods[name].bytes
+
+
 @st.composite
 def computes(draw: st.DrawFn) -> Compute:
     complete = sorted(draw(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5)))
@@ -92,41 +99,38 @@ def test_the_program_writes_tables_and_the_figure_shows_every_validated_step(
     [folder] = [path.parent for path in REFERENCE.glob("*/steps.json")]
     record = json.loads((folder / "steps.json").read_text())
     monkeypatch.setattr(testbed, "missing", lambda **_: None)
-    monkeypatch.setattr(steps, "measure", lambda plan, advance: steps.read(folder, record))
+    monkeypatch.setattr(steps, "measure", lambda *_: steps.read(folder / "steps.json", record))
     done = CliRunner().invoke(app, ["steps", "--results", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    [made] = tmp_path.iterdir()
-    assert done.stdout.splitlines() == [str(made)]
-    described = json.loads((made / "steps.json").read_text())
+    [written] = tmp_path.iterdir()
+    assert done.stdout.splitlines() == [str(written)]
+    described = json.loads((written / "steps.json").read_text())
     assert described["summary"] == record["summary"] and described["sent"] == record["sent"]
     columns = ["workers", "mbit_per_s", "method", "seconds", "seconds_predicted", "error"]
-    tables = [pd.read_csv(path / "steps.csv")[columns] for path in (made, folder)]
+    tables = [pd.read_csv(path / "steps.csv")[columns] for path in (written, folder)]
     pd.testing.assert_frame_equal(*tables)
-    fig = bench_steps.draw(made)
+    fig = bench_steps.draw(written)
     points = sum(len(line.get_xdata()) for ax in fig.axes for line in ax.lines if line.get_gid() == "step")
-    assert points == (pd.read_csv(made / "steps.csv")["used"] == "validation").sum() > 0
+    assert points == (pd.read_csv(written / "steps.csv")["used"] == "validation").sum() > 0
 
 
-def test_messages_of_real_workers_are_what_the_methods_count(tmp_path: Path) -> None:
+def test_messages_of_real_workers_are_what_the_methods_count() -> None:
     """Two workers without a testbed: what is noted message by message is what the engine says that it sent."""
-    size = Size(layers=2, hidden=32, heads=2, vocabulary=64, sequence=16, batch=2)
-    with ranks(network.Rank, 2, size=size) as group:
-        for name, options in steps.methods().items():
-            if options["hook"] == "edgc":
-                options = options | {"rank": 4} if "rank" in options else options
-                group.ask("prepare", name=name, settings=options)
-                first, second = (group.ask("messages", name=name) for _ in range(2))
-                counted = group.ask("counted", name=name)
-                for rank in range(2):
-                    assert first[rank] == second[rank]
-                    sent = [(kind, bytes_) for bucket in first[rank] for kind, bytes_ in bucket]
-                    assert sum(bytes_ for _, bytes_ in sent) == counted[rank] > 0, name
-                    assert all(bytes_ > 0 for _, bytes_ in sent)
-                    # What is quantised is exchanged, summed by its owner, and gathered.
-                    small = options.get("factor_dtype", "fp32") != "fp32" or options.get("method") == "quantize"
-                    assert ({ALL_TO_ALL, ALL_GATHER} <= {kind for kind, _ in sent}) == small, name
-                if options.get("method") is None:
-                    assert all(len(bucket) >= 2 for bucket in first[0]), "P and Q"
+    size = Size(layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=2)
+    with ranks(Counting, 2, size=size) as group:
+        for name in ("powersgd_r4", "powersgd_r32_int8", "int8", "topk"):
+            options = steps.METHODS[name]
+            options = options | {"rank": 4} if "rank" in options else options
+            group.ask("prepare", name=name, options=options)
+            for messages, counted in group.ask("counted", name=name):
+                sent = [message for bucket in messages for message in bucket]
+                assert sum(size for _, size in sent) == counted > 0, name
+                assert all(size > 0 for _, size in sent)
+                # What is quantised is exchanged, summed by its owner, and gathered.
+                small = name.endswith("int8")
+                assert ({ALL_TO_ALL, ALL_GATHER} <= {kind for kind, _ in sent}) == small, name
+                if name.startswith("powersgd"):
+                    assert all(len(bucket) >= 2 for bucket in messages), "P and Q"
 
 
 def test_predictions_that_are_kept_follow_from_the_rounds_beside_them(tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ def test_pipelined_steps_counted_by_hand() -> None:
         pipeline.predict(STAGED, traffic(()), links(), 2)
 
 
-def measured_pipeline(plan: pipeline.Plan, compute: pipeline.Compute, factor: float) -> pipeline.Measurements:
+def measured_pipeline(plan: pipeline.Plan, compute: pipeline.Compute, factor: float) -> steps.Measurements:
     """Steps as the model has them, those under a limit ``factor`` times as long; a round that is out of the way."""
     own = {rate: 1e9 if not rate else 1e5 * rate for rate in (0.0, *plan.rates)}
     sent = {name: [[(ALL_REDUCE, 1e6)], [(ALL_REDUCE, 2e6), (ALL_REDUCE, 1e6)]] for name in pipeline.METHODS}
@@ -213,7 +217,7 @@ def measured_pipeline(plan: pipeline.Plan, compute: pipeline.Compute, factor: fl
                     f"backward_{stage}": compute.backward[stage],
                 }
             rounds.append(row)
-    return pipeline.Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
+    return steps.Measurements(pd.DataFrame(rounds), pd.DataFrame(probes), sent)
 
 
 @settings(deadline=None, max_examples=20)
@@ -223,7 +227,8 @@ def test_the_table_of_pipelines_finds_what_the_steps_were_made_of(times: list[fl
     compute = pipeline.Compute(
         forward=(times[0], times[1]), backward=(times[2], times[3]), beside=times[4], rest=times[5]
     )
-    table = pipeline.table(plan, measured_pipeline(plan, compute, factor))
+    data = measured_pipeline(plan, compute, factor)
+    table = pipeline.tables(plan, data)["pipeline"]
     assert len(table) == len(pipeline.METHODS) * (2 + 2 * 2)
     assert set(table.loc[table["mbit_per_s"] == 0, "used"]) == {"calibration"}
     limited = table[table["used"] == "validation"]
@@ -231,14 +236,14 @@ def test_the_table_of_pipelines_finds_what_the_steps_were_made_of(times: list[fl
     assert (limited["error"] - (1 / factor - 1)).abs().max() < 1e-6
     overhead = table.set_index("method")["seconds_overhead"]
     assert overhead["bf16"].to_numpy() == pytest.approx(0.3, rel=1e-6)
-    assert steps.summary(table)["configurations"] == len(limited)
+    assert pipeline.record(data, table)["summary"]["configurations"] == len(limited)
 
 
 def test_the_figure_has_a_panel_for_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = pipeline.Plan(rates=(20.0,), micro_batches=(2,))
     found = measured_pipeline(plan, STAGED, 1.2)
     monkeypatch.setattr(testbed, "missing", lambda **_: None)
-    monkeypatch.setattr(pipeline, "measure", lambda plan, advance: found)
+    monkeypatch.setattr(pipeline, "measure", lambda *_: found)
     arguments = ["pipeline", "--rates", "20", "--micro-batches", "2", "--results", str(tmp_path)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
@@ -250,7 +255,7 @@ def test_the_figure_has_a_panel_for_pipelines(tmp_path: Path, monkeypatch: pytes
     assert any("DP2 x PP2" in ax.get_title(loc="left") for ax in fig.axes)
 
 
-def test_real_ranks_note_what_they_send_and_time_messages(tmp_path: Path) -> None:
+def test_real_ranks_note_what_they_send_and_time_messages() -> None:
     """Four ranks without a testbed."""
     plan = pipeline.Plan(rounds=1, layers=2, hidden=32, sequence=16)
     with stages.ranks(4) as group:
@@ -266,5 +271,5 @@ def test_real_ranks_note_what_they_send_and_time_messages(tmp_path: Path) -> Non
                 for iteration in answer["iterations"]:
                     assert sum(sent for _, sent in iteration["messages"]) == iteration["bytes"] > 0
                     assert {kind for kind, _ in iteration["messages"]} == kinds
-            [row] = pipeline._rounds(answers)
+            [row] = pipeline.iteration_rows(answers)
             assert all(0 < row[f"{kind}_{at}"] < row["seconds"] for kind in ("forward", "backward") for at in (0, 1))

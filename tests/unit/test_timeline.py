@@ -11,23 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.bench import timeline
-from experiments.bench.timeline import Recorder, covered, idle_share, without
+from experiments.bench.timeline import Recorder, idle_seconds, without
 
 ticks = st.integers(0, 40)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (min(pair), max(pair))), max_size=8)
 
 
-def cells(found: list[tuple[Any, Any]]) -> set[int]:
+def cells(work: list[tuple[Any, Any]]) -> set[int]:
     """The unit cells that intervals with whole ends cover."""
-    return {cell for start, end in found for cell in range(int(start), int(end))}
+    return {cell for start, end in work for cell in range(int(start), int(end))}
 
 
 @given(intervals, ticks, st.integers(1, 20))
 def test_moments_are_counted_once(work: list[tuple[int, int]], start: int, length: int) -> None:
-    window = cells([(start, start + length)])
-    assert covered(work) == len(cells(work))
-    assert covered(without((start, start + length), work)) == len(window - cells(work))
-    assert idle_share(work, (start, start + length)) == pytest.approx(len(window - cells(work)) / length)
+    window = (start, start + length)
+    idle = cells([window]) - cells(work)
+    assert cells(without(window, work)) == idle and idle_seconds(work, window) == len(idle)
 
 
 def test_recorder_keeps_megatrons_spans_without_meeting_other_ranks() -> None:
