@@ -34,7 +34,7 @@ from experiments.common import quickest
 from experiments.spec import matrix
 from experiments.verdicts import archive
 from tests.unit.conftest import REFERENCE, RESTORED
-from tests.unit.invented_runs import decisions, edgc, run
+from tests.unit.invented_runs import decisions, edgc, run, steps
 
 STUDIES = [(scale, study) for scale, studies in RESTORED.items() for study in studies]
 
@@ -248,17 +248,10 @@ def test_lag_is_between_the_rank_in_use_and_what_its_window_asks_for() -> None:
     assert found["share_limited"] == pytest.approx(2 / 3)
 
 
-def stages(entropy: np.ndarray, sampled: np.ndarray, **more: Any) -> dict[str, list[dict[str, Any]]]:
-    rows = zip(entropy, sampled, strict=True)
-    row = {"stage": 0, "rank": 8, "bytes": 100, **more}
-    return {"step": [{"iteration": t, "stages": [row | {"entropy_full": a, "entropy": b}]}
-                     for t, (a, b) in enumerate(rows, start=1)]}  # fmt: skip
-
-
 def test_window_correlation_is_the_planted_one() -> None:
     rng = np.random.default_rng(1)
     entropy = -6 + 1.5 * np.exp(-np.arange(200) / 15)
-    exact, noisy = stages(entropy, entropy), stages(entropy, entropy + rng.normal(0, 3, 200))
+    exact, noisy = steps(entropy, entropy), steps(entropy, entropy + rng.normal(0, 3, 200))
     rows = [run(name, compression=edgc(window), events=events)
             for name, window, events in (("exact", 20, exact), ("noisy", 20, noisy), ("short", 90, exact))]  # fmt: skip
     table = window_ablation.tables(rows)["table"].set_index("variant")
@@ -287,7 +280,7 @@ def test_sampling_tables_count_differing_decisions_and_cost() -> None:
 
     def sampled(alpha: float, beta: float, ranks: list[int], window: int) -> runs.Run:
         compression = edgc(20) | {"entropy": {"iteration_rate": alpha, "entry_rate": beta}}
-        events = stages(quiet, quiet) | decisions(ranks, window)
+        events = steps(quiet, quiet) | decisions(ranks, window)
         for event in events["step"]:
             event["seconds"] = 0.1
             event["stages"][0]["seconds_entropy"] = 0.01 * beta * (event["iteration"] % round(1 / alpha) == 0)
@@ -332,7 +325,7 @@ def test_r_max_is_where_compressing_stops_to_be_quicker() -> None:
         about = {"seconds_compress": 1e-3 * (rank or 0), "seconds_decompress": 0.2e-3 * (rank or 0), "rank": rank}
         about |= {"seconds_communicate": 2e-3 + 0.5e-3 * rank if rank else 60e-3, "bytes": 1e4 * (rank or 100)}
         compression = {"method": "powersgd", "rank": rank} if rank else {"method": "none"}
-        found.append(run(f"r{rank}", compression=compression, events=stages(np.zeros(20), np.zeros(20), **about)))
+        found.append(run(f"r{rank}", compression=compression, events=steps(np.zeros(20), np.zeros(20), **about)))
     limits = rank_sweep.tables(found)["limits"].set_index("kind")
     # (60 - 2) / 1.7 = 34.1, which no run had.
     assert limits.loc["measured", "crossing"] == pytest.approx(58 / 1.7)
