@@ -25,7 +25,6 @@ from experiments.analyse import (
     sampling_ablation,
     statistics,
     tables,
-    trend,
     window_ablation,
     windows,
 )
@@ -127,9 +126,6 @@ def test_curves_accumulate_bytes_and_keep_every_rank_change_and_evaluation(kept_
     assert len(rows) <= statistics.CURVE_POINTS + 3 and {0, 12_345, 99_999} <= set(rows)
 
 
-# ----------------------------------------------------------------------------------------------------- policies
-
-
 def follow(variant: str, order: str, seed: int, loss: float, **more: Any) -> runs.Run:
     fixed = {"method": "edgc", "policy": "schedule", "schedule": [[0, 8]]}
     about = {"variant": "cqm", "order": order, "shuffle": 0}
@@ -226,9 +222,6 @@ def test_the_same_start_is_the_same_to_the_last_bit(kept_results: Path) -> None:
     assert not policies.same_start(item, other)
 
 
-# ---------------------------------------------------------------------------------------- decisions and windows
-
-
 def test_decisions_and_limits_are_counted() -> None:
     row = windows.decision_columns(run("x", compression=edgc(), events=decisions([20, 16, 72, 72, None])))
     assert (row["decisions"], row["rank_changes"], row["decisions_outside_limits"]) == (5, 3, 2)
@@ -296,9 +289,6 @@ def test_sampling_tables_count_differing_decisions_and_cost() -> None:
     assert written["timings"][1]["change_percent"] == pytest.approx(100 * (20 / 195 / 4 - 1))
 
 
-# --------------------------------------------------------------------------------------------------- rank sweep
-
-
 def test_the_line_and_the_limits_are_those_of_a_fit_by_hand(kept_results: Path) -> None:
     folder = kept_results / "workstation" / "rank_sweep"
     timings = read(folder, "timings").query("kind == 'total' and stage == 0")
@@ -359,9 +349,6 @@ def test_a_seed_beside_other_work_does_not_move_the_line() -> None:
     assert list(quickest.least(times, times["s"])["s"]) == [1.0, 4.0]
 
 
-# ------------------------------------------------------------------------------------------------ entropy trend
-
-
 def test_entropy_over_groups_is_weighted_by_size_and_sampling_is_judged(tmp_path: Path) -> None:
     kept = REFERENCE / "workstation" / "entropy_trend"
     for name in ("gpt-s1", "bert-s1"):
@@ -405,7 +392,7 @@ def test_the_gaussian_link_is_judged_against_the_end_of_warm_up() -> None:
 )
 def test_trend_verdicts(values: object, verdict: str) -> None:
     iterations = list(range(0, 100, 2))
-    found = trend.describe(iterations, [values(t) for t in iterations])  # type: ignore[operator]
+    found = entropy_trend.describe(iterations, [values(t) for t in iterations])  # type: ignore[operator]
     assert found["verdict"] == verdict
     if verdict == "falls, then rises":  # d/dt vanishes at t = 5 log 20 = 15
         assert 12 <= found["iteration_minimum"] <= 18
@@ -413,8 +400,8 @@ def test_trend_verdicts(values: object, verdict: str) -> None:
 
 
 def test_trend_needs_four_probes_and_ignores_missing_ones() -> None:
-    assert trend.describe([1, 2, 3], [3.0, 2.0, 1.0])["verdict"] == "too few probes"
-    found = trend.describe([1, 2, 3, 4, 5, 6], [3.0, math.nan, 2.0, 1.5, 1.0, 0.5])
+    assert entropy_trend.describe([1, 2, 3], [3.0, 2.0, 1.0])["verdict"] == "too few probes"
+    found = entropy_trend.describe([1, 2, 3, 4, 5, 6], [3.0, math.nan, 2.0, 1.5, 1.0, 0.5])
     assert (found["probes"], found["verdict"]) == (5, "falls")
 
 
@@ -430,9 +417,6 @@ def test_seeds_of_a_condition_are_summarised_with_what_each_says() -> None:
     row = found.loc["qkv"]
     assert (row["n"], row["n_ok"], row["start_mean"], row["start_min"], row["start_max"]) == (4, 3, -2.0, -3.0, -1.0)
     assert row["verdict"] == "falls (2); falls, then rises (1)"
-
-
-# ------------------------------------------------------------------------------------------------------- faults
 
 
 @pytest.fixture

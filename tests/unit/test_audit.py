@@ -42,15 +42,8 @@ def correlation(x: list[float], y: list[float]) -> float:
     return float(torch.corrcoef(torch.tensor([x, y], dtype=torch.float64))[0, 1])
 
 
-def relative(error: Tensor, of: Tensor) -> float:
-    return float(error.norm() / of.norm())
-
-
-def squared_share(error: Tensor, of: Tensor) -> float:
-    return relative(error, of) ** 2
-
-
-# ---------------------------------------------------------------------------------------- what stops the codes
+def relative(error: Tensor, exact: Tensor) -> float:
+    return float(error.norm() / exact.norm())
 
 
 def test_one_process_alone_leaves_warm_up() -> None:
@@ -76,9 +69,6 @@ def test_a_basis_kept_under_an_id_meets_a_matrix_of_another_shape() -> None:
     assert torch.equal(published.with_cached_basis(cache, 7, alike, 16, random), alike @ held), "another matrix's Q"
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         published.with_cached_basis(cache, 7, other, 16, random)
-
-
-# ------------------------------------------------------------------------------------- 1: histogram entropy
 
 
 @settings(max_examples=30, deadline=None)
@@ -125,9 +115,6 @@ def test_bin_entropy_does_not_follow_a_growing_gradient() -> None:
     assert correlation([estimate(g, "histogram") for g in gradients], log_sigma) > 0.99
 
 
-# ------------------------------------------------------------- 2: what is measured: pooled, and after reduction
-
-
 def test_pooled_entries_measure_the_mixture() -> None:
     layers = [scale * noise(k, 40_000) for k, scale in enumerate((1.0, 0.1, 0.01, 0.001))]
     per_layer = combine([estimate(x, "gaussian") for x in layers], [x.numel() for x in layers])
@@ -148,9 +135,6 @@ def test_entropy_after_reduction_depends_on_the_rank() -> None:
         assert drop == pytest.approx(quoted, abs=0.03)
         # The same gradient, another rank: half the logarithm of the share of its energy that got across.
         assert drop == pytest.approx(math.log(relative(received, gradient)), abs=1e-3)
-
-
-# -------------------------------------------------------------------------------- 3: uncompressed steps count 0
 
 
 def first_windows(ranks_tried: int) -> list[float]:
@@ -224,9 +208,6 @@ def test_linear_rule_does_not_keep_the_error() -> None:
     assert next_rank(stage, 64, -7.0, -7.0) == pytest.approx(64)
 
 
-# --------------------------------------------------------------------------- 5, 6: a reducer made at each step
-
-
 def sent_in(steps: int, gradient: Tensor, rank: int, rebuilt: bool) -> Tensor:
     """Sum of what gets across of a constant gradient."""
     compressor, total = power_sgd(min_elements=1), torch.zeros_like(gradient)
@@ -261,7 +242,7 @@ def test_rebuilt_reducer_starts_from_noise() -> None:
         for _ in range(6):
             buffer = Gradient("w", gradient.clone())
             kept.reduce([buffer], Channel(None), 8)
-            lost.append(squared_share(gradient - buffer.tensor, gradient))
+            lost.append(relative(gradient - buffer.tensor, gradient) ** 2)
         assert 0.70 < lost[0] < 0.78  # a new reducer, at every step
         assert lost[-1] < best + 0.01
 
@@ -272,9 +253,6 @@ def test_compression_is_on_in_few_steps() -> None:
     assert len(on) / (ITERATIONS - WARM_UP) == pytest.approx(1.0e-4, rel=0.02)
     # Between two of them lie thousands of uncompressed ones: no state could be of use.
     assert min(b - a for a, b in pairwise(on)) > 7000
-
-
-# ------------------------------------------------------------------------------------------- 7: warm-up's end
 
 
 def test_warm_up_error_is_zero_at_every_rank() -> None:
@@ -298,9 +276,6 @@ def test_warm_up_ends_by_rounding_of_the_gradient(scale: float, ends: bool) -> N
         at_window = published.flat_buffer_error(scale * first, ranks[1], generator(1))
         assert at_search > 0
         assert (at_window < at_search) is ends
-
-
-# --------------------------------------------------------------------------------------------- 8: r_max search
 
 
 def test_search_times_uncompressed_reductions() -> None:
@@ -335,9 +310,6 @@ def test_lower_rank_is_a_quarter(r_max: int) -> None:
     assert 0 <= r_max / 4 - lowest < 2
 
 
-# ------------------------------------------------------------------------------------------------------ 9: DAC
-
-
 @settings(deadline=None)
 @given(st.floats(1e-4, 1e-2), st.floats(0, 0.1), st.integers(1, 16).map(lambda k: 4 * k), st.floats(1e-4, 0.05))
 def test_stage_rank_exceeds_its_time_budget(slope: float, fixed: float, first: int, t_b: float) -> None:
@@ -352,9 +324,6 @@ def test_stage_rank_exceeds_its_time_budget(slope: float, fixed: float, first: i
         assert line.time(theirs) - budget <= 4 * slope * (1 + 1e-6)
 
 
-# --------------------------------------------------------------------------------------------- 10: loss, HYGON
-
-
 def test_loss_rule_goes_to_the_lower_rank_whatever_the_gradients_do() -> None:
     losses, ranks = published.loss_windows(10.0, 3.0, 0.5, 40), [64]
     for k in range(3, len(losses) + 1):
@@ -366,9 +335,6 @@ def test_loss_rule_goes_to_the_lower_rank_whatever_the_gradients_do() -> None:
     rising, falling = (next_rank(stage, 64, -7.0, -7.0 + change) for change in (0.05, -0.05))
     assert rising == pytest.approx(91, abs=0.6)
     assert falling == pytest.approx(37, abs=0.6)
-
-
-# ------------------------------------------------------------------------------- 11, 12: one projection, HYGON
 
 
 SPECTRA: dict[str, Callable[[int], float]] = {
@@ -388,9 +354,9 @@ def test_one_random_projection_loses_one_minus_r_over_n(spectrum: str, two_sided
     for _ in range(draws):
         start = published.random_basis(n, rank, random)
         received, (kept,) = published.projection_step([matrix], start, True)
-        lost["one"].append(squared_share(matrix - received, matrix))
+        lost["one"].append(relative(matrix - received, matrix) ** 2)
         assert torch.allclose(kept, matrix - received)
-        lost["two"].append(squared_share(matrix - published.reducer_step([matrix], start)[0], matrix))
+        lost["two"].append(relative(matrix - published.reducer_step([matrix], start)[0], matrix) ** 2)
     one, two = (torch.tensor(lost[key]) for key in ("one", "two"))
     assert abs(float(one.mean()) - (1 - rank / n)) < 4.5 * float(one.std()) / math.sqrt(draws) + 1e-6
     assert float(two.mean()) == pytest.approx(two_sided, abs=0.01)
@@ -417,9 +383,6 @@ def test_projection_with_error_feedback(redrawn: float, after_50: float, after_4
     assert missing[400] == pytest.approx(after_400, abs=0.002)
     # PowerSGD, whose Q follows the gradient, has half as much to send after 50 steps, though this one is white.
     assert relative(50 * gradient - sent_in(50, gradient.float(), rank, False), 50 * gradient) < 0.05
-
-
-# ------------------------------------------------------------------------------------ 13: a sum of Q, HYGON
 
 
 @given(st.integers(1, 8), st.integers(0, 1000))
@@ -458,9 +421,6 @@ def test_scaled_gradients_meet_clipping_not_adam() -> None:
     assert relative(trained(8.0, 1e9)[0] - trained(1.0, 1e9)[0], one) < 1e-6
 
 
-# ------------------------------------------------------------- 14: error feedback under a sharded optimizer, HYGON
-
-
 def test_error_feedback_has_room_for_one_share_of_the_workers() -> None:
     sizes = [4096] * 16
     for workers in (2, 4, 8):
@@ -485,9 +445,6 @@ def test_cut_parameter_keeps_the_gradient_instead_of_the_error(rank: int, sent: 
     assert along == pytest.approx(sent, abs=1.5)  # not steps
 
 
-# --------------------------------------------------------------------------------------------- 15: bf16, HYGON
-
-
 def test_bf16_basis_is_not_orthonormal() -> None:
     start = published.random_basis(1024, 64, generator(13))
     rounded = start.bfloat16().double()
@@ -498,9 +455,6 @@ def test_bf16_basis_is_not_orthonormal() -> None:
     assert float(loss.max()) <= 2**-8
 
 
-# ----------------------------------------------------------------------- 16: vectors in an older version, HYGON
-
-
 def test_vectors_left_out_of_the_reduction_differ() -> None:
     vectors = [noise(20 + w, 32) for w in range(2)]
     left = [v.clone() for v in vectors]  # "remain unchanged"
@@ -509,9 +463,6 @@ def test_vectors_left_out_of_the_reduction_differ() -> None:
     reduce_together([power_sgd(), power_sgd()], ours, 4)
     assert torch.equal(ours[0][0].tensor, ours[1][0].tensor)
     assert torch.allclose(ours[0][0].tensor, torch.stack(vectors).mean(0))
-
-
-# ------------------------------------------------------------------------------------- what the codes get right
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
