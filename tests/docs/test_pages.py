@@ -108,7 +108,7 @@ def test_a_template_at_fault_is_named_with_its_line(
 
 
 def test_settings_and_figures_that_are_not_there_are_refused() -> None:
-    parts = paper.PageParts(render.REFERENCE, render.ROOT / "docs" / "paper" / "x.md")
+    parts = paper.PageParts(render.ROOT / "docs" / "paper" / "x.md")
     with pytest.raises(UserError, match="no run 'cqn-s1'"):
         parts.settings({"ours": ("policies", "workstation", "cqn-s1")})
     with pytest.raises(UserError, match="figure 'heroo' is not kept"):
