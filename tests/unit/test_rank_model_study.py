@@ -116,31 +116,22 @@ def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
     compressor = power_sgd(always_factor=True)
     probe = probe_of(compressor)
 
-    def step(iteration: int, tensor: torch.Tensor, *, skipped: bool = False) -> None:
+    def step(iteration: int, tensor: torch.Tensor, *, skipped: bool = False, rank: int | None = RANK) -> None:
         gradients = [Gradient(NAME, tensor)]
         probe.observe(iteration, gradients)
-        reduce_together([compressor], [gradients], RANK)
+        reduce_together([compressor], [gradients], rank)
         probe.end_iteration(iteration, skipped=skipped)
 
     step(2, drawn(0, 2), skipped=True)
     step(3, drawn(0, 3))
     step(4, torch.zeros(SHAPE))  # M is E, which is not zero
     step(6, torch.full(SHAPE, math.nan))
-    assert [(row["iteration"], row["of"]) for row in probe.rows] == [(4, "mean")]
+    step(8, drawn(0, 1), rank=None)  # what is sent dense is described as gradient alone
+    assert [(row["iteration"], row["of"]) for row in probe.rows] == [(4, "mean"), (8, "gradient")]
     resumed = probe_of(compressor)
     resumed.load_state_dict(probe.state_dict())
     assert resumed.rows == probe.rows
     assert resumed.rows is not probe.rows
-
-
-def test_what_is_sent_dense_is_described_as_gradient_alone() -> None:
-    compressor = power_sgd(always_factor=True)
-    probe = probe_of(compressor)
-    gradients = [Gradient(NAME, drawn(0, 1))]
-    probe.observe(1, gradients)
-    reduce_together([compressor], [gradients], None)
-    probe.end_iteration(1, skipped=False)
-    assert [row["of"] for row in probe.rows] == ["gradient"]
 
 
 def test_spectra_without_probed_iterations_are_refused() -> None:
