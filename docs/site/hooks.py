@@ -4,8 +4,6 @@ Pages are written to be read in the repository, where a link may lead to any fil
 under ``repository/``, as it is; of a folder only the name stays.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Figures inside a page: images small enough to be embedded, captions as HTML, the text in place of an image."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

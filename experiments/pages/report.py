@@ -5,8 +5,6 @@ there, so it works on a finished workflow (``--results results``) and on what is
 results/reference``); what is missing is named where it would stand. The same tables give the same bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
