@@ -82,8 +82,9 @@ def test_committed_claims_are_shown_as_they_are(kept: Kept) -> None:
         paper = str(line["paper_value"])
         assert row["paper"].removesuffix(" %") in (paper, paper.removesuffix(".0"))
         # Where a claim is not testable there is no value.
-        written, number = claim_rows.rounded(str(line["our_value"])), row["ours"].removesuffix(" %")
-        assert number == written or float(number.removesuffix(" times")) == float(written)
+        written = claim_rows.rounded(str(line["our_value"]))
+        number = row["ours"].removesuffix(" %").removesuffix(" times")
+        assert number == written or float(number) == float(written)
         assert row["n"] == " to ".join(f"{int(n)}" for n in (line["n"], line["n_most"]) if n)
         tables = [path for key in ("evidence", "beside") for path in line[key].split("; ") if path]
         assert [link.name for link in row["evidence"]] == (tables if line["evidence"] else [])
