@@ -1,7 +1,5 @@
 """The engine beside torch's hook on one machine: time, speed-up, distance to the floor, and where the time goes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

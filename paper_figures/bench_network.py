@@ -1,7 +1,5 @@
 """Seconds of a training step over links of limited bandwidth, method by method."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

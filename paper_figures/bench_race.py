@@ -1,7 +1,5 @@
 """Wall-clock time to a fixed validation loss over links of limited bandwidth, as a share of uncompressed training's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

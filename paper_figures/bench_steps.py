@@ -1,7 +1,5 @@
 """How far predicted seconds of training steps over links of limited bandwidth are from measured ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Step time that each method saves on clusters beyond the paper's, simulated, by bandwidth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """The paper's clusters, simulated: time of one step's gradient communication against the unknown network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Step time that each method saves where stages or links are not alike, simulated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Entropy and rank over the run, for each EDGC variant whose rank follows something."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """What makes the entropy of gradients fall: its course under each condition, one changed at a time."""
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections.abc import Sequence

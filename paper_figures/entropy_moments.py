@@ -1,7 +1,5 @@
 """Shape of the gradients' distribution through training, mass near zero, and correlation between layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

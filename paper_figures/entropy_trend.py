@@ -1,7 +1,5 @@
 """Entropy of gradients through training, log sigma per parameter, and the gradient norm around clipping."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``python -m paper_figures hero --results results/reference/workstation`` writes it for light and for dark pages too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loss against iterations and against bytes, of every run of a study that has uncompressed ones."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

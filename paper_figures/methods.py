@@ -1,7 +1,5 @@
 """Validation loss against bytes sent, all methods: the main comparison."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

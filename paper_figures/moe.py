@@ -1,7 +1,5 @@
 """Entropies of the experts of a mixture, and what compressing the experts' gradients costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

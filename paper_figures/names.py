@@ -1,7 +1,5 @@
 """Names of points: beside those of a plot of loss against bytes, where nothing else stands, and above a row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """EDGC beside its own ranks in another order: the ranks over training, and what following them is worth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

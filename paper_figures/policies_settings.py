@@ -1,7 +1,5 @@
 """EDGC beside its own ranks in another order, in every setting that has tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

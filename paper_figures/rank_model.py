@@ -1,7 +1,5 @@
 """Predicted against actual error of low-rank approximations over training, and the stiffness of CQM's rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixed ranks: time of the parts of the reduction, compression error, and validation loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

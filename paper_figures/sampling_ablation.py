@@ -1,8 +1,6 @@
 """Sampling rates of the entropy estimate: agreement, error and cost over the grid of alpha and beta, and every rule on
 the gradients of one run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Writing figures: PDF, SVG and PNG, the same bytes at every drawing, whole or not at all."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When pipeline stages finish their gradient reductions: no compression, equal ranks and DAC."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -136,34 +136,23 @@ _WORDS = (
     *((kind.method, (kind.method,)) for kind in methods()),
 )
 
-ESTIMATORS: dict[str, Family] = {
-    f.key: f
-    for f in (
-        Family("histogram", "histogram", "#0072B2", "o"),
-        Family("gaussian", "Gaussian", "#D55E00", "s", "--"),
-        Family("vasicek", "Vasicek", "#009E73", "^", "-."),
-        Family("released", "released code (discrete)", "#CC79A7", "v", ":"),
-    )
+ESTIMATORS = {
+    "histogram": Family("histogram", "histogram", "#0072B2", "o"),
+    "gaussian": Family("gaussian", "Gaussian", "#D55E00", "s", "--"),
+    "vasicek": Family("vasicek", "Vasicek", "#009E73", "^", "-."),
+    "released": Family("released", "released code (discrete)", "#CC79A7", "v", ":"),
 }
-ARCHITECTURES: dict[str, Family] = {
+ARCHITECTURES = {
     "gpt": Family("gpt", "GPT", "#0072B2", "o"),
     "bert": Family("bert", "BERT", "#D55E00", "s", "--"),
 }
 MARKERS = "osD^vP<>Xph*"
 
 
-def family(name: str, policy: str | None = None) -> Family:
-    """The family of a method, variant name or label ("powersgd_r8", "EDGC (cqm)"); never fails.
-
-    Args:
-        name: ``compression.method``, a variant's name or a label.
-        policy: ``compression.policy``, which tells the EDGC policies apart.
-    """
-    text = f"{name} {policy if policy and 'edgc' in name.lower() else ''}".lower()
-    for key, words in _WORDS:
-        if any(word in text for word in words):
-            return FAMILIES[key]
-    return FAMILIES["other"]
+def family(name: str) -> Family:
+    """The family of a method, variant name or label ("powersgd_r8", "EDGC (cqm)"); never fails."""
+    known = (key for key, words in _WORDS if any(word in name.lower() for word in words))
+    return FAMILIES[next(known, "other")]
 
 
 def by_name(name: str) -> Family:
@@ -174,26 +163,21 @@ def by_name(name: str) -> Family:
             return FAMILIES[f"factors_{dtype}"]
         if name.startswith("edgc") and name.endswith(f"_{dtype}"):
             return FAMILIES[f"edgc_{dtype}"]
-    return FAMILIES[f"quantize_{name}"] if f"quantize_{name}" in FAMILIES else family(name)
+    return FAMILIES.get(f"quantize_{name}") or family(name)
 
 
 def look(run: pd.Series) -> Family:
     """The family of a row of a methods table, by its settings; the type of the factors tells some apart."""
-    if run["method"] == "powersgd" and run["one_sided"] in (True, "True"):
-        return FAMILIES["one_sided"]
-    if run["method"] == "powersgd" and run["factor_dtype"] != "fp32":
-        return FAMILIES[f"factors_{run['factor_dtype']}"]
-    if run["method"] == "edgc" and run["policy"] in ("fixed", "schedule"):
-        return FAMILIES["given"]
-    if run["method"] == "edgc" and run["policy"] in FAMILIES:
-        return FAMILIES[run["policy"]]
-    if run["method"] == "quantize" and f"quantize_int{run.get('bits', 0):g}" in FAMILIES:
-        return FAMILIES[f"quantize_int{run['bits']:g}"]
-    if run["method"] == "edgc" and run["factor_dtype"] != "fp32":
-        return FAMILIES[f"edgc_{run['factor_dtype']}"]
-    if str(run.get("label", "")).startswith("selective"):
-        return FAMILIES["selective"]
-    return family(str(run["method"]), str(run["policy"]))
+    keys = ["selective"] if str(run.get("label", "")).startswith("selective") else []
+    if run["method"] == "powersgd":
+        keys = ["one_sided"] if run["one_sided"] in (True, "True") else [f"factors_{run['factor_dtype']}", *keys]
+    elif run["method"] == "edgc":
+        given = run["policy"] in ("fixed", "schedule")
+        keys = ["given"] if given else [str(run["policy"]), f"edgc_{run['factor_dtype']}", *keys]
+    elif run["method"] == "quantize":
+        keys = [f"quantize_int{run.get('bits', 0):g}", *keys]
+    policy = run["policy"] if run["method"] == "edgc" else ""
+    return next((FAMILIES[key] for key in keys if key in FAMILIES), family(f"{run['method']} {policy}"))
 
 
 def stage_colours(count: int) -> list[tuple[float, float, float]]:

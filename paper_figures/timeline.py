@@ -1,7 +1,5 @@
 """Timeline of one training iteration per pipeline stage: work, communication and idle time, three ways to compress."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Window length: agreement of sampled and full entropy (CC), the trajectories themselves, and the ranks that follow."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

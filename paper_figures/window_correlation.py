@@ -1,7 +1,5 @@
 """CC of sampled and full entropy against the number of samples in a window, to the paper's 100."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Zero-shot tasks: score of every run against chance, and gap to the uncompressed run of its seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -24,8 +24,6 @@ its plot and switches work. The fields of a row:
 Numbers that are missing, of a diverged run for one, are null: such a row is in the table and not in the plot.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ where our value is a mean of seeds, or rests on one. ``n`` are seeds, ``3 to 10`
 of them. ``studies`` are those whose tables ``evidence`` names.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

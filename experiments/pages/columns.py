@@ -1,7 +1,5 @@
 """The columns of the committed tables, described in ``docs/columns.yaml``, for ``docs/templates/columns.md``."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Learning curves for the page: every run of every ``curves.csv``, thinned so that the page stays small."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of runs, verdicts on claims, seeds in which a policy acted, and figures, as pages of docs show them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

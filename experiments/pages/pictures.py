@@ -1,11 +1,8 @@
 """Figures inside a page: images small enough to be embedded, captions as HTML, the text in place of an image."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +14,7 @@ from experiments.common.figures import BENCHMARKS, FIGURES, caption
 from experiments.pages.kept import Kept, Link, is_simulated
 from experiments.spec import matrix
 
-# (colours, scale) of an embedded PNG. Palettes keep lines and text sharp at a quarter of the bytes; the later ones are
-# for pages with more figures than fit at the first.
-LEVELS = ((256, 1.0), (32, 1.0), (32, 0.75), (16, 0.5))
+COLOURS = 256  # of an embedded PNG: a palette keeps lines and text sharp at a quarter of the bytes
 DOCUTILS = {
     "file_insertion_enabled": False,
     "raw_enabled": False,
@@ -46,19 +41,13 @@ class Picture:
     simulated: bool
     group: str
     files: list[Link]
+    source: str  # of the image, as a ``data:`` address
+    width: int  # CSS pixels
+    height: int
 
     @property
     def anchor(self) -> str:
         return re.sub(r"[^a-z0-9_-]+", "-", "-".join(filter(None, ("figure", self.group, self.name))))
-
-
-@dataclass(frozen=True)
-class Image64:
-    """An image as a ``data:`` address, with its size on the page in CSS pixels."""
-
-    source: str
-    width: int
-    height: int
 
 
 def pictures(kept: Kept) -> list[Picture]:
@@ -85,7 +74,7 @@ def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str) -
     text, links = caption(name), [kept.link(path, kind.upper()) for kind, path in files.items()]
     title, rest = split_title(text, name)
     words = " ".join(filter(None, [plain(first_sentence(text)), seen(files["png"]) if "png" in files else ""]))
-    return Picture(name, best, title, words, html(rest), simulated, group, links)
+    return Picture(name, best, title, words, html(rest), simulated, group, links, *embed(best))
 
 
 def seen(path: Path) -> str:
@@ -123,38 +112,20 @@ def html(text: str) -> Markup:
     return Markup(ADDRESS.sub(lambda found: found[0] if found[1] == "href" and PLAIN.match(found[2]) else "", body))
 
 
-def embed(path: Path, level: int = 0) -> Image64:
-    """An image file as part of a page; ``level`` of ``LEVELS`` says how small a PNG is made."""
+def embed(path: Path) -> tuple[str, int, int]:
+    """An image file as a ``data:`` address, with its width and height on the page in CSS pixels."""
     if path.suffix == ".svg":
-        content = path.read_bytes()
+        content, kind = path.read_bytes(), "svg+xml"
         # Width and height of the view box, in its units; 4 : 3 where there is none.
         box = re.search(rb'viewBox="[\d.+-]+[ ,]+[\d.+-]+[ ,]+([\d.]+)[ ,]+([\d.]+)"', content)
-        size = (round(2 * float(box[1])), round(2 * float(box[2]))) if box else (1200, 900)
-        return Image64(f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}", *size)
-    colours, scale = LEVELS[level]
-    with Image.open(path) as opened:
-        flat = Image.new("RGB", opened.size, "white")
-        flat.paste(opened, mask=opened.convert("RGBA").getchannel("A"))
-    shown = flat.size  # drawn at 200 dpi for print, read at about 100 on a screen
-    if scale < 1:
-        flat = flat.resize([max(1, round(side * scale)) for side in flat.size], Image.Resampling.LANCZOS)
-    flat, buffer = flat.quantize(colours, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE), io.BytesIO()
-    flat.save(buffer, "PNG", optimize=True)
-    return Image64(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}", *shown)
-
-
-def embed_all(figures: Sequence[Picture], room: int) -> tuple[list[Image64 | None], int]:
-    """Images of figures in at most ``room`` characters together, and the level that this took.
-
-    At the last level those that still do not fit are left out, as None, the largest first.
-    """
-    images: list[Image64 | None] = []
-    for level in range(len(LEVELS)):
-        images = [embed(figure.path, level) for figure in figures]
-        if (excess := sum(len(image.source) for image in images if image) - room) <= 0:
-            return images, level
-    for index, image in sorted(enumerate(images), key=lambda pair: -len(pair[1].source) if pair[1] else 0):
-        if excess > 0 and image:
-            images[index] = None
-            excess -= len(image.source)
-    return images, level
+        width, height = (round(2 * float(box[1])), round(2 * float(box[2]))) if box else (1200, 900)
+    else:
+        with Image.open(path) as opened:
+            flat = Image.new("RGB", opened.size, "white")
+            flat.paste(opened, mask=opened.convert("RGBA").getchannel("A"))
+        width, height = flat.size  # drawn at 200 dpi for print, read at about 100 on a screen
+        buffer, kind = io.BytesIO(), "png"
+        palette = flat.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        palette.save(buffer, "PNG", optimize=True)
+        content = buffer.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}", width, height

@@ -16,8 +16,6 @@ A format is Python's, after ``*100`` where the value is scaled first; ``words`` 
 words, and a missing number is a dash.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -5,8 +5,7 @@ there, so it works on a finished workflow (``--results results``) and on what is
 results/reference``); what is missing is named where it would stand. The same tables give the same bytes.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
 import math
 from collections import Counter
@@ -51,8 +50,7 @@ class Page:
     """A page and what had to be left out of it."""
 
     html: str
-    colours: int  # of embedded images
-    left_out: list[str]  # figures that did not fit
+    left_out: list[str]  # figures that did not fit, the largest
 
 
 def as_json(value: object) -> Markup:
@@ -99,7 +97,7 @@ def machines(kept: Kept) -> list[dict[str, Any]]:
 
 
 def contents(kept: Kept) -> dict[str, Any]:
-    """What the templates show, images left out."""
+    """Contents of the page, as the templates show them."""
     shown = pictures.pictures(kept)
     figures = {picture.name: picture for picture in shown if not picture.group}
     claims = claim_rows.rows(kept, figures)
@@ -132,15 +130,14 @@ def render(kept: Kept) -> Page:
     """The page of ``kept``; ``UserError`` where it would be too large even without figures."""
     values = contents(kept)
     template = environment().get_template("report.html.j2")
-    bare = template.render(**values, images=[None] * len(values["pictures"]), colours=0, left_out=[])
-    room = LIMIT - SPARE - len(bare.encode())
+    room = LIMIT - SPARE - len(template.render(**values, left_out=values["pictures"]).encode())
     if room < 0:
         fix = "report fewer studies: remove the folders of some from the results"
         raise UserError(f"the report is {-room} bytes over {LIMIT} without figures", where=kept.root, fix=fix)
-    images, level = pictures.embed_all(values["pictures"], room)
-    lost = [picture.name for picture, image in zip(values["pictures"], images, strict=True) if image is None]
-    colours = pictures.LEVELS[level][0]
-    return Page(template.render(**values, images=images, colours=colours, left_out=lost), colours, lost)
+    by_size = sorted(values["pictures"], key=lambda picture: len(picture.source))
+    sizes = itertools.accumulate(len(picture.source) for picture in by_size)
+    left_out = [picture for picture, size in zip(by_size, sizes, strict=True) if size > room]
+    return Page(template.render(**values, left_out=left_out), [picture.name for picture in left_out])
 
 
 @main_guard
