@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def run(
     return result
 
 
-def decisions(ranks: list[int | list[int | None]], window: int = 40, **more: Any) -> dict[str, list[dict[str, Any]]]:
+def decisions(
+    ranks: Sequence[int | Sequence[int | None] | None], window: int = 40, **more: Any
+) -> dict[str, list[dict[str, Any]]]:
     """Events of a policy that decides these ranks (of one stage, or of several), at the ends of windows."""
     rows = [row if isinstance(row, list) else [row] for row in ranks]
     about = {"phase": "active", "r_min": 4, "r_max": 64, **more}
