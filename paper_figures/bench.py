@@ -46,14 +46,14 @@ def draw(results: Path) -> Figure:
         ax.set_xlabel("rank (log scale)")
     spread = f"{min(ratios):.1f} to {max(ratios):.1f} times" if ratios else ""
     title = f"Torch's hook takes {spread} as long as ours" if ratios else "The engine"
-    note = texts.counted(
+    note = texts.count_note(
         good["repeats"],
         f"{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}; caches of a core: {table['caches'].iloc[0]}",
         f"(a), (c) {count_of(threads[0])}; (b) 1 is torch's time; medians of ratios within rounds",
         what="rounds",
         bars="bars: quartiles",
     )
-    return texts.framed(fig, axes, title, note, style.handles(axes[0], axes[2]))
+    return texts.finish(fig, axes, title, note, style.handles(axes[0], axes[2]))
 
 
 def clock_of(rows: pd.DataFrame, threads: int) -> str:
@@ -124,7 +124,7 @@ def floors(ax: Axes, first: pd.DataFrame) -> None:
 
 
 def shares(ax: Axes, good: pd.DataFrame) -> None:
-    """Where the wall time of a step goes with two ranks and gloo, at the rank nearest 32, over loopback."""
+    """Parts of the wall time of a step with two ranks and gloo, at the rank nearest 32, over loopback."""
     gloo = good[good["network"] == "gloo"]
     ax.set(xlabel="wall time of a step (ms)", ylabel="engine")
     if gloo.empty:

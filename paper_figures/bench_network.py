@@ -31,8 +31,8 @@ def draw(results: Path) -> Figure:
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
         ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
-    names.above(fig, axes, [label(name) for name in methods])
-    note = texts.counted(
+    names.name_rows(fig, axes, [label(name) for name in methods])
+    note = texts.count_note(
         table.loc[table["status"] == "ok", "rounds"],
         "two ranks training a small GPT (sizes: network.json); dashed: no compression, DDP's own buckets; "
         "dotted: no communication",
@@ -40,7 +40,7 @@ def draw(results: Path) -> Figure:
         what="rounds",
         bars="bars: quartiles",
     )
-    return texts.framed(fig, axes, seen(table, rates), note)
+    return texts.finish(fig, axes, finding(table, rates), note)
 
 
 def label(method: str) -> str:
@@ -52,7 +52,7 @@ def label(method: str) -> str:
     return LABELS.get(method, method)
 
 
-def seen(table: pd.DataFrame, rates: list[float]) -> str:
+def finding(table: pd.DataFrame, rates: list[float]) -> str:
     """In words: the quickest method over the slowest link, and whether any beats dense averaging without a limit."""
     fine = table[(table["status"] == "ok") & (table["hook"] != "compute")]
     slow, free = (fine[fine["mbit_per_s"] == rate] for rate in (rates[0], rates[-1]))

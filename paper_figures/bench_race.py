@@ -28,18 +28,18 @@ def draw(results: Path) -> Figure:
         panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
         ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
     labels = dict(zip(summary["method"], summary["label"], strict=True))
-    names.above(fig, axes, [labels[name] for name in order])
-    note = texts.counted(
+    names.name_rows(fig, axes, [labels[name] for name in order])
+    note = texts.count_note(
         summary.loc[summary["reached"] > 0, "reached"],
         "measured, two workers, uncompressed = 1; order: time at the slowest limit; "
         "the loss: what the uncompressed run of the seed has at three quarters of its iterations",
         f"{runs['machine'].iloc[0]}; torch {runs['torch'].iloc[0]}",
         bars="dots: runs, markers and numbers: means",
     )
-    return texts.framed(fig, axes, seen(summary, rates), note)
+    return texts.finish(fig, axes, finding(summary, rates), note)
 
 
-def seen(summary: pd.DataFrame, rates: list[float]) -> str:
+def finding(summary: pd.DataFrame, rates: list[float]) -> str:
     """In words: the quickest at the slowest link and at the fastest; of methods whose seeds overlap no one is."""
     words = []
     for rate in (rates[0], rates[-1]):
@@ -64,6 +64,6 @@ def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str])
             text += "never there"
         elif row["reached"] < row["seeds"]:
             text += f" ({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
-        texts.beside(ax, text.strip(), (max([*times, 0.02]), place), (7, 0))
+        texts.label_point(ax, text.strip(), (max([*times, 0.02]), place), (7, 0))
     ax.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, 1.35 * max(1.0, summary["highest"].max()))

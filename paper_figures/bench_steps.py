@@ -1,4 +1,4 @@
-"""How far predicted seconds of training steps over links of limited bandwidth are from measured ones."""
+"""Predicted against measured seconds of training steps over links of limited bandwidth."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def draw(results: Path) -> Figure:
     axes[0].set_ylim(1.1 * least, max(1.1 * BANDS[0][0], 115 * steps["error"].max()))
     errors = steps["error"].abs()
     title = f"The prediction is too low in {100 * (steps['error'] < 0).mean():.0f} % of the {len(steps)} steps"
-    note = texts.counted(
+    note = texts.count_note(
         steps["rounds"],
         f"{len(errors)} steps, error of the prediction: median {steps['error'].median():+.1%}, its size "
         f"{errors.median():.1%} and at worst {errors.max():.1%}; the slower the link the darker",
@@ -45,7 +45,7 @@ def draw(results: Path) -> Figure:
         what="rounds",
         bars="bars: quartiles",
     )
-    return texts.framed(fig, axes, title, note, style.handles(*axes), columnspacing=0.8)
+    return texts.finish(fig, axes, title, note, style.handles(*axes), columnspacing=0.8)
 
 
 def residuals(ax: Axes, steps: pd.DataFrame) -> None:

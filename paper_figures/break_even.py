@@ -27,7 +27,7 @@ def label(method: str) -> str:
 
 
 def title(table: pd.DataFrame, case: list[str]) -> str:
-    """Which method saves most in the most cases, and in how many EDGC does; ``case``: the columns that make one."""
+    """Title: the method that saves most in most cases, and in how many EDGC does; ``case``: columns that make one."""
     best = table.loc[table.groupby(case)["saved_percent"].idxmax(), "method"].str.replace("edgc.*", "edgc", regex=True)
     first = best.value_counts().index[0]
     won, name = f"in {(best == first).sum()} of {len(best)} cases", "EDGC" if first == "edgc" else label(first)
@@ -67,4 +67,4 @@ def draw(results: Path) -> Figure:
         f"and r_max (assumed); scale {results.name}"
     )
     words = title(table, ["cluster", "overlap", "gbits_per_second"])
-    return texts.framed(fig, axes, words, note, style.handles(axes[0]), columnspacing=2.0)
+    return texts.finish(fig, axes, words, note, style.handles(axes[0]), columnspacing=2.0)

@@ -96,7 +96,7 @@ def draw(results: Path, study: str) -> Figure:
         "mean rank half-way (assumed). Thin: ranks of its controller if entropy moves over the run as in a small one "
         "that was recorded."
     )
-    return texts.framed(fig, axes, seen(table, traces), note, style.handles(*axes[:3]))
+    return texts.finish(fig, axes, finding(table, traces), note, style.handles(*axes[:3]))
 
 
 def lines(methods: pd.Series) -> list[tuple[str, str, Any]]:
@@ -143,10 +143,10 @@ def name_traces(ax: Axes, traces: pd.DataFrame) -> None:
         low = group[SAVED].min()
         below = low > ROOM
         place, offset = (group["gbits_per_second"].iloc[0], low), (6, -2 if below else 2)
-        texts.beside(ax, words, place, offset, va="top" if below else "bottom", fontsize=style.MIN_FONT)
+        texts.label_point(ax, words, place, offset, va="top" if below else "bottom", fontsize=style.MIN_FONT)
 
 
-def seen(table: pd.DataFrame, traces: pd.DataFrame) -> str:
+def finding(table: pd.DataFrame, traces: pd.DataFrame) -> str:
     """In words: what of the communication EDGC saves with the recorded entropies, over all bandwidths, and bf16."""
     saved, plain = traces[SAVED].dropna(), table.loc[table["method"] == "bf16", SAVED]
     if saved.empty:

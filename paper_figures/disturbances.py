@@ -34,13 +34,13 @@ def draw(results: Path) -> Figure:
     for ax, overlap in zip(axes, (False, True), strict=True):
         panel(ax, table[table["overlap"] == overlap], cases)
         ax.set(title=f"SIMULATED:\n{'beside' if overlap else 'after'} backward", xlabel="step time saved (%)")
-    names.above(fig, axes, cases, what="disturbance")
+    names.name_rows(fig, axes, cases, what="disturbance")
     note = (
         f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "
         "where nothing else is said. Of the uncompressed step with the same disturbance, mean over the run. EDGC: "
         f"ranks of its controller if entropy moves as in a small run that was recorded; scale {results.name}"
     )
-    return texts.framed(fig, axes, title(table, ["case", "overlap"]), note, style.handles(axes[0]), columnspacing=2.0)
+    return texts.finish(fig, axes, title(table, ["case", "overlap"]), note, style.handles(axes[0]), columnspacing=2.0)
 
 
 def panel(ax: Axes, table: pd.DataFrame, cases: list[str]) -> None:

@@ -43,9 +43,9 @@ def draw(results: Path, name: str) -> Figure:
         below.locator_params(axis="y", nbins=6)  # or equal panels get other ticks, by the last digits of their limits
     axes[-1].set_xlabel("iteration")
     seeds = runs.groupby("variant")["seed"].nunique()
-    note = texts.counted(seeds, bars="every seed is a line, the first one solid", scale=results.name)
-    title = seen(curves[curves["variant"].isin(labels)])
-    return texts.framed(fig, axes, title, note, style.handles(*axes), ncols=3)
+    note = texts.count_note(seeds, bars="every seed is a line, the first one solid", scale=results.name)
+    title = finding(curves[curves["variant"].isin(labels)])
+    return texts.finish(fig, axes, title, note, style.handles(*axes), ncols=3)
 
 
 def columns_of(curves: pd.DataFrame, what: str) -> list[str]:
@@ -63,7 +63,7 @@ def entropies(ax: Axes, curves: pd.DataFrame) -> None:
         texts.message(ax, "no entropy was measured")
 
 
-def seen(curves: pd.DataFrame) -> str:
+def finding(curves: pd.DataFrame) -> str:
     """In words: in how many of the runs the rank of a stage falls, and in how many one rises again."""
     moves = []
     for _, run in curves.groupby(["variant", "seed"]):

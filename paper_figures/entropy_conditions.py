@@ -1,4 +1,4 @@
-"""What makes the entropy of gradients fall: its course under each condition, one changed at a time."""
+"""Conditions under which the entropy of gradients falls: its course under each condition, one changed at a time."""
 
 import itertools
 import textwrap
@@ -55,11 +55,11 @@ def draw(results: Path) -> Figure:
     texts.legend_below(ends, 0.5, 0.2)
     extra = "Histogram estimate, mean over the matrices weighted by size, before clipping. (b): of the smoothed course."
     seeds = trend.groupby("variant")["seed"].nunique()
-    note = texts.counted(seeds, extra, bars="lines: mean over seeds, markers: runs", scale=results.name)
-    return texts.framed(fig, [curves, ends], seen(table), note, style.handles(curves), columnspacing=0.8)
+    note = texts.count_note(seeds, extra, bars="lines: mean over seeds, markers: runs", scale=results.name)
+    return texts.finish(fig, [curves, ends], finding(table), note, style.handles(curves), columnspacing=0.8)
 
 
-def seen(table: pd.DataFrame) -> str:
+def finding(table: pd.DataFrame) -> str:
     """In words: in how many runs the entropy rose again, by the rule of the table."""
     rose = (table["rises_again"] == "yes").sum()
     return f"Entropy falls, and rises again in {rose} of {len(table)} runs"

@@ -51,7 +51,7 @@ def draw(results: Path) -> Figure:
         axes[2].set_title("|g| < 0.001 σ₀ (log above 1 %)")
     for ax in axes[2:]:
         ax.set_ylim(bottom=0)
-    note = texts.counted(
+    note = texts.count_note(
         trend.groupby("variant")["seed"].nunique(),
         "Thick: mean over the matrices of the layers, weighted by size; bands: range over qkv, projection, "
         "fc1, fc2. Thin dotted: word embedding. "
@@ -59,10 +59,10 @@ def draw(results: Path) -> Figure:
         bars="mean over seeds",
         scale=results.name,
     )
-    return texts.framed(fig, axes, seen(trend), note, style.handles(axes[0]))
+    return texts.finish(fig, axes, finding(trend), note, style.handles(axes[0]))
 
 
-def seen(trend: pd.DataFrame) -> str:
+def finding(trend: pd.DataFrame) -> str:
     """In words: how far from normal the layers' gradients are."""
     layers = trend[trend["group"] == "<layers>"].groupby(["variant", "iteration"])["excess_kurtosis"].mean().dropna()
     if layers.empty:

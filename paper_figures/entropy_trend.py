@@ -46,14 +46,14 @@ def draw(results: Path) -> Figure:
     for part, row, label in zip(parts, grid, labels, strict=True):
         row[0].set_ylabel(label)
         part.legend(*style.handles(*row), loc="outside upper center", ncols=3, columnspacing=0.8, handlelength=1.5)
-    note = texts.counted(
+    note = texts.count_note(
         trend.groupby("variant")["seed"].nunique(),
         "Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single "
         "parameters (first seed), thick lines the mean of their group.",
         bars="lines: mean, bands: 95 % t interval of the mean",
         scale=results.name,
     )
-    return texts.framed(fig, list(grid.flat), f"How entropy moves in the second half: {', '.join(moves)}", note)
+    return texts.finish(fig, list(grid.flat), f"How entropy moves in the second half: {', '.join(moves)}", note)
 
 
 def moved(rows: pd.DataFrame) -> str:

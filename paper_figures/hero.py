@@ -45,7 +45,7 @@ def draw(results: Path, page: str = "light", *, wide: bool = False) -> Figure:
         page: the page to be drawn for, ``light`` or ``dark``.
         wide: low enough to fill the column of a web page, a line a row and the verdict beside it.
     """
-    rows = chosen(inputs.read(results, "policies", "comparisons.csv"))
+    rows = select(inputs.read(results, "policies", "comparisons.csv"))
     fig, (ax,) = style.figure(height=1.5 + 0.3 * len(rows))
     if wide:
         fig.set_size_inches(WIDE * style.COLUMN, 1.25 + 0.2 * len(rows))
@@ -55,13 +55,13 @@ def draw(results: Path, page: str = "light", *, wide: bool = False) -> Figure:
     ax.set_ylabel("EDGC against")
     fig.get_layout_engine().set(h_pad=0.02)  # type: ignore[union-attr, call-arg]
     shaded = "Shaded: counts as no difference. Open: the bar holds zero."
-    note = texts.counted(rows["n"], shaded, room(rows), bars="bars: 95 % t interval", scale=results.name)
-    texts.framed(fig, [], title(rows), note)
+    note = texts.count_note(rows["n"], shaded, room(rows), bars="bars: 95 % t interval", scale=results.name)
+    texts.finish(fig, [], title(rows), note)
     recolour(fig, ax, page)
     return fig
 
 
-def chosen(comparisons: pd.DataFrame) -> pd.DataFrame:
+def select(comparisons: pd.DataFrame) -> pd.DataFrame:
     """EDGC's comparisons in the order of ``RIVALS``; those of quantised factors where they have seeds enough."""
     fp32 = comparisons["factor_dtype"] == "fp32"
     known = comparisons["variant"].str.fullmatch("cqm|cqm_int[0-9]+") & comparisons["rival"].isin(RIVALS)
@@ -79,7 +79,7 @@ def against_fixed_rank(rows: pd.DataFrame) -> pd.Series | None:
 
 
 def title(rows: pd.DataFrame) -> str:
-    """What is seen against the fixed rank that sends as many bytes."""
+    """Title by the comparison with the fixed rank that sends as many bytes."""
     row = against_fixed_rank(rows)
     if row is None or pd.isna(row["difference_low"]):
         return "EDGC against other ways to send as many bytes"
@@ -97,7 +97,7 @@ def title(rows: pd.DataFrame) -> str:
 
 
 def room(rows: pd.DataFrame) -> str:
-    """What the fixed rank costs against no compression, in words; empty where that is not known."""
+    """Cost of the fixed rank against no compression, in words; empty where that is not known."""
     row = against_fixed_rank(rows)
     if row is None or pd.isna(gap := row.get("rival_gap_nats")):
         return ""

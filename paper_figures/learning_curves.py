@@ -66,7 +66,7 @@ def draw(results: Path, name: str) -> Figure:
     others = variants.drop(plain)
     unit, size = ("GB", 1e9) if curves["bytes"].max() > 2e9 else ("MB", 1e6)
     curves = curves.assign(validation_loss=np.log(curves["validation_perplexity"]), sent=curves["bytes"] / size)
-    curves["above"] = above(curves, plain)
+    curves["above"] = above_uncompressed(curves, plain)
     looks = [looks_of(variants, row) for row in (groups(others) if study == "methods" else orders(others))]
     # All rows fit a page; the last one alone has the ticks and the label of x.
     room = [0.13 * (1 - len({label for label, *_ in row.values()}) // -legend_columns(row)) for row in looks]
@@ -85,11 +85,11 @@ def draw(results: Path, name: str) -> Figure:
     cut = f"Training loss, trailing mean; thin: runs, thick: their mean. Losses above {shown[1]:.2f} are cut off."
     extra = (cut, without_result(runs))
     seeds = runs.groupby("variant")["seed"].nunique()
-    note = texts.counted(seeds, *extra, bars="every run is a line", scale=results.name)
-    return texts.framed(fig, fig.axes, seen(curves, plain), note)
+    note = texts.count_note(seeds, *extra, bars="every run is a line", scale=results.name)
+    return texts.finish(fig, fig.axes, finding(curves, plain), note)
 
 
-def seen(curves: pd.DataFrame, plain: str) -> str:
+def finding(curves: pd.DataFrame, plain: str) -> str:
     """In words: how far from uncompressed training the variants end."""
     last = curves.groupby("variant")["iteration"].transform("max")
     late = curves[(curves["iteration"] > 0.95 * last) & (curves["variant"] != plain)]
@@ -187,7 +187,7 @@ def log_bytes(ax: Axes, low: float, high: float) -> None:
     ax.set_xlim(low, high)
 
 
-def above(curves: pd.DataFrame, plain: str) -> pd.Series:
+def above_uncompressed(curves: pd.DataFrame, plain: str) -> pd.Series:
     """Training loss minus that of the uncompressed run of the same seed at the same iteration; nan without one."""
     place = ["seed", "iteration"]
     base = curves[curves["variant"] == plain].drop_duplicates(place).set_index(place)["train_loss"]

@@ -51,30 +51,30 @@ def draw(results: Path) -> Figure:
         ax.set_ylim(max(-NEAR / 3, min(-0.05 * NEAR, 1.1 * ends.min())), NEAR)
     else:
         hold(ax, near, runs)
-    spoken = names.chosen(near, near["gap_nats_mean"].max() + 1, NAMED)
+    spoken = names.select(near, near["gap_nats_mean"].max() + 1, NAMED)
     cut_off(ax, near)
     beyond = shown[~shown["variant"].isin(near["variant"])]
     extra = (blank(shown), off_the_scale(beyond), without_result(runs), texts.untested(runs))
-    note = texts.counted(shown["n_ok"], *extra, bars="bars: 95 % t interval, dots: runs", scale=results.name)
-    texts.framed(fig, [], seen(shown, spoken), note, style.handles(ax))
+    note = texts.count_note(shown["n_ok"], *extra, bars="bars: 95 % t interval, dots: runs", scale=results.name)
+    texts.finish(fig, [], finding(shown, spoken), note, style.handles(ax))
     others = near[(near["method"] == "powersgd") & ~near["variant"].isin(spoken["variant"])]
     by_rank = [(row, rank_of(runs, row)) for _, row in others.iterrows()]
     names.write(ax, near, [*((row, row["label"]) for _, row in spoken.iterrows()), *by_rank])
     return fig
 
 
-def seen(shown: pd.DataFrame, spoken: pd.DataFrame) -> str:
+def finding(shown: pd.DataFrame, spoken: pd.DataFrame) -> str:
     """In words: the method of fewest bytes that loses no more than EDGC; where most are not decided, that alone."""
     verdicts = shown.loc[shown["method"] != "none", "verdict"]
     times = {word: int((verdicts == word).sum()) for word in VERDICTS}
     if 2 * times[NOT_DECIDED] <= len(verdicts):
-        return names.seen(spoken)
+        return names.finding(spoken)
     counts = ", ".join(f"{n} {word}" for word, n in times.items() if n or word == ON_PAR)
     return f"Of {len(verdicts)} methods against no compression: {counts}"
 
 
 def blank(shown: pd.DataFrame) -> str:
-    """What the study cannot see, in words: the interval of bf16, which changes rounding alone."""
+    """Limit of what the study can see, in words: the interval of bf16, which changes rounding alone."""
     rows = shown[shown["variant"] == "bf16"]
     if rows.empty or rows["gap_nats_low"].isna().any():
         return ""
@@ -134,7 +134,7 @@ def rank_of(runs: pd.DataFrame, row: pd.Series) -> str:
 
 def without_result(runs: pd.DataFrame) -> str:
     """Runs without a result, in words; of many the first four."""
-    lost = texts.lost(runs)
+    lost = texts.failures(runs)
     if not lost:
         return ""
     return "without result: " + ",\n".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")

@@ -34,7 +34,7 @@ def draw(results: Path) -> Figure:
         labels.append(text)
     seeds = runs[runs["status"] == "ok"].groupby("variant")["seed"].nunique()
     extra = ("(a): one uncompressed run, means over windows of 20 iterations", texts.untested(runs))
-    return texts.framed(fig, axes, title, texts.counted(seeds, *extra, scale=results.name), (handles, labels))
+    return texts.finish(fig, axes, title, texts.count_note(seeds, *extra, scale=results.name), (handles, labels))
 
 
 def entropies(ax: Axes, experts: pd.DataFrame) -> None:

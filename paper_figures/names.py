@@ -25,7 +25,7 @@ PLACES = tuple(
 )
 
 
-def chosen(summary: pd.DataFrame, near: float, most: int) -> pd.DataFrame:
+def select(summary: pd.DataFrame, near: float, most: int) -> pd.DataFrame:
     """At most ``most`` rows less than ``near`` nats off: EDGC, those that none beats in both, the smallest losses."""
     rows = summary[(summary["method"] != "none") & (summary["gap_nats_mean"] < near)]
     rows = rows.sort_values(["bytes_ratio_mean", "gap_nats_mean"])
@@ -45,7 +45,7 @@ def _alike(row: pd.Series, other: pd.Series) -> bool:
     return bool(near_bytes and abs(row["gap_nats_mean"] - other["gap_nats_mean"]) < ALIKE[1])
 
 
-def seen(rows: pd.DataFrame) -> str:
+def finding(rows: pd.DataFrame) -> str:
     """In words: the method of fewest bytes that loses no more than EDGC; without EDGC, no more than the margin."""
     rows = rows.sort_values("bytes_ratio_mean")
     percent = 100 * rows["bytes_ratio_mean"]
@@ -72,7 +72,7 @@ def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]
     marks = ax.transData.transform(np.column_stack([100 * points["bytes_ratio_mean"], points["gap_nats_mean"]]))
     for row, name in names:
         point = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
-        text = texts.beside(ax, name, point, (0, 0), fontsize=style.MIN_FONT)
+        text = texts.label_point(ax, name, point, (0, 0), fontsize=style.MIN_FONT)
         options = []
         for place, align in PLACES:
             text.set(position=place, horizontalalignment=align)
@@ -116,14 +116,14 @@ def overlap(box: Bbox, other: Bbox) -> float:
 
 
 def boxes(ax: Axes, row: pd.Series) -> list[tuple[Bbox, float]]:
-    """What the marker and the bar of a row take, in pixels, and how bad it is to hide it."""
+    """Boxes of the marker and the bar of a row, in pixels, and how bad it is to hide each."""
     x, y = ax.transData.transform((100 * row["bytes_ratio_mean"], row["gap_nats_mean"]))
     ends = [ax.transData.transform((1, row[f"gap_nats_{end}"]))[1] for end in ("low", "high")]
     bar = [(Bbox([[x - 1, ends[0]], [x + 1, ends[1]]]), 1.0)] if np.isfinite(ends).all() else []
     return [(Bbox([[x - 5, y - 5], [x + 5, y + 5]]), 3.0), *bar]
 
 
-def above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], what: str = "method") -> None:
+def name_rows(fig: Figure, axes: Sequence[Axes], names: Sequence[str], what: str = "method") -> None:
     """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
     the panels the names would take most of a column's width. ``what``: of a row."""
     axes[0].set_yticks([])

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import inputs, style, texts
-from paper_figures.hero import chosen, count, title
+from paper_figures.hero import count, select, title
 
 TABLES = ("policies/comparisons.csv", "policies/pairs.csv", "policies/curves.csv")
 CAPTION = """\
@@ -35,8 +35,8 @@ def draw(results: Path) -> Figure:
     ranks(axes[0], inputs.read(results, "policies", "curves.csv"))
     rows = comparisons[(comparisons["policy"] == "cqm") & comparisons["variant"].isin(["cqm", "cqm_int8"])]
     differences(axes[1], rows[~rows["rival"].isin(["no compression", "fp32 factors"])], pairs)
-    note = texts.counted(rows["n"], bars="(b) bars: 95 % t interval of the mean, dots: seeds", scale=results.name)
-    return texts.framed(fig, axes, title(chosen(comparisons)), note, style.handles(axes[0]), ncols=3)
+    note = texts.count_note(rows["n"], bars="(b) bars: 95 % t interval of the mean, dots: seeds", scale=results.name)
+    return texts.finish(fig, axes, title(select(comparisons)), note, style.handles(axes[0]), ncols=3)
 
 
 def ranks(ax: Axes, curves: pd.DataFrame) -> None:

@@ -49,7 +49,7 @@ RIVALS = ("no compression", "fixed rank", "placebos", "falling")
 def draw(results: Path) -> Figure:
     """A panel a setting: differences from every rival, with the number of seeds."""
     drawn = [study for study in STUDIES if study == "policies" or there(results, study)]
-    tables = {study: chosen(inputs.read(results, study, "comparisons.csv")) for study in drawn}
+    tables = {study: select(inputs.read(results, study, "comparisons.csv")) for study in drawn}
     counts = [len(rows) for rows in tables.values()]
     height = 1.7 + sum(0.42 + 0.2 * n for n in counts)
     fig, axes = style.figure(len(drawn), 1, height=height, sharex=True, height_ratios=[max(1, n) for n in counts])
@@ -63,16 +63,16 @@ def draw(results: Path) -> Figure:
     missing = ", ".join(words for study, words in STUDIES.items() if study not in drawn)
     n = [n for rows in tables.values() for n in rows["n"]] or 0
     absent = f"No tables yet: {missing}." if missing else ""
-    note = texts.counted(n, absent, bars="bars: 95 % t interval, dots: seeds", scale=results.name)
-    return texts.framed(fig, [], title(tables), note)
+    note = texts.count_note(n, absent, bars="bars: 95 % t interval, dots: seeds", scale=results.name)
+    return texts.finish(fig, [], title(tables), note)
 
 
 def there(results: Path, study: str) -> bool:
-    """Whether all tables of a setting are under ``results``."""
+    """True where all tables of a setting are under ``results``."""
     return all(kept(results / table) for table in TABLES if table.startswith(f"{study}/"))
 
 
-def chosen(comparisons: pd.DataFrame) -> pd.DataFrame:
+def select(comparisons: pd.DataFrame) -> pd.DataFrame:
     """EDGC against ``RIVALS`` in their order, fp32 factors first; int8 where there are seeds enough."""
     rows = comparisons[comparisons["variant"].isin(["cqm", "cqm_int8"]) & comparisons["rival"].isin(RIVALS)]
     rows = rows[(rows["factor_dtype"] == "fp32") | (rows["n"] >= hero.SEEDS)]

@@ -65,7 +65,7 @@ def draw(results: Path) -> Figure:
     for ax, entries in zip(axes, (None, (lines, [label for label, _ in drawn]), None), strict=True):
         texts.legend_below(ax, 0.45, 0.24, entries)
     label = rows["label"].iloc[0] if len(rows) else "no finished run"
-    note = texts.counted(
+    note = texts.count_note(
         rows["seed"].nunique(),
         f"(a), (b): {label}, matrices of the layers, medians; bands and bars: quartiles, of M with PowerSGD's "
         "error. (a): ranks above the one in use. (b): after warm-up; vertical: the rank in use. (c): no limits, not "
@@ -73,10 +73,10 @@ def draw(results: Path) -> Figure:
         bars="",
         scale=results.name,
     )
-    return texts.framed(fig, axes, seen(errors), note)
+    return texts.finish(fig, axes, finding(errors), note)
 
 
-def seen(errors: pd.DataFrame) -> str:
+def finding(errors: pd.DataFrame) -> str:
     """In words: how far both forms of CQM are off at the end of training, against PowerSGD's error."""
     rows = errors[(errors["kind"] == LAYERS) & (errors["ranks"] == "above") & (errors["actual"] == "powersgd")]
     last = rows[rows["window"] == rows["window"].max()].groupby("predictor")["ratio_median"].median()

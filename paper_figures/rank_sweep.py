@@ -44,8 +44,8 @@ def draw(results: Path) -> Figure:
         texts.legend_below(ax, 0.5, 0.34)
     known = {"windows (mean)": "mean_error_median", "steps (worker)": "worker_error_median"}
     over = " and ".join(words for words, column in known.items() if table[column].notna().any())
-    missing = ", ".join(texts.lost(table))
-    note = texts.counted(
+    missing = ", ".join(texts.failures(table))
+    note = texts.count_note(
         table[table["status"] == "ok"].groupby("variant").size(),
         "(a) slowest stage, quickest seed, median over steps, bars: quartiles; line: fit T(r) = a·r + c.",
         f"(b) of the second half, medians over {over}, bars: quartiles."
@@ -53,10 +53,10 @@ def draw(results: Path) -> Figure:
         bars=f"(c) {texts.INTERVAL}",
         scale=results.name,
     )
-    return texts.framed(fig, axes, seen(table), note)
+    return texts.finish(fig, axes, finding(table), note)
 
 
-def seen(table: pd.DataFrame) -> str:
+def finding(table: pd.DataFrame) -> str:
     """In words: the perplexity at the lowest and at the highest rank, and without compression."""
     fine = table[table["status"] == "ok"]
     means = fine.groupby("rank")["validation_perplexity"].mean()
@@ -95,7 +95,7 @@ def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
 
 
 def errors(ax: Axes, table: pd.DataFrame) -> None:
-    """What the mean lacks, and lighter what a worker keeps of its own M, relative to either."""
+    """Error of the mean over the workers and, lighter, of a worker's own M, relative to either."""
     rows = table[table["status"] == "ok"].groupby("rank")
     for kind, label, line, opacity in (
         ("mean_error", "mean, ‖M̄ − M̂‖ / ‖M̄‖", "-", 1.0),

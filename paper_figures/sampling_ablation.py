@@ -60,7 +60,7 @@ def draw(results: Path) -> Figure:
         f"α={row['alpha']:g} β={row['beta']:g}: {row['decisions_differing']:g} of {row['decisions_compared']:g}"
         for _, row in first.head(4).iterrows()
     )
-    note = texts.counted(
+    note = texts.count_note(
         fine.groupby(["alpha", "beta"]).size(),
         f"(a) to (c): {sampling} sampling, (a), (b) stage 0, (c) 100 %: α = β = 1; one scale of colours, "
         f"from dark (CC 1, no error, no time) to light (CC {worst[0]:.2g}, {worst[1]:.2g} nats, 100 %). "
@@ -69,10 +69,10 @@ def draw(results: Path) -> Figure:
         bars="cells: mean over seeds",
         scale=results.name,
     )
-    return texts.framed(fig, fig.axes, seen(fine, cost), note)
+    return texts.finish(fig, fig.axes, finding(fine, cost), note)
 
 
-def seen(fine: pd.DataFrame, cost: pd.DataFrame) -> str:
+def finding(fine: pd.DataFrame, cost: pd.DataFrame) -> str:
     """In words: what the smallest share of iterations and entries that ran costs and how well it agrees."""
     least = fine.groupby(["alpha", "beta"])["cc"].mean().dropna().sort_index()
     if least.empty:

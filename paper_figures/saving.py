@@ -17,7 +17,7 @@ UNSTAMPED = {  # what would differ from one drawing to the next
 }
 
 
-def seen(fig: Figure) -> str:
+def heading(fig: Figure) -> str:
     """The title over all panels in one line; empty where there is none."""
     titles = [fig.get_suptitle(), *(legend.get_title().get_text() for legend in fig.legends)]
     return " ".join(next(filter(None, titles), "").split())
@@ -40,7 +40,7 @@ def save(fig: Figure, out_dir: Path, name: str) -> list[Path]:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for path in written:
-            atomic_write(path, encoded(fig, path.suffix[1:], seen(fig)))
+            atomic_write(path, encoded(fig, path.suffix[1:], heading(fig)))
     except OSError as error:
         raise UserError(f"cannot write the figure: {error}", where=out_dir, fix="choose another --out") from None
     plt.close(fig)

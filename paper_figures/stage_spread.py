@@ -30,18 +30,18 @@ def draw(results: Path) -> Figure:
     fig, axes = style.figure(2, 1, height=4.9)
     stages(axes[0], ends)
     spread(axes[1], ends, table)
-    note = texts.counted(
+    note = texts.count_note(
         table["iterations"],
         "Links slowed down by INJECTED delays, stage 0's most (stages.json); the rest is measured.",
         f"{ends['machine'].iloc[0]}; torch {ends['torch'].iloc[0]}",
         what="iterations",
         bars="bars: quartiles, dots: iterations",
     )
-    words = seen(table)
-    return texts.framed(fig, axes, words[0].upper() + words[1:], note)
+    words = finding(table)
+    return texts.finish(fig, axes, words[0].upper() + words[1:], note)
 
 
-def seen(table: pd.DataFrame) -> str:
+def finding(table: pd.DataFrame) -> str:
     """In words, to go on in a sentence: how long after the first stage the last one ends, equal ranks and DAC."""
     equal, dac = (1e3 * table.loc[name, "spread_seconds"] for name in ("equal", "dac"))
     return f"the last stage ends {dac:.0f} ms after the first with DAC, {equal:.0f} ms with equal ranks"
@@ -79,7 +79,7 @@ def spread(ax: Axes, ends: pd.DataFrame, table: pd.DataFrame) -> None:
         middle, low, high = 1e3 * row[["spread_seconds", "spread_q1", "spread_q3"]].astype(float)
         ax.errorbar(place, middle, yerr=[[middle - low], [high - middle]], **look.marks())
         words = f"{middle:.0f} ms\n{row['of_equal']:.2f} ×"
-        texts.beside(ax, words, (place, middle), (12, 0), fontsize=style.MIN_FONT)
+        texts.label_point(ax, words, (place, middle), (12, 0), fontsize=style.MIN_FONT)
         ranks = row["ranks"].split("/")
         labels.append(f"{LABELS[name]}\n{ranks[0] if len(set(ranks)) == 1 else row['ranks']}")
     ax.set_xticks(range(len(labels)), labels)

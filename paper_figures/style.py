@@ -68,7 +68,7 @@ Line = str | tuple[int, tuple[float, ...]]
 
 
 class Family(NamedTuple):
-    """How one family of methods looks in every figure."""
+    """Look of one family of methods in every figure."""
 
     key: str
     label: str
@@ -78,7 +78,7 @@ class Family(NamedTuple):
 
     @property
     def filled(self) -> bool:
-        """Whether its markers are filled: those of four bits and of one-sided factors are open."""
+        """True where its markers are filled: those of four bits and of one-sided factors are open."""
         return not self.key.endswith("_int4") and self.key != "one_sided"
 
     def marks(self, line: Line = "", *, filled: bool | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is written over, in and under the panels of a figure: letters, titles, notes."""
+"""Text over, in and under the panels of a figure: letters, titles, notes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TITLE = 46  # characters of a title in bold that fit a column
 INTERVAL = "bars: 95 % t interval of the mean"
 
 
-def framed(
+def finish(
     fig: Figure, axes: Sequence[Axes], title: str, note: str, legend: Entries | None = None, **options: Any
 ) -> Figure:
     """Finish a figure: letters before the titles of ``axes``, ``title`` above all panels, ``note`` below them.
@@ -89,7 +89,7 @@ def write_note(fig: Figure, text: str) -> None:
     fig.text(LEFT, 2 / 72 / fig.get_figheight(), text, fontsize=MIN_FONT, color="#444444", va="bottom", ha="left")
 
 
-def counted(
+def count_note(
     n: int | Iterable[int],
     *extra: str,
     what: str = "seeds",
@@ -119,13 +119,13 @@ def untested(runs: pd.DataFrame) -> str:
     return textwrap.fill(f"Not tested, for the policy did not act: {', '.join(names)}.", 120) if names else ""
 
 
-def lost(runs: pd.DataFrame) -> list[str]:
+def failures(runs: pd.DataFrame) -> list[str]:
     """Label, seed and status of the runs without a result, which a figure must not hide."""
     rows = runs[runs["status"] != "ok"].iterrows()
     return [f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in rows]
 
 
-def beside(ax: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> Text:
+def label_point(ax: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> Text:
     """A text with a white edge, so that it stays readable over lines and markers, ``offset`` points from ``place``."""
     options = {"textcoords": "offset points", "va": "center"} | options
     return outline(ax.annotate(text, place, offset, **options))

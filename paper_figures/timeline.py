@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from paper_figures import inputs, style, texts
-from paper_figures.stage_spread import LABELS, seen
+from paper_figures.stage_spread import LABELS, finding
 
 TABLES = ("timeline.csv", "timeline_spans.csv", "stages.csv", "stages.json")
 CAPTION = """\
@@ -59,8 +59,8 @@ def draw(results: Path) -> Figure:
         f"Of {'/'.join(map(str, counted))} iterations the one with the median duration; ticks: end of each stage's "
         f"reduction. {machine.format(settings['pipeline'] * settings['data'])}"
     )
-    title = f"Links of injected delay: {seen(stages)}"
-    return texts.framed(fig, axes, title, note, legend, columnspacing=0.8)
+    title = f"Links of injected delay: {finding(stages)}"
+    return texts.finish(fig, axes, title, note, legend, columnspacing=0.8)
 
 
 def panel(ax: Axes, spans: pd.DataFrame, idle: pd.Series) -> None:

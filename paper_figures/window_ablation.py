@@ -73,11 +73,11 @@ def draw(results: Path) -> Figure:
     if reasons := sorted({str(text) for text in table["cc_note"].dropna() if text}):
         extra += " Missing points in (a): " + "; ".join(reasons[:2]) + "."
     counts = table[table["status"] == "ok"].groupby("window").size()
-    note = texts.counted(counts, extra, bars=f"(a) {texts.INTERVAL}", scale=results.name)
-    return texts.framed(fig, axes, seen(table), note)
+    note = texts.count_note(counts, extra, bars=f"(a) {texts.INTERVAL}", scale=results.name)
+    return texts.finish(fig, axes, finding(table), note)
 
 
-def seen(table: pd.DataFrame) -> str:
+def finding(table: pd.DataFrame) -> str:
     """In words: how well the sampled entropy follows the full one after warm-up, over windows of each length."""
     means = table[table["status"] == "ok"].groupby("window")["cc_after_warmup"].mean().dropna()
     if means.empty:

@@ -37,11 +37,11 @@ def draw(results: Path) -> Figure:
     measured = runs[(runs["alpha"] == ALPHA) & (runs["kind"] == "measured")]
     seeds = list(measured.groupby(["span", "samples"])["seed"].nunique()) or 0
     extra = "" if len(runs) else "No run has enough windows."
-    note = texts.counted(seeds, extra, bars="dots: runs, bars: 95 % t interval", scale=results.name)
-    return texts.framed(fig, axes, seen(means), note, style.handles(*axes))
+    note = texts.count_note(seeds, extra, bars="dots: runs, bars: 95 % t interval", scale=results.name)
+    return texts.finish(fig, axes, finding(means), note, style.handles(*axes))
 
 
-def seen(means: pd.DataFrame) -> str:
+def finding(means: pd.DataFrame) -> str:
     """In words: whether CC grew with the samples in a window, where that was measured at ``ALPHA``."""
     rows = means[(means["alpha"] == ALPHA) & (means["kind"] == "measured")].sort_values(["span", "samples"])
     courses = [span["cc_mean"].dropna() for _, span in rows.groupby("span")]

@@ -54,8 +54,8 @@ def draw(results: Path) -> Figure:
         f"{TITLES.get(str(task), task)} {rows['documents'].iloc[0]:.0f}"
         for task, rows in ok.groupby("task", sort=False)
     )
-    missing = ", ".join(texts.lost(runs))
-    note = texts.counted(
+    missing = ", ".join(texts.failures(runs))
+    note = texts.count_note(
         ok.drop_duplicates("run").groupby("variant").size(),
         f"Documents: {documents}.",
         "Left: dotted: chance; dashed: always the most frequent answer.",
@@ -66,10 +66,10 @@ def draw(results: Path) -> Figure:
         bars="one marker per seed",
         scale=results.name,
     )
-    return texts.framed(fig, axes[::2], seen(table[~table["label"].isin(acting.idle(trained))]), note)
+    return texts.finish(fig, axes[::2], finding(table[~table["label"].isin(acting.idle(trained))]), note)
 
 
-def seen(rows: pd.DataFrame) -> str:
+def finding(rows: pd.DataFrame) -> str:
     """In words: how many of the gaps drawn are on par with uncompressed and how many differ."""
     known = rows["verdict"].dropna()
     par, other = (known == "on par").sum(), (known == "different").sum()

@@ -1,4 +1,4 @@
-"""What mkdocs does beside its own: README as the first page, files outside docs that pages link to, the report.
+"""Steps of mkdocs beside its own: README as the first page, files outside docs that pages link to, the report.
 
 Pages are written to be read in the repository, where a link may lead to any file of it. On the site such a file lies
 under ``repository/``, as it is; of a folder only the name stays.
@@ -44,7 +44,7 @@ def _linked(page: str, target: str) -> Path | None:
 
 
 def _address(path: Path) -> str:
-    """Where a file outside docs lies on the site; one in Markdown is shown as text, not as a page."""
+    """Address on the site of a file outside docs; one in Markdown is shown as text, not as a page."""
     address = f"{OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
     return address.removesuffix(".md") + (".txt" if address.endswith(".md") else "")
 

@@ -1,4 +1,4 @@
-"""What a folder of results holds: its studies, their tables, runs and provenance, and where links to them lead.
+"""Contents of a folder of results: its studies, their tables, runs and provenance, and where links to them lead.
 
 The folder is that of a scale, ``results/ci`` with run folders, or what is committed of it, ``results/reference/ci``,
 where tables stand for the runs and some runs are kept as a file each.
@@ -59,7 +59,7 @@ class Kept:
 
     @property
     def reference(self) -> bool:
-        """Whether these are committed results, which hold tables, and a file a run, in place of run folders."""
+        """True of committed results, which hold tables, and a file a run, in place of run folders."""
         return self.root.parent.name == "reference"
 
     def link(self, path: Path, name: str | None = None) -> Link:
@@ -74,7 +74,7 @@ class Kept:
 
     @property
     def beside(self) -> list[Kept]:
-        """What is kept of other scales, in folders beside this one."""
+        """Results of other scales, in folders beside this one."""
         names = [name for name in matrix.scales() if name != self.scale and (self.root.parent / name).is_dir()]
         return [Kept(self.root.parent / name, self.out) for name in names]
 
@@ -93,7 +93,7 @@ class Kept:
 
     @cached_property
     def made(self) -> dict[str, dict[str, Any]]:
-        """How every study's results came about, as far as what is kept says it:
+        """Origin of every study's results, as far as what is kept says it:
 
         ``study``, ``title``, ``question`` and ``simulated``; links to its ``tables``; ``runs``, each with its name,
         status and, where its folder is here, ``href``; ``seeds`` and ``statuses``, counted; ``kept``, what is there of
@@ -155,7 +155,7 @@ class Kept:
 
 
 def is_simulated(study: Study) -> bool:
-    """Whether a study is computed from a model of a cluster, not measured."""
+    """True of a study that is computed from a model of a cluster, not measured."""
     return study.program in (CLUSTER_MODEL, SCENARIOS)
 
 

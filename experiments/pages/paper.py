@@ -182,7 +182,7 @@ class PageParts:
             raise UserError(f"figure {name!r} is not kept at scale {scale}", fix=nearest(name, known))
         caption = " ".join(figures.caption(name).replace("``", "`").split())
         title = caption.split("**")[1] if caption.startswith("**") else caption
-        seen = pictures.seen(path)
-        words = f"{title}{'' if title.endswith(('.', '?')) else '.'} {seen}" if seen else title
+        heading = pictures.heading(path)
+        words = f"{title}{'' if title.endswith(('.', '?')) else '.'} {heading}" if heading else title
         alternative = words.replace("`", "").replace("[", "(").replace("]", ")").rstrip(".")
         return f"![{alternative}]({link(path, self.page)})\n\n{caption} Scale: {scale}."

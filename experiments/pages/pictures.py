@@ -73,12 +73,12 @@ def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str) -
     best = min(shown.values(), key=lambda path: path.stat().st_size)
     text, links = caption(name), [kept.link(path, kind.upper()) for kind, path in files.items()]
     title, rest = split_title(text, name)
-    words = " ".join(filter(None, [plain(first_sentence(text)), seen(files["png"]) if "png" in files else ""]))
+    words = " ".join(filter(None, [plain(first_sentence(text)), heading(files["png"]) if "png" in files else ""]))
     return Picture(name, best, title, words, html(rest), simulated, group, links, *embed(best))
 
 
-def seen(path: Path) -> str:
-    """What a figure's own title says is seen, from its PNG; empty where it has none."""
+def heading(path: Path) -> str:
+    """Title of a figure, which says what is seen, from its PNG; empty where it has none."""
     with Image.open(path) as opened:
         return str(opened.info.get("Title", ""))
 

@@ -197,7 +197,7 @@ def _seeds(frame: pd.DataFrame) -> str:
 
 
 def environment(page: Path) -> jinja2.Environment:
-    """What a template of the page can use; links lead from the page."""
+    """Environment with the functions that a template of the page can use; links lead from the page."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,

@@ -106,7 +106,7 @@ def test_panels_are_filled_labelled_legible_and_whole(drawn: Drawn) -> None:
     boxes = [(text.get_text(), text.get_window_extent()) for text in (*fig.texts, *labels) if text.get_text()]
     cut = [text for text, box in boxes if box.x0 < -1 or box.y0 < -1 or box.x1 > width + 1 or box.y1 > height + 1]
     assert cut == []
-    assert saving.seen(fig), "no title says what is seen"
+    assert saving.heading(fig), "no title says what is seen"
     note = words_of(fig)
     simulated = "Model, not measured" in note
     assert simulated or ("n = " in note and ("scale " in note) == (drawn.name in FIGURES)) or drawn.name == "timeline"
@@ -198,7 +198,7 @@ def test_learning_curves_show_every_run_and_what_it_lies_above_uncompressed() ->
     assert any(np.allclose(line.get_ydata(), one.mean(axis=1)) for line in means if len(line.get_ydata()) == len(one))
     black = [line for ax in above for line in ax.lines if line.get_color() == "#000000"]
     assert black and all((line.get_ydata() == 0).all() for line in black)
-    rows = curves.assign(above=learning_curves.above(curves, "none"))
+    rows = curves.assign(above=learning_curves.above_uncompressed(curves, "none"))
     table = rows.pivot(index=["seed", "iteration"], columns="variant", values=["train_loss", "above"])
     expected = table["train_loss"]["even"] - table["train_loss"]["none"]
     assert table["above"]["even"].to_numpy() == pytest.approx(expected.to_numpy(), nan_ok=True)
@@ -236,7 +236,7 @@ def test_methods_are_drawn_as_their_files_say_and_names_have_a_family() -> None:
 def test_the_title_of_the_settings_counts_those_in_which_edgc_is_better() -> None:
     better, worse, unknown = (hero_rows(*ends) for ends in ((-0.004, -0.001), (0.001, 0.002), (0.001, 0.002)))
     unknown[["difference_low", "difference_high"]] = float("nan")
-    tables = {name: policies_settings.chosen(rows) for name, rows in (("a", better), ("b", worse), ("c", unknown))}
+    tables = {name: policies_settings.select(rows) for name, rows in (("a", better), ("b", worse), ("c", unknown))}
     assert policies_settings.title(tables).endswith("in 1 of 2 settings")
     assert "settings" not in policies_settings.title({"c": tables["c"]})
     assert list(tables["a"]["rival"][:4]) == list(policies_settings.RIVALS)
@@ -299,21 +299,21 @@ def test_bars_are_intervals_over_seeds_and_one_seed_has_none() -> None:
     several, one = bars.get_segments()
     assert several[:, 1] == pytest.approx([11 - 4.30265 / 3**0.5, 11 + 4.30265 / 3**0.5], rel=1e-5)
     assert not np.isfinite(one).any()
-    assert texts.counted([1, 3]) == "n = 1–3 seeds; bars: 95 % t interval of the mean, none where n = 1"
+    assert texts.count_note([1, 3]) == "n = 1–3 seeds; bars: 95 % t interval of the mean, none where n = 1"
 
 
 def test_titles_say_what_the_tables_say(tmp_path: Path) -> None:
     titles = {(0.001, 0.009): "no better", (-0.009, -0.001): "do better", (-0.004, 0.001): "as well as"}
     for ends, words in (titles | {(-0.004, 0.009): "Not decided", (-0.009, 0.001): "Not decided"}).items():
-        assert words in hero.title(hero.chosen(hero_rows(*ends)))
-    rows = hero.chosen(hero_rows(0.001, 0.002))
+        assert words in hero.title(hero.select(hero_rows(*ends)))
+    rows = hero.select(hero_rows(0.001, 0.002))
     assert list(rows["factor_dtype"]) == ["fp32"] * 3 + ["int8"], "int8 where there are five seeds"
     saved = {"int4": [9, 9, 9], "bf16": [1, 1, 1], "edgc": [2, 99, 2], "edgc_unaligned": [2, 2, 99]}
     each = [{"case": k, "method": name, "saved_percent": x} for name, row in saved.items() for k, x in enumerate(row)]
     assert "EDGC saves most in 2 of 3" in break_even.title(pd.DataFrame(each), ["case"])
     fig = plt.figure()
     texts.headline(fig, title := "Ranks that follow entropy do no better than one fixed rank of as many bytes")
-    assert pictures.seen(saving.save(fig, tmp_path, "x")[-1]) == title
+    assert pictures.heading(saving.save(fig, tmp_path, "x")[-1]) == title
 
 
 def test_rows_of_learning_curves_hold_every_variant_once() -> None:

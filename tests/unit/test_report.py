@@ -205,8 +205,8 @@ def test_what_is_missing_is_said(root: Path, made: tuple[str, Any], tmp_path: Pa
     for part in ("No curves.csv is here", "No figure of this study is here", "Not here: methods/summary.csv",
                  "No record of machine and versions is kept here", "not recorded in the tables"):  # fmt: skip
         assert after.count(part) > before.count(part), part
-    (tmp_path / "empty").mkdir()
-    empty = words(page_of(tmp_path / "empty")[1])
+    (tmp_path / "empty" / "ci").mkdir(parents=True)
+    empty = words(page_of(tmp_path / "empty" / "ci")[1])
     for part in ("There is no claims.csv", "No comparison of methods", "No curves.csv", "No figure is here"):
         assert part in empty
     with pytest.raises(UserError, match="no results at scale paper"):
