@@ -1,7 +1,5 @@
 """Seconds of a training step over links of limited bandwidth, method by method."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
@@ -10,16 +8,15 @@ from matplotlib.figure import Figure
 
 from paper_figures import inputs, names, style, texts
 from paper_figures.bench import TORCH
-from paper_figures.families import FAMILIES, Family, by_name
 
 TABLES = ("network.csv",)
 CAPTION = """\
 **Training steps over a link of limited bandwidth**: two ranks in network namespaces, each method beside
 torch's hook and uncompressed averaging in the same round. Medians over rounds, quartiles as bars."""
 LOOKS = {
-    "compute": Family("compute", "no communication", "#999999", "|"),
-    "dense": FAMILIES["none"],
-    "bf16": FAMILIES["bf16"],
+    "compute": style.Family("compute", "no communication", "#999999", "|"),
+    "dense": style.FAMILIES["none"],
+    "bf16": style.FAMILIES["bf16"],
     "torch": TORCH,
 }
 LABELS = {"compute": "no communication", "dense": "no compression", "dense, one bucket": "no compression, one bucket"}
@@ -34,18 +31,16 @@ def draw(results: Path) -> Figure:
     for ax, rate in zip(axes, rates, strict=True):
         panel(ax, table[table["mbit_per_s"] == rate].set_index("method"), methods)
         ax.set(title=f"{rate:g} Mbit/s" if rate else "no limit", xlabel="s per step")
-    names.above(fig, axes, [label(name) for name in methods], seen(table, rates))
-    texts.letter(axes)
-    texts.annotate(
-        fig,
-        list(table.loc[table["status"] == "ok", "rounds"].astype(int)),
+    names.name_rows(fig, axes, [label(name) for name in methods])
+    note = texts.count_note(
+        table.loc[table["status"] == "ok", "rounds"],
+        "two ranks training a small GPT (sizes: network.json); dashed: no compression, DDP's own buckets; "
+        "dotted: no communication",
+        f"{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}",
         what="rounds",
         bars="bars: quartiles",
-        extra="two ranks training a small GPT (sizes: network.json); dashed: no compression, DDP's own buckets; "
-        "dotted: no communication"
-        f"\n{table['machine'].iloc[0]}; torch {table['torch'].iloc[0]}",
     )
-    return fig
+    return texts.finish(fig, axes, finding(table, rates), note)
 
 
 def label(method: str) -> str:
@@ -57,12 +52,11 @@ def label(method: str) -> str:
     return LABELS.get(method, method)
 
 
-def seen(table: pd.DataFrame, rates: list[float]) -> str:
+def finding(table: pd.DataFrame, rates: list[float]) -> str:
     """In words: the quickest method over the slowest link, and whether any beats dense averaging without a limit."""
     fine = table[(table["status"] == "ok") & (table["hook"] != "compute")]
     slow, free = (fine[fine["mbit_per_s"] == rate] for rate in (rates[0], rates[-1]))
-    best = slow.loc[slow["seconds"].idxmin(), "method"]
-    text = f"Quickest at {rates[0]:g} Mbit/s: {label(str(best))}."
+    text = f"Quickest at {rates[0]:g} Mbit/s: {label(str(slow.loc[slow['seconds'].idxmin(), 'method']))}."
     if rates[-1] == 0:
         low_rank = free[~free["hook"].isin(["dense", "bf16"])]
         wins = int((low_rank["speedup_over_dense_q1"] > 1).sum())
@@ -74,16 +68,14 @@ def panel(ax: Axes, rows: pd.DataFrame, methods: list[str]) -> None:
     """One dot a method; a method that failed says so in its line."""
     for place, name in enumerate(methods):
         row = rows.loc[name]
-        look = LOOKS.get(row["hook"]) or by_name(f"powersgd_{row['factor_dtype']}")
-        if row["status"] != "ok":
-            at = ax.get_yaxis_transform()
-            said = ax.annotate("failed", (0.06, place), xycoords=at, va="center", color=look.colour)
-            texts.outline(said)
-            continue
-        error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
-        ax.errorbar(row["seconds"], place, xerr=error, markersize=5, **look.marks())
+        look = LOOKS.get(row["hook"]) or style.by_name(f"powersgd_{row['factor_dtype']}")
+        if row["status"] == "ok":
+            error = [[row["seconds"] - row["seconds_q1"]], [row["seconds_q3"] - row["seconds"]]]
+            ax.errorbar(row["seconds"], place, xerr=error, markersize=5, **look.marks())
+        else:
+            beside = ax.get_yaxis_transform()
+            texts.outline(ax.annotate("failed", (0.06, place), xycoords=beside, va="center", color=look.colour))
     for name, line in (("dense", (0, (4, 2))), ("compute", (0, (1, 1)))):
         if name in rows.index:
             ax.axvline(rows.loc[name, "seconds"], color="#444444", linewidth=0.8, linestyle=line, zorder=0)
     ax.set_xlim(0, 1.08 * rows["seconds_q3"].max())
-    ax.grid(axis="y", visible=False)

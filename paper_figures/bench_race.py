@@ -1,7 +1,5 @@
 """Wall-clock time to a fixed validation loss over links of limited bandwidth, as a share of uncompressed training's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +7,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import inputs, names, style, texts
-from paper_figures.families import by_name
 
 TABLES = ("race_summary.csv", "race.csv")
 CAPTION = """\
@@ -22,10 +19,7 @@ last."""
 
 def draw(results: Path) -> Figure:
     """A panel per limit; methods by their time at the slowest; a dot per seed."""
-    summary, runs = (
-        inputs.read_benchmark(results / name, "the race", "bench-race (root only)")
-        for name in ("race_summary.csv", "race.csv")
-    )
+    summary, runs = (inputs.read_benchmark(results / name, "the race", "bench-race (root only)") for name in TABLES)
     rates = sorted(summary["mbit_per_s"].unique())
     slowest = summary[summary["mbit_per_s"] == rates[0]]
     order = list(slowest.sort_values(["of_uncompressed", "place"], na_position="last", kind="stable")["method"])
@@ -34,46 +28,42 @@ def draw(results: Path) -> Figure:
         panel(ax, summary[summary["mbit_per_s"] == rate], runs[runs["mbit_per_s"] == rate], order)
         ax.set(title=f"{rate:g} Mbit/s", xlabel="relative time")
     labels = dict(zip(summary["method"], summary["label"], strict=True))
-    names.above(fig, axes, [labels[name] for name in order], seen(summary, rates))
-    texts.letter(axes)
-    texts.annotate(
-        fig,
-        list(summary.loc[summary["reached"] > 0, "reached"].astype(int)),
+    names.name_rows(fig, axes, [labels[name] for name in order])
+    note = texts.count_note(
+        summary.loc[summary["reached"] > 0, "reached"],
+        "measured, two workers, uncompressed = 1; order: time at the slowest limit; "
+        "the loss: what the uncompressed run of the seed has at three quarters of its iterations",
+        f"{runs['machine'].iloc[0]}; torch {runs['torch'].iloc[0]}",
         bars="dots: runs, markers and numbers: means",
-        extra="measured, two workers, uncompressed = 1; order: time at the slowest limit; "
-        "the loss: what the uncompressed run of the seed has at three quarters of its iterations"
-        f"\n{runs['machine'].iloc[0]}; torch {runs['torch'].iloc[0]}",
     )
-    return fig
+    return texts.finish(fig, axes, finding(summary, rates), note)
 
 
-def seen(summary: pd.DataFrame, rates: list[float]) -> str:
+def finding(summary: pd.DataFrame, rates: list[float]) -> str:
     """In words: the quickest at the slowest link and at the fastest; of methods whose seeds overlap no one is."""
-    said = []
+    words = []
     for rate in (rates[0], rates[-1]):
         rows = summary[summary["mbit_per_s"] == rate]
         best = rows.nsmallest(1, "of_uncompressed").iloc[0]
         overlapping = int((rows["lowest"] <= best["highest"]).sum())
         who = str(best["label"]) if overlapping == 1 else f"{overlapping} methods overlap"
-        said.append(f"{rate:g} Mbit/s: {who}")
-    return "Quickest at " + ", at ".join(said)
+        words.append(f"{rate:g} Mbit/s: {who}")
+    return "Quickest at " + ", at ".join(words)
 
 
 def panel(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame, order: list[str]) -> None:
     for place, name in enumerate(order):
-        row, look = summary[summary["method"] == name].iloc[0], by_name(name)
-        own = runs[runs["method"] == name]["of_uncompressed"].dropna()
-        ax.plot(own, [place] * len(own), ".", color=look.colour, markersize=3, alpha=0.7)
-        if len(own):
+        row, look = summary[summary["method"] == name].iloc[0], style.by_name(name)
+        times = runs[runs["method"] == name]["of_uncompressed"].dropna()
+        ax.plot(times, [place] * len(times), ".", color=look.colour, markersize=3, alpha=0.7)
+        text = ""
+        if len(times):
             ax.plot(row["of_uncompressed"], place, markersize=6, **look.marks())
-        text = f"{row['of_uncompressed']:.2f}" if len(own) else ""
+            text = f"{row['of_uncompressed']:.2f}"
         if not row["reached"]:
             text += "never there"
         elif row["reached"] < row["seeds"]:
             text += f" ({row['seeds'] - row['reached']:.0f} of {row['seeds']:.0f} never)"
-        at = max([*own, 0.02])
-        value = ax.annotate(text.strip(), (at, place), xytext=(7, 0), textcoords="offset points", va="center")
-        texts.outline(value)
+        texts.label_point(ax, text.strip(), (max([*times, 0.02]), place), (7, 0))
     ax.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, 1.35 * max(1.0, summary["highest"].max()))
-    ax.grid(axis="y", visible=False)

@@ -1,14 +1,11 @@
 """Step time that each method saves on clusters beyond the paper's, simulated, by bandwidth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from paper_figures import inputs, style, texts
-from paper_figures.families import by_name
 
 TABLES = ("break_even/table.csv",)
 CAPTION = """\
@@ -30,7 +27,7 @@ def label(method: str) -> str:
 
 
 def title(table: pd.DataFrame, case: list[str]) -> str:
-    """Which method saves most in the most cases, and in how many EDGC does; ``case``: the columns that make one."""
+    """Title: the method that saves most in most cases, and in how many EDGC does; ``case``: columns that make one."""
     best = table.loc[table.groupby(case)["saved_percent"].idxmax(), "method"].str.replace("edgc.*", "edgc", regex=True)
     first = best.value_counts().index[0]
     won, name = f"in {(best == first).sum()} of {len(best)} cases", "EDGC" if first == "edgc" else label(first)
@@ -44,33 +41,30 @@ def draw(results: Path) -> Figure:
     ways = table.pivot(index=["cluster", "method", "gbits_per_second"], columns="overlap", values="saved_percent")
     apart = (ways[True] - ways[False]).abs().max()
     assert set(table["kind"]) == {"simulated"}
+    table = table[table["method"] != "none"]
     clusters = list(table["cluster"].unique())
-    rows_of_panels = -(-len(clusters) // 2)
-    fig, axes = style.figure(rows_of_panels, 2, height=1.6 + 1.8 * rows_of_panels, sharey=True)
+    count = -(-len(clusters) // 2)
+    fig, axes = style.figure(count, 2, height=1.6 + 1.8 * count, sharey=True)
     for ax in axes[len(clusters) :]:
         ax.remove()
     axes = axes[: len(clusters)]
     for ax, cluster in zip(axes, clusters, strict=True):
-        rows = table[(table["cluster"] == cluster) & (table["method"] != "none") & ~table["overlap"]]
+        rows = table[(table["cluster"] == cluster) & ~table["overlap"]]
         for method, line in rows.groupby("method", sort=False):
-            marks = by_name(str(method)).marks("-", filled=method != "int8") | {"markersize": 3.5}
+            marks = style.by_name(str(method)).marks("-", filled=method != "int8") | {"markersize": 3.5}
             ax.plot(line["gbits_per_second"], line["saved_percent"], label=label(str(method)), **marks)
         ax.axhline(0, color="#444444", linewidth=0.6)
-        ax.set_xscale("log")
-        style.plain(ax.xaxis, [tick for tick in (1, 10, 100, 400) if tick <= rows["gbits_per_second"].max()])
+        style.log_x(ax, [tick for tick in (1, 10, 100, 400) if tick <= rows["gbits_per_second"].max()])
         ax.set_title(f"SIMULATED\n{rows['label'].iloc[0]}")
         sites = rows["link"].iloc[0] == "sites"
         ax.set_xlabel("link between the\nsites (Gbit/s)" if sites else "bandwidth of a\nnode (Gbit/s)")
     for ax in axes[::2]:
         ax.set_ylabel("step time saved (%)")
-    texts.letter(axes)
-    words = title(table[table["method"] != "none"], ["cluster", "overlap", "gbits_per_second"])
-    texts.title_legend(fig, *style.handles(axes[0]), words)
-    texts.note(
-        fig,
+    note = (
         "Model, not measured. Drawn: gradients reduced after backward. Beside it, which the title counts too, as much "
         f"is saved within {apart:.1f} points. GPT2-12.1B, TP4 x PP4, "
         "H100; a replica keeps its batch. EDGC: mean of a run with 10 % warm-up, mean rank half-way between r_min "
-        f"and r_max (assumed); scale {results.name}",
+        f"and r_max (assumed); scale {results.name}"
     )
-    return fig
+    words = title(table, ["cluster", "overlap", "gbits_per_second"])
+    return texts.finish(fig, axes, words, note, style.handles(axes[0]), columnspacing=2.0)

@@ -1,7 +1,5 @@
 """Step time that each method saves where stages or links are not alike, simulated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +8,6 @@ from matplotlib.figure import Figure
 
 from paper_figures import inputs, names, style, texts
 from paper_figures.break_even import label, title
-from paper_figures.families import by_name
 
 TABLES = ("break_even/disturbances.csv",)
 CAPTION = """\
@@ -37,35 +34,23 @@ def draw(results: Path) -> Figure:
     for ax, overlap in zip(axes, (False, True), strict=True):
         panel(ax, table[table["overlap"] == overlap], cases)
         ax.set(title=f"SIMULATED:\n{'beside' if overlap else 'after'} backward", xlabel="step time saved (%)")
-    names.above(fig, axes, cases, what="disturbance")
-    texts.letter(axes)
-    texts.title_legend(fig, *style.handles(axes[0]), title(table, ["case", "overlap"]))
-    texts.note(
-        fig,
+    names.name_rows(fig, axes, cases, what="disturbance")
+    note = (
         f"Model, not measured: GPT2-12.1B, TP4 x PP4, 64 H100, {table['gbits_per_second'].iloc[0]:g} Gbit/s a node "
         "where nothing else is said. Of the uncompressed step with the same disturbance, mean over the run. EDGC: "
-        f"ranks of its controller if entropy moves as in a small run that was recorded; scale {results.name}",
+        f"ranks of its controller if entropy moves as in a small run that was recorded; scale {results.name}"
     )
-    return fig
+    return texts.finish(fig, axes, title(table, ["case", "overlap"]), note, style.handles(axes[0]), columnspacing=2.0)
 
 
 def panel(ax: Axes, table: pd.DataFrame, cases: list[str]) -> None:
     methods = list(table["method"].unique())
     for index, method in enumerate(methods):
         rows = table[table["method"] == method].set_index("label").loc[cases]
-        look = by_name("edgc" if method in CONTROLLERS else method)
-        name, marker = CONTROLLERS.get(method, (None, look.marker))
+        look = style.by_name("edgc" if method in CONTROLLERS else method)
+        name, marker = CONTROLLERS.get(method) or (label(method), look.marker)
         # Methods of nearly the same saving beside each other.
-        shift = 0.45 * index / (len(methods) - 1) - 0.1
-        ax.plot(
-            rows["saved_percent"],
-            [place + shift for place in range(len(cases))],
-            linestyle="",
-            marker=marker,
-            color=look.colour,
-            markersize=4.5,
-            markerfacecolor="white" if method in ("int8", *list(CONTROLLERS)[1:]) else look.colour,
-            label=name or label(method),
-        )
+        places = [place + 0.45 * index / (len(methods) - 1) - 0.1 for place in range(len(cases))]
+        marks = look._replace(marker=marker).marks(filled=method not in ("int8", *list(CONTROLLERS)[1:]))
+        ax.plot(rows["saved_percent"], places, markersize=4.5, label=name, **marks)
     ax.set_xlim(0, 100)
-    ax.grid(axis="y", visible=False)

@@ -1,7 +1,5 @@
 """Entropy and rank over the run, for each EDGC variant whose rank follows something."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
@@ -22,66 +20,63 @@ window (nats), per stage. Below: the rank in use; grey: no rank is in use yet; t
 paper says that the entropy of gradients falls through training; CQM then lowers the rank. The paper's own courses are
 described here, not drawn: this project has no numbers of them."""
 GIVEN = ("fixed", "schedule")
+LINES = ("-", "--", ":", "-.")  # of seeds
 
 
 def draw(results: Path, name: str) -> Figure:
     """Two panels per variant: entropy (above) and rank (below) against iteration, a line per stage and seed."""
     study = TABLES[name][0].partition("/")[0]
-    curves = inputs.read(results, study, "curves.csv")
-    runs = inputs.read(results, study)
-    mine = runs[(runs["method"] == "edgc") & ~runs["policy"].isin(GIVEN)]
-    variants = list(dict.fromkeys(mine["variant"]))
-    if not variants:
+    curves, runs = inputs.read(results, study, "curves.csv"), inputs.read(results, study)
+    runs = runs[(runs["method"] == "edgc") & ~runs["policy"].isin(GIVEN)]
+    if runs.empty:
         raise UserError(f"no EDGC run in study {study!r}", where=results / study / "table.csv")
-    stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
-    fig, axes = style.figure(2 * len(variants), 1, height=1.3 + 2.1 * len(variants), sharex=True)
-    for number, variant in enumerate(variants):
-        above, below = axes[2 * number : 2 * number + 2]
+    labels = dict(zip(runs["variant"], runs["label"], strict=True))
+    fig, axes = style.figure(2 * len(labels), 1, height=1.3 + 2.1 * len(labels), sharex=True)
+    for above, below, (variant, label) in zip(axes[::2], axes[1::2], labels.items(), strict=True):
         rows = curves[curves["variant"] == variant]
-        label = str(mine.loc[mine["variant"] == variant, "label"].iloc[0])
-        entropies(above, rows, stages)
-        panel(below, rows, stages)
-        limits(below, mine[mine["variant"] == variant])
+        entropies(above, rows)
+        ranks(below, rows)
+        limits(below, runs[runs["variant"] == variant])
         above.set(title=f"{label}, entropy", ylabel="entropy (nats)")
-        below.set(title=f"its rank: {course(rows, stages)}", ylabel="rank r")
+        below.set(title=f"its rank: {course(rows)}", ylabel="rank r")
         below.set_ylim(bottom=0)
         below.locator_params(axis="y", nbins=6)  # or equal panels get other ticks, by the last digits of their limits
     axes[-1].set_xlabel("iteration")
-    words = seen(curves[curves["variant"].isin(variants)], stages)
-    texts.title_legend(fig, *style.handles(*axes), words, ncols=3, columnspacing=1.0)
-    texts.letter(axes)
-    seeds = mine.groupby("variant")["seed"].nunique()
-    texts.annotate(fig, list(seeds), bars="every seed is a line, the first one solid", scale=results.name)
-    return fig
+    seeds = runs.groupby("variant")["seed"].nunique()
+    note = texts.count_note(seeds, bars="every seed is a line, the first one solid", scale=results.name)
+    title = finding(curves[curves["variant"].isin(labels)])
+    return texts.finish(fig, axes, title, note, style.handles(*axes), ncols=3)
 
 
-def entropies(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
+def columns_of(curves: pd.DataFrame, what: str) -> list[str]:
+    """The columns ``rank_0`` or ``entropy_0`` and so on, by stage."""
+    return [f"{what}_{k}" for k in sorted(int(name[5:]) for name in curves if name.startswith("rank_"))]
+
+
+def entropies(ax: Axes, curves: pd.DataFrame) -> None:
     """The window mean of every stage and seed."""
-    for stage, colour in zip(stages, style.stage_colours(len(stages)), strict=True):
+    columns = columns_of(curves, "entropy")
+    for column, colour in zip(columns, style.stage_colours(len(columns)), strict=True):
         for number, (_, run) in enumerate(curves.groupby("seed")):
-            line = ("-", "--", ":", "-.")[number % 4]
-            ax.plot(run["iteration"], run[f"entropy_{stage}"], color=colour, linestyle=line, linewidth=1.0)
-    if curves[[f"entropy_{stage}" for stage in stages]].isna().all(axis=None):
+            ax.plot(run["iteration"], run[column], color=colour, linestyle=LINES[number % 4], linewidth=1.0)
+    if curves[columns].isna().all(axis=None):
         texts.message(ax, "no entropy was measured")
 
 
-def seen(curves: pd.DataFrame, stages: list[int]) -> str:
+def finding(curves: pd.DataFrame) -> str:
     """In words: in how many of the runs the rank of a stage falls, and in how many one rises again."""
-    found = [moves(run[[f"rank_{stage}" for stage in stages]]) for _, run in curves.groupby(["variant", "seed"])]
-    fell, rose = (sum(each) for each in zip(*found, strict=True))
-    return f"The rank falls in {fell} of {len(found)} runs and rises again in {rose}"
+    moves = []
+    for _, run in curves.groupby(["variant", "seed"]):
+        steps = run[columns_of(curves, "rank")].ffill().diff()
+        fell = (steps < 0).cumsum() > 0
+        moves.append((fell.any(axis=None), ((steps > 0) & fell).any(axis=None)))
+    fell_in, rose_in = (sum(map(bool, each)) for each in zip(*moves, strict=True))
+    return f"The rank falls in {fell_in} of {len(moves)} runs and rises again in {rose_in}"
 
 
-def moves(ranks: pd.DataFrame) -> tuple[bool, bool]:
-    """Whether the rank of a stage (a column, by iteration) falls below an earlier one, and rises after that."""
-    steps = ranks.ffill().diff()
-    fell = (steps < 0).cumsum() > 0
-    return bool(fell.any(axis=None)), bool(((steps > 0) & fell).any(axis=None))
-
-
-def course(curves: pd.DataFrame, stages: list[int]) -> str:
+def course(curves: pd.DataFrame) -> str:
     """In words: which ranks all stages and seeds used."""
-    ranks = curves[[f"rank_{stage}" for stage in stages]].stack().dropna()
+    ranks = curves[columns_of(curves, "rank")].stack().dropna()
     if ranks.empty:
         return "never compressed"
     low, high = ranks.min(), ranks.max()
@@ -96,22 +91,16 @@ def limits(ax: Axes, runs: pd.DataFrame) -> None:
             ax.axhline(values[0], color="#777777", linewidth=0.6, zorder=1, label="r_max, r_min")
 
 
-def panel(ax: Axes, curves: pd.DataFrame, stages: list[int]) -> None:
+def ranks(ax: Axes, curves: pd.DataFrame) -> None:
     """Later stages are drawn thinner on top, so that equal ranks stay visible; grey: sent uncompressed."""
-    colours = style.stage_colours(len(stages))
-    columns = [f"rank_{stage}" for stage in stages]
+    columns = columns_of(curves, "rank")
     dense = curves.groupby("iteration")[columns].count().sum(axis=1) == 0
     if dense.any():
         first = dense[~dense].index.min() if (~dense).any() else dense.index.max()
         ax.axvspan(dense.index.min(), first, color="#dddddd", alpha=0.7, linewidth=0, label="no rank yet")
-    for index, stage in enumerate(stages):
+    for stage, (column, colour) in enumerate(zip(columns, style.stage_colours(len(columns)), strict=True)):
+        width = 2.4 - 1.4 * stage / max(1, len(columns) - 1)
         for number, (_, run) in enumerate(curves.groupby("seed")):
-            ax.step(
-                run["iteration"],
-                run[f"rank_{stage}"],
-                where="post",
-                color=colours[index],
-                linewidth=2.4 - 1.4 * index / max(1, len(stages) - 1),
-                linestyle=("-", "--", ":", "-.")[number % 4],
-                label=f"stage {stage}" if number == 0 else None,
-            )
+            label = f"stage {column[5:]}" if number == 0 else None
+            look = {"color": colour, "linewidth": width, "linestyle": LINES[number % 4], "label": label}
+            ax.step(run["iteration"], run[column], where="post", **look)

@@ -1,6 +1,4 @@
-"""What makes the entropy of gradients fall: its course under each condition, one changed at a time."""
-
-from __future__ import annotations
+"""Conditions under which the entropy of gradients falls: its course under each condition, one changed at a time."""
 
 import itertools
 import textwrap
@@ -12,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from paper_figures import inputs, style, texts
-from paper_figures.families import ARCHITECTURES, Line
 
 TABLES = ("entropy_trend/trend.csv", "entropy_trend/table.csv")
 CAPTION = """\
@@ -23,7 +20,7 @@ Where it was lowest and where it ended: left of zero it has fallen, a last value
 that it rose again. CQM lowers its rank only while the entropy falls."""
 ESTIMATOR = "histogram"
 # Of conditions other than an architecture.
-OTHERS: tuple[tuple[str, Line], ...] = (
+OTHERS: tuple[tuple[str, style.Line], ...] = (
     ("#009E73", "--"),
     ("#CC79A7", "-."),
     ("#000000", ":"),
@@ -41,55 +38,41 @@ def draw(results: Path) -> Figure:
     table = table[(table["group"] == "<all>") & (table["estimator"] == ESTIMATOR) & (table["status"] == "ok")]
     labels = dict(zip(trend["variant"], trend["label"], strict=True))
     looks = looks_of(list(labels))
-    colours = {name: colour for name, (colour, _) in looks.items()}
     fig, (curves, ends) = style.figure(2, 1, height=3.9 + 0.32 * len(labels))
     for place, (variant, label) in enumerate(labels.items()):
         line(curves, trend[trend["variant"] == variant], looks[variant], label)
-        row = table[table["variant"] == variant]
+        row, colour = table[table["variant"] == variant], looks[variant][0]
         for column, name, marker in POINTS:
             change = row[column] - row["start"]
-            ends.scatter(
-                change,
-                [place] * len(change),
-                marker=marker,
-                edgecolors=[colours[variant]],
-                facecolors=[colours[variant] if column == "end" else "white"],
-                label=name if place == 0 else None,
-            )
+            look = {"edgecolors": [colour], "facecolors": [colour if column == "end" else "white"], "marker": marker}
+            ends.scatter(change, [place] * len(change), label=None if place else name, **look)
     curves.axhline(0, color="#444444", linewidth=0.6)
     curves.set(title="course", xlabel="iteration", ylabel="entropy since\nthe first probe (nats)")
     ends.axvline(0, color="#444444", linewidth=0.6)
     ends.set(title="lowest and last", xlabel="entropy since the first probe (nats)", ylabel="condition")
     ends.set_yticks(range(len(labels)), [textwrap.fill(label, 16) for label in labels.values()])
     ends.set_ylim(len(labels) - 0.5, -0.5)
-    texts.title_legend(fig, *style.handles(curves), seen(table), columnspacing=0.8)
-    ends.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=0.8)
-    texts.letter([curves, ends])
-    texts.annotate(
-        fig,
-        list(trend.groupby("variant")["seed"].nunique()),
-        bars="lines: mean over seeds, markers: runs",
-        scale=results.name,
-        extra="Histogram estimate, mean over the matrices weighted by size, before clipping. "
-        "(b): of the smoothed course.",
-    )
-    return fig
+    texts.legend_below(ends, 0.5, 0.2)
+    extra = "Histogram estimate, mean over the matrices weighted by size, before clipping. (b): of the smoothed course."
+    seeds = trend.groupby("variant")["seed"].nunique()
+    note = texts.count_note(seeds, extra, bars="lines: mean over seeds, markers: runs", scale=results.name)
+    return texts.finish(fig, [curves, ends], finding(table), note, style.handles(curves), columnspacing=0.8)
 
 
-def seen(table: pd.DataFrame) -> str:
+def finding(table: pd.DataFrame) -> str:
     """In words: in how many runs the entropy rose again, by the rule of the table."""
     rose = (table["rises_again"] == "yes").sum()
     return f"Entropy falls, and rises again in {rose} of {len(table)} runs"
 
 
-def looks_of(variants: Sequence[str]) -> dict[str, tuple[str, Line]]:
+def looks_of(variants: Sequence[str]) -> dict[str, tuple[str, style.Line]]:
     """Colour and dashes of each condition: GPT and BERT as in every figure, the others told apart by both."""
-    own = {name: (look.colour, "-") for name, look in ARCHITECTURES.items() if name in variants}
+    own = {name: (look.colour, "-") for name, look in style.ARCHITECTURES.items() if name in variants}
     others = [name for name in variants if name not in own]
     return own | dict(zip(others, itertools.cycle(OTHERS), strict=False))
 
 
-def line(ax: Axes, rows: pd.DataFrame, look: tuple[str, Line], label: str) -> None:
+def line(ax: Axes, rows: pd.DataFrame, look: tuple[str, style.Line], label: str) -> None:
     """The mean over seeds of the change since the first probe."""
     colour, dashes = look
     values = rows.pivot_table(index="iteration", columns="seed", values=f"entropy_{ESTIMATOR}")

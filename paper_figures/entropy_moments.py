@@ -1,7 +1,5 @@
 """Shape of the gradients' distribution through training, mass near zero, and correlation between layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,8 @@ def draw(results: Path) -> Figure:
     trend = trend[trend["variant"].isin(PLAIN)]
     fig, axes = style.figure(4, 1, height=6.6, sharex=True)
     for ax, (column, title, unit, factor) in zip(axes, PANELS, strict=True):
-        for index, (variant, rows) in enumerate(trend.groupby("variant", sort=False)):
-            line(ax, rows, column, factor, look(str(variant), str(rows["architecture"].iloc[0]), index))
+        for index, (_, rows) in enumerate(trend.groupby("variant", sort=False)):
+            line(ax, rows, column, factor, style.MARKERS[index])
         ax.set(title=title, ylabel=unit)
         if trend[column].isna().all():
             texts.message(ax, "not recorded in these runs")
@@ -46,30 +44,25 @@ def draw(results: Path) -> Figure:
     symmetric_log(axes[0], drawn["skewness"], low=-2, high=2)
     symmetric_log(axes[1], drawn["excess_kurtosis"], low=0, high=10)
     axes[-1].set_xlabel("iteration")
-    shares = 100 * drawn["near_zero"]
-    if shares.max() > 20:  # most of an embedding is near zero: on one scale with it the layers would lie on the axis
+    most = 100 * drawn["near_zero"].max()
+    if most > 20:  # most of an embedding is near zero: on one scale with it the layers would lie on the axis
         axes[2].set_yscale("symlog", linthresh=1, linscale=0.6)
-        style.plain(axes[2].yaxis, [tick for tick in (0, 1, 3, 10, 30, 100) if tick <= 1.6 * shares.max()])
+        style.plain(axes[2].yaxis, [tick for tick in (0, 1, 3, 10, 30, 100) if tick <= 1.6 * most])
         axes[2].set_title("|g| < 0.001 σ₀ (log above 1 %)")
-    axes[2].set_ylim(bottom=0)
-    axes[3].set_ylim(bottom=0)
-    handles, labels = style.handles(axes[0])
-    texts.title_legend(fig, handles, labels, seen(trend), columnspacing=1.0)
-    texts.letter(axes)
-    counts = list(trend.groupby("variant")["seed"].nunique())
-    texts.annotate(
-        fig,
-        counts,
-        bars="mean over seeds",
-        scale=results.name,
-        extra="Thick: mean over the matrices of the layers, weighted by size; bands: range over qkv, projection, "
+    for ax in axes[2:]:
+        ax.set_ylim(bottom=0)
+    note = texts.count_note(
+        trend.groupby("variant")["seed"].nunique(),
+        "Thick: mean over the matrices of the layers, weighted by size; bands: range over qkv, projection, "
         "fc1, fc2. Thin dotted: word embedding. "
         "σ₀: standard deviation of the same parameter's gradient at the first probe.",
+        bars="mean over seeds",
+        scale=results.name,
     )
-    return fig
+    return texts.finish(fig, axes, finding(trend), note, style.handles(axes[0]))
 
 
-def seen(trend: pd.DataFrame) -> str:
+def finding(trend: pd.DataFrame) -> str:
     """In words: how far from normal the layers' gradients are."""
     layers = trend[trend["group"] == "<layers>"].groupby(["variant", "iteration"])["excess_kurtosis"].mean().dropna()
     if layers.empty:
@@ -86,22 +79,16 @@ def symmetric_log(ax: Axes, values: pd.Series, *, low: float, high: float) -> No
     ax.set_ylim(low, high)
 
 
-def look(variant: str, architecture: str, index: int) -> style.Family:
-    """GPT and BERT keep their colours; further variants of one architecture differ by marker."""
-    base = style.ARCHITECTURES.get(architecture, style.FAMILIES["other"])
-    return style.Family(variant, base.label, base.colour, style.MARKERS[index], base.line)
-
-
-def line(ax: Axes, rows: pd.DataFrame, column: str, factor: float, family: style.Family) -> None:
-    layers = factor * rows[rows["group"] == "<layers>"].groupby("iteration")[column].mean()
-    parts = rows[rows["group"].isin(LAYER_GROUPS)]
-    groups = factor * parts.groupby(["iteration", "group"])[column].mean().unstack()
-    embedding = factor * rows[rows["group"] == "embedding"].groupby("iteration")[column].mean()
-    low, high = groups.min(axis=1), groups.max(axis=1)
-    ax.fill_between(groups.index, low, high, color=family.colour, alpha=0.2, linewidth=0)
+def line(ax: Axes, rows: pd.DataFrame, column: str, factor: float, marker: str) -> None:
+    """A variant; GPT and BERT keep their colours, further variants of one architecture differ by marker."""
+    family = style.ARCHITECTURES.get(str(rows["architecture"].iloc[0]), style.FAMILIES["other"])
     label = str(rows["label"].iloc[0])
-    look: dict[str, Any] = {"color": family.colour, "marker": family.marker, "linestyle": family.line}
+    groups = factor * rows.pivot_table(index="iteration", columns="group", values=column, dropna=False)
+    parts = groups.reindex(columns=list(LAYER_GROUPS))
+    ax.fill_between(parts.index, parts.min(axis=1), parts.max(axis=1), color=family.colour, alpha=0.2, linewidth=0)
+    look: dict[str, Any] = {"color": family.colour, "marker": marker, "linestyle": family.line}
+    layers = groups["<layers>"]
     ax.plot(layers.index, layers, markevery=max(1, len(layers) // 8), label=f"{label}, layers", **look)
-    if embedding.notna().any():
-        name = f"{label}, embedding"
-        ax.plot(embedding.index, embedding, color=family.colour, linewidth=0.8, linestyle=":", label=name)
+    if "embedding" in groups and groups["embedding"].notna().any():
+        look = {"color": family.colour, "linewidth": 0.8, "linestyle": ":"}
+        ax.plot(groups.index, groups["embedding"], label=f"{label}, embedding", **look)

@@ -1,7 +1,5 @@
 """Entropy of gradients through training, log sigma per parameter, and the gradient norm around clipping."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -29,46 +27,33 @@ GROUP_ORDER = ("embedding", "position", "qkv", "projection", "fc1", "fc2", "head
 
 def draw(results: Path) -> Figure:
     """One column of panels per run variant (GPT, BERT): entropy change, log sigma, gradient norm."""
-    trend = inputs.read(results, "entropy_trend", "trend.csv")
-    parameters = inputs.read(results, "entropy_trend", "parameters.csv")
-    norms = inputs.read(results, "entropy_trend", "norms.csv")
+    trend, parameters, norms = (inputs.read(results, *table.split("/")) for table in TABLES)
     trend = trend[trend["variant"].isin(PLAIN)]
     variants = list(dict.fromkeys(trend["variant"]))
     fig, parts = style.stacked([2.0, 2.5, 1.9])
     grid = np.array([np.ravel(part.subplots(1, len(variants), sharey=True)) for part in parts], dtype=object)
     moves = []
-    for column, variant in enumerate(variants):
+    for axes, variant in zip(grid.T, variants, strict=True):
         rows = trend[trend["variant"] == variant]
-        whole = rows[rows["group"] == "<all>"]
-        moves.append(f"{rows['label'].iloc[0]} {moved(whole)}")
-        entropy(grid[0, column], whole)
-        sigmas(grid[1, column], parameters[parameters["variant"] == variant])
-        clipping(grid[2, column], norms[norms["variant"] == variant])
-        grid[0, column].set_title(f"{rows['label'].iloc[0]}, entropy")
-        grid[1, column].set_title(f"{rows['label'].iloc[0]}, log σ")
-        grid[2, column].set_title(f"{rows['label'].iloc[0]}, norm")
-        for ax in grid[:, column]:
-            ax.set_xlabel("iteration")
-    for ax, text in zip(
-        grid[:, 0],
-        ("change of entropy\nsince first probe (nats)", "log σ (σ in units of\nthe gradient)", "gradient norm (L2)"),
-        strict=True,
-    ):
-        ax.set_ylabel(text)
-    for part, row in zip(parts, grid, strict=True):
+        whole, label = rows[rows["group"] == "<all>"], rows["label"].iloc[0]
+        moves.append(f"{label} {moved(whole)}")
+        entropy(axes[0], whole)
+        sigmas(axes[1], parameters[parameters["variant"] == variant])
+        clipping(axes[2], norms[norms["variant"] == variant])
+        for ax, name in zip(axes, ("entropy", "log σ", "norm"), strict=True):
+            ax.set(title=f"{label}, {name}", xlabel="iteration")
+    labels = "change of entropy\nsince first probe (nats)", "log σ (σ in units of\nthe gradient)", "gradient norm (L2)"
+    for part, row, label in zip(parts, grid, labels, strict=True):
+        row[0].set_ylabel(label)
         part.legend(*style.handles(*row), loc="outside upper center", ncols=3, columnspacing=0.8, handlelength=1.5)
-    texts.letter(list(grid.flat))
-    texts.headline(fig, f"How entropy moves in the second half: {', '.join(moves)}")
-    counts = trend.groupby("variant")["seed"].nunique()
-    texts.annotate(
-        fig,
-        list(counts),
+    note = texts.count_note(
+        trend.groupby("variant")["seed"].nunique(),
+        "Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single "
+        "parameters (first seed), thick lines the mean of their group.",
         bars="lines: mean, bands: 95 % t interval of the mean",
         scale=results.name,
-        extra="Measured before clipping. Entropy: mean over parameters weighted by size. Log σ: thin lines are single "
-        "parameters (first seed), thick lines the mean of their group.",
     )
-    return fig
+    return texts.finish(fig, list(grid.flat), f"How entropy moves in the second half: {', '.join(moves)}", note)
 
 
 def moved(rows: pd.DataFrame) -> str:
@@ -87,35 +72,31 @@ def entropy(ax: Axes, rows: pd.DataFrame) -> None:
         if table.empty:
             continue
         table = table - table.iloc[0]
+        mean = table.mean(axis=1)
         wide = 2.4 if name == "histogram" else 1.2  # Vasicek's lies on it
-        line: dict[str, Any] = {"color": look.colour, "linestyle": look.line, "linewidth": wide}
-        ax.plot(table.index, table.mean(axis=1), label=look.label, **line)
+        ax.plot(mean.index, mean, label=look.label, color=look.colour, linestyle=look.line, linewidth=wide)
         if table.shape[1] > 1:
-            mean, half = table.mean(axis=1), table.apply(style.half_interval, axis=1)
-            ax.fill_between(table.index, mean - half, mean + half, color=look.colour, alpha=0.2, linewidth=0)
+            half = table.apply(style.half_interval, axis=1)
+            ax.fill_between(mean.index, mean - half, mean + half, color=look.colour, alpha=0.2, linewidth=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
 
 
 def sigmas(ax: Axes, rows: pd.DataFrame) -> None:
     """Thin lines: parameters of the first seed; thick: mean of their group over parameters and seeds."""
-    groups = [group for group in GROUP_ORDER if group in set(rows["group"])]
     colours = dict(zip(GROUP_ORDER, sns.color_palette("colorblind", len(GROUP_ORDER)), strict=True))
     first = rows[rows["seed"] == rows["seed"].min()]
     for (_, _, group), line in first.groupby(["stage", "parameter", "group"]):
         ax.plot(line["iteration"], line["log_sigma"], color=colours[group], linewidth=0.4, alpha=0.5)
-    lines = ("-", "--", "-.", ":")
-    for group in groups:
-        mean = rows[rows["group"] == group].groupby("iteration")["log_sigma"].mean()
-        look = lines[GROUP_ORDER.index(group) % len(lines)]
-        ax.plot(mean.index, mean, color=colours[group], linewidth=1.6, linestyle=look, label=group)
+    for place, group in enumerate(GROUP_ORDER):
+        if group in set(rows["group"]):
+            mean = rows[rows["group"] == group].groupby("iteration")["log_sigma"].mean()
+            look: dict[str, Any] = {"linewidth": 1.6, "linestyle": ("-", "--", "-.", ":")[place % 4]}
+            ax.plot(mean.index, mean, color=colours[group], label=group, **look)
 
 
 def clipping(ax: Axes, rows: pd.DataFrame) -> None:
     """Norm before and after clipping, mean over seeds."""
     mean = rows.groupby("iteration")[["grad_norm", "grad_norm_clipped"]].mean()
-    ax.plot(mean.index, mean["grad_norm"], color="#000000", linewidth=0.7, label="before clipping")
-    ax.plot(
-        mean.index, mean["grad_norm_clipped"], color="#D55E00", linewidth=0.9, linestyle="--", label="after clipping"
-    )
-    ax.set_yscale("log")
-    style.plain(ax.yaxis)
+    ax.plot(mean["grad_norm"], color="#000000", linewidth=0.7, label="before clipping")
+    ax.plot(mean["grad_norm_clipped"], color="#D55E00", linewidth=0.9, linestyle="--", label="after clipping")
+    style.log_y(ax)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgc.errors import UserError
+from experiments.common import written_tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -13,14 +14,12 @@ if TYPE_CHECKING:
 
 def read(results: Path, study: str, table: str = "table.csv") -> pd.DataFrame:
     """One table of a study, kept as CSV or as Parquet, or ``UserError`` with the command that makes it."""
-    from experiments.common import written_tables
-
     path = results / study / table
-    found = written_tables.kept(path)
-    if found is None:
+    kept = written_tables.kept(path)
+    if kept is None:
         fix = f"make it with: snakemake -c2 {study}"
         raise UserError(f"table {table} of study {study} is missing", where=path, fix=fix)
-    return written_tables.read(found)
+    return written_tables.read(kept)
 
 
 def read_benchmark(path: Path, what: str, make: str) -> pd.DataFrame:

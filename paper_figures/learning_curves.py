@@ -1,10 +1,7 @@
 """Loss against iterations and against bytes, of every run of a study that has uncompressed ones."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 
 from paper_figures import inputs, style, texts
-from paper_figures.methods import lost
+from paper_figures.methods import without_result
 from paper_figures.policies import ORDERS
 
 TABLES = {
@@ -63,33 +60,36 @@ def draw(results: Path, name: str) -> Figure:
     """Loss over iterations of every run; then a row per group of variants: loss over bytes, and the training loss above
     that of the uncompressed run of the same seed, which is drawn in every row."""
     study = TABLES[name][0].partition("/")[0]
-    curves = inputs.read(results, study, "curves.csv")
-    runs = inputs.read(results, study)
+    curves, runs = inputs.read(results, study, "curves.csv"), inputs.read(results, study)
     variants = runs.drop_duplicates("variant").set_index("variant")
     plain = variants.index[variants["method"] == "none"][0]
     others = variants.drop(plain)
-    rows = groups(others) if study == "methods" else orders(others)
     unit, size = ("GB", 1e9) if curves["bytes"].max() > 2e9 else ("MB", 1e6)
     curves = curves.assign(validation_loss=np.log(curves["validation_perplexity"]), sent=curves["bytes"] / size)
-    curves["above"] = above(curves, plain)
-    looks = [looks_of(variants, row) for row in rows]
-    fig, (overview, *parts) = style.stacked(heights([legend_lines(row) for row in looks]))
+    curves["above"] = above_uncompressed(curves, plain)
+    looks = [looks_of(variants, row) for row in (groups(others) if study == "methods" else orders(others))]
+    # All rows fit a page; the last one alone has the ticks and the label of x.
+    room = [0.13 * (1 - len({label for label, *_ in row.values()}) // -legend_columns(row)) for row in looks]
+    room[-1] += 0.35
+    panel = min(1.3, (style.TALLEST - OVERVIEW - style.MARGIN - sum(room)) / len(room))
+    fig, (overview, *parts) = style.stacked([OVERVIEW, *(panel + own for own in room)])
     shown = limits(curves)
     every(overview, curves, plain, shown)
     for part, row in zip(parts, looks, strict=True):
         pair(part, curves, {plain: ("", BLACK, "-")} | row, shown)
         part.axes[0].set_xlabel(f"bytes sent ({unit})")
-    share_across(parts)
-    texts.letter(fig.axes)
-    texts.headline(fig, seen(curves, plain))
-    extra = (f"Training loss, trailing mean; thin: runs, thick: their mean. Losses above {shown[1]:.2f} are cut off.",
-             lost(runs))  # fmt: skip
-    seeds = list(runs.groupby("variant")["seed"].nunique())
-    texts.annotate(fig, seeds, bars="every run is a line", scale=results.name, extra=extra)
-    return fig
+    for ax, last in ((ax, last) for part in parts[:-1] for ax, last in zip(part.axes, parts[-1].axes, strict=True)):
+        ax.sharex(last)
+        ax.set_xlabel("")
+        ax.tick_params(labelbottom=False)
+    cut = f"Training loss, trailing mean; thin: runs, thick: their mean. Losses above {shown[1]:.2f} are cut off."
+    extra = (cut, without_result(runs))
+    seeds = runs.groupby("variant")["seed"].nunique()
+    note = texts.count_note(seeds, *extra, bars="every run is a line", scale=results.name)
+    return texts.finish(fig, fig.axes, finding(curves, plain), note)
 
 
-def seen(curves: pd.DataFrame, plain: str) -> str:
+def finding(curves: pd.DataFrame, plain: str) -> str:
     """In words: how far from uncompressed training the variants end."""
     last = curves.groupby("variant")["iteration"].transform("max")
     late = curves[(curves["iteration"] > 0.95 * last) & (curves["variant"] != plain)]
@@ -99,18 +99,19 @@ def seen(curves: pd.DataFrame, plain: str) -> str:
 
 
 def looks_of(variants: pd.DataFrame, row: list[str]) -> dict[str, Look]:
-    """How each variant of a row looks: as everywhere, but lines of one colour are told apart."""
-    own = {name: look_of(variants, name) for name in row}
+    """Look of each variant of a row: as everywhere, but lines of one colour are told apart."""
+    usual = {name: look_of(variants, name) for name in row}
+    colours = [colour for colour, _ in usual.values()]
     free = sns.color_palette("dark").as_hex()
     looks: dict[str, Look] = {}
-    for name, (colour, line) in own.items():
+    for name, (colour, line) in usual.items():
         label = re.sub(r"^shuffled \d", "shuffled", variants["label"][name])  # several draws of one thing
         alike = next((look for look in looks.values() if look[0] == label), None)
         before = [look[1] for look in looks.values()].count(colour)
         if before >= len(LINES):
-            taken = [to_rgb(other) for other in (*(look[1] for look in looks.values()), *(c for c, _ in own.values()))]
-            colour = max(free, key=lambda one: min(math.dist(to_rgb(one), other) for other in taken))
-        elif [other for other, _ in own.values()].count(colour) > 1 and order_of(name) is None:
+            used = [to_rgb(other) for other in (*(look[1] for look in looks.values()), *colours)]
+            colour = max(free, key=lambda hue: min(math.dist(to_rgb(hue), other) for other in used))
+        elif colours.count(colour) > 1 and order_of(name) is None:
             line = LINES[before]
         looks[name] = alike or (label, colour, line)
     return looks
@@ -119,7 +120,7 @@ def looks_of(variants: pd.DataFrame, row: list[str]) -> dict[str, Look]:
 def order_of(variant: str) -> tuple[str, str] | None:
     """Colour and line of the order in which a variant has EDGC's ranks, if it has."""
     first = variant.partition("_")[0]
-    looks = ((colour, line) for name, colour, line in ORDERS.values() if first == name.partition("_")[0])
+    looks = ((colour, line) for name, colour, line, _ in ORDERS.values() if first == name.partition("_")[0])
     return next(looks, None)
 
 
@@ -129,53 +130,28 @@ def look_of(variants: pd.DataFrame, variant: str) -> tuple[str, Any]:
     return order_of(variant) or (look.colour, look.line)
 
 
-def legend_columns(labels: Iterable[str]) -> int:
+def legend_columns(looks: dict[str, Look]) -> int:
     """As many columns of a legend as fit a column of a page."""
-    longest = max(len(label) for label in labels)
+    longest = max(len(label) for label, _, _ in looks.values())
     return 3 if longest < 17 else 2 if longest < 26 else 1
-
-
-def legend_lines(looks: dict[str, Look]) -> int:
-    """Lines of text that the legend of a row is high; uncompressed is explained above all rows."""
-    labels = {label for label, _, _ in looks.values()}
-    return 1 + -(-len(labels) // legend_columns(labels))
-
-
-def heights(legends: list[int]) -> list[float]:
-    """Of the overview and of every row, in inches, by the lines of its legend, so that all fit a page; the last row
-    alone has the ticks and the label of x."""
-    more = [0.13 * lines for lines in legends]
-    more[-1] += 0.35
-    panel = min(1.3, (style.TALLEST - OVERVIEW - style.MARGIN - sum(more)) / len(legends))
-    return [OVERVIEW, *(panel + own for own in more)]
-
-
-def share_across(parts: list[SubFigure]) -> None:
-    """Rows with the same axes have the ticks and the label of x under the last row alone."""
-    for above in parts[:-1]:
-        for ax, last in zip(above.axes, parts[-1].axes, strict=True):
-            ax.sharex(last)
-            ax.set_xlabel("")
-            ax.tick_params(labelbottom=False)
 
 
 def every(part: SubFigure, curves: pd.DataFrame, plain: str, shown: tuple[float, float]) -> None:
     """Training loss over iterations, and validation losses: how alike the variants are."""
     ax = part.subplots()
-    compressed = curves["variant"] != plain
-    for number, (_, run) in enumerate(curves[compressed].groupby(["variant", "seed"])):
+    compressed, dense = (curves[(curves["variant"] == plain) == is_plain] for is_plain in (False, True))
+    for number, (_, run) in enumerate(compressed.groupby(["variant", "seed"])):
         label = None if number else "every run with compression"
         ax.plot(run["iteration"], run["train_loss"], color=GREY, linewidth=0.5, label=label)
-    columns = ["train_loss", "validation_loss"]
-    means = curves[~compressed].groupby("iteration", as_index=False)[columns].mean()
+    means = dense.groupby("iteration", as_index=False)[["train_loss", "validation_loss"]].mean()
     ax.plot(means["iteration"], means["train_loss"], color=BLACK, label="no compression, mean", **THICK)
-    for label, colour, mine in (("its validation", GREY, curves[compressed]), ("its validation ", BLACK, means)):
-        at = mine.dropna(subset=["validation_loss"])
-        ax.plot(at["iteration"], at["validation_loss"], "o", color=colour, markersize=2.5, label=label)
+    for label, colour, rows in (("its validation", GREY, compressed), ("its validation ", BLACK, means)):
+        rows = rows.dropna(subset=["validation_loss"])
+        ax.plot(rows["iteration"], rows["validation_loss"], "o", color=colour, markersize=2.5, label=label)
     ax.set(title="training loss", xlabel="iteration", ylabel=LOSS, ylim=shown)
-    drawn, labels = style.handles(ax)
+    handles, labels = style.handles(ax)
     order = [0, 2, 1, 3]  # a column each: compressed, uncompressed
-    part.legend([drawn[k] for k in order], [labels[k] for k in order], loc="outside upper center", ncols=2)
+    part.legend([handles[k] for k in order], [labels[k] for k in order], loc="outside upper center", ncols=2)
 
 
 def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], shown: tuple[float, float]) -> None:
@@ -183,58 +159,57 @@ def pair(part: SubFigure, curves: pd.DataFrame, looks: dict[str, Look], shown: t
     room for all ``curves``."""
     left, right = part.subplots(1, 2)
     for look in dict.fromkeys(looks.values()):
-        mine = curves[curves["variant"].isin([name for name, other in looks.items() if other == look])]
-        lines(left, mine, "sent", "train_loss", look)
-        lines(right, mine, "iteration", "above", look)
+        rows = curves[curves["variant"].isin([name for name, other in looks.items() if other == look])]
+        lines(left, rows, "sent", "train_loss", look)
+        lines(right, rows, "iteration", "above", look)
     late = curves[curves["iteration"] >= CUT * curves["iteration"].max()]
     log_bytes(left, 0.8 * late["sent"].min(), 1.2 * curves["sent"].max())
     left.set(ylabel=LOSS, ylim=shown)
     right.set(xlabel="iteration", ylabel=ABOVE)
     right.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
-    least, most = curves["above"].min(), min(curves["above"].max(), 3.0)
-    low, high = min(1.3 * least, -LINEAR), max(1.3 * most, LINEAR)
+    low = min(1.3 * curves["above"].min(), -LINEAR)
+    high = max(1.3 * min(curves["above"].max(), 3.0), LINEAR)
     ticks = [tick for tick in TICKS if low <= tick <= high]
     if len(ticks) > 6:
         ticks = [tick for tick in ticks if abs(tick) not in BETWEEN]
     right.set_yticks(ticks, [f"{tick:g}".replace("-", "−") for tick in ticks])
     right.set_ylim(low, high)
-    entries = {label: drawn for drawn, label in zip(*style.handles(left), strict=True) if label}
-    options: dict[str, Any] = {"ncols": legend_columns(entries), "columnspacing": 0.8, "handlelength": 2.2}
+    entries = {label: handle for handle, label in zip(*style.handles(left), strict=True) if label}
+    options: dict[str, Any] = {"ncols": legend_columns(looks), "columnspacing": 0.8, "handlelength": 2.2}
     part.legend(list(entries.values()), list(entries), loc="outside upper center", **options)
 
 
 def log_bytes(ax: Axes, low: float, high: float) -> None:
     """A log axis from ``low`` to ``high`` with powers of ten as ticks, and their double and fivefold where few fit."""
-    ax.set_xscale("log")
-    powers = [10.0**k for k in range(-3, 7)]
-    all_ticks = [step * power for power in powers for step in (1, 2, 5) if low <= step * power <= high]
-    style.plain(ax.xaxis, all_ticks if len(all_ticks) < 6 else [tick for tick in powers if low <= tick <= high])
+    powers = [10.0**k for k in range(-3, 7) if low <= 10.0**k <= high]
+    ticks = [step * 10.0**k for k in range(-3, 7) for step in (1, 2, 5) if low <= step * 10.0**k <= high]
+    style.log_x(ax, ticks if len(ticks) < 6 else powers)
     ax.set_xlim(low, high)
 
 
-def above(curves: pd.DataFrame, plain: str) -> pd.Series:
+def above_uncompressed(curves: pd.DataFrame, plain: str) -> pd.Series:
     """Training loss minus that of the uncompressed run of the same seed at the same iteration; nan without one."""
     place = ["seed", "iteration"]
-    own = curves[curves["variant"] == plain].drop_duplicates(place).set_index(place)["train_loss"]
-    return curves["train_loss"] - curves.join(own.rename("uncompressed"), on=place)["uncompressed"]
+    base = curves[curves["variant"] == plain].drop_duplicates(place).set_index(place)["train_loss"]
+    return curves["train_loss"] - curves.join(base.rename("uncompressed"), on=place)["uncompressed"]
 
 
 def groups(variants: pd.DataFrame) -> list[list[str]]:
     """Variants by method; few of one method together; at most ``MOST`` a row."""
-    by = [list(group.index) for _, group in variants.groupby("method", sort=False)]
-    many = [names for names in by if len(names) > 2]
-    few = [name for names in by if names not in many for name in names]
+    by_method = [list(group.index) for _, group in variants.groupby("method", sort=False)]
+    many = [names for names in by_method if len(names) > 2]
+    few = [name for names in by_method if names not in many for name in names]
     return [list(part) for names in (*many, few) if names for part in np.array_split(names, -(-len(names) // MOST))]
 
 
 def orders(variants: pd.DataFrame) -> list[list[str]]:
     """EDGC beside its own ranks in other orders, then the other policies; fp32 and int8 factors apart."""
-    found: dict[tuple[bool, bool], list[str]] = {}
+    rows: dict[tuple[bool, bool], list[str]] = {}
     for variant in variants.index:
         name = variant.removesuffix("_int8")
         other = name != "cqm" and order_of(name) is None
-        found.setdefault((other, name != variant), []).append(variant)
-    return [found[key] for key in sorted(found)]
+        rows.setdefault((other, name != variant), []).append(variant)
+    return [rows[key] for key in sorted(rows)]
 
 
 def lines(ax: Axes, curves: pd.DataFrame, x: str, y: str, look: Look) -> None:
@@ -245,8 +220,8 @@ def lines(ax: Axes, curves: pd.DataFrame, x: str, y: str, look: Look) -> None:
     for _, run in runs:
         ax.plot(run[x], run[y], color=colour, **THIN)
     # Where a run has stopped, the mean of the others would jump.
-    by = rows.groupby("iteration")
-    means = by[sorted({x, y} - {"iteration"})].mean()[by.size() == runs.ngroups].reset_index()
+    steps = rows.groupby("iteration")
+    means = steps[sorted({x, y} - {"iteration"})].mean()[steps.size() == runs.ngroups].reset_index()
     ax.plot(means[x], means[y], color=colour, linestyle=line, label=label or None, **THICK)
 
 

@@ -1,7 +1,5 @@
 """Validation loss against bytes sent, all methods: the main comparison."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
@@ -27,7 +25,7 @@ rank, and of the policy nothing was tested. Differences smaller than the bars sa
 of bf16, which changes rounding alone."""
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 NAMED = 6  # points with a name, of all methods
-
+VERDICTS = (WORSE, WORSE_WITHIN, ON_PAR, BETTER_WITHIN, BETTER, NOT_DECIDED, NOT_TESTED)
 
 # Where the worst method is so far off that the others would lie on one line, it is named below the figure instead.
 FAR, NEAR = 0.3, 0.075  # nats
@@ -44,41 +42,39 @@ def draw(results: Path) -> Figure:
     fig, (ax,) = style.figure(height=5.6)
     points(ax, near, runs)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    low, high = 100 * near["bytes_ratio_mean"].min(), 100 * near["bytes_ratio_mean"].max()
-    ax.set(xscale="log", xlim=(low / 1.35, high * 1.35), xlabel=texts.share_of_bytes())
-    style.plain(ax.xaxis, [t for t in TICKS if low / 1.35 <= t <= 1.35 * high])
+    low, high = 100 * near["bytes_ratio_mean"].min() / 1.35, 100 * near["bytes_ratio_mean"].max() * 1.35
+    style.log_x(ax, [tick for tick in TICKS if low <= tick <= high])
+    ax.set(xlim=(low, high), xlabel=texts.share_of_bytes(), ylabel="validation loss\nabove uncompressed (nats)")
     ax.margins(y=0.14)
-    ax.set_ylabel("validation loss\nabove uncompressed (nats)")
     if cut:
         ends = near["gap_nats_low"].fillna(near["gap_nats_min"])
         ax.set_ylim(max(-NEAR / 3, min(-0.05 * NEAR, 1.1 * ends.min())), NEAR)
     else:
         hold(ax, near, runs)
-    spoken = names.chosen(near, near["gap_nats_mean"].max() + 1, NAMED)
+    spoken = names.select(near, near["gap_nats_mean"].max() + 1, NAMED)
     cut_off(ax, near)
-    texts.title_legend(fig, *style.handles(ax), seen(shown, spoken), columnspacing=1.0)
     beyond = shown[~shown["variant"].isin(near["variant"])]
-    said = (blank(shown), off_the_scale(beyond), lost(runs), texts.untested(runs))
-    texts.annotate(fig, list(shown["n_ok"]), bars="bars: 95 % t interval, dots: runs", scale=results.name, extra=said)
+    extra = (blank(shown), off_the_scale(beyond), without_result(runs), texts.untested(runs))
+    note = texts.count_note(shown["n_ok"], *extra, bars="bars: 95 % t interval, dots: runs", scale=results.name)
+    texts.finish(fig, [], finding(shown, spoken), note, style.handles(ax))
     others = near[(near["method"] == "powersgd") & ~near["variant"].isin(spoken["variant"])]
     by_rank = [(row, rank_of(runs, row)) for _, row in others.iterrows()]
     names.write(ax, near, [*((row, row["label"]) for _, row in spoken.iterrows()), *by_rank])
     return fig
 
 
-def seen(shown: pd.DataFrame, spoken: pd.DataFrame) -> str:
+def finding(shown: pd.DataFrame, spoken: pd.DataFrame) -> str:
     """In words: the method of fewest bytes that loses no more than EDGC; where most are not decided, that alone."""
     verdicts = shown.loc[shown["method"] != "none", "verdict"]
-    words = (WORSE, WORSE_WITHIN, ON_PAR, BETTER_WITHIN, BETTER, NOT_DECIDED, NOT_TESTED)
-    times = {word: int((verdicts == word).sum()) for word in words}
+    times = {word: int((verdicts == word).sum()) for word in VERDICTS}
     if 2 * times[NOT_DECIDED] <= len(verdicts):
-        return names.seen(spoken)
-    told = ", ".join(f"{n} {word}" for word, n in times.items() if n or word == ON_PAR)
-    return f"Of {len(verdicts)} methods against no compression: {told}"
+        return names.finding(spoken)
+    counts = ", ".join(f"{n} {word}" for word, n in times.items() if n or word == ON_PAR)
+    return f"Of {len(verdicts)} methods against no compression: {counts}"
 
 
 def blank(shown: pd.DataFrame) -> str:
-    """What the study cannot see, in words: the interval of bf16, which changes rounding alone."""
+    """Limit of what the study can see, in words: the interval of bf16, which changes rounding alone."""
     rows = shown[shown["variant"] == "bf16"]
     if rows.empty or rows["gap_nats_low"].isna().any():
         return ""
@@ -114,36 +110,31 @@ def cut_off(ax: Axes, drawn: pd.DataFrame) -> None:
 
 def off_the_scale(rows: pd.DataFrame) -> str:
     """In words: the variants that are not drawn, with what they lose and send."""
-    said = [f"{row['label']} {row['gap_nats_mean']:.2f} nats at {100 * row['bytes_ratio_mean']:.1f} %"
-            for _, row in rows.sort_values("gap_nats_mean").iterrows()]  # fmt: skip
-    return f"Above the scale: {', '.join(said)}." if said else ""
+    words = [f"{row['label']} {row['gap_nats_mean']:.2f} nats at {100 * row['bytes_ratio_mean']:.1f} %"
+             for _, row in rows.sort_values("gap_nats_mean").iterrows()]  # fmt: skip
+    return f"Above the scale: {', '.join(words)}." if words else ""
 
 
 def points(ax: Axes, summary: pd.DataFrame, runs: pd.DataFrame) -> None:
     """A marker per variant with its interval, and a dot per run."""
-    named: set[str] = set()
     for _, row in summary.iterrows():
-        look = style.look(runs[runs["variant"] == row["variant"]].iloc[0])
+        own = runs[runs["variant"] == row["variant"]]
+        look, fine = style.look(own.iloc[0]), own[own["status"] == "ok"]
         x, y = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
-        mine = runs[(runs["variant"] == row["variant"]) & (runs["status"] == "ok")]
-        label = look.label if look.key not in named else None
-        named.add(look.key)
         spread = [[y - row["gap_nats_low"]], [row["gap_nats_high"] - y]]
-        ax.errorbar(x, y, yerr=spread, markersize=5.5, elinewidth=0.8, label=label, **look.marks())
-        percent = 100 * mine["bytes_ratio"]
-        ax.plot(percent, mine["gap_nats"], ".", color=look.colour, markersize=2.5, alpha=0.6)
+        ax.errorbar(x, y, yerr=spread, markersize=5.5, elinewidth=0.8, label=look.label, **look.marks())
+        ax.plot(100 * fine["bytes_ratio"], fine["gap_nats"], ".", color=look.colour, markersize=2.5, alpha=0.6)
 
 
 def rank_of(runs: pd.DataFrame, row: pd.Series) -> str:
     """The rank of a variant, for its point."""
-    mine = runs[(runs["variant"] == row["variant"]) & (runs["status"] == "ok")]
-    return f"r={mine['rank'].iloc[0]:g}" if len(mine) else ""
+    ranks = runs.loc[(runs["variant"] == row["variant"]) & (runs["status"] == "ok"), "rank"]
+    return f"r={ranks.iloc[0]:g}" if len(ranks) else ""
 
 
-def lost(runs: pd.DataFrame) -> str:
-    """Runs without a result, in words: a figure must not hide them."""
-    other = runs[runs["status"] != "ok"]
-    if other.empty:
+def without_result(runs: pd.DataFrame) -> str:
+    """Runs without a result, in words; of many the first four."""
+    lost = texts.failures(runs)
+    if not lost:
         return ""
-    names = [f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in other.iterrows()]
-    return "without result: " + ",\n".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return "without result: " + ",\n".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")

@@ -1,9 +1,8 @@
 """Entropies of the experts of a mixture, and what compressing the experts' gradients costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,45 +24,31 @@ KIND = "fc1"
 
 def draw(results: Path) -> Figure:
     """(a) entropy per expert over iterations, (b) gap to uncompressed training against bytes."""
-    experts = inputs.read(results, "moe", "experts.csv")
     runs = inputs.read(results, "moe")
-    fig, (above, below) = style.figure(2, 1, height=5.6)
-    entropies(above, experts)
-    said = gaps(below, runs)
-    texts.letter([above, below])
-    drawn, labels = style.handles(above, below)
+    fig, axes = style.figure(2, 1, height=5.6)
+    entropies(axes[0], inputs.read(results, "moe", "experts.csv"))
+    title = gaps(axes[1], runs)
+    handles, labels = style.handles(*axes)
     for text, fill in (("experts compressed", "#888888"), ("experts dense", "white")):
-        drawn.append(Line2D([], [], color="#888888", marker="o", markerfacecolor=fill, linestyle=""))
+        handles.append(Line2D([], [], color="#888888", marker="o", markerfacecolor=fill, linestyle=""))
         labels.append(text)
-    texts.title_legend(fig, drawn, labels, said, columnspacing=1.0)
     seeds = runs[runs["status"] == "ok"].groupby("variant")["seed"].nunique()
-    texts.annotate(
-        fig,
-        list(seeds),
-        scale=results.name,
-        extra=("(a): one uncompressed run, means over windows of 20 iterations", texts.untested(runs)),
-    )
-    return fig
+    extra = ("(a): one uncompressed run, means over windows of 20 iterations", texts.untested(runs))
+    return texts.finish(fig, axes, title, texts.count_note(seeds, *extra, scale=results.name), (handles, labels))
 
 
 def entropies(ax: Axes, experts: pd.DataFrame) -> None:
     """One line per expert, in the colour of its layer; matrices that all ranks hold dashed, as their mean."""
     first = experts[experts["seed"] == experts["seed"].min()]
-    mine = first[(first["kind"] == KIND) & first["expert"].notna()]
-    layers = sorted(mine["layer"].unique())
+    rows = first[(first["kind"] == KIND) & first["expert"].notna()]
+    layers = sorted(rows["layer"].unique())
     for colour, layer in zip(style.stage_colours(len(layers)), layers, strict=True):
-        for index, (_, line) in enumerate(mine[mine["layer"] == layer].groupby("expert")):
-            ax.plot(
-                line["window"],
-                line["entropy"],
-                color=colour,
-                linewidth=0.9,
-                label=f"experts of layer {layer}" if index == 0 else None,
-            )
+        for index, (_, line) in enumerate(rows[rows["layer"] == layer].groupby("expert")):
+            label = None if index else f"experts of layer {layer}"
+            ax.plot(line["window"], line["entropy"], color=colour, linewidth=0.9, label=label)
     rest = first[first["expert"].isna()].groupby("window")["entropy"].mean()
-    label = "attention, mean of all layers"
-    ax.plot(rest.index, rest, color="#000000", linestyle="--", linewidth=1.2, label=label)
-    apart = mine.groupby("window")["entropy"].agg(lambda of: of.max() - of.min()).mean()
+    ax.plot(rest, color="#000000", linestyle="--", linewidth=1.2, label="attention, mean of all layers")
+    apart = rows.groupby("window")["entropy"].agg(np.ptp).mean()
     ax.set(title=f"experts are {apart:.1f} nats apart\n(mean range)", xlabel="iteration")
     ax.set_ylabel(f"entropy of the gradient\n({KIND}, histogram, nats)")
 
@@ -76,18 +61,17 @@ def gaps(ax: Axes, runs: pd.DataFrame) -> str:
     for _, pair in fine.groupby(["method", "rank", "factor_dtype"], sort=False, dropna=False):
         look = style.look(pair.iloc[0])
         ends = []
-        for compressed, mine in pair.groupby("compress_experts"):
-            x, y = 100 * mine["bytes_ratio"].mean(), mine["gap_nats"].mean()
+        for compressed, rows in pair.groupby("compress_experts"):
+            x, y = 100 * rows["bytes_ratio"].mean(), rows["gap_nats"].mean()
             ends.append((x, y))
-            label = look.label if compressed else None
             marks = look.marks(filled=bool(compressed)) | {"markersize": 6, "elinewidth": 0.8}
-            ax.errorbar(x, y, yerr=style.half_interval(mine["gap_nats"]), label=label, **marks)
+            half = style.half_interval(rows["gap_nats"])
+            ax.errorbar(x, y, yerr=half, label=look.label if compressed else None, **marks)
         if len(ends) == 2:
             costs.append(ends[1][1] - ends[0][1])  # dense first
             ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.6, linestyle=":", zorder=0)
     ax.axhline(0, color="#444444", linewidth=0.6)
-    ax.set(title="what it costs", xlabel=texts.share_of_bytes())
-    ax.set_ylabel("validation loss above\nuncompressed (nats)")
+    ax.set(title="what it costs", xlabel=texts.share_of_bytes(), ylabel="validation loss above\nuncompressed (nats)")
     ax.set_xlim(0, 100 * fine["bytes_ratio"].max() * 1.1)
     if not costs:
         return "Entropies of experts, and what compressing them costs"

@@ -1,7 +1,5 @@
 """Names of points: beside those of a plot of loss against bytes, where nothing else stands, and above a row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,17 +25,19 @@ PLACES = tuple(
 )
 
 
-def chosen(summary: pd.DataFrame, near: float, most: int) -> pd.DataFrame:
+def select(summary: pd.DataFrame, near: float, most: int) -> pd.DataFrame:
     """At most ``most`` rows less than ``near`` nats off: EDGC, those that none beats in both, the smallest losses."""
-    rows = summary[(summary["method"] != "none") & (summary["gap_nats_mean"] < near)].copy()
-    ordered = rows.sort_values(["bytes_ratio_mean", "gap_nats_mean"])
-    rows["front"] = (ordered["gap_nats_mean"] <= ordered["gap_nats_mean"].cummin()).reindex(rows.index)
-    rows["edgc"] = (rows["method"] == "edgc") & (rows["policy"] == "cqm")
-    kept: list[pd.Series] = []
+    rows = summary[(summary["method"] != "none") & (summary["gap_nats_mean"] < near)]
+    rows = rows.sort_values(["bytes_ratio_mean", "gap_nats_mean"])
+    front = rows["gap_nats_mean"] <= rows["gap_nats_mean"].cummin()
+    rows = rows.assign(front=front, edgc=(rows["method"] == "edgc") & (rows["policy"] == "cqm")).reindex(
+        summary.index.intersection(rows.index)
+    )
+    named: list[pd.Series] = []
     for _, row in rows.sort_values(["edgc", "front", "gap_nats_mean"], ascending=[False, False, True]).iterrows():
-        if len(kept) < most and not any(_alike(row, other) for other in kept):
-            kept.append(row)
-    return pd.DataFrame(kept, columns=rows.columns).sort_values("bytes_ratio_mean")
+        if len(named) < most and not any(_alike(row, other) for other in named):
+            named.append(row)
+    return pd.DataFrame(named, columns=rows.columns).sort_values("bytes_ratio_mean")
 
 
 def _alike(row: pd.Series, other: pd.Series) -> bool:
@@ -45,103 +45,92 @@ def _alike(row: pd.Series, other: pd.Series) -> bool:
     return bool(near_bytes and abs(row["gap_nats_mean"] - other["gap_nats_mean"]) < ALIKE[1])
 
 
-def seen(rows: pd.DataFrame) -> str:
+def finding(rows: pd.DataFrame) -> str:
     """In words: the method of fewest bytes that loses no more than EDGC; without EDGC, no more than the margin."""
-    mine = rows[rows["edgc"].astype(bool)].sort_values("bytes_ratio_mean", ascending=False)
-    if mine.empty:
-        near = rows[rows["gap_nats_mean"] <= loss_margin()].sort_values("bytes_ratio_mean")
+    rows = rows.sort_values("bytes_ratio_mean")
+    percent = 100 * rows["bytes_ratio_mean"]
+    if not rows["edgc"].any():
+        near = rows[rows["gap_nats_mean"] <= loss_margin()]
         if near.empty:
             return "Validation loss against bytes sent"
-        within = f"the fewest bytes within {loss_margin():g} nats of no compression"
-        return f"In the mean {near['label'].iloc[0]} sends {within}: {100 * near['bytes_ratio_mean'].iloc[0]:.0f} %"
-    edgc = mine.iloc[0]
+        fewest = f"the fewest bytes within {loss_margin():g} nats of no compression"
+        return f"In the mean {near['label'].iloc[0]} sends {fewest}: {percent[near.index[0]]:.0f} %"
+    edgc = rows[rows["edgc"].astype(bool)].iloc[-1]
     fewer = rows["bytes_ratio_mean"] < edgc["bytes_ratio_mean"]
     better = rows[~rows["edgc"].astype(bool) & fewer & (rows["gap_nats_mean"] <= edgc["gap_nats_mean"])]
     if better.empty:
         return f"No method named sends fewer bytes than {edgc['label']} at no more loss"
-    row = better.sort_values("bytes_ratio_mean").iloc[0]
-    percents = f"{100 * row['bytes_ratio_mean']:.0f} % of the bytes, not {100 * edgc['bytes_ratio_mean']:.0f} %"
-    return f"{row['label']} loses no more in the mean than {edgc['label']} and sends {percents}"
+    percents = f"{percent[better.index[0]]:.0f} % of the bytes, not {100 * edgc['bytes_ratio_mean']:.0f} %"
+    return f"{better['label'].iloc[0]} loses no more in the mean than {edgc['label']} and sends {percents}"
 
 
 def write(ax: Axes, points: pd.DataFrame, names: Sequence[tuple[pd.Series, str]]) -> None:
     """Put each name where it hides least of the markers and bars of ``points`` and of other names, near its point; a
     thin line leads to one that stands far away."""
     ax.figure.canvas.draw()  # or where things are is not known yet
-    taken = [box for _, row in points.iterrows() for box in boxes(ax, row)]
-    marks = ax.transData.transform(
-        [(100 * row["bytes_ratio_mean"], row["gap_nats_mean"]) for _, row in points.iterrows()]
-    )
+    occupied = [box for _, row in points.iterrows() for box in boxes(ax, row)]
+    marks = ax.transData.transform(np.column_stack([100 * points["bytes_ratio_mean"], points["gap_nats_mean"]]))
     for row, name in names:
-        at = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
-        text = ax.annotate(name, at, (0, 0), textcoords="offset points", va="center", fontsize=style.MIN_FONT)
-        texts.outline(text)
-        found = []
+        point = 100 * row["bytes_ratio_mean"], row["gap_nats_mean"]
+        text = texts.label_point(ax, name, point, (0, 0), fontsize=style.MIN_FONT)
+        options = []
         for place, align in PLACES:
             text.set(position=place, horizontalalignment=align)
             box = text.get_window_extent()
             inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1 and ax.bbox.y0 <= box.y0 and box.y1 <= ax.bbox.y1
-            hidden = sum(weight * shared(box, other) for other, weight in taken)
-            away = FAR * np.hypot(*place) + STRANGE * nearer(box, marks, ax.transData.transform(at))
-            found.append(((not inside, hidden + away), place, align, box))
-        _, place, align, box = min(found, key=lambda one: one[0])
+            hidden = sum(weight * overlap(box, other) for other, weight in occupied)
+            away = FAR * np.hypot(*place) + STRANGE * nearer(box, marks, ax.transData.transform(point))
+            options.append(((not inside, hidden + away), place, align, box))
+        _, place, align, box = min(options, key=lambda option: option[0])
         text.set(position=place, horizontalalignment=align)
-        taken.append((box, 3.0))
+        occupied.append((box, 3.0))
         if abs(place[1]) > NEAR:
             # From beside the point, or the line would lie on the point's own bar.
             side = {"left": 3, "right": -3, "center": 3}[align]
-            end = place[0] + side, place[1] - np.sign(place[1]) * style.MIN_FONT / 2
-            leader(ax, at, end)
+            leader(ax, point, (place[0] + side, place[1] - np.sign(place[1]) * style.MIN_FONT / 2))
 
 
-def leader(ax: Axes, at: tuple[float, float], end: tuple[float, float]) -> None:
-    """A thin line from beside the point ``at`` (in data) to ``end`` (in points from it)."""
+def leader(ax: Axes, point: tuple[float, float], end: tuple[float, float]) -> None:
+    """A thin line from beside a point (in data) to ``end`` (in points from it)."""
     # Not an arrow of an annotation: where matplotlib cuts one off hangs on the last digits, so on the machine.
-    place = ScaledTranslation(*at, ax.transData)  # type: ignore[arg-type]  # as its documentation does
-    from_point = Affine2D().scale(1 / 72) + ax.figure.dpi_scale_trans + place
-    start = BESIDE / np.hypot(*end)
-    (line,) = ax.plot(
-        [start * end[0], end[0]], [start * end[1], end[1]], color="#222222", linewidth=0.6, transform=from_point,
-        clip_on=False, zorder=3, scalex=False, scaley=False,
-    )  # fmt: skip
+    origin = ScaledTranslation(*point, ax.transData)  # type: ignore[arg-type]  # as its documentation does
+    from_point = Affine2D().scale(1 / 72) + ax.figure.dpi_scale_trans + origin
+    x, y = np.outer(end, (BESIDE / np.hypot(*end), 1))
+    look = {"color": "#222222", "linewidth": 0.6, "clip_on": False, "zorder": 3, "scalex": False, "scaley": False}
+    (line,) = ax.plot(x, y, transform=from_point, **look)
     line.set_path_effects([Stroke(linewidth=1.8, foreground="white"), Normal()])
 
 
-def nearer(box: Bbox, marks: np.ndarray, own: np.ndarray) -> int:
-    """How many markers stand nearer to a name than its own does."""
-
-    def off(at: np.ndarray) -> float:
-        return float(np.hypot(max(box.x0 - at[0], 0, at[0] - box.x1), max(box.y0 - at[1], 0, at[1] - box.y1)))
-
-    mine = off(own)
-    return sum(off(mark) < mine - 1 for mark in marks)
+def nearer(box: Bbox, marks: np.ndarray, mark: np.ndarray) -> int:
+    """Number of markers that stand nearer to a name than its own ``mark`` does; (n, 2) and (2,), pixels."""
+    points = np.vstack([mark, marks])
+    gaps = np.maximum(0, np.maximum(box.min - points, points - box.max))
+    distances = np.hypot(*gaps.T)
+    return int((distances[1:] < distances[0] - 1).sum())
 
 
-def shared(one: Bbox, other: Bbox) -> float:
+def overlap(box: Bbox, other: Bbox) -> float:
     """Square pixels that both cover."""
-    both = Bbox.intersection(one, other)
+    both = Bbox.intersection(box, other)
     return float(both.width * both.height) if both is not None else 0.0
 
 
 def boxes(ax: Axes, row: pd.Series) -> list[tuple[Bbox, float]]:
-    """What the marker and the bar of a row take, in pixels, and how bad it is to hide it."""
+    """Boxes of the marker and the bar of a row, in pixels, and how bad it is to hide each."""
     x, y = ax.transData.transform((100 * row["bytes_ratio_mean"], row["gap_nats_mean"]))
     ends = [ax.transData.transform((1, row[f"gap_nats_{end}"]))[1] for end in ("low", "high")]
-    found = [(Bbox([[x - 5, y - 5], [x + 5, y + 5]]), 3.0)]
-    return [*found, (Bbox([[x - 1, ends[0]], [x + 1, ends[1]]]), 1.0)] if np.isfinite(ends).all() else found
+    bar = [(Bbox([[x - 1, ends[0]], [x + 1, ends[1]]]), 1.0)] if np.isfinite(ends).all() else []
+    return [(Bbox([[x - 5, y - 5], [x + 5, y + 5]]), 3.0), *bar]
 
 
-def above(fig: Figure, axes: Sequence[Axes], names: Sequence[str], title: str = "", what: str = "method") -> None:
+def name_rows(fig: Figure, axes: Sequence[Axes], names: Sequence[str], what: str = "method") -> None:
     """Rows of narrow panels side by side, the first on top, each under its name, which runs over all of them: beside
-    the panels the names would take most of a column's width. ``title`` stands above the panels'; ``what``: of a row."""
-    if title:
-        texts.headline(fig, title)
+    the panels the names would take most of a column's width. ``what``: of a row."""
     axes[0].set_yticks([])
     axes[0].set(ylabel=what, ylim=(len(names) - 0.55, -0.8))
     across = blended_transform_factory(fig.transFigure, axes[-1].transData)
     for place, name in enumerate(names):
         text = axes[-1].text(0.08, place - 0.27, name, transform=across, fontsize=style.MIN_FONT, va="bottom")
-        text.set_in_layout(False)
-        texts.outline(text)
+        texts.outline(text).set_in_layout(False)
     for ax in axes:
         ax.grid(axis="y", visible=False)

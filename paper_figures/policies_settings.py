@@ -1,17 +1,14 @@
 """EDGC beside its own ranks in another order, in every setting that has tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.common.written_tables import kept
-from paper_figures import inputs, style, texts
+from paper_figures import hero, inputs, style, texts
 from paper_figures.edgc_course import course
-from paper_figures.hero import SAME, SEEDS
-from paper_figures.policies import differences, seeds
+from paper_figures.policies import differences
 
 STUDIES = {
     "policies": "GPT, one stage",
@@ -52,54 +49,42 @@ RIVALS = ("no compression", "fixed rank", "placebos", "falling")
 def draw(results: Path) -> Figure:
     """A panel a setting: differences from every rival, with the number of seeds."""
     drawn = [study for study in STUDIES if study == "policies" or there(results, study)]
-    found = {study: chosen(inputs.read(results, study, "comparisons.csv")) for study in drawn}
-    rows = [len(one) for one in found.values()]
-    fig, axes = style.figure(len(drawn), 1, height=1.7 + sum(0.42 + 0.2 * n for n in rows), sharex=True,
-                             height_ratios=[max(1, n) for n in rows])  # fmt: skip
-    for ax, (study, mine) in zip(axes, found.items(), strict=True):
-        differences(ax, mine, inputs.read(results, study, "pairs.csv"))
-        seeds(ax, mine)
-        ax.set_title(f"{STUDIES[study]}: ranks {ranks(inputs.read(results, study, 'curves.csv'))}")
-        ax.set_xlabel("")
+    tables = {study: select(inputs.read(results, study, "comparisons.csv")) for study in drawn}
+    counts = [len(rows) for rows in tables.values()]
+    height = 1.7 + sum(0.42 + 0.2 * n for n in counts)
+    fig, axes = style.figure(len(drawn), 1, height=height, sharex=True, height_ratios=[max(1, n) for n in counts])
+    for ax, (study, rows) in zip(axes, tables.items(), strict=True):
+        differences(ax, rows, inputs.read(results, study, "pairs.csv"))
+        curves = inputs.read(results, study, "curves.csv")
+        ax.set(title=f"{STUDIES[study]}: ranks {course(curves[curves['variant'] == 'cqm'])}", xlabel="")
     axes[-1].set_xlabel("validation loss of EDGC\nless that of the rival (nats)")
     style.plain_linear(axes[-1].xaxis)
     texts.letter(axes, from_the_left=True)
-    texts.headline(fig, title(found))
-    missing = [words for study, words in STUDIES.items() if study not in drawn]
-    texts.annotate(
-        fig,
-        [n for mine in found.values() for n in mine["n"]] or 0,
-        bars="bars: 95 % t interval, dots: seeds",
-        scale=results.name,
-        extra=f"No tables yet: {', '.join(missing)}." if missing else "",
-    )
-    return fig
+    missing = ", ".join(words for study, words in STUDIES.items() if study not in drawn)
+    n = [n for rows in tables.values() for n in rows["n"]] or 0
+    absent = f"No tables yet: {missing}." if missing else ""
+    note = texts.count_note(n, absent, bars="bars: 95 % t interval, dots: seeds", scale=results.name)
+    return texts.finish(fig, [], title(tables), note)
 
 
 def there(results: Path, study: str) -> bool:
-    """Whether all tables of a setting are under ``results``."""
+    """True where all tables of a setting are under ``results``."""
     return all(kept(results / table) for table in TABLES if table.startswith(f"{study}/"))
 
 
-def chosen(found: pd.DataFrame) -> pd.DataFrame:
+def select(comparisons: pd.DataFrame) -> pd.DataFrame:
     """EDGC against ``RIVALS`` in their order, fp32 factors first; int8 where there are seeds enough."""
-    mine = found[found["variant"].isin(["cqm", "cqm_int8"]) & found["rival"].isin(RIVALS)]
-    mine = mine[(mine["factor_dtype"] == "fp32") | (mine["n"] >= SEEDS)]
-    order = mine["rival"].map(RIVALS.index) + len(RIVALS) * (mine["factor_dtype"] != "fp32")
-    return mine.assign(order=order).sort_values("order", kind="stable")
+    rows = comparisons[comparisons["variant"].isin(["cqm", "cqm_int8"]) & comparisons["rival"].isin(RIVALS)]
+    rows = rows[(rows["factor_dtype"] == "fp32") | (rows["n"] >= hero.SEEDS)]
+    order = rows["rival"].map(RIVALS.index) + len(RIVALS) * (rows["factor_dtype"] != "fp32")
+    return rows.assign(order=order).sort_values("order", kind="stable")
 
 
-def ranks(curves: pd.DataFrame) -> str:
-    """In words: the ranks that EDGC used, all stages and seeds."""
-    stages = sorted(int(name.removeprefix("rank_")) for name in curves if name.startswith("rank_"))
-    return course(curves[curves["variant"] == "cqm"], stages)
-
-
-def title(found: dict[str, pd.DataFrame]) -> str:
+def title(tables: dict[str, pd.DataFrame]) -> str:
     """In how many of the settings EDGC beats the fixed rank that sends as many bytes."""
-    against = [mine[(mine["rival"] == "fixed rank") & (mine["factor_dtype"] == "fp32")] for mine in found.values()]
-    known = [one.iloc[0] for one in against if one["difference_high"].notna().any()]
+    against = [row for rows in tables.values() if (row := hero.against_fixed_rank(rows)) is not None]
+    known = [row for row in against if pd.notna(row["difference_high"])]
     if not known:
         return "EDGC against other ways to send as many bytes"
     won = sum(row["difference_high"] < 0 for row in known)
-    return f"EDGC beats {SAME} in {won} of {len(known)} settings"
+    return f"EDGC beats {hero.SAME} in {won} of {len(known)} settings"

@@ -1,7 +1,6 @@
 """Predicted against actual error of low-rank approximations over training, and the stiffness of CQM's rank."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,42 +48,35 @@ SIZES = (("#CC79A7", "-"), ("#000000", "--"), ("#888888", "-."))
 
 def draw(results: Path) -> Figure:
     """(a) ratio over training, (b) error of the prediction by rank, (c) CQM's rank against the change of entropy."""
-    table = inputs.read(results, "rank_model")
-    errors = inputs.read(results, "rank_model", "errors.csv")
-    stiffness = inputs.read(results, "rank_model", "stiffness.csv")
-    curves = inputs.read(results, "rank_model", "cqm.csv")
+    table, errors, stiffness, curves = (inputs.read(results, *name.split("/")) for name in TABLES)
     fig, axes = style.figure(3, 1, height=8.2)
     variant = shown(table)
-    mine = table[(table["variant"] == variant) & (table["status"] == "ok")]
-    over_training(axes[0], errors[errors["variant"] == variant])
-    by_rank(axes[1], mine)
+    rows, errors = (
+        table[(table["variant"] == variant) & (table["status"] == "ok")],
+        errors[errors["variant"] == variant],
+    )
+    over_training(axes[0], errors)
+    by_rank(axes[1], rows)
     cqm(axes[2], curves, stiffness)
-    texts.letter(axes)
-    texts.headline(fig, seen(errors[errors["variant"] == variant]))
     # Runs have either the mean over the workers or, older ones, the first worker's own.
-    kinds = {(of, actual) for of, actual in zip(table["of"], table["actual"], strict=True)}
-    drawn_kinds = [look for kind, look in ACTUAL.items() if kind in kinds]
-    lines = [Line2D([], [], color="#444444", linestyle=line) for _, line in drawn_kinds]
-    for ax, (drawn, labels) in zip(
-        axes,
-        (style.handles(axes[0]), (lines, [label for label, _ in drawn_kinds]), style.handles(axes[2])),
-        strict=True,
-    ):
-        ax.legend(drawn, labels, loc="upper center", bbox_to_anchor=(0.45, -0.24), ncols=2, columnspacing=0.8)
-    label = mine["label"].iloc[0] if len(mine) else "no finished run"
-    texts.annotate(
-        fig,
-        [mine["seed"].nunique()],
-        bars="",
-        scale=results.name,
-        extra=f"(a), (b): {label}, matrices of the layers, medians; bands and bars: quartiles, of M with PowerSGD's "
+    kinds = {*zip(table["of"], table["actual"], strict=True)}
+    drawn = [look for kind, look in ACTUAL.items() if kind in kinds]
+    lines = [Line2D([], [], color="#444444", linestyle=line) for _, line in drawn]
+    for ax, entries in zip(axes, (None, (lines, [label for label, _ in drawn]), None), strict=True):
+        texts.legend_below(ax, 0.45, 0.24, entries)
+    label = rows["label"].iloc[0] if len(rows) else "no finished run"
+    note = texts.count_note(
+        rows["seed"].nunique(),
+        f"(a), (b): {label}, matrices of the layers, medians; bands and bars: quartiles, of M with PowerSGD's "
         "error. (a): ranks above the one in use. (b): after warm-up; vertical: the rank in use. (c): no limits, not "
         "rounded.",
+        bars="",
+        scale=results.name,
     )
-    return fig
+    return texts.finish(fig, axes, finding(errors), note)
 
 
-def seen(errors: pd.DataFrame) -> str:
+def finding(errors: pd.DataFrame) -> str:
     """In words: how far both forms of CQM are off at the end of training, against PowerSGD's error."""
     rows = errors[(errors["kind"] == LAYERS) & (errors["ranks"] == "above") & (errors["actual"] == "powersgd")]
     last = rows[rows["window"] == rows["window"].max()].groupby("predictor")["ratio_median"].median()
@@ -100,34 +92,37 @@ def shown(table: pd.DataFrame) -> str:
     return str(ordered[(len(ordered) - 1) // 2]) if len(ordered) else ""
 
 
+def predictions(rows: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, bool, dict[str, Any], str]]:
+    """Rows of every predictor and kind of error, whether that error is PowerSGD's, their look, and their marker."""
+    for name, (_, colour, marker) in PREDICTORS.items():
+        for (matrix, actual), (_, line) in ACTUAL.items():
+            part = rows[(rows["predictor"] == name) & (rows["of"] == matrix) & (rows["actual"] == actual)]
+            yield part, actual == "powersgd", {"color": colour, "linestyle": line}, marker
+
+
 def over_training(ax: Axes, errors: pd.DataFrame) -> None:
     """Predicted / actual over iterations, above the rank in use."""
     rows = errors[(errors["kind"] == LAYERS) & (errors["ranks"] == "above")]
-    for name, (label, colour, marker) in PREDICTORS.items():
-        for (of, actual), (_, line) in ACTUAL.items():
-            part = rows[(rows["predictor"] == name) & (rows["of"] == of) & (rows["actual"] == actual)]
-            ax.plot(part["window"], part["ratio_median"], color=colour, linestyle=line)
-            if actual == "powersgd":
-                quartiles = part["ratio_q1"], part["ratio_q3"]
-                ax.fill_between(part["window"], *quartiles, color=colour, alpha=0.18, linewidth=0)
+    for part, powersgd, look, _ in predictions(rows):
+        ax.plot(part["window"], part["ratio_median"], **look)
+        if powersgd:
+            band = {"color": look["color"], "alpha": 0.18, "linewidth": 0}
+            ax.fill_between(part["window"], part["ratio_q1"], part["ratio_q3"], **band)
+    for label, colour, marker in PREDICTORS.values():
         ax.plot([], [], color=colour, marker=marker, markersize=3, label=label)
     ax.axhline(1, color="#444444", linewidth=0.6)
-    ax.set_yscale("log")
-    style.plain(ax.yaxis)
+    style.log_y(ax)
     ax.set(xlabel="iteration", ylabel="predicted / actual error", title="over training")
 
 
 def by_rank(ax: Axes, table: pd.DataFrame) -> None:
     """Size of the logarithm of predicted / actual; medians over seeds."""
     rows = table[(table["matrices"] == LAYERS) & (table["ranks"] == "one")]
-    for name, (_, colour, marker) in PREDICTORS.items():
-        for (of, actual), (_, line) in ACTUAL.items():
-            part = rows[(rows["predictor"] == name) & (rows["of"] == of) & (rows["actual"] == actual)]
-            found = part.groupby("rank")[["abs_log_median", "abs_log_q1", "abs_log_q3"]].median()
-            middle, low, high = (found[name] for name in found)
-            bars = [middle - low, high - middle] if actual == "powersgd" else None
-            look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker, "markersize": 3}
-            ax.errorbar(found.index, middle, yerr=bars, **look)
+    for part, powersgd, look, marker in predictions(rows):
+        sizes = part.groupby("rank")[["abs_log_median", "abs_log_q1", "abs_log_q3"]].median()
+        middle, low, high = (sizes[name] for name in sizes)
+        bars = [middle - low, high - middle] if powersgd else None
+        ax.errorbar(sizes.index, middle, yerr=bars, marker=marker, markersize=3, **look)
     in_use = table["rank_in_use"].median()
     if pd.notna(in_use):
         ax.axvline(in_use, color="#444444", linewidth=0.6)
@@ -143,9 +138,8 @@ def cqm(ax: Axes, curves: pd.DataFrame, stiffness: pd.DataFrame) -> None:
     if pd.notna(noise):
         label = "noise of window mean (±1 sd)"
         ax.axvspan(-noise, noise, color="#F0E442", alpha=0.5, linewidth=0, label=label)
-    for ((rows, columns, start), part), (colour, line) in zip(
-        curves.groupby(["rows", "columns", "rank_start"], sort=False), SIZES, strict=False
-    ):
+    sizes = curves.groupby(["rows", "columns", "rank_start"], sort=False)
+    for ((rows, columns, start), part), (colour, line) in zip(sizes, SIZES, strict=False):
         label = f"{rows} × {columns}, from r = {start:g}"
         ax.plot(part["change_nats"], part["rank"] / start, color=colour, linestyle=line, label=label)
     ax.axhline(0.25, color="#444444", linewidth=0.6, linestyle="--", label="r_min = r_max/4")

@@ -1,7 +1,5 @@
 """Fixed ranks: time of the parts of the reduction, compression error, and validation loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -23,50 +21,45 @@ machine and network that measured them. (b): relative error in the second half o
 plus error feedback: what the mean over the workers lacks, ‖M̄ − M̂‖/‖M̄‖ (estimated from sketches; not
 known of runs from before it was measured), and, lighter, what a worker keeps back of its own M, ‖E‖/‖M‖, in
 which the differences between workers count. (c): validation perplexity at the end."""
+LOOK, DENSE = style.FAMILIES["powersgd"], style.FAMILIES["none"]
 PARTS = (
-    ("compress", "compress", "#E69F00", "s", "--"),
-    ("communicate", "communicate", "#56B4E9", "^", "-."),
-    ("decompress", "decompress", "#009E73", "v", ":"),
-    ("total", "total", style.FAMILIES["powersgd"].colour, "o", ""),
+    ("compress", "#E69F00", "s", "--"),
+    ("communicate", "#56B4E9", "^", "-."),
+    ("decompress", "#009E73", "v", ":"),
+    ("total", LOOK.colour, "o", ""),
 )
 
 
 def draw(results: Path) -> Figure:
     """Seconds, relative error and validation loss against the rank."""
-    table = inputs.read(results, "rank_sweep")
-    timings = inputs.read(results, "rank_sweep", "timings.csv")
-    fit = inputs.read(results, "rank_sweep", "fit.csv")
+    table, timings, fit = (inputs.read(results, *name.split("/")) for name in TABLES)
     fig, axes = style.figure(3, 1, height=7.2)
     seconds(axes[0], timings, fit)
     errors(axes[1], table)
     loss(axes[2], table)
+    ranks = sorted(table["rank"].dropna().unique())
     for ax in axes:
-        ranks = sorted(table["rank"].dropna().unique())
         ax.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
         ax.set_xlabel("rank r")
-    texts.letter(axes)
-    texts.headline(fig, seen(table))
-    counts = list(table[table["status"] == "ok"].groupby("variant").size())
+        texts.legend_below(ax, 0.5, 0.34)
     known = {"windows (mean)": "mean_error_median", "steps (worker)": "worker_error_median"}
-    over = [words for words, column in known.items() if table[column].notna().any()]
-    other = table[table["status"] != "ok"]
-    missing = ", ".join(f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in other.iterrows())
-    texts.annotate(
-        fig,
-        counts,
+    over = " and ".join(words for words, column in known.items() if table[column].notna().any())
+    missing = ", ".join(texts.failures(table))
+    note = texts.count_note(
+        table[table["status"] == "ok"].groupby("variant").size(),
+        "(a) slowest stage, quickest seed, median over steps, bars: quartiles; line: fit T(r) = a·r + c.",
+        f"(b) of the second half, medians over {over}, bars: quartiles."
+        + (f" Without result: {missing}." if missing else ""),
         bars=f"(c) {texts.INTERVAL}",
         scale=results.name,
-        extra="(a) slowest stage, quickest seed, median over steps, bars: quartiles; line: fit T(r) = a·r + c.\n"
-        f"(b) of the second half, medians over {' and '.join(over)}, bars: quartiles."
-        + (f" Without result: {missing}." if missing else ""),
     )
-    return fig
+    return texts.finish(fig, axes, finding(table), note)
 
 
-def seen(table: pd.DataFrame) -> str:
+def finding(table: pd.DataFrame) -> str:
     """In words: the perplexity at the lowest and at the highest rank, and without compression."""
     fine = table[table["status"] == "ok"]
-    means = fine[fine["rank"].notna()].groupby("rank")["validation_perplexity"].mean()
+    means = fine.groupby("rank")["validation_perplexity"].mean()
     if means.empty:
         return "What a fixed rank costs"
     dense = fine.loc[fine["rank"].isna(), "validation_perplexity"]
@@ -75,48 +68,35 @@ def seen(table: pd.DataFrame) -> str:
     return f"Perplexity {means.iloc[0]:.0f} at rank {low:g}, {means.iloc[-1]:.0f} at rank {high:g}{plain}"
 
 
-def slowest(timings: pd.DataFrame) -> int:
-    """The stage with the largest median total over all ranks."""
-    total = timings[(timings["kind"] == "total") & timings["rank"].notna()]
-    return int(total.groupby("stage")["seconds_median"].median().idxmax())
-
-
 def seconds(ax: Axes, timings: pd.DataFrame, fit: pd.DataFrame) -> None:
+    """Parts of the time of the stage with the largest median total over all ranks, and the fit of that total."""
     fine = quickest(timings[timings["status"] == "ok"])
-    stage = slowest(fine)
+    totals = fine[(fine["kind"] == "total") & fine["rank"].notna()]
+    stage = int(totals.groupby("stage")["seconds_median"].median().idxmax())
     fine = fine[fine["stage"] == stage]
-    for kind, label, colour, marker, line in PARTS:
-        rows = fine[(fine["kind"] == kind) & fine["rank"].notna()].groupby("rank")
-        median = 1e3 * rows["seconds_median"].median()
-        low, high = 1e3 * rows["seconds_q1"].min(), 1e3 * rows["seconds_q3"].max()
+    for kind, colour, marker, line in PARTS:
+        rows = 1e3 * fine[fine["kind"] == kind].set_index("rank")[["seconds_median", "seconds_q1", "seconds_q3"]]
+        rows = rows.groupby("rank").agg({"seconds_median": "median", "seconds_q1": "min", "seconds_q3": "max"})
+        median, low, high = (rows[name] for name in rows)
         error = np.maximum(0, [median - low, high - median])
-        ax.errorbar(median.index, median, yerr=error, color=colour, marker=marker, linestyle=line, label=label)
+        ax.errorbar(median.index, median, yerr=error, color=colour, marker=marker, linestyle=line, label=kind)
     total = fit[(fit["stage"] == stage) & (fit["kind"] == "total")].iloc[0]
-    ranks = np.array([fine["rank"].min(), fine["rank"].max()])
-    if np.isfinite(total["seconds_per_rank"]):
-        fitted = 1e3 * (total["seconds_per_rank"] * ranks + total["seconds_fixed"])
+    ranks, slope = np.array([fine["rank"].min(), fine["rank"].max()]), total["seconds_per_rank"]
+    if np.isfinite(slope):
+        fitted = 1e3 * (slope * ranks + total["seconds_fixed"])
         label = f"fit (largest residual {100 * total['residual_largest_share']:.0f} %)"
-        ax.plot(ranks, fitted, color=style.FAMILIES["powersgd"].colour, linewidth=0.9, label=label)
+        ax.plot(ranks, fitted, color=LOOK.colour, linewidth=0.9, label=label)
     if np.isfinite(total["seconds_uncompressed"]):
         level = 1e3 * total["seconds_uncompressed"]
-        look = style.FAMILIES["none"]
-        ax.axhline(level, color=look.colour, linewidth=1.0, linestyle="--", label="uncompressed")
-    ax.set_ylabel("time per step (ms)")
+        ax.axhline(level, color=DENSE.colour, linewidth=1.0, linestyle="--", label="uncompressed")
     ax.set_ylim(bottom=0)
-    ax.set_title(f"time of a step's reduction, {seen_in(total)}")
-    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.34), ncols=2, columnspacing=0.8)
-
-
-def seen_in(total: pd.Series) -> str:
-    """In words: what a rank adds, by the fit."""
-    slope = total["seconds_per_rank"]
-    return f"{1e3 * slope:.2g} ms a rank" if np.isfinite(slope) else "no fit"
+    words = f"{1e3 * slope:.2g} ms a rank" if np.isfinite(slope) else "no fit"
+    ax.set(ylabel="time per step (ms)", title=f"time of a step's reduction, {words}")
 
 
 def errors(ax: Axes, table: pd.DataFrame) -> None:
-    """What the mean lacks, and lighter what a worker keeps of its own M, relative to either."""
-    look = style.FAMILIES["powersgd"]
-    rows = table[(table["status"] == "ok") & table["rank"].notna()].groupby("rank")
+    """Error of the mean over the workers and, lighter, of a worker's own M, relative to either."""
+    rows = table[table["status"] == "ok"].groupby("rank")
     for kind, label, line, opacity in (
         ("mean_error", "mean, ‖M̄ − M̂‖ / ‖M̄‖", "-", 1.0),
         ("worker_error", "worker, ‖E‖ / ‖M‖", "--", 0.5),
@@ -126,29 +106,27 @@ def errors(ax: Axes, table: pd.DataFrame) -> None:
             continue  # of runs from before it was measured
         low, high = rows[f"{kind}_q1"].min()[middle.index], rows[f"{kind}_q3"].max()[middle.index]
         bars = np.maximum(0, [middle - low, high - middle])
-        ax.errorbar(middle.index, middle, yerr=bars, alpha=opacity, label=label, **look.marks(line))
+        ax.errorbar(middle.index, middle, yerr=bars, alpha=opacity, label=label, **LOOK.marks(line))
     ax.set(ylabel="relative error (no unit)", title="compression error")
     medians = rows[["mean_error_median", "worker_error_median"]].median()
     lacking = medians["mean_error_median"].dropna()
     if len(lacking):
         ax.set_title(f"the mean lacks {lacking.iloc[0]:.2f} to {lacking.iloc[-1]:.2f} of its norm")
-    shown = medians.stack().dropna()
-    if len(shown):
-        room = 0.5 * max(0.02, 1 - shown.min())  # as far below the smallest as half its distance from 1
-        ax.set_ylim(max(0.0, min(shown.min() - room, ax.get_ylim()[0])), max(1 + room / 4, ax.get_ylim()[1]))
-    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.34), ncols=2, columnspacing=0.8)
+    known = medians.stack().dropna()
+    if len(known):
+        room = 0.5 * max(0.02, 1 - known.min())  # as far below the smallest as half its distance from 1
+        ax.set_ylim(max(0.0, min(known.min() - room, ax.get_ylim()[0])), max(1 + room / 4, ax.get_ylim()[1]))
 
 
 def loss(ax: Axes, table: pd.DataFrame) -> None:
-    look, base = style.FAMILIES["powersgd"], style.FAMILIES["none"]
+    """Validation perplexity, mean over seeds with its 95 % t interval."""
     fine = table[table["status"] == "ok"]
-    rows = fine[fine["rank"].notna()].groupby("rank")["validation_perplexity"]
+    rows = fine.groupby("rank")["validation_perplexity"]
     mean = rows.mean()
-    ax.errorbar(mean.index, mean, yerr=rows.apply(style.half_interval), label=look.label, **look.marks("-"))
+    ax.errorbar(mean.index, mean, yerr=rows.apply(style.half_interval), label=LOOK.label, **LOOK.marks("-"))
     dense = fine.loc[fine["rank"].isna(), "validation_perplexity"]
-    if len(dense):
-        ax.axhline(dense.mean(), color=base.colour, linewidth=1.0, linestyle="--", label="uncompressed")
     ax.set(ylabel="validation perplexity", title="quality")
+    if len(dense):
+        ax.axhline(dense.mean(), color=DENSE.colour, linewidth=1.0, linestyle="--", label="uncompressed")
     if len(dense) and len(mean):
         ax.set_title(f"nearest to dense: r = {(mean - dense.mean()).abs().idxmin():g}")
-    ax.legend(*style.handles(ax), loc="upper center", bbox_to_anchor=(0.5, -0.34), ncols=2, columnspacing=0.8)

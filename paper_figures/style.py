@@ -1,10 +1,10 @@
-"""One look for every figure: sizes, colours, markers, axes, and how long an error bar is."""
+"""One look for every figure: colours and markers of methods, sizes, axes, and how long an error bar is."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib
 
@@ -18,61 +18,176 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from paper_figures.families import ARCHITECTURES, ESTIMATORS, FAMILIES, MARKERS, Family, family, look, stage_colours
+from edgc.compressors.powersgd import FACTOR_BITS
+from edgc.config import methods
+from edgc.control.settings import PolicyConfig
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["ARCHITECTURES", "ESTIMATORS", "FAMILIES", "MARKERS", "Family", "family", "look", "stage_colours"]
 
 COLUMN = 3.35  # inches, one column of a two-column page: every figure is as wide
 TALLEST = 2.9 * COLUMN  # inches; a higher one does not fit a page beside its caption
 MARGIN = 0.6  # inches that the title and the note of stacked parts take
 FONT = 7.5  # points at print size; nothing is set below MIN_FONT
 MIN_FONT = 7.0
+THEME = {
+    "font.size": FONT,
+    "axes.labelsize": FONT,
+    "axes.titlesize": FONT,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.labelsize": MIN_FONT,
+    "ytick.labelsize": MIN_FONT,
+    "legend.fontsize": MIN_FONT,
+    "legend.title_fontsize": MIN_FONT,
+    "legend.framealpha": 0.85,
+    "legend.edgecolor": "none",
+    "legend.borderpad": 0.2,
+    "legend.handlelength": 1.8,
+    "legend.labelspacing": 0.25,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4,
+    "axes.linewidth": 0.6,
+    "grid.linewidth": 0.4,
+    "grid.color": "#dddddd",
+    "xtick.bottom": True,
+    "ytick.left": True,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "axes.formatter.useoffset": False,
+    "errorbar.capsize": 2,
+    "savefig.dpi": 200,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "edgc",  # or names inside the file differ from one drawing to the next
+    "figure.constrained_layout.use": True,
+}
+
+Line = str | tuple[int, tuple[float, ...]]
+
+
+class Family(NamedTuple):
+    """Look of one family of methods in every figure."""
+
+    key: str
+    label: str
+    colour: str
+    marker: str
+    line: Line = "-"
+
+    @property
+    def filled(self) -> bool:
+        """True where its markers are filled: those of four bits and of one-sided factors are open."""
+        return not self.key.endswith("_int4") and self.key != "one_sided"
+
+    def marks(self, line: Line = "", *, filled: bool | None = None) -> dict[str, Any]:
+        """matplotlib's keywords for points of this look, joined by ``line`` (none by default).
+
+        ``filled``: as the look says by default; given where the fill stands for something else.
+        """
+        face = {} if (self.filled if filled is None else filled) else {"markerfacecolor": "white"}
+        return {"color": self.colour, "marker": self.marker, "linestyle": line} | face
+
+
+# Methods, and policies that have a look of their own, as their files say.
+_REGISTERED = [
+    Family(kind.method if kind.look is PolicyConfig.look else getattr(kind, "policy", kind.method), *kind.look)
+    for kind in methods()
+]
+# Okabe-Ito colours first; the marker differs too, so that grey print and every colour vision can tell them apart.
+FAMILIES: dict[str, Family] = {
+    f.key: f
+    for f in (
+        *{look.key: look for look in reversed(_REGISTERED)}.values(),
+        Family("quantize_int8", "int8 of every entry", "#6B6B00", r"$\otimes$", (0, (4, 1, 1, 1))),
+        Family("quantize_int4", "int4 of every entry", "#C8B400", r"$\oplus$", (0, (2, 1))),
+        Family("quantize_int2", "int2 of every entry", "#E8E080", r"$\odot$", (0, (1, 1))),
+        Family("selective", "Selective (Optimus-CC)", "#CC79A7", "p", (0, (5, 1, 1, 1, 1, 1))),
+        Family("factors_bf16", "PowerSGD, bf16 factors", "#7FB2D9", "8", (0, (6, 2))),
+        Family("factors_int8", "PowerSGD, int8 factors", "#0A3A75", "H", (0, (3, 1))),
+        Family("factors_int7", "PowerSGD, int7 factors", "#006070", "$7$", (0, (3, 1, 1, 1))),
+        Family("factors_int6", "PowerSGD, int6 factors", "#007A80", "$6$", (0, (2, 2))),
+        Family("factors_int5", "PowerSGD, int5 factors", "#009590", "$5$", (0, (1, 2))),
+        Family("factors_int4", "PowerSGD, int4 factors", "#00B0A0", "*", (0, (5, 1))),
+        Family("one_sided", "PowerSGD, int4, one-sided", "#5C6B00", "1", (0, (8, 2))),
+        Family("edgc_bf16", "EDGC, bf16 factors", "#F0A070", "4", (0, (6, 1))),
+        Family("edgc_int8", "EDGC, int8 factors", "#AA3377", "d", (0, (7, 1, 2, 1))),
+        Family("edgc_int7", "EDGC, int7 factors", "#BB4077", r"$\bar{7}$", (0, (4, 2, 1, 2))),
+        Family("edgc_int6", "EDGC, int6 factors", "#CC4D77", r"$\bar{6}$", (0, (4, 3))),
+        Family("edgc_int5", "EDGC, int5 factors", "#DD5A77", r"$\bar{5}$", (0, (2, 3))),
+        Family("edgc_int4", "EDGC, int4 factors", "#EE6677", r"$\diamond$", (0, (9, 1))),
+        Family("given", "ranks given, after a warm-up", "#4B0F6B", r"$\clubsuit$"),
+        Family("other", "other", "#888888", ".", ":"),
+    )
+}
+_WORDS = (
+    ("spectral", ("spectral",)),
+    ("released", ("released",)),
+    ("selective", ("selective", "optimus")),
+    ("edgc", ("edgc", "cqm")),
+    ("powersgd", ("powersgd", "fixed", "rank")),
+    ("topk", ("topk", "top_k", "top-k")),
+    ("randomk", ("randomk", "random_k", "random-k", "randk")),
+    ("quantize", ("quant", "int8", "int4", "int2")),
+    ("sign", ("sign",)),
+    ("bf16", ("bf16", "fp16")),
+    ("none", ("none", "uncompressed", "megatron", "dense")),
+    *((kind.method, (kind.method,)) for kind in methods()),
+)
+
+ESTIMATORS = {
+    "histogram": Family("histogram", "histogram", "#0072B2", "o"),
+    "gaussian": Family("gaussian", "Gaussian", "#D55E00", "s", "--"),
+    "vasicek": Family("vasicek", "Vasicek", "#009E73", "^", "-."),
+    "released": Family("released", "released code (discrete)", "#CC79A7", "v", ":"),
+}
+ARCHITECTURES = {
+    "gpt": Family("gpt", "GPT", "#0072B2", "o"),
+    "bert": Family("bert", "BERT", "#D55E00", "s", "--"),
+}
+MARKERS = "osD^vP<>Xph*"
+
+
+def family(name: str) -> Family:
+    """The family of a method, variant name or label ("powersgd_r8", "EDGC (cqm)"); never fails."""
+    known = (key for key, words in _WORDS if any(word in name.lower() for word in words))
+    return FAMILIES[next(known, "other")]
+
+
+def by_name(name: str) -> Family:
+    """As :func:`family`, of names that tell the type of the factors: ``factors_int8_r64``, ``powersgd_r32_int4``,
+    ``edgc_cqm_int8``."""
+    for dtype in FACTOR_BITS.keys() - {"fp32"}:
+        if name.startswith(f"factors_{dtype}") or (name.startswith("powersgd") and name.endswith(f"_{dtype}")):
+            return FAMILIES[f"factors_{dtype}"]
+        if name.startswith("edgc") and name.endswith(f"_{dtype}"):
+            return FAMILIES[f"edgc_{dtype}"]
+    return FAMILIES.get(f"quantize_{name}") or family(name)
+
+
+def look(run: pd.Series) -> Family:
+    """The family of a row of a methods table, by its settings; the type of the factors tells some apart."""
+    keys = ["selective"] if str(run.get("label", "")).startswith("selective") else []
+    if run["method"] == "powersgd":
+        keys = ["one_sided"] if run["one_sided"] in (True, "True") else [f"factors_{run['factor_dtype']}", *keys]
+    elif run["method"] == "edgc":
+        given = run["policy"] in ("fixed", "schedule")
+        keys = ["given"] if given else [str(run["policy"]), f"edgc_{run['factor_dtype']}", *keys]
+    elif run["method"] == "quantize":
+        keys = [f"quantize_int{run.get('bits', 0):g}", *keys]
+    policy = run["policy"] if run["method"] == "edgc" else ""
+    return next((FAMILIES[key] for key in keys if key in FAMILIES), family(f"{run['method']} {policy}"))
+
+
+def stage_colours(count: int) -> list[tuple[float, float, float]]:
+    """One colour per pipeline stage, ordered from dark (first) to light (last)."""
+    return list(sns.color_palette("viridis", n_colors=count + 1)[:count])
 
 
 def use() -> None:
     """Set the theme: call it before the first axes is made."""
-    sns.set_theme(context="paper", style="whitegrid", font="DejaVu Sans")
-    plt.rcParams.update(
-        {
-            "font.size": FONT,
-            "axes.labelsize": FONT,
-            "axes.titlesize": FONT,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "xtick.labelsize": MIN_FONT,
-            "ytick.labelsize": MIN_FONT,
-            "legend.fontsize": MIN_FONT,
-            "legend.title_fontsize": MIN_FONT,
-            "legend.frameon": True,
-            "legend.framealpha": 0.85,
-            "legend.edgecolor": "none",
-            "legend.borderpad": 0.2,
-            "legend.handlelength": 1.8,
-            "legend.labelspacing": 0.25,
-            "lines.linewidth": 1.2,
-            "lines.markersize": 4,
-            "axes.linewidth": 0.6,
-            "grid.linewidth": 0.4,
-            "grid.color": "#dddddd",
-            "xtick.bottom": True,
-            "ytick.left": True,
-            "xtick.major.size": 2.5,
-            "ytick.major.size": 2.5,
-            "xtick.major.width": 0.6,
-            "ytick.major.width": 0.6,
-            "axes.formatter.useoffset": False,
-            "errorbar.capsize": 2,
-            "figure.dpi": 100,
-            "savefig.dpi": 200,
-            "pdf.fonttype": 42,
-            "ps.fonttype": 42,
-            "svg.hashsalt": "edgc",  # or names inside the file differ from one drawing to the next
-            "figure.constrained_layout.use": True,
-        }
-    )
+    sns.set_theme(context="paper", style="whitegrid", font="DejaVu Sans", rc=THEME)
 
 
 def figure(
@@ -89,8 +204,7 @@ def stacked(heights: Sequence[float]) -> tuple[Figure, list[SubFigure]]:
     """A themed figure and its parts, one above the other, each with panels and a legend of its own. Inches."""
     use()
     fig = plt.figure(figsize=(COLUMN, sum(heights) + MARGIN))
-    parts = fig.subfigures(len(heights), 1, height_ratios=list(heights), squeeze=False)
-    return fig, list(parts.flat)
+    return fig, list(fig.subfigures(len(heights), 1, height_ratios=list(heights), squeeze=False).flat)
 
 
 def half_interval(values: pd.Series) -> float:
@@ -103,21 +217,32 @@ def half_interval(values: pd.Series) -> float:
 
 def handles(*axes: Axes) -> tuple[list[Any], list[str]]:
     """Legend entries of one or several panels, each label once, drawn without error bars."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle[0] if isinstance(handle, ErrorbarContainer) else handle)
-    return list(found.values()), list(found)
+            entries.setdefault(label, handle[0] if isinstance(handle, ErrorbarContainer) else handle)
+    return list(entries.values()), list(entries)
 
 
 def plain(axis: Axis, ticks: Sequence[float] | None = None) -> None:
     """Write the ticks of a log axis as plain numbers; ``ticks`` fixes where they are."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if ticks is None:
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    else:
-        axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if ticks is None else FixedLocator(list(ticks)))
     axis.set_minor_locator(NullLocator())
+
+
+def log_x(ax: Axes, ticks: Sequence[float], room: float | None = None) -> None:
+    """A log axis of x with plain numbers; ``room``: factor by which it goes on beyond the first and the last tick."""
+    ax.set_xscale("log")
+    plain(ax.xaxis, ticks)
+    if room and len(ticks):
+        ax.set_xlim(ticks[0] / room, ticks[-1] * room)
+
+
+def log_y(ax: Axes) -> None:
+    """A log axis of y with plain numbers."""
+    ax.set_yscale("log")
+    plain(ax.yaxis)
 
 
 def plain_linear(axis: Axis, most: int = 5) -> None:

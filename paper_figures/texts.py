@@ -1,4 +1,4 @@
-"""What is written over, in and under the panels of a figure: letters, titles, notes."""
+"""Text over, in and under the panels of a figure: letters, titles, notes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,34 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.text import Text
 from matplotlib.transforms import blended_transform_factory
 
+from paper_figures import style
 from paper_figures.style import FONT, MIN_FONT
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Entries = tuple[list[Any], list[str]]  # of a legend: what is drawn, labels
 BOLD: dict[str, Any] = {"weight": "bold", "size": FONT}
 LEFT = 0.01  # of the width of a figure, from which texts begin that are wider than their panels
 TITLE = 46  # characters of a title in bold that fit a column
 INTERVAL = "bars: 95 % t interval of the mean"
+
+
+def finish(
+    fig: Figure, axes: Sequence[Axes], title: str, note: str, legend: Entries | None = None, **options: Any
+) -> Figure:
+    """Finish a figure: letters before the titles of ``axes``, ``title`` above all panels, ``note`` below them.
+
+    Args:
+        legend: entries of a legend under the title, which takes the options.
+    """
+    letter(axes)
+    if legend is None:
+        headline(fig, title)
+    else:
+        title_legend(fig, *legend, title, **options)
+    write_note(fig, note)
+    return fig
 
 
 def letter(axes: Sequence[Axes], *, from_the_left: bool = False) -> None:
@@ -33,22 +52,21 @@ def letter(axes: Sequence[Axes], *, from_the_left: bool = False) -> None:
         ax.set_title(f"({chr(ord('a') + index)}) {ax.get_title(loc='left')}".rstrip())
         if from_the_left:
             title: Text = ax._left_title  # type: ignore[attr-defined]  # there is no public one
-            across: Any = ax.figure.transFigure
             down: Any = ax.transAxes + ax.titleOffsetTrans  # type: ignore[attr-defined]
-            title.set_transform(blended_transform_factory(across, down))
+            title.set_transform(blended_transform_factory(ax.figure.transFigure, down))  # type: ignore[arg-type]
             title.set_x(LEFT)
 
 
-def title_legend(fig: Figure, drawn: Iterable[Any], labels: Iterable[str], title: str, **options: Any) -> None:
+def title_legend(fig: Figure, handles: Iterable[Any], labels: Iterable[str], title: str, **options: Any) -> None:
     """The legend above all panels, in two columns where nothing else is said, under a title that says what is seen."""
-    fig.legend(
-        list(drawn),
-        list(labels),
-        title=in_lines(title),
-        title_fontproperties=BOLD,
-        loc="outside upper center",
-        **({"ncols": 2} | options),
-    )
+    options = {"ncols": 2, "columnspacing": 1.0, "loc": "outside upper center"} | options
+    fig.legend(list(handles), list(labels), title=in_lines(title), title_fontproperties=BOLD, **options)
+
+
+def legend_below(ax: Axes, center: float, depth: float, entries: Entries | None = None) -> None:
+    """A legend of two columns below a panel; ``center`` and ``depth``: of its upper edge, as shares of the panel."""
+    entries = entries or style.handles(ax)
+    ax.legend(*entries, loc="upper center", bbox_to_anchor=(center, -depth), ncols=2, columnspacing=0.8)
 
 
 def in_lines(title: str) -> str:
@@ -61,59 +79,62 @@ def headline(fig: Figure, title: str) -> None:
     fig.suptitle(in_lines(title), fontproperties=BOLD, x=LEFT, ha="left")
 
 
-def note(fig: Figure, text: str) -> None:
+def write_note(fig: Figure, text: str) -> None:
     """Write one or more lines under the figure (n, spread, scale), and keep the axes clear of them."""
     width = int(fig.get_figwidth() * 72 / (0.55 * MIN_FONT))  # characters of a line, none of which may be cut off
     text = "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
-    lines = text.count("\n") + 1
-    height = (lines * MIN_FONT * 1.25 + 3) / 72 / fig.get_figheight()
-    engine = fig.get_layout_engine()
-    if engine is not None:
+    height = ((text.count("\n") + 1) * MIN_FONT * 1.25 + 3) / 72 / fig.get_figheight()
+    if engine := fig.get_layout_engine():
         engine.set(rect=(0, height, 1, 1 - height))  # type: ignore[call-arg]
     fig.text(LEFT, 2 / 72 / fig.get_figheight(), text, fontsize=MIN_FONT, color="#444444", va="bottom", ha="left")
 
 
-def spread(n: int | Sequence[int], what: str = "seeds", bars: str = INTERVAL, *, scale: str = "") -> str:
-    """The standard sentence for a note: how many repeats a point stands for and what the bars or bands show."""
-    counts = sorted({int(k) for k in n}) if not isinstance(n, int) else [n]
+def count_note(
+    n: int | Iterable[int],
+    *extra: str,
+    what: str = "seeds",
+    bars: str = INTERVAL,
+    scale: str = "",
+) -> str:
+    """The text of a note: how many repeats a point stands for, what the bars or bands show, then ``extra``, a line each
+    that is not empty."""
+    counts = [n] if isinstance(n, int) else sorted({int(k) for k in n})
     text = "–".join(str(k) for k in (counts if len(counts) < 3 else (counts[0], counts[-1])))
     line = f"n = {text} {what}" if counts != [1] else f"n = 1 {what.rstrip('s')}, no spread"
     if counts != [1] and bars:
         line += f"; {bars}" + (", none where n = 1" if counts[0] == 1 and "t interval" in bars else "")
-    return line + (f"; scale {scale}" if scale else "")
+    return "\n".join(filter(None, (line + (f"; scale {scale}" if scale else ""), *extra)))
 
 
-def annotate(
-    fig: Figure,
-    n: int | Sequence[int],
-    *,
-    what: str = "seeds",
-    bars: str = INTERVAL,
-    scale: str = "",
-    extra: str | Iterable[str] = "",
-) -> None:
-    """State n and spread under the figure, and below it ``extra``, a line for each part that is not empty."""
-    parts = [extra] if isinstance(extra, str) else extra
-    note(fig, "\n".join(part for part in (spread(n, what, bars, scale=scale), *parts) if part))
-
-
-def share_of_bytes(more: str = "") -> str:
+def share_of_bytes() -> str:
     """The label of an axis with bytes sent, in percent of an fp32 all-reduce; it says what they are of a bf16 one."""
-    return f"gradient bytes sent{more}\n(% of an fp32 all-reduce; of bf16: twice that)"
+    return "gradient bytes sent\n(% of an fp32 all-reduce; of bf16: twice that)"
 
 
-def untested(runs: pd.DataFrame, width: int = 120) -> str:
+def untested(runs: pd.DataFrame) -> str:
     """The EDGC policies of a table of runs that did not act, in words for a note; empty where all did."""
     from experiments.common.acting import idle
 
     names = idle(runs)
-    text = f"Not tested, for the policy did not act: {', '.join(names)}."
-    return textwrap.fill(text, width) if names else ""
+    return textwrap.fill(f"Not tested, for the policy did not act: {', '.join(names)}.", 120) if names else ""
 
 
-def outline(text: Text) -> None:
+def failures(runs: pd.DataFrame) -> list[str]:
+    """Label, seed and status of the runs without a result, which a figure must not hide."""
+    rows = runs[runs["status"] != "ok"].iterrows()
+    return [f"{row['label']} seed {row['seed']} ({row['status']})" for _, row in rows]
+
+
+def label_point(ax: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> Text:
+    """A text with a white edge, so that it stays readable over lines and markers, ``offset`` points from ``place``."""
+    options = {"textcoords": "offset points", "va": "center"} | options
+    return outline(ax.annotate(text, place, offset, **options))
+
+
+def outline(text: Text) -> Text:
     """A white edge, so that text stays readable over lines and markers."""
     text.set_path_effects([Stroke(linewidth=2, foreground="white"), Normal()])
+    return text
 
 
 def message(ax: Axes, text: str) -> None:

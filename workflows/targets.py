@@ -76,8 +76,7 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path, others: Colle
     """
     known = targets()
     for name in wanted:
-        for part in {*Path(name).parts, Path(name).stem}:
-            matrix.check_not_frozen(part)
+        matrix.check_not_frozen(name)
         if "/" not in name and not Path(name).suffix:
             if name not in known and name not in others:
                 raise UserError(f"unknown target {name!r}", where="the command line", fix=nearest(name, known))
@@ -92,6 +91,8 @@ def _check_path(path: Path, parts: tuple[str, ...], scale: str) -> None:
 
     where = "the command line"
     studies = matrix.studies()
+    if parts:
+        matrix.check_not_frozen(parts[0])
     if parts and parts[0] not in (*studies, *FOLDERS, *FILES):
         fix = nearest(parts[0], [*studies, *FOLDERS, *FILES])
         raise UserError(f"unknown target {str(path)!r}: nothing makes {parts[0]}", where=where, fix=fix)

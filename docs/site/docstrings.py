@@ -1,7 +1,5 @@
 """Docstrings of the library as Markdown: roles become code, a table of reStructuredText stays as it is written."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

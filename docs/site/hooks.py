@@ -1,10 +1,8 @@
-"""What mkdocs does beside its own: README as the first page, files outside docs that pages link to, the report.
+"""Steps of mkdocs beside its own: README as the first page, files outside docs that pages link to, the report.
 
 Pages are written to be read in the repository, where a link may lead to any file of it. On the site such a file lies
 under ``repository/``, as it is; of a folder only the name stays.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -28,6 +26,8 @@ DOTS_PER_INCH = 200  # of the committed figures
 LINK = re.compile(r'(\]\(|srcset="|src=")([^)\s"#]+)(#[^)\s"]*)?(\)|")')
 FOLDER = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)\)")
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.png)\)")
+# An image in two colours follows the reader's system in the repository, and the switch of the site on the site.
+PICTURE = re.compile(r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*(<img[^>]*src=")([^"]+)">\s*</picture>')
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
@@ -43,16 +43,21 @@ def _linked(page: str, target: str) -> Path | None:
     return path if path.exists() and not path.is_relative_to(ROOT / "docs") else None
 
 
+def _address(path: Path) -> str:
+    """Address on the site of a file outside docs; one in Markdown is shown as text, not as a page."""
+    address = f"{OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
+    return address.removesuffix(".md") + (".txt" if address.endswith(".md") else "")
+
+
 def on_config(config: Any) -> Any:
     """A folder in the navigation, ``paper/``, stands for its pages: ``index.md``, then the others as it links them."""
     for entry in config.nav or []:
         for title, target in list(entry.items()):
             if isinstance(target, str) and target.endswith("/"):
                 folder = ROOT / "docs" / target
-                linked = [found[2] for found in FOLDER.finditer((folder / "index.md").read_text(encoding="utf-8"))]
-                places = {name: place for place, name in reversed(list(enumerate(["index.md", *linked])))}
-                pages = sorted(folder.glob("*.md"), key=lambda path: (places.get(path.name, len(places)), path.name))
-                entry[title] = [path.relative_to(ROOT / "docs").as_posix() for path in pages]
+                linked = [link[2] for link in FOLDER.finditer((folder / "index.md").read_text(encoding="utf-8"))]
+                names = dict.fromkeys(["index.md", *linked, *sorted(path.name for path in folder.glob("*.md"))])
+                entry[title] = [f"{target}{name}" for name in names if (folder / name).is_file() and "/" not in name]
     return config
 
 
@@ -60,14 +65,11 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the files outside docs that some page links to."""
     known = set()
     for page in [file.src_uri for file in files.documentation_pages()]:
-        for found in LINK.finditer(_source(page).read_text(encoding="utf-8")):
-            path = _linked(page, found[2])
+        for link in LINK.finditer(_source(page).read_text(encoding="utf-8")):
+            path = _linked(page, link[2])
             if path is not None and path.is_file() and path not in known:
                 known.add(path)
-                uri = f"{OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
-                # A Markdown file outside docs is shown as text, not as a page.
-                uri = uri.removesuffix(".md") + (".txt" if uri.endswith(".md") else "")
-                files.append(File.generated(config, uri, abs_src_path=str(path)))
+                files.append(File.generated(config, _address(path), abs_src_path=str(path)))
     return files
 
 
@@ -96,29 +98,26 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Take README for the first page, make links lead to where files lie on the site."""
     name = page.file.src_uri
     if name == "index.md":
-        markdown = (ROOT / "README.md").read_text(encoding="utf-8")
+        markdown = _source(name).read_text(encoding="utf-8")
+        markdown = PICTURE.sub(r'\2\3#only-light">\2\1#only-dark">', markdown)
         page.meta["hide"] = ["toc"]  # its room goes to the table of verdicts
 
-    def rewritten(found: re.Match[str]) -> str:
-        start, target, anchor, end = found[1], found[2], found[3] or "", found[4]
+    def rewritten(link: re.Match[str]) -> str:
+        start, target, anchor, end = link[1], link[2], link[3] or "", link[4]
         path = _linked(name, target)
         if path is None:
-            if name == "index.md" and target.startswith("docs/"):
-                target = target.removeprefix("docs/")
-            return f"{start}{target}{anchor}{end}"
-        uri = f"{OUTSIDE}/{path.relative_to(ROOT).as_posix()}"
-        uri = uri.removesuffix(".md") + (".txt" if uri.endswith(".md") else "")
+            return f"{start}{target.removeprefix('docs/') if name == 'index.md' else target}{anchor}{end}"
         # Links of Markdown are relative to the file, those of HTML to the page's address.
         base = Path(name if start == "](" else page.url).parent
-        return f"{start}{os.path.relpath(uri, base)}{anchor}{end}"
+        return f"{start}{os.path.relpath(_address(path), base)}{anchor}{end}"
 
-    def sized(found: re.Match[str]) -> str:
-        path = _linked(name, found[1])
-        return found[0] if path is None else f"{found[0]}{{ width={_width(path)} }}"
+    def sized(image: re.Match[str]) -> str:
+        path = _linked(name, image[1])
+        return image[0] if path is None else f"{image[0]}{{ width={_width(path)} }}"
 
-    def without_folder(found: re.Match[str]) -> str:
-        path = _linked(name, found[2])
-        return found[1] if path is not None and path.is_dir() else found[0]
+    def without_folder(link: re.Match[str]) -> str:
+        path = _linked(name, link[2])
+        return link[1] if path is not None and path.is_dir() else link[0]
 
     parts = CODE.split(IMAGE.sub(sized, FOLDER.sub(without_folder, markdown)))
     return "".join(part if index % 2 else LINK.sub(rewritten, part) for index, part in enumerate(parts))

@@ -75,7 +75,7 @@ def cells(full: np.ndarray, samples: np.ndarray, alphas: Sequence[float] = ALPHA
 
     ``spread_nats`` is sqrt(V), ``error_nats`` sqrt(E) of the row's own window; ``cc_model`` what they give.
     """
-    rows, base = [], None
+    rows, base = list[dict[str, Any]](), None
     for alpha in alphas:
         step = round(1 / alpha)
         for window in WINDOWS:

@@ -94,8 +94,10 @@ def spread(experts: pd.DataFrame) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for (window, kind), frame in experts.groupby(["window", "kind"]):
         by_layer = frame.groupby(["stage", "layer"])
-        sets = {"experts": [part for _, part in by_layer]} if frame["expert"].notna().any() else {}
-        for between, parts in (sets | {"layers": [by_layer[["entropy", "log_sigma"]].mean()]}).items():
+        sets = {"layers": [by_layer[["entropy", "log_sigma"]].mean()]}
+        if frame["expert"].notna().any():
+            sets["experts"] = [part for _, part in by_layer]
+        for between, parts in sorted(sets.items()):
             deviations = [part["entropy"].std(ddof=1) for part in parts]
             ratios = [float(np.exp(np.ptp(part["log_sigma"]))) for part in parts]
             about = {"window": window, "kind": kind, "between": between, "matrices": len(parts[0])}

@@ -17,6 +17,10 @@ Actual is the error of the ``best`` approximation of rank r, from a singular val
 where it is taken relative to ||M|| since G and E differ there. ``anchored`` is anchored on the same kind of error. What
 is exact by construction is no prediction and has no row: ``spectral`` of ``powersgd`` at the rank in use, and ``tail``
 up to it. In runs without compression the rank in use is the middle one of the study (the lower of two).
+
+Stiffness: CQM keeps sigma g(r), so with the entropy changed by d nats the rank goes from r to the r' with
+g(r') = exp(-d) g(r). Near r = 0 that is 2 p / (1 + sqrt(lambda))^2 ranks per nat, p the smaller side and
+lambda = p / larger side; further on more, since the directions that are still to be dropped hold less.
 """
 
 from __future__ import annotations
@@ -29,12 +33,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from edgc.control.rank_model import StageModel, next_rank
 from edgc.control.rank_model import error as error_of
+from edgc.control.settings import PolicyConfig
+from edgc.entropy.sampler import Sampler
 from edgc.measurement.spectral import MatrixSpectrum
 from experiments.analyse.entropy_trend import LAYER_GROUPS, WARM_UP, group_of
 from experiments.analyse.runs import Run, as_float
 from experiments.analyse.statistics import quartiles
-from experiments.analyse.stiffness import rank_curves, stiffness
 from experiments.analyse.tables import identity, result
 
 RESULTS = ("table.csv", "errors.csv", "stiffness.csv", "cqm.csv")
@@ -47,15 +53,23 @@ COLUMNS = ("iteration", "kind", "of", "actual", "predictor", "rank", "in_use", "
 PLACE = ["stage", "parameter", "iteration"]
 KEYS = ["of", "actual", "predictor", "matrices"]  # of `table.csv`
 ERRORS = ["variant", "window", "of", "actual", "predictor", "kind", "ranks", "rank"]  # keys of `errors.csv`
+SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the smaller side: the ranks that are looked at
+LARGE = ((1024, 1024), (4096, 4096))
+LARGE_RANK = 64
+LOWEST = 0.25  # r_min as a share of r_max, EDGC's default
+STEP = 1e-4  # nats, of the numerical derivative
+POINTS = 101  # of a curve
+LEAST_WINDOWS = 3
 
+Shape = tuple[int, int]
 Errors = dict[tuple[int, str, int], float]  # by stage, parameter and iteration
 
 
 def tables(runs: list[Run]) -> dict[str, Any]:
     """``table``: |ln(predicted / actual)| after t0, a row per run, X, kind of actual error, predictor, matrices and
     rank, and over all ranks ``below`` and ``above`` the one in use. ``errors``: predicted and actual error relative to
-    ||X|| over training, per variant, matrices of all seeds together. ``stiffness``, ``cqm``: see
-    :mod:`experiments.analyse.stiffness`."""
+    ||X|| over training, per variant, matrices of all seeds together. ``stiffness``, ``cqm``: how far CQM moves the rank
+    for a small change of entropy."""
     ranks = {int(run.setting("rank")) for run in runs if run.setting("rank")}
     reference = float(median_low(ranks)) if ranks else math.nan
     remaining = {(run.seed, run.setting("rank")): left_by_powersgd(run) for run in runs if run.ok}
@@ -209,3 +223,89 @@ def over_training(predicted: Sequence[tuple[Run, pd.DataFrame]]) -> pd.DataFrame
         ratio = quartiles(group["predicted"] / group["value"])
         rows.append(row | {f"ratio_{name}": value for name, value in ratio.items()})
     return pd.DataFrame(rows)
+
+
+def stiffness(runs: Sequence[Run], reference: float) -> list[dict[str, Any]]:
+    """A row per shape of the runs' matrices and of ``LARGE``, and rank.
+
+    ``ranks_per_nat`` is the derivative of CQM's rank, ``limit_ranks_per_nat`` its value at rank 0, ``saturates_nats``
+    by how much the entropy falls until CQM asks for ``LOWEST`` of the rank. ``noise_nats`` is the standard deviation of
+    the mean entropy of a window (:func:`noise`) and ``moved_nats`` how far it went over the run, both medians over
+    finished runs and stages; the same in every row.
+    """
+    measured = [pair for run in runs if run.ok for pair in noise(run)] or [(math.nan, math.nan)]
+    noise_nats, moved_nats = np.median(measured, axis=0).tolist()
+    rows = []
+    for shape, count in [*_shapes(runs).items(), *((shape, 0) for shape in LARGE)]:
+        p, large = min(shape), max(shape)
+        used = float(min(reference, p) if count else LARGE_RANK)
+        for rank in sorted({p * share for share in SHARES} | ({used} if math.isfinite(used) else set())):
+            rate, saturation = per_nat(shape, rank), saturates(shape, rank)
+            rows.append(
+                {"rows": shape[0], "columns": shape[1], "matrices": count, "rank": rank, "in_use": rank == used}
+                | {"ranks_per_nat": rate, "limit_ranks_per_nat": 2 * p / (1 + math.sqrt(p / large)) ** 2}
+                | {"saturates_nats": saturation, "noise_nats": noise_nats, "moved_nats": moved_nats}
+                | {"noise_ranks": noise_nats * rate, "noise_over_saturation": noise_nats / saturation}
+            )
+    return rows
+
+
+def per_nat(shape: Shape, rank: float) -> float:
+    """Derivative of CQM's rank by the entropy, in ranks per nat."""
+    stage = StageModel([shape])
+    return (next_rank(stage, rank, 0.0, STEP) - next_rank(stage, rank, 0.0, -STEP)) / (2 * STEP)
+
+
+def saturates(shape: Shape, rank: float) -> float:
+    """Fall of the entropy (nats) at which CQM asks for ``LOWEST`` of ``rank``."""
+    return math.log(error_of(*shape, LOWEST * rank) / error_of(*shape, rank))
+
+
+def noise(run: Run) -> list[tuple[float, float]]:
+    """Per stage: standard deviation of a window's mean entropy around its trend, and |last - first window|, in nats.
+
+    The mean is the one that the controller would get from all entries at the iterations that GDS measures, over the
+    windows after warm-up. Second differences of the means are free of a linear trend; for independent noise their
+    mean square is six times its variance. Stages with too few windows are left out.
+    """
+    settings, frame = run.edgc, run.stages.dropna(subset="entropy_full")
+    frame = frame[frame["iteration"].astype(int).map(Sampler(settings.entropy).measures).astype(bool)]
+    frame = frame.assign(window=(frame["iteration"].astype(int) - 1) // settings.window)
+    # Of a run without compression: as EDGC would have it.
+    warm_up = (settings if isinstance(settings, PolicyConfig) else PolicyConfig).warmup_fraction
+    first, last = warm_up * run.iterations / settings.window, run.iterations // settings.window - 1
+    measured = []
+    for _, stage in frame[frame["window"].between(first, last)].groupby("stage"):
+        means = stage.groupby("window")["entropy_full"].mean().to_numpy()
+        if len(means) >= LEAST_WINDOWS:
+            bends = np.diff(means, 2)
+            measured.append((math.sqrt(float((bends**2).mean()) / 6), abs(float(means[-1] - means[0]))))
+    return measured
+
+
+def rank_curves(runs: Sequence[Run], reference: float) -> pd.DataFrame:
+    """CQM's rank against the change of entropy, for the commonest shape of the runs and the two of ``LARGE``.
+
+    From the rank in use, or ``LARGE_RANK``; no limits and no rounding.
+    """
+    shapes = _shapes(runs)
+    sizes = [(shape, float(LARGE_RANK)) for shape in LARGE]
+    if shapes and math.isfinite(reference):
+        commonest = max(shapes, key=lambda shape: (shapes[shape], shape[0] * shape[1]))
+        sizes.insert(0, (commonest, min(reference, *commonest)))
+    widest = 1.25 * max(saturates(shape, rank) for shape, rank in sizes)
+    rows = [
+        (*shape, rank, change, next_rank(StageModel([shape]), rank, 0.0, change))
+        for shape, rank in sizes
+        for change in np.linspace(-widest, widest, POINTS)
+    ]
+    return pd.DataFrame(rows, columns=["rows", "columns", "rank_start", "change_nats", "rank"])
+
+
+def _shapes(runs: Sequence[Run]) -> dict[Shape, int]:
+    """Shapes of the probed matrices and how many of each the model has, large ones last."""
+    spectra = next((run.spectra for run in runs if not run.spectra.empty), None)
+    if spectra is None:
+        return {}
+    counts = spectra.drop_duplicates(["stage", "parameter"]).groupby(["rows", "columns"]).size()
+    return {(int(m), int(n)): int(counts[m, n]) for m, n in sorted(counts.index, key=lambda s: s[0] * s[1])}

@@ -121,8 +121,8 @@ def curve(run: Run) -> pd.DataFrame:
     for stage, rows in by_stage.items():
         frame[f"rank_{stage}"] = frame["iteration"].map(rows["rank"])
     for stage, rows in by_stage.items():
-        means = rows["entropy"].rolling(run.edgc.window, min_periods=1).mean() if run.policy else {}
-        frame[f"entropy_{stage}"] = frame["iteration"].map(means)
+        means = rows["entropy"].rolling(run.edgc.window, min_periods=1).mean()
+        frame[f"entropy_{stage}"] = frame["iteration"].map(means) if run.policy else math.nan
     # Rank changes and evaluations are kept exactly, or a thinned curve would move them.
     changed = frame.filter(like="rank_").fillna(-1).diff().abs().sum(axis=1) > 0
     exact = frame.index[changed | frame["validation_perplexity"].notna()]

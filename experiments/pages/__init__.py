@@ -1,1 +1,1 @@
-"""What people read: numbers in pages that come from tables, and the site that is made of the pages."""
+"""Pages that people read: numbers in pages that come from tables, and the site that is made of the pages."""

@@ -24,11 +24,8 @@ its plot and switches work. The fields of a row:
 Numbers that are missing, of a diverged run for one, are null: such a row is in the table and not in the plot.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
@@ -38,14 +35,8 @@ from experiments.analyse.tables import bf16_ratio
 from experiments.pages.kept import Kept
 
 # Analyses that compare methods, and the table of theirs with a row for each variant.
-ANALYSES = {
-    "methods": "summary.csv",
-    "policies": "summary.csv",
-    "equal_bytes": "summary.csv",
-    "optimus_cc": "summary.csv",
-    "moe": "summary.csv",
-    "budgets": "best.csv",
-}
+ANALYSES = dict.fromkeys(("methods", "policies", "equal_bytes", "optimus_cc", "moe"), "summary.csv")
+ANALYSES["budgets"] = "best.csv"
 FAMILIES = {
     "dense": "dense",
     "quantization": "quantization",
@@ -67,40 +58,67 @@ MODULES = {  # files of compressors -> family; a new file in one of these folder
 GIVEN = ("fixed", "schedule", "given")  # policies that follow nothing
 
 
-@dataclass(frozen=True)
-class BoardRow:
-    """A variant of a study; the fields are explained above."""
+def family_of(method: str, policy: str) -> str:
+    """The family of a method by its name in the settings (``compression.method``) and its policy."""
+    if method == "edgc" and policy in GIVEN:
+        return "given"
+    module = next((kind.__module__ for kind in methods() if kind.method == method), "")
+    known = [name for name in MODULES if f"{module}.".startswith(f"{name}.")]
+    return MODULES[max(known, key=len)] if known else "other"
 
-    study: str
-    setting: str
-    scale: str
-    variant: str
-    label: str
-    family: str
-    n: int
-    seeds: int
-    bytes: float | None
-    bytes_bf16: float | None
-    gap: float | None
-    low: float | None
-    high: float | None
-    verdict: str
-    source: str
 
-    @property
-    def shown(self) -> dict[str, str]:
-        """The numbers as text."""
-        return {
-            "n": str(self.n) if self.n == self.seeds else f"{self.n} of {self.seeds}",
-            "bytes": percent(self.bytes),
-            "bytes_bf16": percent(self.bytes_bf16),
-            "gap": nats(self.gap),
-            "interval": f"{nats(self.low)} to {nats(self.high)}" if self.low is not None else "",
-        }
+def _sources(kept: Kept) -> dict[str, str]:
+    """The table of each study that compares methods."""
+    return {name: ANALYSES[study.analysis] for name, study in kept.studies.items() if study.analysis in ANALYSES}
 
-    def record(self) -> dict[str, Any]:
-        """The row for the page's JSON."""
-        return asdict(self) | {"shown": self.shown}
+
+def rows(kept: Kept) -> Iterator[dict[str, Any]]:
+    """All rows, study by study, in the order of the tables."""
+    for name, file in _sources(kept).items():
+        table = kept.table(f"{name}/{file}")
+        if table is None:
+            continue
+        given = {"study": name, "setting": kept.studies[name].title, "scale": kept.scale, "source": f"{name}/{file}"}
+        for line in _with_methods(kept, name, table).to_dict("records"):
+            yield _row(given, line)
+
+
+def missing(kept: Kept) -> list[str]:
+    """Comparisons of methods that have results here, but not the table of which the board's rows come."""
+    return [f"{name}/{file}" for name, file in _sources(kept).items() if not (kept.root / name / file).is_file()]
+
+
+def _with_methods(kept: Kept, study: str, table: pd.DataFrame) -> pd.DataFrame:
+    """``table`` with the columns ``method`` and ``policy``, those that it lacks from the table of runs."""
+    runs = kept.table(f"{study}/table.csv")
+    if runs is None or "variant" not in runs:
+        return table
+    lacking = [name for name in ("method", "policy") if name not in table and name in runs]
+    return table.merge(runs.drop_duplicates("variant")[["variant", *lacking]], on="variant", how="left")
+
+
+def _row(given: dict[str, str], line: dict[str, Any]) -> dict[str, Any]:
+    best = "above_best_nats" in line  # of a tuning budget: the best trial
+    columns = ("bytes_ratio", "above_best_nats", "", "") if best else (
+        "bytes_ratio_mean", "gap_nats_mean", "gap_nats_low", "gap_nats_high")  # fmt: skip
+    share, gap, low, high = (number(line.get(name)) for name in columns)
+    method, policy = (text(line.get(name)) for name in ("method", "policy"))
+    if method == "none" and gap == 0:  # uncompressed training itself: no difference was estimated
+        low = high = None
+    seeds = int(number(line.get("n")) or 0)
+    finished = number(line.get("n_ok"))
+    n = seeds if finished is None else int(finished)
+    row = given | {name: text(line.get(name)) for name in ("variant", "label", "verdict")}
+    bf16 = None if share is None else bf16_ratio(share)
+    row |= {"family": family_of(method, policy), "n": n, "seeds": seeds, "bytes": share, "bytes_bf16": bf16}
+    shown = {
+        "n": str(n) if n == seeds else f"{n} of {seeds}",
+        "bytes": percent(share),
+        "bytes_bf16": percent(bf16),
+        "gap": nats(gap),
+        "interval": f"{nats(low)} to {nats(high)}" if low is not None else "",
+    }
+    return row | {"gap": gap, "low": low, "high": high, "shown": shown}
 
 
 def percent(share: float | None) -> str:
@@ -113,81 +131,9 @@ def nats(value: float | None) -> str:
     return "" if value is None else f"{value:+.4f}" if value else "0"
 
 
-def family_of(method: str, policy: str) -> str:
-    """The family of a method by its name in the settings (``compression.method``) and its policy."""
-    if method == "edgc" and policy in GIVEN:
-        return "given"
-    for kind in methods():
-        if kind.method == method:
-            known = [name for name in MODULES if f"{kind.__module__}.".startswith(f"{name}.")]
-            return MODULES[max(known, key=len)] if known else "other"
-    return "other"
-
-
-def rows(kept: Kept) -> Iterator[BoardRow]:
-    """All rows, study by study, in the order of the tables."""
-    for name, study in kept.studies.items():
-        file = ANALYSES.get(study.analysis or "")
-        table = kept.table(f"{name}/{file}") if file else None
-        if table is None:
-            continue
-        for line in _with_methods(kept, name, table).to_dict("records"):
-            yield _row(kept, name, study.title, f"{name}/{file}", line)
-
-
-def missing(kept: Kept) -> list[str]:
-    """Comparisons of methods that have results here, but not the table of which the board's rows come."""
-    studies = {name: ANALYSES[study.analysis] for name, study in kept.studies.items() if study.analysis in ANALYSES}
-    return [f"{name}/{file}" for name, file in studies.items() if not (kept.root / name / file).is_file()]
-
-
-def _with_methods(kept: Kept, study: str, table: pd.DataFrame) -> pd.DataFrame:
-    """``table`` with the columns ``method`` and ``policy``, those that it lacks from the table of runs."""
-    runs = kept.table(f"{study}/table.csv")
-    lacking = [name for name in ("method", "policy") if name not in table]
-    if runs is None or not lacking or "variant" not in runs:
-        return table
-    there = [name for name in lacking if name in runs]
-    return table.merge(runs.drop_duplicates("variant")[["variant", *there]], on="variant", how="left")
-
-
-def _row(kept: Kept, study: str, setting: str, source: str, line: dict[str, Any]) -> BoardRow:
-    best = "above_best_nats" in line  # of a tuning budget: the best trial
-    share = number(line.get("bytes_ratio" if best else "bytes_ratio_mean"))
-    gap, low, high = (
-        number(line.get(name))
-        for name in (("above_best_nats", "", "") if best else ("gap_nats_mean", "gap_nats_low", "gap_nats_high"))
-    )
-    method, policy = (text(line.get(name)) for name in ("method", "policy"))
-    if method == "none" and gap == 0:  # uncompressed training itself: no difference was estimated
-        low = high = None
-    seeds = int(number(line.get("n")) or 0)
-    finished = number(line.get("n_ok"))
-    return BoardRow(
-        study=study,
-        setting=setting,
-        scale=kept.scale,
-        variant=text(line.get("variant")),
-        label=text(line.get("label")),
-        family=family_of(method, policy),
-        n=seeds if finished is None else int(finished),
-        seeds=seeds,
-        bytes=share,
-        bytes_bf16=None if share is None else bf16_ratio(share),
-        gap=gap,
-        low=low,
-        high=high,
-        verdict=text(line.get("verdict")),
-        source=source,
-    )
-
-
 def number(value: object) -> float | None:
     """A finite float, or None."""
-    if isinstance(value, str) or value is None:
-        return None
-    found = float(value)  # type: ignore[arg-type]
-    return found if math.isfinite(found) else None
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def text(value: object) -> str:

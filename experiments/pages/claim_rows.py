@@ -1,20 +1,21 @@
-"""Rows of the report's first table: one claim of the paper each, our value, the verdict and what stands behind it."""
+"""Rows of the report's first table: one claim of the paper each, our value, the verdict and what stands behind it.
 
-from __future__ import annotations
+Texts of a row are those of ``claims.csv``, numbers to three digits; ``interval`` is the 95 % t interval over seeds
+where our value is a mean of seeds, or rests on one. ``n`` are seeds, ``3 to 10`` where settings have different numbers
+of them. ``studies`` are those whose tables ``evidence`` names.
+"""
 
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-
-import pandas as pd
 
 from experiments.analyse.statistics import interval
 from experiments.common.acting import NOT_TESTED
 from experiments.common.figures import INPUTS
-from experiments.pages.kept import Kept, Link
+from experiments.pages.board import text
+from experiments.pages.kept import Kept
 from experiments.verdicts.claim_measures import COUNTS, MEASURES, Measured, Missing
 from experiments.verdicts.claims import DEPENDS, NOT_SUPPORTED, NOT_TESTABLE, PARTLY, SUPPORTED, Claim, load_claims
 
@@ -23,30 +24,7 @@ DECIMALS = re.compile(r"\d+\.\d{2,}")
 SINGULAR = {"entropies": "entropy"}
 
 
-@dataclass(frozen=True)
-class ClaimRow:
-    """What the table shows of a claim. Texts are those of ``claims.csv``, numbers to three digits; ``interval`` is the
-    95 % t interval over seeds where our value is a mean of seeds, or rests on one. ``n`` are seeds, ``3 to 10`` where
-    settings have different numbers of them. ``studies`` are those whose tables ``evidence`` names."""
-
-    id: str
-    claim: str
-    verdict: str
-    paper: str
-    ours: str
-    interval: str
-    unit: str
-    kind: str
-    n: str
-    counts: str
-    note: str
-    studies: list[str]
-    seeds: list[int]
-    evidence: list[Link]
-    figure: str | None
-
-
-def rows(kept: Kept, figures: Iterable[str]) -> list[ClaimRow] | None:
+def rows(kept: Kept, figures: Iterable[str]) -> list[dict[str, Any]] | None:
     """A row for each line of ``claims.csv``, in its order; None where there is no such table.
 
     Args:
@@ -60,42 +38,32 @@ def rows(kept: Kept, figures: Iterable[str]) -> list[ClaimRow] | None:
     return [_row(kept, line, known.get(str(line["id"])), drawn) for line in table.to_dict("records")]
 
 
-def _row(kept: Kept, line: dict[str, Any], claim: Claim | None, figures: set[str]) -> ClaimRow:
-    given = {key: "" if pd.isna(value) else value for key, value in line.items()}
-    paths = [path for key in ("evidence", "beside") for path in str(given.get(key, "")).split("; ") if path]
-    tables = {below: path for path in paths if (below := _below(kept.root, path))}
+def _row(kept: Kept, line: dict[str, Any], claim: Claim | None, figures: set[str]) -> dict[str, Any]:
+    cells = {key: text(value) for key, value in line.items()}
+    paths = [path for key in ("evidence", "beside") for path in cells.get(key, "").split("; ") if path]
+    tables = {name: path for path in paths if (name := _table(kept.root, path))}
     evidence = next(iter(tables), None)
     study = evidence.partition("/")[0] if evidence else claim.study if claim else ""
-    unit = str(given["unit"])
-    return ClaimRow(
-        id=str(given["id"]),
-        claim=str(given["claim"]),
-        verdict=str(given["verdict"]),
-        paper=_with_unit(given["paper_value"], unit),
-        ours=rounded(_with_unit(given["our_value"], unit)) if given["our_value"] != "" else "",
-        interval=rounded(interval_of(kept.root, claim, given["our_value"])) if claim else "",
-        unit=unit,
-        kind=str(given["kind"]),
-        n=_seed_count(given["n"], given.get("n_most", "")),
-        counts=", ".join(counted(int(given[name]), name) for name in COUNTS if given.get(name)),
-        note=str(given["note"]),
-        studies=list(dict.fromkeys([below.partition("/")[0] for below in tables] or [study] * bool(study))),
-        seeds=sorted({seed for below in tables for seed in _seeds(kept.table(below))}),
-        evidence=[
-            kept.link(kept.root / below, path) for below, path in tables.items() if (kept.root / below).is_file()
+    frames = [frame for name in tables if (frame := kept.table(name)) is not None and "seed" in frame]
+    ends = [int(float(n)) for name in ("n", "n_most") if (n := cells.get(name))]
+    return {name: cells[name] for name in ("id", "claim", "verdict", "unit", "kind", "note")} | {
+        "paper": _with_unit(cells["paper_value"], cells["unit"]),
+        "ours": rounded(_with_unit(cells["our_value"], cells["unit"])),
+        "interval": rounded(interval_of(kept.root, claim, line["our_value"])) if claim else "",
+        "n": " to ".join(str(n) for n in ends if n),
+        "counts": ", ".join(counted(int(float(n)), name) for name in COUNTS if (n := cells.get(name)) and float(n)),
+        "studies": list(dict.fromkeys([name.partition("/")[0] for name in tables] or [study] * bool(study))),
+        "seeds": sorted({int(seed) for frame in frames for seed in frame["seed"].dropna()}),
+        "evidence": [
+            kept.link(kept.root / name, path) for name, path in tables.items() if (kept.root / name).is_file()
         ],
-        figure=figure_of(evidence, study, figures),
-    )
+        "figure": figure_of(evidence, study, figures),
+    }
 
 
-def rounded(text: str) -> str:
+def rounded(words: str) -> str:
     """The text with its decimals cut down to three significant digits."""
-    return DECIMALS.sub(lambda found: f"{float(found[0]):.3g}", text)
-
-
-def _seed_count(fewest: Any, most: Any) -> str:
-    """``3``, or ``3 to 10``; empty for none."""
-    return " to ".join(f"{int(n)}" for n in (fewest, most) if n)
+    return DECIMALS.sub(lambda match: f"{float(match[0]):.3g}", words)
 
 
 def counted(count: int, plural: str) -> str:
@@ -103,33 +71,32 @@ def counted(count: int, plural: str) -> str:
     return f"{count} {plural if count != 1 else SINGULAR.get(plural, plural.removesuffix('s'))}"
 
 
-def _below(root: Path, path: str) -> str | None:
+def _table(root: Path, path: str) -> str | None:
     """``methods/table.csv`` of ``results/ci/methods/table.csv``."""
     parts = PurePosixPath(path).parts
     return "/".join(parts[parts.index(root.name) + 1 :]) if root.name in parts else None
 
 
-def _with_unit(value: object, unit: str) -> str:
+def _with_unit(words: str, unit: str) -> str:
     """Numbers with a percent sign where they are percents, with ``times`` where they are ratios; other units stand in
     the row's details."""
-    text = str(value)
-    number = text.removeprefix("-")[:1].isdigit()
-    if number and "." in text and " " not in text:
-        text = text.rstrip("0").rstrip(".")
+    number = words.removeprefix("-")[:1].isdigit()
+    if number and "." in words and " " not in words:
+        words = words.rstrip("0").rstrip(".")
     sign = "%" if unit.startswith("%") else "times" if unit.startswith("ratio") else ""
-    return f"{text} {sign}" if sign and number else text
+    return f"{words} {sign}" if sign and number else words
 
 
 def interval_of(root: Path, claim: Claim, written: object) -> str:
     """The interval of a claim's value, as the tables give it now; empty where these are not the ones judged, or where
     a single seed or a simulation has none."""
     try:
-        found = MEASURES[claim.measure](root)
+        measured = MEASURES[claim.measure](root)
     except (Missing, KeyError):  # KeyError: a table of an earlier version lacks a column
         return ""
-    value = claim.combine(found.values, found.things)
+    value = claim.combine(measured.values, measured.things)
     same = value == written if isinstance(value, str) else _close(value, written)
-    return _interval(claim, found) if same else ""
+    return _interval(claim, measured) if same else ""
 
 
 def _close(value: float, written: object) -> bool:
@@ -139,20 +106,16 @@ def _close(value: float, written: object) -> bool:
         return False
 
 
-def _interval(claim: Claim, found: Measured) -> str:
-    if found.gap is not None and all(map(math.isfinite, found.gap)):
-        mean, low, high = found.gap
-        which = "most: " if claim.statistic == "each" and len(found.values) > 1 else ""
+def _interval(claim: Claim, measured: Measured) -> str:
+    if measured.gap is not None and all(map(math.isfinite, measured.gap)):
+        mean, low, high = measured.gap
+        which = "most: " if claim.statistic == "each" and len(measured.values) > 1 else ""
         return f"{which}{mean:+.4f} nats, {low:+.4f} to {high:+.4f}"
-    numbers = [value for value in found.values if not isinstance(value, str)]
-    if claim.statistic != "mean" or not len(numbers) == found.n > 1:
+    numbers = [value for value in measured.values if not isinstance(value, str)]
+    if claim.statistic != "mean" or not len(numbers) == measured.n > 1:
         return ""
     limits = interval(numbers)
     return f"{limits['low']:.4g} to {limits['high']:.4g}"
-
-
-def _seeds(table: pd.DataFrame | None) -> list[int]:
-    return [] if table is None or "seed" not in table else sorted({int(seed) for seed in table["seed"].dropna()})
 
 
 def figure_of(evidence: str | None, study: str, figures: set[str]) -> str | None:
@@ -160,8 +123,7 @@ def figure_of(evidence: str | None, study: str, figures: set[str]) -> str | None
     ``moments.csv``), else like the study, else one that reads the table, else any."""
     if evidence is None:
         return None
-    stem = PurePosixPath(evidence).stem
     near = [name for name in INPUTS if name in figures and any(t.startswith(f"{study}/") for t in INPUTS[name])]
-    called = [name for name in near if name.endswith(f"_{stem}")]
-    reading = [name for name in near if evidence in INPUTS[name]]
-    return next(iter([*called, *(name for name in near if name == study), *reading, *near]), None)
+    ending = f"_{PurePosixPath(evidence).stem}"
+    best = (lambda name: name.endswith(ending), lambda name: name == study, lambda name: evidence in INPUTS[name])
+    return min(near, key=lambda name: [not fits(name) for fits in best], default=None)

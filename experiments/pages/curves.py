@@ -1,7 +1,5 @@
 """Learning curves for the page: every run of every ``curves.csv``, thinned so that the page stays small."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -40,17 +38,17 @@ def _study(kept: Kept, name: str, table: pd.DataFrame, points: int) -> dict[str,
             families[row["variant"]] = board.family_of(board.text(row["method"]), board.text(row.get("policy")))
     chosen = grid(table, points)
     variants, runs = [], []
-    for variant, rows in table.groupby("variant", sort=False):
+    for place, (variant, rows) in enumerate(table.groupby("variant", sort=False)):
         label = board.text(rows["label"].iloc[0])
         variants.append({"variant": variant, "label": label, "family": families.get(variant, "other")})
-        runs += [run(group, chosen, len(variants) - 1) for _, group in rows.groupby("seed", sort=True)]
+        runs += [run(group, chosen, place) for _, group in rows.groupby("seed")]
     return {"title": kept.studies[name].title, "variants": variants, "runs": runs}
 
 
 def grid(table: pd.DataFrame, points: int) -> np.ndarray:
     """At most ``points`` iterations, evenly among those that all runs of full length have; first and last included."""
-    groups = [set(rows["iteration"].astype(int)) for _, rows in table.groupby(["variant", "seed"])]
-    end = max(max(group) for group in groups)
+    groups = [set(rows.astype(int)) for _, rows in table.groupby(["variant", "seed"])["iteration"]]
+    end = max(map(max, groups))
     shared = sorted(set.intersection(*(group for group in groups if max(group) == end)))
     return np.array(shared)[np.unique(np.linspace(0, len(shared) - 1, min(points, len(shared))).round().astype(int))]
 
@@ -58,21 +56,17 @@ def grid(table: pd.DataFrame, points: int) -> np.ndarray:
 def run(rows: pd.DataFrame, chosen: np.ndarray, variant: int) -> dict[str, Any]:
     """One run at the iterations ``chosen``, as far as it came."""
     rows = rows.drop_duplicates("iteration")
-    kept = rows[rows["iteration"].isin(chosen)]
-    record: dict[str, Any] = {
+    points = rows[rows["iteration"].isin(chosen)]
+    evaluated = rows.reindex(columns=["iteration", "validation_perplexity"]).dropna().to_numpy()
+    return {
         "of": variant,
         "seed": int(rows["seed"].iloc[0]),
         "status": board.text(rows["status"].iloc[0]),
-        "x": [int(value) for value in kept["iteration"]],
-        "y": [rounded(value) for value in kept["train_loss"]],
-        "b": [rounded(value / 1e6) for value in kept["bytes"]],
-        "v": [],
+        "x": points["iteration"].astype(int).tolist(),
+        "y": [rounded(value) for value in points["train_loss"]],
+        "b": [rounded(value / 1e6) for value in points["bytes"]],
+        "v": [[int(step), rounded(math.log(value))] for step, value in evaluated if value > 0],
     }
-    if "validation_perplexity" in rows:
-        at = rows.dropna(subset=["validation_perplexity"])
-        pairs = zip(at["iteration"], at["validation_perplexity"], strict=True)
-        record["v"] = [[int(step), rounded(math.log(value))] for step, value in pairs if value > 0]
-    return record
 
 
 def rounded(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What a folder of results holds: its studies, their tables, runs and provenance, and where links to them lead.
+"""Contents of a folder of results: its studies, their tables, runs and provenance, and where links to them lead.
 
 The folder is that of a scale, ``results/ci`` with run folders, or what is committed of it, ``results/reference/ci``,
 where tables stand for the runs and some runs are kept as a file each.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,47 +32,6 @@ class Link:
 
     name: str
     href: str
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """A run: its name, its status, and its folder where there is one."""
-
-    name: str
-    status: str
-    href: str | None
-
-
-@dataclass(frozen=True)
-class Made:
-    """How a study's results came about, as far as what is kept says it."""
-
-    study: str
-    title: str
-    question: str
-    simulated: bool
-    tables: list[Link]
-    runs: list[RunFolder]
-    seeds: list[int]
-    kept: str  # what is there of the runs
-    archive: Link | None
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    of_all: bool = False  # whether the provenance is that of several studies together
-    hours: float = math.nan  # of all runs, as their clocks say
-
-    @property
-    def statuses(self) -> dict[str, int]:
-        return dict(Counter(run.status for run in self.runs))
-
-    @property
-    def commits(self) -> list[str]:
-        """Short commits; ``+ changes`` where the sources were not as committed."""
-        records = as_list(self.provenance.get("git"))
-        return [
-            str(record["commit"])[:COMMIT] + (" + changes" if record.get("dirty") else "")
-            for record in records
-            if record.get("commit")
-        ]
 
 
 def as_list(value: object) -> list[Any]:
@@ -101,7 +59,7 @@ class Kept:
 
     @property
     def reference(self) -> bool:
-        """Whether these are committed results, which hold tables, and a file a run, in place of run folders."""
+        """True of committed results, which hold tables, and a file a run, in place of run folders."""
         return self.root.parent.name == "reference"
 
     def link(self, path: Path, name: str | None = None) -> Link:
@@ -116,7 +74,7 @@ class Kept:
 
     @property
     def beside(self) -> list[Kept]:
-        """What is kept of other scales, in folders beside this one."""
+        """Results of other scales, in folders beside this one."""
         names = [name for name in matrix.scales() if name != self.scale and (self.root.parent / name).is_dir()]
         return [Kept(self.root.parent / name, self.out) for name in names]
 
@@ -134,43 +92,55 @@ class Kept:
         return folder if folder.is_dir() else None
 
     @cached_property
-    def made(self) -> dict[str, Made]:
-        """Every study's :class:`Made`."""
+    def made(self) -> dict[str, dict[str, Any]]:
+        """Origin of every study's results, as far as what is kept says it:
+
+        ``study``, ``title``, ``question`` and ``simulated``; links to its ``tables``; ``runs``, each with its name,
+        status and, where its folder is here, ``href``; ``seeds`` and ``statuses``, counted; ``kept``, what is there of
+        the runs, and ``archive``, a link to where; ``hours`` of all runs, as their clocks say; ``provenance`` and its
+        ``commits``, of several studies together where ``of_all``.
+        """
         return {name: self._made(name, study) for name, study in self.studies.items()}
 
-    def _made(self, name: str, study: Study) -> Made:
-        folder = self.root / name
-        simulated = is_simulated(study)
+    def _made(self, name: str, study: Study) -> dict[str, Any]:
+        folder, simulated = self.root / name, is_simulated(study)
         runs, seeds = ([], []) if simulated or study.needs else self._runs(name)
         kept = list(archive.checksums(folder)) if self.reference else []
         record, of_all = ({}, False) if simulated else self._provenance(name, study)
-        return Made(
-            study=name,
-            title=study.title,
-            question=" ".join(study.question.split()),
-            simulated=simulated,
-            tables=[self.link(path) for path in sorted(folder.glob("*.csv"))],
-            runs=runs,
-            seeds=seeds,
-            kept=_what_is_kept(simulated, study, runs, kept),
-            archive=self.link(folder / archive.FOLDER / archive.SUMS) if kept else None,
-            provenance=record,
-            of_all=of_all,
-            hours=self._hours(name),
-        )
+        timings = self.table(f"{name}/timings.csv")
+        timed = timings is not None and "seconds_total" in timings
+        return {
+            "study": name,
+            "title": study.title,
+            "question": " ".join(study.question.split()),
+            "simulated": simulated,
+            "tables": [self.link(path) for path in sorted(folder.glob("*.csv"))],
+            "runs": runs,
+            "seeds": seeds,
+            "statuses": Counter(run["status"] for run in runs),
+            "kept": _what_is_kept(simulated, study, runs, kept),
+            "archive": self.link(folder / archive.FOLDER / archive.SUMS) if kept else None,
+            "provenance": record,
+            "of_all": of_all,
+            "commits": [
+                str(commit["commit"])[:COMMIT] + (" + changes" if commit.get("dirty") else "")
+                for commit in as_list(record.get("git"))
+                if commit.get("commit")
+            ],
+            "hours": float(timings["seconds_total"].sum()) / 3600 if timings is not None and timed else math.nan,
+        }
 
-    def _runs(self, study: str) -> tuple[list[RunFolder], list[int]]:
+    def _runs(self, study: str) -> tuple[list[dict[str, Any]], list[int]]:
         """Runs and seeds that the study's tables tell of."""
         table = self.table(f"{study}/table.csv")
         if table is None or not {"variant", "seed"} <= set(table):
             return [], []
-        rows = table.drop_duplicates(["variant", "seed"])
-        found = []
-        for row in rows.to_dict("records"):
+        runs = []
+        for row in table.drop_duplicates(["variant", "seed"]).to_dict("records"):
             folder = self.root / study / f"{row['variant']}-s{row['seed']}"
             href = self.link(folder).href if folder.is_dir() else None
-            found.append(RunFolder(folder.name, str(row.get("status", "")), href))
-        return found, sorted({int(seed) for seed in rows["seed"]})
+            runs.append({"name": folder.name, "status": str(row.get("status", "")), "href": href})
+        return runs, sorted({int(seed) for seed in table["seed"]})
 
     def _provenance(self, name: str, study: Study) -> tuple[dict[str, Any], bool]:
         """Of run folders, else what was kept with the study, else what was kept with all studies together."""
@@ -178,32 +148,22 @@ class Kept:
             return reference.provenance(self.root, list(study.needs or [name])), False
         except UserError:  # no run folder
             pass
-        for path, of_all in ((self.root / name / "provenance.yaml", False), (self.root / "provenance.yaml", True)):
-            if path.is_file():
-                return load_yaml(path), of_all
+        for folder, of_all in ((self.root / name, False), (self.root, True)):
+            if (folder / "provenance.yaml").is_file():
+                return load_yaml(folder / "provenance.yaml"), of_all
         return {}, False
-
-    def _hours(self, study: str) -> float:
-        timings = self.table(f"{study}/timings.csv")
-        if timings is None or "seconds_total" not in timings:
-            return math.nan
-        return float(timings["seconds_total"].sum()) / 3600
 
 
 def is_simulated(study: Study) -> bool:
-    """Whether a study is computed from a model of a cluster, not measured."""
+    """True of a study that is computed from a model of a cluster, not measured."""
     return study.program in (CLUSTER_MODEL, SCENARIOS)
 
 
-def _what_is_kept(simulated: bool, study: Study, runs: list[RunFolder], kept: list[str]) -> str:
+def _what_is_kept(simulated: bool, study: Study, runs: list[dict[str, Any]], kept: list[str]) -> str:
     if simulated:
         return "Computed by the cluster model: there are no runs."
     if study.needs:
         return f"Evaluates the models of {', '.join(study.needs)}; its runs are theirs."
-    folders = sum(run.href is not None for run in runs)
-    if folders:
-        which = "All" if folders == len(runs) else f"{folders} of {len(runs)}"
-        return f"{which} run folders are here."
-    if not kept:
-        return "Only tables are kept, no runs."
-    return f"{len(kept)} runs are kept, a file each."
+    if folders := sum(run["href"] is not None for run in runs):
+        return f"{'All' if folders == len(runs) else f'{folders} of {len(runs)}'} run folders are here."
+    return f"{len(kept)} runs are kept, a file each." if kept else "Only tables are kept, no runs."

@@ -1,19 +1,17 @@
 """Settings of runs, verdicts on claims, seeds in which a policy acted, and figures, as pages of docs show them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from edgc.errors import UserError, nearest
 from experiments.cluster.resources import parameters
-from experiments.common import acting, written_tables
-from experiments.common.figures import caption as caption_of
+from experiments.common import acting, figures, written_tables
+from experiments.common.files import KEPT
+from experiments.common.yaml_settings import load_yaml
 from experiments.pages import claim_rows, pictures
 from experiments.pages.kept import Kept, as_list, is_simulated
 from experiments.spec import matrix
@@ -35,10 +33,9 @@ def _size(run: RunConfig) -> str:
 
 
 def _edgc(run: RunConfig) -> str:
-    if run.edgc.method != "edgc":
-        return NONE
     entropy = run.edgc.entropy
-    return f"{run.edgc.window}, {entropy.iteration_rate:g}, {entropy.entry_rate:g}"
+    values = f"{run.edgc.window}, {entropy.iteration_rate:g}, {entropy.entry_rate:g}"
+    return values if run.edgc.method == "edgc" else NONE
 
 
 FIELDS: dict[str, Callable[[RunConfig], str]] = {
@@ -80,7 +77,7 @@ def run_of(study: str, scale: str, name: str | None = None) -> RunConfig:
     return known[name]
 
 
-def _machine(reference: Path, study: str, scale: str) -> str:
+def _machine(study: str, scale: str) -> str:
     """The cluster of a simulated study or of the paper's scale, else the machine that the kept runs name."""
     definition = matrix.load_study(study)
     if is_simulated(definition) or scale == "paper":
@@ -88,15 +85,13 @@ def _machine(reference: Path, study: str, scale: str) -> str:
             return UNKNOWN
         nodes, each, name = (definition.cluster[key] for key in ("nodes", "gpus_per_node", "gpu"))
         guess = " (assumed)" if name["name"]["kind"] == "assumed" else ""
-        said = f"{nodes['value'] * each['value']} {name['name']['value']}{guess} on {nodes['value']} nodes"
-        return said if scale == "paper" else f"SIMULATED: {said}"
+        cluster = f"{nodes['value'] * each['value']} {name['name']['value']}{guess} on {nodes['value']} nodes"
+        return cluster if scale == "paper" else f"SIMULATED: {cluster}"
     trained = next(iter(definition.needs or [study]))
-    for path in (reference / scale / trained / "provenance.yaml", reference / scale / "provenance.yaml"):
-        if path.is_file():
-            record = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            found = [f"{one['cores']} CPU cores ({one['cpu']})" for one in as_list(record.get("hardware"))]
-            if found:
-                return " and ".join(dict.fromkeys(found)) + ", no GPU"
+    for path in (KEPT / scale / trained / "provenance.yaml", KEPT / scale / "provenance.yaml"):
+        if path.is_file() and (hardware := as_list(load_yaml(path).get("hardware"))):
+            names = dict.fromkeys(f"{machine['cores']} CPU cores ({machine['cpu']})" for machine in hardware)
+            return " and ".join(names) + ", no GPU"
     return "not recorded"
 
 
@@ -107,28 +102,23 @@ def link(path: Path, page: Path) -> str:
 
 @dataclass(frozen=True)
 class PageParts:
-    """Parts of a page in Markdown.
+    """Parts of a page in Markdown, of what is kept in ``results/reference``; links lead from the page."""
 
-    Args:
-        reference: folder with a folder of committed results for each scale.
-        page: the file that is written, from which links lead.
-    """
-
-    reference: Path
     page: Path
 
-    def claims(self, scale: str) -> dict[str, claim_rows.ClaimRow]:
-        rows = claim_rows.rows(Kept(self.reference / scale, self.page), ())
+    def claims(self, scale: str) -> dict[str, dict[str, Any]]:
+        """Rows of the report's table of claims by their names. Raises ``UserError`` where none are kept."""
+        rows = claim_rows.rows(Kept(KEPT / scale, self.page), ())
         if rows is None:
             raise UserError(f"no verdicts are kept at scale {scale}", fix=f"make keep-claims SCALE={scale}")
-        return {row.id: row for row in rows}
+        return {row["id"]: row for row in rows}
 
     def settings(self, columns: Mapping[str, tuple[str, ...]], unknown_paper: bool = False) -> str:
         """Settings side by side; a column is named, and is a study, a scale and, by default the first, a run."""
         runs = []
         for study, scale, *name in columns.values():
             real = "paper" if is_simulated(matrix.load_study(study)) else scale
-            runs.append((run_of(study, real, *name), _machine(self.reference, study, scale)))
+            runs.append((run_of(study, real, *name), _machine(study, scale)))
         filler = [UNKNOWN] if unknown_paper else []
         shown = {name: [field(run) for run, _ in runs] for name, field in FIELDS.items()}
         rows = [[name, *filler, *values] for name, values in shown.items() if set(values) != {NONE}]
@@ -137,73 +127,62 @@ class PageParts:
 
     def outcome(self, claim_ids: Sequence[str], scales: Sequence[str] = SCALES) -> str:
         """Cells of a table: the verdicts at each scale, and the kinds."""
-        known = [self.claims(scale) for scale in scales]
-        said = [", ".join(dict.fromkeys(f[c].verdict for c in claim_ids if c in f)) or NONE for f in known]
-        kinds = ", ".join(dict.fromkeys(f[c].kind.upper() for f in known for c in claim_ids if c in f)) or NONE
-        return " | ".join([*said, kinds])
+        known = [[rows[c] for c in claim_ids if c in rows] for rows in map(self.claims, scales)]
+        verdicts = [", ".join(dict.fromkeys(row["verdict"] for row in rows)) or NONE for rows in known]
+        kinds = ", ".join(dict.fromkeys(row["kind"].upper() for rows in known for row in rows)) or NONE
+        return " | ".join([*verdicts, kinds])
 
     def standing(self, claim_ids: Sequence[str], scales: Sequence[str] = SCALES) -> str:
         """The verdicts of these claims in one line, each scale's once."""
-        *said, kinds = self.outcome(claim_ids, scales).split(" | ")
-        return f"Verdict, {kinds}: " + "; ".join(f"{s}: **{v}**" for s, v in zip(scales, said, strict=True)) + "."
+        *verdicts, kinds = self.outcome(claim_ids, scales).split(" | ")
+        return f"Verdict, {kinds}: " + "; ".join(f"{s}: **{v}**" for s, v in zip(scales, verdicts, strict=True)) + "."
 
     def verdicts(self, claim_ids: Sequence[str] = (), scales: Sequence[str] = SCALES, notes: bool = True) -> str:
         """A row for each claim (by default all) and scale, then what each verdict rests on."""
         rows, rests = [], []
         known = {scale: self.claims(scale) for scale in scales}
-        for claim in claim_ids or list(known[scales[0]]):
-            for scale, found in known.items():
-                if claim not in found:
-                    continue
-                row = found[claim]
-                ours = f"{row.ours} ({row.interval})" if row.interval else row.ours
-                seeds = "; ".join(part for part in (row.n, row.counts) if part)
-                names = ["/".join(target.name.split("/")[-2:]) for target in row.evidence]
-                links = ", ".join(f"[{n}]({t.href})" for n, t in zip(names, row.evidence, strict=True)) or NONE
-                where = [scale] if len(scales) > 1 else []
-                said = f"**{row.verdict}**"
-                rows.append([f"{row.claim} (`{claim}`)", row.paper, *where, ours, seeds, row.kind.upper(), said, links])
-                if row.note:
-                    rests += [f"- `{claim}`, {scale}", *(f"    - {p}" for p in " ".join(row.note.split()).split("; "))]
-        header = ["claim", "paper", *(["scale"] if len(scales) > 1 else []), "ours (95 % interval, or range)"]
-        header += ["n (seeds)", "kind", "verdict", "evidence"]
-        text = markdown_table(header, rows)
+        several = len(scales) > 1
+        wanted = claim_ids or list(known[scales[0]])
+        for claim, scale in ((c, s) for c in wanted for s in scales if c in known[s]):
+            row = known[scale][claim]
+            ours = f"{row['ours']} ({row['interval']})" if row["interval"] else row["ours"]
+            seeds = "; ".join(filter(None, (row["n"], row["counts"])))
+            tables = [f"[{'/'.join(table.name.split('/')[-2:])}]({table.href})" for table in row["evidence"]]
+            cells = [f"{row['claim']} (`{claim}`)", row["paper"], *([scale] if several else []), ours, seeds]
+            rows.append([*cells, row["kind"].upper(), f"**{row['verdict']}**", ", ".join(tables) or NONE])
+            if row["note"]:
+                parts = " ".join(row["note"].split()).split("; ")
+                rests += [f"- `{claim}`, {scale}", *(f"    - {part}" for part in parts)]
+        header = ["claim", "paper", *(["scale"] if several else []), "ours (95 % interval, or range)"]
+        text = markdown_table([*header, "n (seeds)", "kind", "verdict", "evidence"], rows)
         return f"{text}\n\nWhat each verdict rests on:\n\n" + "\n".join(rests) if notes and rests else text
 
     def acted(self, *runs: tuple[str, ...]) -> str:
         """In how many seeds a policy acted; each of ``runs`` is a study, a scale and variants (by default all)."""
         lines = []
         for study, scale, *variants in runs:
-            frame = written_tables.read(
-                self.reference / scale / study / "table.csv", keep_default_na=False, na_values=[""]
-            )
+            path = KEPT / scale / study / "table.csv"
+            frame = written_tables.read(path, keep_default_na=False, na_values=[""])
             for name in variants or frame["variant"].unique():
                 rows = frame[(frame["variant"] == name) & (frame["status"] == "ok")]
                 seeds = acting.seeds_acted(rows) if len(rows) else None
                 if seeds is not None:
-                    label = str(rows["label"].iloc[0])
                     ranks = ", ".join(f"{value:g}" for value in rows["ranks_used"])
                     inside = ", ".join(f"{value:.0%}" for value in rows["windows_inside"])
+                    label = str(rows["label"].iloc[0])
                     lines.append([f"`{study}`", scale, label, f"{seeds} of {len(rows)}", ranks, inside])
-        header = [
-            "study",
-            "scale",
-            "run",
-            "acted in seeds",
-            "ranks used, by seed",
-            "windows inside the limits, by seed",
-        ]
-        return markdown_table(header, lines)
+        header = ["study", "scale", "run", "acted in seeds", "ranks used, by seed"]
+        return markdown_table([*header, "windows inside the limits, by seed"], lines)
 
     def figure(self, name: str, scale: str = "workstation") -> str:
         """A committed figure with its caption. Raises ``UserError`` where it is not kept."""
-        path = self.reference / scale / "figures" / f"{name}.png"
+        path = KEPT / scale / "figures" / f"{name}.png"
         if not path.is_file():
-            known = sorted(found.stem for found in path.parent.glob("*.png"))
+            known = sorted(other.stem for other in path.parent.glob("*.png"))
             raise UserError(f"figure {name!r} is not kept at scale {scale}", fix=nearest(name, known))
-        caption = " ".join(caption_of(name).replace("``", "`").split())
+        caption = " ".join(figures.caption(name).replace("``", "`").split())
         title = caption.split("**")[1] if caption.startswith("**") else caption
-        seen = pictures.seen(path)
-        words = f"{title}{'' if title.endswith(('.', '?')) else '.'} {seen}" if seen else title
+        heading = pictures.heading(path)
+        words = f"{title}{'' if title.endswith(('.', '?')) else '.'} {heading}" if heading else title
         alternative = words.replace("`", "").replace("[", "(").replace("]", ")").rstrip(".")
         return f"![{alternative}]({link(path, self.page)})\n\n{caption} Scale: {scale}."

@@ -1,11 +1,8 @@
 """Figures inside a page: images small enough to be embedded, captions as HTML, the text in place of an image."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +14,7 @@ from experiments.common.figures import BENCHMARKS, FIGURES, caption
 from experiments.pages.kept import Kept, Link, is_simulated
 from experiments.spec import matrix
 
-# (colours, scale) of an embedded PNG. Palettes keep lines and text sharp at a quarter of the bytes; the later ones are
-# for pages with more figures than fit at the first.
-LEVELS = ((256, 1.0), (32, 1.0), (32, 0.75), (16, 0.5))
+COLOURS = 256  # of an embedded PNG: a palette keeps lines and text sharp at a quarter of the bytes
 DOCUTILS = {
     "file_insertion_enabled": False,
     "raw_enabled": False,
@@ -46,56 +41,44 @@ class Picture:
     simulated: bool
     group: str
     files: list[Link]
+    source: str  # of the image, as a ``data:`` address
+    width: int  # CSS pixels
+    height: int
 
     @property
     def anchor(self) -> str:
-        return re.sub(r"[^a-z0-9_-]+", "-", f"figure-{self.group}-{self.name}" if self.group else f"figure-{self.name}")
-
-
-@dataclass(frozen=True)
-class Image64:
-    """An image as a ``data:`` address, with its size on the page in CSS pixels."""
-
-    source: str
-    width: int
-    height: int
+        return re.sub(r"[^a-z0-9_-]+", "-", "-".join(filter(None, ("figure", self.group, self.name))))
 
 
 def pictures(kept: Kept) -> list[Picture]:
     """Every figure that is there: of studies in the order of the studies, then of benchmarks by machine."""
-    found = []
-    described = set(matrix.studies())  # a study of a figure may have been removed
+    described = {*matrix.studies(), *matrix.frozen()}  # a study of a figure may have been removed
     order = {name: place for place, name in enumerate(kept.studies)}
+    places = []
     for name in sorted(FIGURES, key=lambda name: (order.get(FIGURES[name][0], len(order)), name)):
-        simulated = any(is_simulated(matrix.load_study(study)) for study in FIGURES[name] if study in described)
-        found += _picture(kept, name, kept.root / "figures", simulated)
+        simulated = any(is_simulated(matrix.load_study(study)) for study in described.intersection(FIGURES[name]))
+        places.append((name, kept.root / "figures", simulated, ""))
     for machine in sorted(kept.benchmarks.iterdir()) if kept.benchmarks else ():
         folder = machine / "figures" if kept.reference else machine
-        for name in BENCHMARKS:
-            found += _picture(kept, name, folder, False, machine.name)
-    return found
+        places += [(name, folder, False, machine.name) for name in BENCHMARKS]
+    return [picture for place in places if (picture := _picture(kept, *place))]
 
 
-def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str = "") -> list[Picture]:
-    files = [folder / f"{name}.{kind}" for kind in ("png", "svg", "pdf")]
-    there = [path for path in files if path.is_file()]
-    shown = [path for path in there if path.suffix != ".pdf"]
+def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str) -> Picture | None:
+    files = {kind: path for kind in ("png", "svg", "pdf") if (path := folder / f"{name}.{kind}").is_file()}
+    shown = {kind: path for kind, path in files.items() if kind != "pdf"}
     if not shown:
-        return []
-    text = caption(name)
-    links = [kept.link(path, path.suffix[1:].upper()) for path in there]
+        return None
     # An SVG beside a PNG is taken where it is not much larger: it stays sharp at every size.
-    size = {path.suffix: path.stat().st_size for path in shown}
-    best = next((path for path in shown if path.suffix == ".svg" and size[".svg"] < size.get(".png", 0)), shown[0])
+    best = min(shown.values(), key=lambda path: path.stat().st_size)
+    text, links = caption(name), [kept.link(path, kind.upper()) for kind, path in files.items()]
     title, rest = split_title(text, name)
-    words = " ".join(filter(None, [plain(first_sentence(text)), seen(files[0])]))
-    return [Picture(name, best, title, words, html(rest), simulated, group, links)]
+    words = " ".join(filter(None, [plain(first_sentence(text)), heading(files["png"]) if "png" in files else ""]))
+    return Picture(name, best, title, words, html(rest), simulated, group, links, *embed(best))
 
 
-def seen(path: Path) -> str:
-    """What a figure's own title says is seen, from its PNG; empty where it has none."""
-    if not path.is_file():
-        return ""
+def heading(path: Path) -> str:
+    """Title of a figure, which says what is seen, from its PNG; empty where it has none."""
     with Image.open(path) as opened:
         return str(opened.info.get("Title", ""))
 
@@ -129,43 +112,20 @@ def html(text: str) -> Markup:
     return Markup(ADDRESS.sub(lambda found: found[0] if found[1] == "href" and PLAIN.match(found[2]) else "", body))
 
 
-def embed(path: Path, level: int = 0) -> Image64:
-    """An image file as part of a page; ``level`` of ``LEVELS`` says how small a PNG is made."""
+def embed(path: Path) -> tuple[str, int, int]:
+    """An image file as a ``data:`` address, with its width and height on the page in CSS pixels."""
     if path.suffix == ".svg":
-        content = path.read_bytes()
-        width, height = _svg_size(content.decode(encoding="utf-8", errors="replace"))
-        return Image64(f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}", width, height)
-    colours, scale = LEVELS[level]
-    with Image.open(path) as opened:
-        flat = Image.new("RGB", opened.size, "white")
-        flat.paste(opened, mask=opened.convert("RGBA").getchannel("A"))
-    shown = flat.size  # drawn at 200 dpi for print, read at about 100 on a screen
-    if scale < 1:
-        flat = flat.resize([max(1, round(side * scale)) for side in flat.size], Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    flat.quantize(colours, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-        buffer, "PNG", optimize=True
-    )
-    return Image64(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}", *shown)
-
-
-def _svg_size(text: str) -> tuple[int, int]:
-    """Width and height of the view box, in its units; 4 : 3 where there is none."""
-    found = re.search(r'viewBox="[\d.+-]+[ ,]+[\d.+-]+[ ,]+([\d.]+)[ ,]+([\d.]+)"', text)
-    return (round(2 * float(found[1])), round(2 * float(found[2]))) if found else (1200, 900)
-
-
-def embed_all(found: Sequence[Picture], room: int) -> tuple[list[Image64 | None], int]:
-    """Images of ``found`` in at most ``room`` characters together, and the level that this took.
-
-    At the last level those that still do not fit are left out, as None, the largest first.
-    """
-    level, images = 0, [embed(picture.path) for picture in found]
-    while sum(len(image.source) for image in images) > room and level < len(LEVELS) - 1:
-        level += 1
-        images = [embed(picture.path, level) for picture in found]
-    fitting: list[Image64 | None] = list(images)
-    for index in sorted(range(len(images)), key=lambda index: -len(images[index].source)):
-        if sum(len(image.source) for image in fitting if image) > room:
-            fitting[index] = None
-    return fitting, level
+        content, kind = path.read_bytes(), "svg+xml"
+        # Width and height of the view box, in its units; 4 : 3 where there is none.
+        box = re.search(rb'viewBox="[\d.+-]+[ ,]+[\d.+-]+[ ,]+([\d.]+)[ ,]+([\d.]+)"', content)
+        width, height = (round(2 * float(box[1])), round(2 * float(box[2]))) if box else (1200, 900)
+    else:
+        with Image.open(path) as opened:
+            flat = Image.new("RGB", opened.size, "white")
+            flat.paste(opened, mask=opened.convert("RGBA").getchannel("A"))
+        width, height = flat.size  # drawn at 200 dpi for print, read at about 100 on a screen
+        buffer, kind = io.BytesIO(), "png"
+        palette = flat.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        palette.save(buffer, "PNG", optimize=True)
+        content = buffer.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}", width, height

@@ -16,13 +16,12 @@ A format is Python's, after ``*100`` where the value is scaled first; ``words`` 
 words, and a missing number is a dash.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
 import string
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +34,7 @@ from edgc.errors import UserError, nearest
 from experiments.analyse.statistics import interval
 from experiments.common import written_tables
 from experiments.common.cli import main_guard
-from experiments.common.files import ROOT, atomic_write
+from experiments.common.files import KEPT, ROOT, atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.pages import columns as column_list
 from experiments.pages import paper
@@ -43,7 +42,6 @@ from experiments.pages.kept import is_simulated
 from experiments.spec import matrix
 
 TEMPLATES = ROOT / "docs" / "templates"
-REFERENCE = ROOT / "results" / "reference"
 NOTHING = "-"
 KINDS = {"measured", "simulated", "extrapolated", "computed", "modelled network"}  # of a row, where a table says it
 POINT = re.compile(r" \((\S+) to \1\)")
@@ -93,9 +91,9 @@ def cells(form: str, row: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _read(name: str) -> pd.DataFrame:
-    path = REFERENCE / name
+    path = KEPT / name
     if not path.is_file():
-        raise UserError(f"there is no table {name}", where=REFERENCE, fix="correct the name, or keep the study")
+        raise UserError(f"there is no table {name}", where=KEPT, fix="correct the name, or keep the study")
     return written_tables.read(path, keep_default_na=False, na_values=["", "nan"])
 
 
@@ -139,25 +137,20 @@ def table(
     Raises ``UserError`` where there are no rows.
     """
     named = dict(frames) if isinstance(frames, Mapping) else {"": frames}
-    titles = ([] if "" in named else ["whose"]) + list(columns)
-    lines: list[list[str]] = [list(row) for row in above]
-    if across:
-        by, title, cell, order = across
-        order = order or sorted({value for frame in named.values() for value in frame[by]})
-        titles += [title.format(formatted(value)) for value in order]
+    column, title, cell, order = across or ("", "", "", [])
+    if across and not order:
+        order = sorted({value for frame in named.values() for value in frame[column]})
+    titles = [*([] if "" in named else ["whose"]), *columns, *(title.format(formatted(value)) for value in order)]
+    lines = [list(row) for row in above]
     for name, frame in named.items():
         if frame.empty:
             raise UserError(f"the table of {', '.join(columns)} has no rows", fix="correct the conditions")
-        groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for i, row in enumerate(frame.to_dict("records")):
-            key = (*([name] if name else []), *(cells(form, row) for form in columns.values()))
-            groups.setdefault(key if across else (*key, str(i)), []).append(row)
-        for key, group in groups.items():
-            line = list(key if across else key[:-1])
-            if across:
-                at = {row[by]: row for row in group}
-                line += [cells(cell, at[value]) if value in at else NOTHING for value in order]
-            lines.append(line)
+        groups: dict[Any, dict[Any, dict[str, Any]]] = {}  # rows by what stands first in their line
+        for place, row in enumerate(frame.to_dict("records")):
+            first = (*([name] if name else []), *(cells(form, row) for form in columns.values()))
+            groups.setdefault((first, not across and place), {})[row.get(column)] = row
+        for (first, _), rows in groups.items():
+            lines.append([*first, *(cells(cell, rows[value]) if value in rows else NOTHING for value in order)])
     return paper.markdown_table(titles, lines)
 
 
@@ -180,17 +173,17 @@ def compare(
     for name in frames:
         frame = chosen(frames[name] if isinstance(frames, Mapping) else _read(name), **(where or {}))
         scale, study, *file = name.split("/")
-        simulated = scale != "bench" and is_simulated(matrix.load_study(study))
-        whose = "by the clock" if scale == "bench" else "SIMULATED" if simulated else scale
-        named[f"ours, {whose}"] = frame
-        shown = file[-1] if scale == "bench" else "/".join([study, *file])
-        source = f"[{shown}]({paper.link(REFERENCE / name, page)})"
-        if not simulated:
+        clock = scale == "bench"
+        simulated = not clock and is_simulated(matrix.load_study(study))
+        named[f"ours, {'by the clock' if clock else 'SIMULATED' if simulated else scale}"] = frame
+        source = f"[{file[-1] if clock else '/'.join([study, *file])}]({paper.link(KEPT / name, page)})"
+        if simulated:
+            source += ", SIMULATED"
+        else:
             kinds = set(frame["kind"]) if "kind" in frame else set()
             kinds = kinds if kinds and kinds <= KINDS else {"measured"}
-            place = study if scale == "bench" else scale
-            source += f" ({place}), {', '.join(kind.upper() for kind in sorted(kinds))}{_seeds(frame)}"
-        sources.append(source + (", SIMULATED" if simulated else ""))
+            source += f" ({study if clock else scale}), {', '.join(sorted(kinds)).upper()}{_seeds(frame)}"
+        sources.append(source)
     return f"{table(named, columns, **layout)}\n\nOurs: {'; '.join(sources)}."
 
 
@@ -204,7 +197,7 @@ def _seeds(frame: pd.DataFrame) -> str:
 
 
 def environment(page: Path) -> jinja2.Environment:
-    """What a template of the page can use; links lead from the page."""
+    """Environment with the functions that a template of the page can use; links lead from the page."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -213,22 +206,26 @@ def environment(page: Path) -> jinja2.Environment:
         comment_start_string="{##",  # {#anchor} is Markdown's
         comment_end_string="##}",
     )
+    parts = paper.PageParts(page)
     made.filters["f"] = formatted
-    made.globals["interval"] = lambda values: interval(list(values))
-    made.globals |= {"read": read, "chosen": chosen, "say": say, "table": table}
-    made.globals["compare"] = functools.partial(compare, page)
-    made.globals["columns"] = lambda: paper.markdown_table(("column", "what it holds", "in"), column_list.described())
-    made.globals |= {"yaml": lambda name: load_yaml(ROOT / name)}
-    parts = paper.PageParts(REFERENCE, page)
-    for name in ("settings", "outcome", "standing", "verdicts", "acted", "figure"):
-        made.globals[name] = getattr(parts, name)
+    made.globals |= {
+        "read": read,
+        "chosen": chosen,
+        "say": say,
+        "table": table,
+        "interval": lambda values: interval(list(values)),
+        "compare": functools.partial(compare, page),
+        "columns": lambda: paper.markdown_table(("column", "what it holds", "in"), column_list.described()),
+        "yaml": lambda name: load_yaml(ROOT / name),
+        **{name: getattr(parts, name) for name in ("settings", "outcome", "standing", "verdicts", "acted", "figure")},
+    }
     return made
 
 
 def target(template: Path) -> Path:
     """The page that is made of a template."""
-    below = template.relative_to(TEMPLATES)
-    return ROOT / below if below.as_posix() == "README.md" else ROOT / "docs" / below
+    name = template.relative_to(TEMPLATES)
+    return ROOT / name if name.as_posix() == "README.md" else ROOT / "docs" / name
 
 
 def rendered(template: Path) -> str:
@@ -237,20 +234,15 @@ def rendered(template: Path) -> str:
     try:
         return environment(target(template)).get_template(name).render()
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(str(error), where=f"docs/templates/{name}:{error.lineno}", fix="correct the template") from None
+        message, line, fix = str(error), error.lineno, "correct the template"
     except (UserError, jinja2.UndefinedError, KeyError, ValueError, AttributeError) as error:
-        line = next((f.tb_lineno for f in _frames(error) if f.tb_frame.f_code.co_filename == str(template)), "?")
-        fix = error.fix if isinstance(error, UserError) else "correct the template"
-        message = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        raise UserError(message, where=f"docs/templates/{name}:{line}", fix=fix) from None
-
-
-def _frames(error: BaseException) -> list[Any]:
-    found, at = [], error.__traceback__
-    while at:
-        found.append(at)
-        at = at.tb_next
-    return found[::-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in frames if frame.filename == str(template)), 0) or 0
+        known = isinstance(error, UserError)
+        message, fix = (
+            (error.message, error.fix) if known else (f"{type(error).__name__}: {error}", "correct the template")
+        )
+    raise UserError(message, where=f"docs/templates/{name}:{line}", fix=fix)
 
 
 def templates() -> list[Path]:

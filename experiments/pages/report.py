@@ -5,8 +5,7 @@ there, so it works on a finished workflow (``--results results``) and on what is
 results/reference``); what is missing is named where it would stand. The same tables give the same bytes.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
 import math
 from collections import Counter
@@ -26,7 +25,7 @@ from experiments.pages import board, claim_rows, curves, pictures
 from experiments.pages.kept import Kept, as_list
 
 TEMPLATES = Path(__file__).with_name("templates")
-SCRIPTS = ("plot.js", "claims.js", "board.js", "curves.js")
+TRIMMED = {"trim_blocks": True, "lstrip_blocks": True}
 LIMIT = 5_000_000  # bytes of the page
 SPARE = 20_000  # bytes between what is counted and what is written
 BADGES = {  # verdict -> class of its look; the word is always beside it
@@ -51,8 +50,7 @@ class Page:
     """A page and what had to be left out of it."""
 
     html: str
-    colours: int  # of embedded images
-    left_out: list[str]  # figures that did not fit
+    left_out: list[str]  # figures that did not fit, the largest
 
 
 def as_json(value: object) -> Markup:
@@ -65,18 +63,15 @@ def as_json(value: object) -> Markup:
 
 def environment() -> Environment:
     """Jinja2 with everything escaped that does not say otherwise; a name that a template misspells is an error."""
-    made = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters["json"] = as_json
-    made.filters["badge"] = lambda verdict: BADGES.get(verdict, "none")
-    made.filters["hours"] = duration
-    made.filters["kind"] = str.upper
-    made.globals["counted"] = claim_rows.counted
+    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, **TRIMMED)
+    made.filters |= {
+        "json": as_json,
+        "badge": lambda verdict: BADGES.get(verdict, "none"),
+        "hours": duration,
+        "counted": claim_rows.counted,
+    }
+    # A style sheet or script of ours, as it stands.
+    made.globals["inlined"] = lambda name: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
     return made
 
 
@@ -88,48 +83,38 @@ def duration(hours: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
-def inlined(name: str) -> Markup:
-    """A style sheet or script of ours, as it stands."""
-    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
-
-
 def machines(kept: Kept) -> list[dict[str, Any]]:
     """Each kind of machine with its versions of software, and the studies that ran there."""
-    found: dict[str, dict[str, Any]] = {}
-    for made in kept.made.values():
-        for hardware in as_list(made.provenance.get("hardware")):
-            entry = found.setdefault(json.dumps(hardware, sort_keys=True), {"hardware": hardware, "studies": []})
-            entry["studies"].append(made.study)
-            entry.setdefault("versions", [])
-            entry["versions"] += [
-                version for version in as_list(made.provenance.get("versions")) if version not in entry["versions"]
-            ]
-    return list(found.values())
+    known: dict[str, dict[str, Any]] = {}
+    for study in kept.made.values():
+        for hardware in as_list(study["provenance"].get("hardware")):
+            new = {"hardware": hardware, "studies": [], "versions": []}
+            entry = known.setdefault(json.dumps(hardware, sort_keys=True), new)
+            entry["studies"].append(study["study"])
+            versions = as_list(study["provenance"].get("versions"))
+            entry["versions"] += [version for version in versions if version not in entry["versions"]]
+    return list(known.values())
 
 
 def contents(kept: Kept) -> dict[str, Any]:
-    """What the templates show, images left out."""
+    """Contents of the page, as the templates show them."""
     shown = pictures.pictures(kept)
-    claims = claim_rows.rows(kept, [picture.name for picture in shown if not picture.group])
-    rows = [row for one in (kept, *kept.beside) for row in board.rows(one)]
-    rows.sort(key=lambda row: row.n < 2)  # one seed tells least
-    runs, points = curves.curves(kept)
     figures = {picture.name: picture for picture in shown if not picture.group}
+    claims = claim_rows.rows(kept, figures)
+    rows = [row for results in (kept, *kept.beside) for row in board.rows(results)]
+    rows.sort(key=lambda row: row["n"] < 2)  # one seed tells least
+    runs, points = curves.curves(kept)
     return {
         "scale": kept.scale,
         "reference": kept.reference,
         "claims": claims,
-        "counts": Counter(row.verdict for row in claims or ()),
+        "counts": Counter(row["verdict"] for row in claims or ()),
         "verdicts": claim_rows.VERDICTS,
         "figures": figures,
         "pictures": shown,
-        "groups": list(dict.fromkeys(picture.group for picture in shown)),
         "board": rows,
-        "scales": list(dict.fromkeys(row.scale for row in rows)),
         "board_missing": board.missing(kept),
-        "families": {key: name for key, name in board.FAMILIES.items() if key in {row.family for row in rows}},
-        "all_families": board.FAMILIES,
-        "settings": {row.study: row.setting for row in rows},
+        "families": board.FAMILIES,
         "margin": loss_margin(),
         "curves": runs,
         "points": points,
@@ -138,8 +123,6 @@ def contents(kept: Kept) -> dict[str, Any]:
         "made": kept.made,
         "machines": machines(kept),
         "others": [kept.link(path) for name in ("claims.csv", "runs.csv") if (path := kept.root / name).is_file()],
-        "style": inlined("report.css"),
-        "scripts": [inlined(name) for name in SCRIPTS],
     }
 
 
@@ -147,16 +130,14 @@ def render(kept: Kept) -> Page:
     """The page of ``kept``; ``UserError`` where it would be too large even without figures."""
     values = contents(kept)
     template = environment().get_template("report.html.j2")
-    bare: dict[str, Any] = {"images": [None] * len(values["pictures"]), "colours": 0, "left_out": []}
-    room = LIMIT - SPARE - len(template.render(**values, **bare).encode())
+    room = LIMIT - SPARE - len(template.render(**values, left_out=values["pictures"]).encode())
     if room < 0:
         fix = "report fewer studies: remove the folders of some from the results"
         raise UserError(f"the report is {-room} bytes over {LIMIT} without figures", where=kept.root, fix=fix)
-    images, level = pictures.embed_all(values["pictures"], room)
-    lost = [picture.name for picture, image in zip(values["pictures"], images, strict=True) if image is None]
-    colours = pictures.LEVELS[level][0]
-    text = template.render(**values, images=images, colours=colours, left_out=lost)
-    return Page(text, colours, lost)
+    by_size = sorted(values["pictures"], key=lambda picture: len(picture.source))
+    sizes = itertools.accumulate(len(picture.source) for picture in by_size)
+    left_out = [picture for picture, size in zip(by_size, sizes, strict=True) if size > room]
+    return Page(template.render(**values, left_out=left_out), [picture.name for picture in left_out])
 
 
 @main_guard

@@ -183,7 +183,7 @@ def _blank(root: Path) -> str:
         return ""
     if "bf16" not in table.index:
         return ""
-    limits = "{gap_nats_low:+.4f} to {gap_nats_high:+.4f}".format(**table.loc["bf16"])
+    limits = "{gap_nats_low:+.4f} to {gap_nats_high:+.4f}".format_map(table.loc["bf16"])
     return (
         f"bf16, which changes rounding alone, has {limits} nats here: less than that this study cannot see, and of "
         f"{table['verdict'].notna().sum()} methods judged one is expected to be worse or better by chance"
@@ -207,7 +207,7 @@ def zero_shot_on_par(root: Path) -> Measured:
     at_chance = f"not above chance without compression, not counted: {lost}" if lost else ""
     if rows.empty:
         raise Missing(at_chance)
-    note = [
+    notes = [
         f"{word}: " + ", ".join(f"{r['task']} {r['gap']:+.2g} of {r['margin']:g}" for _, r in group.iterrows())
         for word in ("on par", "different", NOT_DECIDED)
         if not (group := rows[rows["verdict"] == word]).empty
@@ -218,8 +218,8 @@ def zero_shot_on_par(root: Path) -> Measured:
     except Missing as reason:
         acted, account = False, f"whether the policy acted is not known: {reason}"
     if acted and set(rows["verdict"]) == {NOT_DECIDED}:
-        raise Missing(join("too few documents", *note, at_chance))
-    note, counts = join(account, *note, at_chance), {"tasks": len(rows)}
+        raise Missing(join("too few documents", *notes, at_chance))
+    note, counts = join(account, *notes, at_chance), {"tasks": len(rows)}
     seeds, verdicts = int(rows["n_seeds"].min()), tuple(map(str, rows["verdict"]))
     return Measured(verdicts, relative, note, acted=acted, n=seeds, counts=counts, things="tasks")
 
@@ -313,7 +313,7 @@ def _against(name: str, row: pd.Series) -> str:
     """Difference and verdict in words, and what the rival costs against no compression: what there was to win."""
     gap = row.get("rival_gap_nats")
     costs = "" if pd.isna(gap) else f", which costs {gap:+.4f}"
-    limits = "{difference_nats:+.4f} nats ({difference_low:.4f} to {difference_high:.4f}), {verdict}".format(**row)
+    limits = "{difference_nats:+.4f} nats ({difference_low:.4f} to {difference_high:.4f}), {verdict}".format_map(row)
     return f"against {name} {limits}{costs}"
 
 

@@ -141,8 +141,8 @@ def _ordered(check: Check, name: str, reference: pd.DataFrame, fresh: pd.DataFra
     sign = 1 if check.direction == "falls" else -1
     steps = [sign * (a - b) for a, b in itertools.pairwise(means[1])]
     ok = bool(steps) and all(step >= -check.tolerance for step in steps)
-    texts = [" ".join(f"{value:.3g}" for value in series) or "no row" for series in means]
-    return Outcome(name, f"by {check.by}", *texts, check.stated, ok)
+    old, new = (" ".join(f"{value:.3g}" for value in series) or "no row" for series in means)
+    return Outcome(name, f"by {check.by}", old, new, check.stated, ok)
 
 
 def load_tolerances(path: Path = TOLERANCES) -> list[Check]:

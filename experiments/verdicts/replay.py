@@ -68,7 +68,7 @@ def redraw(
     old = {name: {path for kind in KINDS for path in (folder / "figures").glob(kind.format(name))} for name in names}
     drawable = [name for name in old if (old[name] or name in new) and not (name in INPUTS and missing(name, folder))]
     if drawable:
-        places = ["--results", folder.resolve(), "--out", scratch / "figures"]
+        places = ["--results", str(folder.resolve()), "--out", str(scratch / "figures")]
         command = [sys.executable, "-m", "paper_figures", *drawable, *places]
         if code := subprocess.run(command, check=False, stdout=subprocess.DEVNULL, cwd=ROOT).returncode:
             raise SystemExit(code)

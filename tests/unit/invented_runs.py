@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from experiments.analyse.runs import Run
 
@@ -33,8 +36,17 @@ def run(
     return result
 
 
-def decisions(ranks: list[int | list[int | None]], window: int = 40, **more: Any) -> dict[str, list[dict[str, Any]]]:
+def decisions(
+    ranks: Sequence[int | Sequence[int | None] | None], window: int = 40, **more: Any
+) -> dict[str, list[dict[str, Any]]]:
     """Events of a policy that decides these ranks (of one stage, or of several), at the ends of windows."""
     rows = [row if isinstance(row, list) else [row] for row in ranks]
     about = {"phase": "active", "r_min": 4, "r_max": 64, **more}
     return {"decision": [{"iteration": window * k, "ranks": row, **about} for k, row in enumerate(rows, start=1)]}
+
+
+def steps(full: np.ndarray, sampled: np.ndarray, **stage: Any) -> dict[str, list[dict[str, Any]]]:
+    """Events of steps with one stage of these entropies (nats; both of shape (iterations,)) and settings."""
+    rows = [{"stage": 0, "rank": 8, "bytes": 100, "entropy_full": a, "entropy": b, **stage}
+            for a, b in zip(full, sampled, strict=True)]  # fmt: skip
+    return {"step": [{"iteration": t, "stages": [row]} for t, row in enumerate(rows, start=1)]}

@@ -36,14 +36,6 @@ def linear_rank(r_min: float, r_max: int, windows: Sequence[float], ranks: Seque
     return old + max(-step, min(step, even - old))
 
 
-def timed_rank(iteration: int) -> int | None:
-    """Authors and HYGON: the rank that the search books a reduction's time under, 0 for uncompressed, or None."""
-    since = iteration - 9
-    if since < 1 or since % 3 == 0:
-        return None
-    return 0 if since < 3 else 2 ** (since // 3)
-
-
 def compressed_in_search(iteration: int) -> bool:
     """Authors: whether a reduction is compressed while r_max is searched."""
     return iteration >= 12 and iteration % 3 == 0
@@ -54,27 +46,9 @@ def compressed_after_search(iteration: int) -> bool:
     return iteration == WARM_UP or (iteration > WARM_UP and iteration % SAVE_INTERVAL == 1)
 
 
-def ends_warm_up(process: int, iteration: int, error_now: float, error_before: float) -> bool:
-    """Authors: whether a process learns in this iteration that warm-up has ended."""
-    return iteration % WINDOW == 0 and process == 0 and error_now < error_before
-
-
-def first_message(shapes: Sequence[tuple[int, int]], rank: int | None) -> int:
-    """Authors: entries of the first collective of a reduction: P of all matrices, or all gradients (None)."""
-    return sum(rows * (columns if rank is None else min(rows, columns, rank)) for rows, columns in shapes)
-
-
 def recorded(entropy: float, compressed: bool) -> float:
     """Authors: what goes into the list of entropies at a sampled iteration."""
     return entropy if compressed else 0.0
-
-
-def flat_buffer_error(flat: Tensor, rank: int, generator: torch.Generator) -> float:
-    """Authors: the error behind the warm-up test: PowerSGD of ``flat`` seen as its length x 1, sum of |.|."""
-    matrix = flat.view(flat.shape[0], -1)
-    start = torch.randn(matrix.shape[1], min(rank, *matrix.shape), generator=generator)
-    basis = torch.linalg.qr(matrix @ torch.linalg.qr(start).Q).Q
-    return float((basis @ (matrix.T @ basis).T - matrix).abs().sum())
 
 
 def stage_rank(rank_in_budget: float) -> int:
@@ -87,48 +61,6 @@ def reducer_step(matrices: Sequence[Tensor], start: Tensor) -> tuple[Tensor, lis
     basis = torch.linalg.qr(torch.stack([m @ start for m in matrices]).sum(0)).Q
     received = basis @ torch.stack([m.T @ basis for m in matrices]).mean(0).T
     return received, [m - received for m in matrices]
-
-
-def projection_step(
-    matrices: Sequence[Tensor], start: Tensor, average_in_collective: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """HYGON: one reduction with the same orthonormal Q on all workers: what all get, what each keeps.
-
-    Without averaging in the collective gradients are divided by the number of workers beforehand, and both factors
-    are summed.
-    """
-    workers = len(matrices)
-    scaled = list(matrices) if average_in_collective else [m / workers for m in matrices]
-    left, right = torch.stack([m @ start for m in scaled]).sum(0), start * workers
-    if average_in_collective:
-        left, right = left / workers, right / workers
-    return left @ right.T, [m - m @ start @ start.T for m in scaled]
-
-
-def with_cached_basis(
-    cache: dict[int, Tensor], identity: int, matrix: Tensor, rank: int, generator: torch.Generator
-) -> Tensor:
-    """HYGON, older version: P of a matrix, with the Q that is kept under its ``id(...)``, or a new one.
-
-    Raises:
-        RuntimeError: that Q is of a matrix with another number of columns.
-    """
-    if identity not in cache:
-        cache[identity] = random_basis(matrix.shape[1], rank, generator)
-    return matrix @ cache[identity]
-
-
-def kept_entries(sizes: Sequence[int], workers: int) -> list[int]:
-    """HYGON, distributed optimizer: for how many entries of each parameter a worker has room for error feedback.
-
-    The buffer holds 1/workers of all entries and is addressed by offsets among all of them, so every worker's room is
-    for the same first parameters. (The last worker's buffer also holds the remainder; left out here.)
-    """
-    room, offset, kept = sum(sizes) // workers, 0, []
-    for size in sizes:
-        kept.append(min(size, max(0, room - offset)))
-        offset += size
-    return kept
 
 
 def loss_windows(first: float, floor: float, decay: float, count: int) -> list[float]:

@@ -11,23 +11,19 @@ import pytest
 from experiments.analyse.acting import acting
 from experiments.analyse.runs import Run
 from experiments.common.acting import acted
+from tests.unit import invented_runs
+from tests.unit.conftest import REFERENCE
+from tests.unit.invented_runs import decisions
 
 LIMITS = {"r_min": 8, "r_max": 32}
 
 
-def run(ranks: list[Any], policy: str | None = "cqm", iterations: int | None = None, **more: Any) -> Run:
-    """One that decides every ten iterations, and uses ``ranks`` after the tenth, a list of stages each."""
+def run(ranks: list[Any], policy: str | None = "cqm", iterations: int | None = None) -> Run:
+    """A run that decides every ten iterations, and uses ``ranks`` after the tenth, a list of stages each."""
     given = {"fixed": {"rank": 16}, "schedule": {"schedule": [[0, 16]]}}.get(policy or "", {})
-    compression = {"method": "edgc", "policy": policy, "window": 10, **given} if policy else {"method": "none"}
-    length = iterations or 10 * (len(ranks) + 1)
-    found = Run(Path("x"), "ok", {"variant": "x", "compression": compression, "train": {"iterations": length}})
-    found.events = {
-        "decision": [
-            {"iteration": 10 * k, "phase": "active", "ranks": row if isinstance(row, list) else [row], **LIMITS, **more}
-            for k, row in enumerate(ranks, start=1)
-        ]
-    }
-    return found
+    settings = {"method": "edgc", "policy": policy, "window": 10, **given} if policy else None
+    train = {"iterations": iterations or 10 * (len(ranks) + 1)}
+    return invented_runs.run("x", compression=settings, events=decisions(ranks, 10, **LIMITS), train=train)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +44,8 @@ def test_ranks_in_use_and_windows_inside_the_limits(ranks: list[Any], used: int,
     assert found == {"ranks_used": used, "windows_inside": pytest.approx(inside), "acted": said}
 
 
-def test_a_rank_that_is_decided_when_the_run_is_over_was_never_in_use() -> None:
-    assert acting(run([32, 24, 16], iterations=30))["ranks_used"] == 2
-
-
-def test_decisions_inside_a_window_are_not_windows() -> None:
+def test_only_ranks_that_were_in_use_for_a_window_count() -> None:
+    assert acting(run([32, 24, 16], iterations=30))["ranks_used"] == 2, "the last is decided when the run is over"
     short = run([32, 24])
     short.events["decision"].insert(1, {"iteration": 13, "phase": "active", "ranks": [4], **LIMITS})
     assert acting(short)["ranks_used"] == 2
@@ -81,9 +74,6 @@ def test_two_thirds_of_the_seeds(tmp_path: Path, seeds: list[bool | None], said:
     assert acted(rows) is said
     rows.to_csv(tmp_path / "x.csv", index=False)
     assert acted(pd.read_csv(tmp_path / "x.csv")) is said
-
-
-REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference"
 
 
 def test_every_kept_table_of_runs_says_whether_a_policy_acted() -> None:

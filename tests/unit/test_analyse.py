@@ -25,7 +25,6 @@ from experiments.analyse import (
     sampling_ablation,
     statistics,
     tables,
-    trend,
     window_ablation,
     windows,
 )
@@ -34,16 +33,14 @@ from experiments.common import quickest
 from experiments.spec import matrix
 from experiments.verdicts import archive
 from tests.unit.conftest import REFERENCE, RESTORED
-from tests.unit.invented_runs import decisions, edgc, run
-
-STUDIES = [(scale, study) for scale, studies in RESTORED.items() for study in studies]
+from tests.unit.invented_runs import decisions, edgc, run, steps
 
 
 def read(folder: Path, name: str) -> pd.DataFrame:
     return pd.read_csv(folder / f"{name}.csv")
 
 
-@pytest.mark.parametrize(("scale", "study"), STUDIES)
+@pytest.mark.parametrize(("scale", "study"), RESTORED)
 def test_kept_runs_give_the_committed_tables(kept_results: Path, scale: str, study: str) -> None:
     folder, definition = kept_results / scale / study, matrix.load_study(study)
     assert sorted(path.name for path in folder.glob("*.csv")) == sorted(definition.tables)
@@ -125,9 +122,6 @@ def test_curves_accumulate_bytes_and_keep_every_rank_change_and_evaluation(kept_
     assert curve.loc[end, "entropy_0"] == pytest.approx(expected)
     rows = statistics.thin(100_000, keep=[12_345])
     assert len(rows) <= statistics.CURVE_POINTS + 3 and {0, 12_345, 99_999} <= set(rows)
-
-
-# ----------------------------------------------------------------------------------------------------- policies
 
 
 def follow(variant: str, order: str, seed: int, loss: float, **more: Any) -> runs.Run:
@@ -226,9 +220,6 @@ def test_the_same_start_is_the_same_to_the_last_bit(kept_results: Path) -> None:
     assert not policies.same_start(item, other)
 
 
-# ---------------------------------------------------------------------------------------- decisions and windows
-
-
 def test_decisions_and_limits_are_counted() -> None:
     row = windows.decision_columns(run("x", compression=edgc(), events=decisions([20, 16, 72, 72, None])))
     assert (row["decisions"], row["rank_changes"], row["decisions_outside_limits"]) == (5, 3, 2)
@@ -248,17 +239,10 @@ def test_lag_is_between_the_rank_in_use_and_what_its_window_asks_for() -> None:
     assert found["share_limited"] == pytest.approx(2 / 3)
 
 
-def stages(entropy: np.ndarray, sampled: np.ndarray, **more: Any) -> dict[str, list[dict[str, Any]]]:
-    rows = zip(entropy, sampled, strict=True)
-    row = {"stage": 0, "rank": 8, "bytes": 100, **more}
-    return {"step": [{"iteration": t, "stages": [row | {"entropy_full": a, "entropy": b}]}
-                     for t, (a, b) in enumerate(rows, start=1)]}  # fmt: skip
-
-
 def test_window_correlation_is_the_planted_one() -> None:
     rng = np.random.default_rng(1)
     entropy = -6 + 1.5 * np.exp(-np.arange(200) / 15)
-    exact, noisy = stages(entropy, entropy), stages(entropy, entropy + rng.normal(0, 3, 200))
+    exact, noisy = steps(entropy, entropy), steps(entropy, entropy + rng.normal(0, 3, 200))
     rows = [run(name, compression=edgc(window), events=events)
             for name, window, events in (("exact", 20, exact), ("noisy", 20, noisy), ("short", 90, exact))]  # fmt: skip
     table = window_ablation.tables(rows)["table"].set_index("variant")
@@ -287,7 +271,7 @@ def test_sampling_tables_count_differing_decisions_and_cost() -> None:
 
     def sampled(alpha: float, beta: float, ranks: list[int], window: int) -> runs.Run:
         compression = edgc(20) | {"entropy": {"iteration_rate": alpha, "entry_rate": beta}}
-        events = stages(quiet, quiet) | decisions(ranks, window)
+        events = steps(quiet, quiet) | decisions(ranks, window)
         for event in events["step"]:
             event["seconds"] = 0.1
             event["stages"][0]["seconds_entropy"] = 0.01 * beta * (event["iteration"] % round(1 / alpha) == 0)
@@ -301,9 +285,6 @@ def test_sampling_tables_count_differing_decisions_and_cost() -> None:
     assert table.loc[0.1, "largest_rank_difference"] == 4
     # 20 of the 195 counted steps measure, at a quarter of the cost.
     assert written["timings"][1]["change_percent"] == pytest.approx(100 * (20 / 195 / 4 - 1))
-
-
-# --------------------------------------------------------------------------------------------------- rank sweep
 
 
 def test_the_line_and_the_limits_are_those_of_a_fit_by_hand(kept_results: Path) -> None:
@@ -332,7 +313,7 @@ def test_r_max_is_where_compressing_stops_to_be_quicker() -> None:
         about = {"seconds_compress": 1e-3 * (rank or 0), "seconds_decompress": 0.2e-3 * (rank or 0), "rank": rank}
         about |= {"seconds_communicate": 2e-3 + 0.5e-3 * rank if rank else 60e-3, "bytes": 1e4 * (rank or 100)}
         compression = {"method": "powersgd", "rank": rank} if rank else {"method": "none"}
-        found.append(run(f"r{rank}", compression=compression, events=stages(np.zeros(20), np.zeros(20), **about)))
+        found.append(run(f"r{rank}", compression=compression, events=steps(np.zeros(20), np.zeros(20), **about)))
     limits = rank_sweep.tables(found)["limits"].set_index("kind")
     # (60 - 2) / 1.7 = 34.1, which no run had.
     assert limits.loc["measured", "crossing"] == pytest.approx(58 / 1.7)
@@ -364,9 +345,6 @@ def test_a_seed_beside_other_work_does_not_move_the_line() -> None:
         assert found[kind]["residual_largest_share"] < 1e-9 and found[kind]["points"] == 3
     times = pd.DataFrame({"stage": 0, "rank": rank, "s": slow * (rank or 1.0)} for rank in (None, 4) for slow in (3, 1))
     assert list(quickest.least(times, times["s"])["s"]) == [1.0, 4.0]
-
-
-# ------------------------------------------------------------------------------------------------ entropy trend
 
 
 def test_entropy_over_groups_is_weighted_by_size_and_sampling_is_judged(tmp_path: Path) -> None:
@@ -412,7 +390,7 @@ def test_the_gaussian_link_is_judged_against_the_end_of_warm_up() -> None:
 )
 def test_trend_verdicts(values: object, verdict: str) -> None:
     iterations = list(range(0, 100, 2))
-    found = trend.describe(iterations, [values(t) for t in iterations])  # type: ignore[operator]
+    found = entropy_trend.describe(iterations, [values(t) for t in iterations])  # type: ignore[operator]
     assert found["verdict"] == verdict
     if verdict == "falls, then rises":  # d/dt vanishes at t = 5 log 20 = 15
         assert 12 <= found["iteration_minimum"] <= 18
@@ -420,8 +398,8 @@ def test_trend_verdicts(values: object, verdict: str) -> None:
 
 
 def test_trend_needs_four_probes_and_ignores_missing_ones() -> None:
-    assert trend.describe([1, 2, 3], [3.0, 2.0, 1.0])["verdict"] == "too few probes"
-    found = trend.describe([1, 2, 3, 4, 5, 6], [3.0, math.nan, 2.0, 1.5, 1.0, 0.5])
+    assert entropy_trend.describe([1, 2, 3], [3.0, 2.0, 1.0])["verdict"] == "too few probes"
+    found = entropy_trend.describe([1, 2, 3, 4, 5, 6], [3.0, math.nan, 2.0, 1.5, 1.0, 0.5])
     assert (found["probes"], found["verdict"]) == (5, "falls")
 
 
@@ -437,9 +415,6 @@ def test_seeds_of_a_condition_are_summarised_with_what_each_says() -> None:
     row = found.loc["qkv"]
     assert (row["n"], row["n_ok"], row["start_mean"], row["start_min"], row["start_max"]) == (4, 3, -2.0, -3.0, -1.0)
     assert row["verdict"] == "falls (2); falls, then rises (1)"
-
-
-# ------------------------------------------------------------------------------------------------------- faults
 
 
 @pytest.fixture

@@ -83,9 +83,8 @@ def cqm(seed: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("seeds_acted", "verdict"), [((True, True, True), "supported"), ((True, True, False), "supported"),
-                                 ((True, False, False), "not tested"), ((False, False, False), "not tested")],
-)  # fmt: skip
+    ("seeds_acted", "verdict"), [((True, True, False), "supported"), ((True, False, False), "not tested")]
+)
 def test_a_policy_that_did_not_act_was_not_tested(
     tmp_path: Path, known: dict[str, claims.Claim], seeds_acted: tuple[bool, ...], verdict: str
 ) -> None:
@@ -218,7 +217,6 @@ def rivals(differences: dict[str, float], verdicts: dict[str, str], n: int = 3) 
 @pytest.mark.parametrize(
     ("words", "our_value", "verdict"),
     [
-        ({"policies": "better"}, "better", "supported"),
         ({"policies": "on par"}, "on par", "not supported"),
         ({"policies": "better", "policies_bert": "on par"}, "better in 1, on par in 1 of 2 settings", "partly"),
         ({"policies": "better", "policies_bert": "not tested"}, "better", "supported"),  # there it did not act
@@ -276,7 +274,6 @@ def zero_shot_row(task: str, verdict: str | None, above_chance: bool = True, **m
         (("on par", "on par"), "supported"),
         (("on par", "not decided"), "partly"),
         (("on par", "different"), "not supported"),
-        (("not decided", "different"), "not supported"),
         (("not decided", "not decided"), "not testable here"),
         ((None, None), "not testable here"),
     ],

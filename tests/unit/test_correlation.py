@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.analyse import correlation
-from experiments.analyse.runs import load_runs
 from experiments.analyse.statistics import interval
+from tests.unit.invented_runs import edgc, run, steps
 
 COURSE, NOISE, ENTRIES = 0.06, 0.06, 0.03  # nats: of the levels between windows, of an iteration, of a sample's entries
 BLOCK = 20  # iterations that share a level
@@ -117,22 +115,25 @@ def test_windows_are_whole_and_enough() -> None:
     assert not correlation.cells(*simulated(np.random.default_rng(5), 2))
 
 
-def test_one_run_per_seed_that_sampled_the_most_and_intervals_over_seeds(kept_results: Path) -> None:
-    runs = load_runs(kept_results / "workstation" / "policies_bert")
-    runs = [run for run in runs if run.variant in ("cqm", "spectral")]
+def test_one_run_per_seed_that_sampled_the_most_and_intervals_over_seeds() -> None:
+    rng, runs = np.random.default_rng(6), []
+    for seed in (1, 2, 3):
+        events = steps(*simulated(rng, 10, entries=ENTRIES))
+        for event in events["step"][:20]:
+            event["stages"][0]["rank"] = None
+        for name, rate in (("first", 0.1), ("second", 0.1), ("every", 1.0)):
+            settings = edgc(20) | {"entropy": {"iteration_rate": rate, "entry_rate": 0.25}}
+            runs.append(run(name, seed, compression=settings, events=events))
     table = correlation.table(runs)
-    assert set(table["seed"]) == {1, 2, 3} and set(table["variant"]) == {"cqm"}, "the first of equals"
-    assert set(table["beta"]) == {1.0}, "full entropies stood for what was not sampled"
-    assert set(table["span"]) == set(correlation.SPANS)
-    for run in runs:
-        if run.variant == "spectral" and run.seed == 2:
-            entropy = dataclasses.replace(run.edgc.entropy, iteration_rate=1.0)
-            run.__dict__["edgc"] = dataclasses.replace(run.edgc, entropy=entropy)
-    assert set(correlation.table(runs).query("seed == 2")["variant"]) == {"spectral"}
+    assert sorted(set(zip(table["variant"], table["seed"], strict=True))) == [("every", seed) for seed in (1, 2, 3)]
+    rare = correlation.table(run for run in runs if run.variant != "every")
+    assert set(rare["variant"]) == {"first"}
+    assert set(table["beta"]) == {0.25} and set(rare["beta"]) == {1.0}, "full entropies stood for what was not sampled"
+    after = table[(table["span"] == "after warm-up") & (table["window"] == 10)]
+    assert set(after["windows"]) == {18}, "20 of 200 iterations were warm-up"
     assert correlation.table([]).columns.tolist() == table.columns.tolist()
     found = correlation.summary(table)
     row = found[(found["kind"] == "measured") & (found["alpha"] == 0.1)].iloc[0]
-    values = table[(table[correlation.CELL] == row[correlation.CELL]).all(axis=1)]["cc"]
-    expected = correlation.combined(values)
-    assert len(values) == row["n"] == 3
+    expected = correlation.combined(table[(table[correlation.CELL] == row[correlation.CELL]).all(axis=1)]["cc"])
+    assert row["n"] == expected["n"] == 3
     assert (row["cc_mean"], row["cc_low"]) == (pytest.approx(expected["mean"]), pytest.approx(expected["low"]))

@@ -15,7 +15,7 @@ from edgc.compressors import Gradient
 from edgc.compressors.powersgd.state import random_factor
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
-from experiments.analyse import rank_model, stiffness
+from experiments.analyse import rank_model
 from experiments.common.yaml_settings import validate
 from experiments.spec.settings import ProbeConfig
 from experiments.training.probes.spectra import SpectraProbe
@@ -116,39 +116,27 @@ def test_only_probed_whole_iterations_of_sound_matrices_have_rows() -> None:
     compressor = power_sgd(always_factor=True)
     probe = probe_of(compressor)
 
-    def step(iteration: int, tensor: torch.Tensor, *, skipped: bool = False) -> None:
+    def step(iteration: int, tensor: torch.Tensor, *, skipped: bool = False, rank: int | None = RANK) -> None:
         gradients = [Gradient(NAME, tensor)]
         probe.observe(iteration, gradients)
-        reduce_together([compressor], [gradients], RANK)
+        reduce_together([compressor], [gradients], rank)
         probe.end_iteration(iteration, skipped=skipped)
 
     step(2, drawn(0, 2), skipped=True)
     step(3, drawn(0, 3))
     step(4, torch.zeros(SHAPE))  # M is E, which is not zero
     step(6, torch.full(SHAPE, math.nan))
-    assert [(row["iteration"], row["of"]) for row in probe.rows] == [(4, "mean")]
+    step(8, drawn(0, 1), rank=None)  # what is sent dense is described as gradient alone
+    assert [(row["iteration"], row["of"]) for row in probe.rows] == [(4, "mean"), (8, "gradient")]
     resumed = probe_of(compressor)
     resumed.load_state_dict(probe.state_dict())
     assert resumed.rows == probe.rows
     assert resumed.rows is not probe.rows
 
 
-def test_what_is_sent_dense_is_described_as_gradient_alone() -> None:
-    compressor = power_sgd(always_factor=True)
-    probe = probe_of(compressor)
-    gradients = [Gradient(NAME, drawn(0, 1))]
-    probe.observe(1, gradients)
-    reduce_together([compressor], [gradients], None)
-    probe.end_iteration(1, skipped=False)
-    assert [row["of"] for row in probe.rows] == ["gradient"]
-
-
 def test_spectra_without_probed_iterations_are_refused() -> None:
     with pytest.raises(UserError, match="give every"):
         validate(ProbeConfig, {"spectra": True}, "study.yaml")
-
-
-# ------------------------------------------------------------------ tables
 
 
 SHAPES = {"decoder.layers.0.mlp.linear_fc1.weight": (192, 96),
@@ -279,9 +267,6 @@ def test_a_run_without_spectra_keeps_its_row() -> None:
     assert {row["rows"] for row in written["stiffness"]} == {1024, 4096}
 
 
-# ------------------------------------------------------------------ stiffness
-
-
 def test_stiffness_agrees_with_its_limit_and_with_simulation(found: dict[str, pd.DataFrame]) -> None:
     table = found["stiffness"].set_index(["rows", "rank"])
     assert table.loc[(1024, 64), "saturates_nats"] == pytest.approx(0.088, abs=0.0005)
@@ -291,7 +276,7 @@ def test_stiffness_agrees_with_its_limit_and_with_simulation(found: dict[str, pd
     assert table.loc[(192, 8), "limit_ranks_per_nat"] == pytest.approx(192 / (1 + math.sqrt(0.5)) ** 2)
     for shape, rank in (((4096, 4096), 64.0), ((192, 96), 1.0)):
         limit = 2 * min(shape) / (1 + math.sqrt(min(shape) / max(shape))) ** 2
-        assert stiffness.per_nat(shape, rank) == pytest.approx(limit, rel=0.1)
+        assert rank_model.per_nat(shape, rank) == pytest.approx(limit, rel=0.1)
     # What it means depends on the share of the rank alone: 16 of 256 is 64 of 1024.
     s = np.linalg.svd(np.random.default_rng(3).standard_normal((256, 256)), compute_uv=False)
     simulated = math.log(np.linalg.norm(s[4:]) / np.linalg.norm(s[16:]))
@@ -311,7 +296,7 @@ def test_noise_of_the_window_mean_is_free_of_the_trend() -> None:
     entropy = 3 - 0.001 * t + np.where(t % 2 == 0, rng.normal(0, 0.1, len(t)), 50.0)
     r8.config["train"]["iterations"] = 2000
     r8.__dict__["stages"] = pd.DataFrame({"iteration": t.astype(float), "stage": 0.0, "entropy_full": entropy})
-    [(noise, moved)] = stiffness.noise(r8)
+    [(noise, moved)] = rank_model.noise(r8)
     assert noise == pytest.approx(0.1 / math.sqrt(5), rel=0.15)
     # 180 windows of 10 after warm-up: 179 * 10 iterations apart.
     assert moved == pytest.approx(1.79, abs=0.2)
