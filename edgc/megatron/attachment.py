@@ -258,15 +258,15 @@ class Attachment:
             future.set_result(torch.empty(0, dtype=torch.float32, device=self.device))
         return Pending(self._worker, future)
 
-    def group_finished(self, started: Mark, ended: Mark, flag: Tensor) -> None:
+    def group_finished(self, started: Mark, ended: Mark, finite: Tensor) -> None:
         """Take in what a bucket group has done, once per iteration.
 
         Args:
             started, ended: of the wait for the group's means.
-            flag: true if they are finite, a scalar.
+            finite: true if they are, a scalar.
         """
         self._exposed.add(started, ended)
-        self._finite.append(flag)
+        self._finite.append(finite)
         self.averaged_at = ended
 
     def _end_iteration(self) -> None:

@@ -322,8 +322,8 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
     for folder in rank_files.on_first_rank(lambda: _folders(root)):
         try:
             check(folder)
-        except DamagedCheckpoint as damage:
-            damaged.append(damage)
+        except DamagedCheckpoint as error:
+            damaged.append(error)
         else:
             whole = folder
             break
