@@ -71,7 +71,8 @@ def closed() -> None:
             assert all(type(group) is _ParamAndGradBucketGroup for group in groups)
             assert not any(name.startswith("edgc") for group in groups for name in vars(group))
             assert "prepare_grads" not in vars(session.optimizer)
-        assert torch.equal(*results), settings
+        # Fused, the sum of two means is rounded elsewhere than their two steps.
+        assert torch.allclose(*results, rtol=1e-5, atol=1e-5) if not settings else torch.equal(*results), settings
 
 
 @case
