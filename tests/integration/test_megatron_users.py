@@ -134,7 +134,8 @@ def states() -> None:
 def loss_scales() -> None:
     """Error feedback follows the loss scale that a run goes on with, a sixteenth of the saved one, whatever is loaded
     first."""
-    run = configuration("scale", POWERSGD, train=FP16)
+    # The same weights in all three: their learning rate is next to nothing.
+    run = configuration("scale", POWERSGD, train={**FP16, "lr": 1e-12})
     session = session_of(run)
     steps(session, run, 0, 3)
     engine, state = session.attachment.engine, copy.deepcopy(session.attachment.state_dict())
