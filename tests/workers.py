@@ -93,7 +93,10 @@ class Cases:
     @cached_property
     def outcomes(self) -> dict[str, str]:
         """By case the tracebacks of the ranks on which an assertion failed; empty if all held."""
-        ranks = run_workers(self.world, _outcomes, self.module)
+        try:
+            ranks = run_workers(self.world, _outcomes, self.module)
+        except Exception as error:  # a rank was lost, and with it the results of all cases
+            return dict.fromkeys(self.functions, f"{type(error).__name__}: {error}")
         return {name: "\n".join(rank[name] for rank in ranks if rank[name]) for name in ranks[0]}
 
     def test(self) -> Callable[[str], None]:

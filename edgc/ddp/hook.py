@@ -65,7 +65,7 @@ class Slot:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+        self.group: Any = group
         self.handle: Handle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

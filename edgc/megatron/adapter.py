@@ -17,8 +17,7 @@ from edgc.control.settings import PolicyConfig
 from edgc.engine import Engine, Observer
 from edgc.entropy.kinds import embeddings
 from edgc.errors import UserError
-from edgc.megatron.attachment import Attachment
-from edgc.megatron.bucket_group import CompressedBucketGroup
+from edgc.megatron.attachment import Attachment, CompressedBucketGroup
 from edgc.megatron.embedding import fuse
 from edgc.megatron.pipeline_traffic import CompressedP2P
 from edgc.runtime.groups import gather_objects

@@ -162,7 +162,7 @@ def state_of(folder: Path, content: Manifest, job: Mapping[str, int], rank: Mapp
     """
     saved, places = content.about["ranks"][0]["layout"], [about["place"] for about in content.about["ranks"]]
     # Under other sizes a rank holds other parameters, or parts of them.
-    other = [key for key in saved if key not in ("world", "data") and saved[key] != job[key]]
+    other = [key for key in job if key not in ("world", "data") and saved[key] != job[key]]
     if other:
         sizes = {key: f"{key.replace('_', ' ')} parallel size {saved[key]}" for key in other}
         what = ", ".join(f"{size}, not {job[key]}" for key, size in sizes.items())
@@ -322,8 +322,8 @@ def latest(root: str | Path, *, report: Callable[[str], None] | None = None) -> 
     for folder in rank_files.on_first_rank(lambda: _folders(root)):
         try:
             check(folder)
-        except DamagedCheckpoint as damage:
-            damaged.append(damage)
+        except DamagedCheckpoint as error:
+            damaged.append(error)
         else:
             whole = folder
             break

@@ -10,7 +10,6 @@ import pickle
 import shutil
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,16 +32,15 @@ ALONE: Numbers = dict.fromkeys(
 FIRST: Numbers = dict.fromkeys(("tensor", "pipeline", "data", "expert", "expert_tensor"), 0)
 
 
-class _Expert:
+class Expert:
     allreduce = False
 
 
-class FakeAttachment:
-    """Holds a state and has the parameter ``dense`` and the expert ``expert``."""
+class Attachment:
+    """Stand-in that holds a state and has the parameter ``dense`` and the expert ``expert``."""
 
     def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-        self.names = {SimpleNamespace: "dense", _Expert: "expert"}
+        self.state, self.names = state, {object: "dense", Expert: "expert"}
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -51,8 +49,7 @@ class FakeAttachment:
         self.state = state
 
 
-def attachment(state: dict[str, Any]) -> Any:
-    return FakeAttachment(state)
+attachment: Any = Attachment
 
 
 def engine_state(seed: int, iteration: int = 4) -> dict[str, Any]:
@@ -83,7 +80,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and repr(a) == repr(b)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "layout", lambda: ALONE)
     monkeypatch.setattr(checkpoint, "place", lambda: FIRST)
@@ -111,7 +108,6 @@ def replicas(count: int, expert: int = 1) -> list[Numbers]:
 # ------------------------------------------------------------------ reading back
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_state_is_read_back_to_the_bit(tmp_path: Path) -> None:
     """Without what its tensors are views of; numbers of NumPy, as a mean of losses that a user tells, are numbers."""
     state = engine_state(1)
@@ -125,7 +121,6 @@ def test_a_state_is_read_back_to_the_bit(tmp_path: Path) -> None:
     assert files["rank_00000.pt"] < 20_000
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("value", [object(), {1, 2}, torch.nn.Linear(1, 1), Path("/")])
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"state\.attachment\.deep\[1\] is a "):
@@ -133,7 +128,6 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, value: Any) 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, attachment(engine_state(1)), iteration=1)
     monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT - 1)
@@ -155,7 +149,6 @@ def published(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-@pytest.mark.usefixtures("alone")
 def test_every_damage_of_every_file_is_found(tmp_path: Path) -> None:
     folder = published(tmp_path, 4)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -204,7 +197,6 @@ def refused(root: Path, folder: Path, name: str) -> None:
     assert len(lines) == 1 and f"is damaged (file {name} " in lines[0] and "from the beginning" in lines[0]
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_newest_whole_checkpoint_is_used_and_damage_is_reported(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nowhere") is None
     for iteration in (2, 4, 6):
@@ -223,7 +215,6 @@ def test_the_newest_whole_checkpoint_is_used_and_damage_is_reported(tmp_path: Pa
     assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000006", "a damaged one is replaced"
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_run_that_goes_back_keeps_what_it_writes(tmp_path: Path) -> None:
     """The newest are not those of the highest numbers: these are of a run that was given up."""
     for iteration in (100, 200):
@@ -236,7 +227,6 @@ def test_a_run_that_goes_back_keeps_what_it_writes(tmp_path: Path) -> None:
     assert names == ["iter_0000120", "iter_0000130", "iter_0000200"]
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_half_written_checkpoint_never_looks_whole(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="killed"), checkpoint.publish(tmp_path, 2) as folder:
         checkpoint.save(folder, attachment(engine_state(1)), iteration=2)
@@ -254,7 +244,6 @@ def test_a_half_written_checkpoint_never_looks_whole(tmp_path: Path) -> None:
         assert checkpoint.latest(tmp_path) == tmp_path / "iter_0000004"
 
 
-@pytest.mark.usefixtures("alone")
 def test_with_megatrons_own_checkpoints_the_tracker_counts(tmp_path: Path) -> None:
     for iteration in (2, 4, 6):
         folder = tmp_path / f"iter_{iteration:07d}"
@@ -272,7 +261,6 @@ def test_with_megatrons_own_checkpoints_the_tracker_counts(tmp_path: Path) -> No
         checkpoint.load(tmp_path / "iter_0000002", attachment({}))
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_folder_that_cannot_be_written_is_a_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="the checkpoint cannot be written or read") as refused:
@@ -318,7 +306,6 @@ def distributed(folder: Path, content: Any) -> None:
     (folder / "common.pt").write_bytes(saved({"iteration": 4, "groups": [{"lr": 0.1}]}))
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("file", "how"),
     [
