@@ -12,7 +12,7 @@ import yaml
 
 import paper_figures
 from edgc.errors import UserError, nearest
-from experiments.cluster.resources import parameters
+from experiments.cluster.slurm import parameters
 from experiments.common import acting, written_tables
 from experiments.pages import claim_rows, pictures
 from experiments.pages.kept import Kept, as_list, is_simulated

@@ -130,8 +130,8 @@ class TrainConfig(Settings):
 class ProbeConfig(Settings):
     """Records of studies of gradients, beside the loss: every ``every`` iterations (0 = never).
 
-    ``spectra`` adds singular values (:mod:`experiments.training.probes.spectra`), ``entry_rates`` entropies by every
-    rule that samples these shares of the entries (:mod:`experiments.training.probes.sampling`).
+    ``spectra`` adds singular values (:mod:`experiments.training.probes`), ``entry_rates`` entropies by every
+    rule that samples these shares of the entries (:mod:`experiments.training.probes`).
     """
 
     every: int = Field(0, ge=0)

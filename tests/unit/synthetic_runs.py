@@ -16,8 +16,7 @@ import yaml
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
 from experiments.spec.settings import ProbeConfig
-from experiments.training.probes.sampling import SamplingProbe
-from experiments.training.probes.spectra import SpectraProbe
+from experiments.training.probes import SamplingProbe, SpectraProbe
 from tests.lockstep import reduce_together
 
 DENSE_BYTES = 1_000_000

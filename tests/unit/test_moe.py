@@ -20,7 +20,7 @@ from experiments.analyse import moe
 from experiments.analyse.__main__ import analyse
 from experiments.spec.settings import ProbeConfig
 from experiments.training.experts import ExpertShare, draw_experts, place_of
-from experiments.training.probes.entropy import GradientProbe
+from experiments.training.probes import GradientProbe
 from tests.unit import synthetic_runs as synthetic
 
 FC1 = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
@@ -60,12 +60,6 @@ def test_probes_of_two_ranks_hold_each_expert_once_with_its_own_gradient() -> No
     norms = {row["parameter"]: row["gradient_norm"] for row in rows}
     assert len(rows) == len(norms) == 5
     assert norms == {DENSE: 9.0 * 64} | {FC1.format(0, e): (e + 1.0) * 64 for e in range(4)}
-
-
-def test_without_expert_parallelism_names_stay_as_they_are() -> None:
-    probe = GradientProbe(ProbeConfig(every=1), EDGCConfig(), 0, reports=True)
-    probe.observe(1, [Gradient(FC1.format(0, 1), torch.ones(64, 64)), Gradient(DENSE, torch.ones(64, 64))])
-    assert [row["parameter"] for row in probe.rows] == [FC1.format(0, 1), DENSE]
 
 
 class Experts(torch.nn.Module):

@@ -19,7 +19,7 @@ from experiments.analyse import runs, stiffness
 from experiments.analyse.__main__ import analyse
 from experiments.common.yaml_settings import validate
 from experiments.spec.settings import ProbeConfig
-from experiments.training.probes.spectra import SpectraProbe
+from experiments.training.probes import SpectraProbe
 from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd
 from tests.unit import synthetic_runs as synthetic
