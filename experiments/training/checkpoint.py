@@ -92,7 +92,9 @@ class Checkpoints:
         session, iteration = self.session, progress.iteration
         state = {
             "iteration": iteration,
-            **{key: getattr(progress, key) for key in ("seconds", "resumed_at", "watch")},
+            "seconds": progress.seconds,
+            "resumed_at": progress.resumed_at,
+            "watch": progress.watch,
             "scheduler": session.scheduler.state_dict(),
             "recorders": {recorder.file: recorder.state_dict() for recorder in session.recorders},
             "random": _random_state(),

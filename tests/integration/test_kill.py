@@ -40,19 +40,13 @@ TIMES = ("seconds", "tokens_per_second")
 
 def run_of(variant: str, **train: Any) -> dict[str, Any]:
     """EDGC on two replicas, with everything that has a state: dropout, error feedback, windows, probes."""
+    common = {"iterations": ITERATIONS, "global_batch": 4, "eval_interval": 20}
     values = changed(
         variant=variant,
         label="killed",
         parallel={"pipeline": 1, "data": 2},
         model={"dropout": 0.1},
-        train={
-            "iterations": ITERATIONS,
-            "global_batch": 4,
-            "eval_interval": 20,
-            "checkpoint": True,
-            "checkpoint_interval": INTERVAL,
-            **train,
-        },
+        train={**common, "checkpoint": True, "checkpoint_interval": INTERVAL, **train},
     )
     values["probe"] = {"every": 10, "estimators": ["gaussian"], "correlation": True, "spectra": True}
     values["compression"] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from edgc.control.rank_model import rank_for_error
 from edgc.errors import UserError
 from experiments.analyse import moe
 from experiments.analyse.__main__ import analyse
+from experiments.evaluation.export import check_run
+from experiments.spec import matrix
 from experiments.spec.settings import ProbeConfig
 from experiments.training.experts import ExpertShare, draw_experts, place_of
 from experiments.training.probes import GradientProbe
@@ -150,11 +153,6 @@ def test_a_study_without_probes_has_tables(tmp_path: Path) -> None:
 
 
 def test_export_refuses_experts_in_one_line(tmp_path: Path) -> None:
-    import yaml
-
-    from experiments.evaluation.export import check_run
-    from experiments.spec import matrix
-
     run = matrix.runs("moe", "ci")[0]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
     for status in ("ok", "diverged"):

@@ -63,21 +63,22 @@ def test_no_false_alarm_in_a_thousand_windows(noise: float, overlapped: bool) ->
     assert findings(healthy(1, 1000 * WINDOW, noise), overlapped=overlapped) == []
 
 
+SEED = st.integers(0, 10**6)
+
+
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), noise=st.floats(0.01, 0.1))
+@given(seed=SEED, noise=st.floats(0.01, 0.1))
 def test_a_loss_that_leaves_its_best_diverges(seed: int, noise: float) -> None:
-    begin = 20 * WINDOW
-    random_ = random.Random(seed)
+    begin, numbers = 20 * WINDOW, random.Random(seed)
 
     def loss(iteration: int) -> float:
-        return 3.0 + random_.gauss(0, noise) + 10 * noise * max(0, iteration - begin) / WINDOW
+        return 3.0 + numbers.gauss(0, noise) + 10 * noise * max(0, iteration - begin) / WINDOW
 
     found = findings(healthy(seed, 30 * WINDOW, 0.05, loss=loss))
     assert names(found) == {"diverging"}
     first = found[0]
     assert begin < first.iteration <= begin + 4 * WINDOW
-    assert first.numbers["loss"] > first.numbers["best_loss"] and first.is_new
-    assert "rank 8/8" in first.text and "r_min" in first.fix
+    assert first.numbers["loss"] > first.numbers["best_loss"] and "rank 8/8" in first.text and "r_min" in first.fix
     # From then on once a window, and only the first of them is new.
     assert [f.iteration for f in found] == list(range(first.iteration, 30 * WINDOW + 1, WINDOW))
     assert [f.is_new for f in found] == [True] + [False] * (len(found) - 1)
@@ -91,13 +92,12 @@ def test_a_run_that_diverges_without_compression_is_not_blamed_on_it() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), noise=st.floats(0, 0.1), ratio=st.floats(1.25, 10.0))
+@given(seed=SEED, noise=st.floats(0, 0.1), ratio=st.floats(1.25, 10.0))
 def test_fewer_bytes_without_a_gain(seed: int, noise: float, ratio: float) -> None:
-    random_ = random.Random(seed)
+    numbers = random.Random(seed)
 
     def compress(iteration: int) -> list[float]:
-        extra = ratio * DENSE if iteration > WARM_UP else 0.0
-        return [extra * (1 + random_.gauss(0, noise))] * 2
+        return [(iteration > WARM_UP) * ratio * DENSE * (1 + numbers.gauss(0, noise))] * 2
 
     found = findings(healthy(seed, 12 * WINDOW, noise, compress=compress, predicted=lambda i: ()))
     assert names(found) == {"no_speedup"}
@@ -122,7 +122,7 @@ def test_without_a_warm_up_the_measured_time_is_the_reference() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), noise=st.floats(0, 0.1), late=st.integers(0, 1))
+@given(seed=SEED, noise=st.floats(0, 0.1), late=st.integers(0, 1))
 def test_stages_out_of_step(seed: int, noise: float, late: int) -> None:
     def communicate(iteration: int) -> list[float]:
         times = [0.7 * (COMPRESSED if iteration > WARM_UP else DENSE)] * 2
@@ -148,7 +148,7 @@ def test_skipped_and_disturbed_steps_are_no_evidence() -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), at=st.integers(1, 199))
+@given(seed=SEED, at=st.integers(1, 199))
 def test_a_resumed_watch_goes_on(seed: int, at: int) -> None:
     def run() -> list[Observation]:
         rising = random.Random(seed)
