@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,6 @@ from edgc.runtime.groups import gather_objects
 from edgc.sections import SAMPLINGS
 from experiments.spec.settings import ProbeConfig
 from experiments.training.experts import ExpertShare, TokenCounts, place_of
-
-if TYPE_CHECKING:
-    from experiments.training.experts import ExpertShare
 
 WHOLE_MODEL = "<model>"
 NEAR_ZERO = 1e-3  # of the parameter's sigma at its first probe

@@ -104,25 +104,22 @@ def ending_with_others(attempt: Path, nodes: Nodes) -> Iterator[None]:
 
     By themselves they would wait long for a rank that has not yet connected to them.
     """
-    over = threading.Event()
+    ended = threading.Event()
 
     def watch() -> None:
-        while not over.wait(1.0):
+        while not ended.wait(1.0):
             if error_files(attempt):
-                if not over.wait(GRACE_SECONDS):
+                if not ended.wait(GRACE_SECONDS):
                     for rank in multiprocessing.active_children():
                         rank.kill()
                 return
 
-    watcher = threading.Thread(target=watch, daemon=True)
     if nodes.count > 1:
-        watcher.start()
+        threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        over.set()
-        if nodes.count > 1:
-            watcher.join()
+        ended.set()
 
 
 def follow(start: Callable[[], None], attempt: Path, node: int, refusal: UserError | None = None) -> None:
