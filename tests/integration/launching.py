@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -138,7 +139,11 @@ def ranks_of(launcher: int) -> list[int]:
 
 def group_of(leader: int) -> list[int]:
     """Process ids of a process group."""
-    return [pid for pid in psutil.pids() if psutil.pid_exists(pid) and os.getpgid(pid) == leader]
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            members += [pid] if os.getpgid(pid) == leader else []
+    return members
 
 
 def runs(pid: int) -> bool:
