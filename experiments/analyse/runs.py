@@ -143,12 +143,12 @@ class Run:
 
     @cached_property
     def spectra(self) -> pd.DataFrame:
-        """Singular values (:mod:`experiments.training.probes.spectra`), empty when the run recorded none."""
+        """Singular values (:mod:`experiments.training.probes`), empty when the run recorded none."""
         return self._probed("spectra.parquet")
 
     @cached_property
     def samplings(self) -> pd.DataFrame:
-        """Entropies by rule (:mod:`experiments.training.probes.sampling`), empty when the run recorded none."""
+        """Entropies by rule (:mod:`experiments.training.probes`), empty when the run recorded none."""
         return self._probed("sampling.parquet")
 
     def _probed(self, name: str) -> pd.DataFrame:

@@ -1,6 +1,6 @@
 """The grid of sampling rules on the gradients of one run: error, correlation, decisions and cost of each.
 
-Every rule reads the same local gradients (:mod:`experiments.training.probes.sampling`), so nothing but the rule
+Every rule reads the same local gradients (:mod:`experiments.training.probes`), so nothing but the rule
 differs. The share alpha of the iterations is applied here, to what was recorded at every iteration. Ranks are those
 that a controller of the study's settings decides when it is fed the window means of a rule: how often they differ from
 those of all entries at every iteration is the fidelity of the rule.

@@ -1,1 +1,1 @@
-"""The machines that a run is sent to: Slurm, its description, runs over several nodes."""
+"""Machines that a run is sent to: Slurm and its description."""

@@ -1,1 +1,1 @@
-"""What every program here shares: exit codes, Ctrl-C, processes, files written whole."""
+"""Shared by every program here: exit codes, Ctrl-C, processes, files written whole."""

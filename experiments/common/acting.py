@@ -1,4 +1,4 @@
-"""Whether a policy acted, as tables of runs say it: what follows from that for verdicts and figures.
+"""Judgement of tables of runs whether a policy acted, for verdicts and figures.
 
 The rule for one run, and the columns, are those of :mod:`experiments.analyse.acting`.
 """
@@ -13,28 +13,28 @@ COLUMNS = ("ranks_used", "windows_inside", "acted")
 
 
 def acted(rows: pd.DataFrame) -> bool | None:
-    """Whether the policy acted in two thirds of these runs, a seed each; None where none of them has a policy."""
-    said = _said(rows)
-    return sum(said) >= SEEDS * len(said) if said else None
+    """True if the policy acted in two thirds of these runs, a seed each; None where none of them has a policy."""
+    verdicts = _verdicts(rows)
+    return sum(verdicts) >= SEEDS * len(verdicts) if verdicts else None
 
 
 def seeds_acted(rows: pd.DataFrame) -> int | None:
-    """In how many of these runs the policy acted; None where none of them has a policy."""
-    said = _said(rows)
-    return sum(said) if said else None
+    """Number of these runs in which the policy acted; None where none of them has a policy."""
+    verdicts = _verdicts(rows)
+    return sum(verdicts) if verdicts else None
 
 
-def _said(rows: pd.DataFrame) -> list[bool]:
+def _verdicts(rows: pd.DataFrame) -> list[bool]:
     return [str(value) == "True" for value in rows["acted"] if pd.notna(value) and str(value)]
 
 
 def recorded(rows: pd.DataFrame) -> bool:
-    """Whether a table says it at all; those from before it was judged do not."""
+    """True for a table that has the judgement; those from before it was made have not."""
     return set(COLUMNS) <= set(rows)
 
 
 def account(rows: pd.DataFrame) -> str:
-    """What the judgement of these runs rests on, in words: ranks in use and windows inside the limits, by seed."""
+    """Grounds of the judgement of these runs, in words: ranks in use and windows inside the limits, by seed."""
     ranks = ", ".join(f"{value:g}" for value in rows["ranks_used"])
     inside = ", ".join(f"{100 * value:.0f}" for value in rows["windows_inside"])
     return f"ranks used {ranks}, windows inside the limits {inside} % (seeds {', '.join(map(str, rows['seed']))})"

@@ -37,8 +37,8 @@ class Equivalence(Settings):
 
 def load_equivalence(path: Path = PATH) -> Equivalence:
     """The stated margins; ``UserError`` names the key at fault."""
-    found: Equivalence = validate(Equivalence, load_yaml(path), path)
-    return found
+    margins: Equivalence = validate(Equivalence, load_yaml(path), path)
+    return margins
 
 
 def loss_margin() -> float:

@@ -18,14 +18,11 @@ FULL = re.compile(
 )
 FULL_BYTES = 2**20
 ROOT = Path(__file__).resolve().parents[2]  # of the project
-
-
 KEPT = ROOT / "results" / "reference"
 
 
 def place_of_output(results: Path) -> Path:
-    """Where figures and pages of ``results`` are written: there, and for kept results in ``build``, which is no part of
-    the tree."""
+    """Folder for figures and pages of ``results``: itself, and for kept results one in ``build``, outside the tree."""
     whole = results.resolve()
     return ROOT / "build" / whole.relative_to(KEPT.parent) if whole.is_relative_to(KEPT) else results
 
@@ -66,7 +63,7 @@ def check_writable(folder: Path) -> None:
 
 
 def no_space(error: str, folder: Path) -> bool:
-    """Whether an error comes from a full disk, by its words or because the disk of ``folder`` is full."""
+    """True for an error that comes from a full disk, by its words or because the disk of ``folder`` is full."""
     return bool(FULL.search(error)) or shutil.disk_usage(folder).free < FULL_BYTES
 
 
@@ -74,8 +71,5 @@ def check_space(folder: Path, needed: int) -> None:
     """Raise ``UserError`` where less than ``needed`` bytes are free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(
-            f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free",
-            where=folder,
-            fix="free space, choose another --out on a larger disk, or set data.max_documents",
-        )
+        fix = "free space, choose another --out on a larger disk, or set data.max_documents"
+        raise UserError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free", where=folder, fix=fix)

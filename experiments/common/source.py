@@ -74,14 +74,14 @@ def closure(*modules: str, without: Iterable[str] = ()) -> set[str]:
     graph = _graph()
     if missing := set(modules) - graph.modules:
         raise ValueError(f"no module {min(missing)} in {ROOT}")
-    found: set[str] = set()
+    known: set[str] = set()
     new = set(modules)
     while new:
-        found |= new
-        names = {name for each in new for name in _imported(graph, each)} - SETTLED - set(without)
+        known |= new
+        names = {name for module in new for name in _imported(graph, module)} - SETTLED - set(without)
         parents = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
-        new = (names | parents) - found
-    return found
+        new = (names | parents) - known
+    return known
 
 
 def path_of(module: str) -> Path:
@@ -113,8 +113,7 @@ def _digest(path: Path) -> str:
     """Digest of a file's syntax tree without docstrings."""
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
-        match node:
-            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
-                if ast.get_docstring(node, clean=False) is not None:
-                    del node.body[0]
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()

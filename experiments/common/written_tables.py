@@ -66,7 +66,7 @@ def check(path: Path) -> None:
 
 def kept(path: Path) -> Path | None:
     """The file that holds a table: ``path``, else the Parquet file of its name; None where neither is there."""
-    return next((found for found in (path, path.with_suffix(".parquet")) if found.is_file()), None)
+    return next((file for file in (path, path.with_suffix(".parquet")) if file.is_file()), None)
 
 
 def read(path: Path, **options: Any) -> pd.DataFrame:

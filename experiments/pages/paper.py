@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgc.errors import UserError, nearest
-from experiments.cluster.resources import parameters
+from experiments.cluster.slurm import parameters
 from experiments.common import acting, figures, written_tables
 from experiments.common.files import KEPT
 from experiments.common.yaml_settings import load_yaml

@@ -1,1 +1,1 @@
-"""What is to be run: the settings of a run, studies and scales, and the one check of all of them."""
+"""Settings of a run, studies and scales, and the one check of all of them."""

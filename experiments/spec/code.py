@@ -1,4 +1,4 @@
-"""Which code a run is computed by, and which code the record of a run or of prepared data names."""
+"""Code that a run is computed by, and the code that the record of a run or of prepared data names."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def recorded_code(record: Path) -> str | None:
         values = load_yaml(record)
     except UserError:
         return None
-    found = (values.get("provenance") or values).get("code")
-    return str(found) if found else None
+    code = (values.get("provenance") or values).get("code")
+    return str(code) if code else None

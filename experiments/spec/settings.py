@@ -130,8 +130,8 @@ class TrainConfig(Settings):
 class ProbeConfig(Settings):
     """Records of studies of gradients, beside the loss: every ``every`` iterations (0 = never).
 
-    ``spectra`` adds singular values (:mod:`experiments.training.probes.spectra`), ``entry_rates`` entropies by every
-    rule that samples these shares of the entries (:mod:`experiments.training.probes.sampling`).
+    ``spectra`` adds singular values, ``entry_rates`` entropies by every rule that samples these shares of the entries
+    (:mod:`experiments.training.probes`).
     """
 
     every: int = Field(0, ge=0)
@@ -197,10 +197,12 @@ class RunConfig(Settings):
 
     @property
     def name(self) -> str:
+        """Name of the run in its study, and of its folder."""
         return f"{self.variant}-s{self.seed}"
 
     @property
     def edgc(self) -> EDGCConfig:
+        """Compression settings, defaults filled in."""
         return EDGCConfig.from_dict(self.compression, prefix="compression.")
 
     @property

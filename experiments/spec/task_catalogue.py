@@ -1,4 +1,4 @@
-"""Which tasks a study evaluates, and what lm-eval's own files say about its standard tasks.
+"""Tasks that a study evaluates, and the content of lm-eval's own files about its standard tasks.
 
 lm-eval's task files are read as text: importing lm-eval takes seconds, and a plan or a check does not need it.
 """
@@ -41,12 +41,12 @@ HIGHER_IS_BETTER = {
 
 
 def unknown(name: str) -> str:
-    """What is wrong with a name that is no standard task, and what was meant."""
+    """Error about a name that is no standard task, with the one that was meant."""
     return f"unknown standard task {name!r}; {nearest(name, STANDARD, 'known tasks')}"
 
 
 class Evaluation(Settings):
-    """What a study with ``needs`` evaluates its models on, and how.
+    """Tasks and options of a study with ``needs``, which evaluates models.
 
     ``held_out``: the tasks made from the held-out text; ``standard``: names of lm-eval's tasks, whose data is
     fetched beforehand; ``batch_size``: documents at once; ``device``: ``auto`` takes a GPU where there is one.
@@ -70,7 +70,7 @@ class Evaluation(Settings):
 
 @dataclass(frozen=True)
 class StandardTask:
-    """What lm-eval's files say about a task; ``split`` is the one that is evaluated.
+    """Content of lm-eval's files about a task; ``split`` is the one that is evaluated.
 
     ``files`` are all that define the task: its YAML, what that includes, and the modules that they call.
     """
@@ -132,21 +132,18 @@ def tasks_folder() -> Path:
 
 def _read(path: Path, files: list[Path]) -> dict[str, Any]:
     """The YAML at ``path`` over what it includes, as lm-eval merges them; appends all files to ``files``."""
+    files.append(path)
 
     class Loader(yaml.SafeLoader):
-        """``!function module.name`` becomes its text."""
-
-    modules: list[Path] = []
+        """``!function module.name`` becomes its text, and its module one of the files."""
 
     def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
         module = path.parent / (node.value.rpartition(".")[0].replace(".", "/") + ".py")
-        if module.is_file():
-            modules.append(module)
+        files.extend([module] if module.is_file() else [])
         return str(node.value)
 
     Loader.add_constructor("!function", function)
     content: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    files.extend([path, *modules])
     includes = content.pop("include", [])
     merged: dict[str, Any] = {}
     for include in includes if isinstance(includes, list) else [includes]:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from edgc.megatron import Attachment, attach
@@ -24,10 +25,7 @@ from edgc.runtime.groups import gather_objects
 from experiments.spec.settings import RunConfig
 from experiments.training.experts import ExpertShare, ExpertTraffic, TokenCounts, draw_experts, share_of
 from experiments.training.model import build_model, dtype_of, transformer_config
-from experiments.training.probes.entropy import GradientProbe
-from experiments.training.probes.recorder import Recorder, observer_of
-from experiments.training.probes.sampling import SamplingProbe
-from experiments.training.probes.spectra import SpectraProbe
+from experiments.training.probes import GradientProbe, Recorder, SamplingProbe, SpectraProbe, observe_with
 
 # Of fp16. Megatron's own default of 2**32 skips some 16 steps before the first one counts.
 INITIAL_LOSS_SCALE = 2.0**16
@@ -56,7 +54,7 @@ class Session:
         return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
     def pipeline_arguments(self, micro_batches: int, *, forward_only: bool = False) -> dict[str, Any]:
-        """What the next call of the forward-backward function needs where backward traffic is compressed."""
+        """Arguments of the next call of the forward-backward function where backward traffic is compressed."""
         if self.pipeline is None:
             return {}
         if not forward_only:
@@ -92,10 +90,10 @@ def initialise(run: RunConfig) -> torch.device:
 
 def _end_earlier_sessions() -> None:
     """End the process groups of sessions that this process has had before: the threads of gloo's would pile up."""
-    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    for group in left:
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in groups:
         dist.destroy_process_group(group)
-    if left:
+    if groups:
         gc.collect()
 
 
@@ -114,11 +112,11 @@ def build(run: RunConfig, vocab_size: int) -> Session:
         config.no_sync_func = [c.no_sync for c in chunks] if run.parallel.virtual_pipeline else chunks[0].no_sync
     attachment = attach(chunks, run.edgc, iterations=run.train.iterations, optimizer=optimizer)
     recorders = _recorders(run, chunks, attachment, share)
-    attachment.engine.observer = observer_of(recorders)
+    attachment.engine.observer = observe_with(recorders)
     pipeline = attachment.pipeline if run.parallel.pipeline > 1 else None
-    traffic = None
-    if share is not None:
-        traffic = attachment.engine.open_channel = ExpertTraffic()
+    traffic = ExpertTraffic() if share is not None else None
+    if traffic is not None:
+        attachment.engine.open_channel = traffic
     return Session(run, chunks, optimizer, scheduler, attachment, recorders, device, pipeline, traffic)
 
 
@@ -130,25 +128,21 @@ def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> 
         bucket_size=run.train.bucket_elements,
         use_distributed_optimizer=run.train.distributed_optimizer,
     )
-    chunks = []
-    share = share_of(run)
-    virtual = run.parallel.virtual_pipeline
+    chunks, share, virtual = [], share_of(run), run.parallel.virtual_pipeline
     for index in range(virtual or 1):
         vp_stage = index if virtual else None
-        where = dict(ignore_virtual=virtual is None, vp_stage=vp_stage)
+        chunk = dict(ignore_virtual=virtual is None, vp_stage=vp_stage)
         module = build_model(
             run,
             vocab_size,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
+            pre_process=parallel_state.is_pipeline_first_stage(**chunk),
+            post_process=parallel_state.is_pipeline_last_stage(**chunk),
             vp_stage=vp_stage,
             config=config,
         )
         if share is not None and config.use_cpu_initialization:
             draw_experts(module, share, run.seed)
         if run.train.precision != "fp32":
-            from megatron.core.transformer.module import Float16Module
-
             module = Float16Module(config, module)
         chunks.append(DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0))
     return chunks
@@ -157,21 +151,21 @@ def build_chunks(run: RunConfig, vocab_size: int, config: TransformerConfig) -> 
 def _recorders(
     run: RunConfig, chunks: Sequence[DistributedDataParallel], attachment: Attachment, share: ExpertShare | None
 ) -> list[Recorder]:
-    """What the run's probes are to record on this rank."""
+    """Recorders on this rank for the run's probes."""
     if not run.probe.every:
         return []
     leaders, group = _stage_leaders(share is not None)
     reports, engine = dist.get_rank() in leaders, attachment.engine
-    about = run.probe, run.edgc, engine.stage
+    settings = run.probe, run.edgc, engine.stage
     tokens = TokenCounts([chunk.module for chunk in chunks]) if share is not None else None
     recorders: list[Recorder] = [
-        GradientProbe(*about, reports=reports, experts=share, tokens=tokens, leaders=leaders, group=group)
+        GradientProbe(*settings, reports=reports, experts=share, tokens=tokens, leaders=leaders, group=group)
     ]
     if run.probe.spectra:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        recorders.append(SpectraProbe(*about, engine.compressor, reports=reports, experts=share, group=replicas))
+        recorders.append(SpectraProbe(*settings, engine.compressor, reports=reports, experts=share, group=replicas))
     if run.probe.entry_rates:
-        recorders.append(SamplingProbe(*about, reports=reports))
+        recorders.append(SamplingProbe(*settings, reports=reports))
     return recorders
 
 
@@ -221,7 +215,6 @@ def _stage_leaders(experts: bool) -> tuple[list[int], dist.ProcessGroup | None]:
     """
     stage, shard = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_expert_data_parallel_rank if experts else parallel_state.get_data_parallel_rank
-    places = gather_objects((stage, replica(), shard))
-    speakers = [(place[0], rank) for rank, place in enumerate(places) if not any(place[1:])]
-    leaders = [rank for _, rank in sorted(speakers)]
+    places = enumerate(gather_objects((stage, replica(), shard)))
+    leaders = [rank for _, rank in sorted((place[0], rank) for rank, place in places if not any(place[1:]))]
     return leaders, dist.new_group(leaders) if len(leaders) > 1 else None

@@ -13,7 +13,7 @@ import queue
 import random
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,10 @@ def save_model(chunks: Sequence[DistributedDataParallel], run: RunConfig, folder
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come, and what it needs to know of that to go on."""
+    """Position of a run, and the state of everything but its session that it needs to go on."""
 
-    iteration: int  # how many lie behind it
-    seconds: float  # how long they took, with everything between them
+    iteration: int  # the last one that was completed
+    seconds: float  # that all of them took, with everything between them
     resumed_at: list[int]  # iterations after which the run was resumed so far, at loading this time included
     metrics: Path  # the log up to there, on rank 0
     watch: dict[str, Any]  # state of the watch for failure signatures
@@ -94,10 +94,10 @@ class Checkpoints:
             "iteration": iteration,
             "seconds": progress.seconds,
             "resumed_at": progress.resumed_at,
+            "watch": progress.watch,
             "scheduler": session.scheduler.state_dict(),
             "recorders": {recorder.file: recorder.state_dict() for recorder in session.recorders},
             "random": _random_state(),
-            "watch": progress.watch,
         }
         with checkpoint.publish(self.folder / name, iteration, keep=KEEP) as folder:
             _save(self._sharded(is_loading=False), folder)
@@ -153,12 +153,11 @@ class Checkpoints:
         return Progress(iteration, float(state["seconds"]), resumed_at, folder / LOG, state["watch"], trunk)
 
     def _load_megatron(self, folder: Path) -> None:
-        """Load weights and optimizer."""
         chunks, optimizer = self.session.chunks, self.session.optimizer
         _allocate(optimizer)
         with checkpoint.readable(folder, "remove it to go on from an older one, or start anew with --fresh"):
             state = dist_checkpointing.load(self._sharded(is_loading=True), str(folder))
-            for key, chunk in zip(_model_keys(chunks), chunks, strict=True):
+            for key, chunk in _by_key(chunks):
                 chunk.module.load_state_dict(state[key])
             with torch.no_grad():  # a distributed optimizer copies into views of fp32 parameters
                 optimizer.load_state_dict(state["optimizer"])
@@ -166,25 +165,23 @@ class Checkpoints:
 
     def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
         state = _model_state(self.session.chunks)
-        state["optimizer"] = self.session.optimizer.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=SHARDING
-        )
-        return state
+        options = {"is_loading": is_loading, "metadata": SHARDING}
+        return {**state, "optimizer": self.session.optimizer.sharded_state_dict(dict(state), **options)}
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# ------------------------------------------------------------------ Megatron's part
-
-
-def _model_keys(chunks: Sequence[DistributedDataParallel]) -> list[str]:
-    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+def _by_key(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, DistributedDataParallel]]:
+    """Every chunk with its key in Megatron's state."""
+    return zip(
+        ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))], chunks, strict=True
+    )
 
 
 def _model_state(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    return {key: chunk.module.sharded_state_dict() for key, chunk in zip(_model_keys(chunks), chunks, strict=True)}
+    return {key: chunk.module.sharded_state_dict() for key, chunk in _by_key(chunks)}
 
 
 def _save(state: dict[str, Any], folder: Path) -> None:
@@ -195,20 +192,20 @@ def _save(state: dict[str, Any], folder: Path) -> None:
     dist_checkpointing.save(state, str(folder))
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    """The distributed optimizers among those that an optimizer is made of, where they are torch's Adam."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    adam = torch.optim.Adam
-    return [p for p in parts if isinstance(p, DistributedOptimizer) and isinstance(p.optimizer, adam)]
+def _adam_groups(optimizer: Any) -> Iterator[tuple[torch.optim.Adam, dict[str, Any]]]:
+    """Groups of parameters of the distributed optimizers that an optimizer is made of, where they are torch's Adam."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
+            yield from ((part.optimizer, group) for group in part.optimizer.param_groups)
 
 
 def _allocate(optimizer: Any) -> None:
     """Give torch's Adam the state that it has after a step: a distributed optimizer loads only into what is there."""
-    for part in _parts(optimizer):
-        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
-            if not part.optimizer.state[parameter]:
+    for adam, group in _adam_groups(optimizer):
+        for parameter in group["params"]:
+            if not adam.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                part.optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+                adam.state[parameter] = {"step": torch.zeros(()), **zeros}
 
 
 def _restore_steps(optimizer: Any) -> None:
@@ -217,14 +214,10 @@ def _restore_steps(optimizer: Any) -> None:
     Megatron reads the number into the groups of parameters alone, and gives all parameters one tensor for it, still at
     zero, to which Adam would add in place.
     """
-    for part in _parts(optimizer):
-        for group in part.optimizer.param_groups:
-            steps = float(group.pop("step"))
-            for parameter in group["params"]:
-                part.optimizer.state[parameter]["step"] = torch.tensor(steps)
-
-
-# ------------------------------------------------------------------ the trainer's part
+    for adam, group in _adam_groups(optimizer):
+        steps = float(group.pop("step"))
+        for parameter in group["params"]:
+            adam.state[parameter]["step"] = torch.tensor(steps)
 
 
 def _random_state() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Expert parallelism: which of a model's experts a rank holds, and what is sent for them.
+"""Expert parallelism: the experts that a rank holds, and the bytes that are sent for them.
 
 Megatron numbers the experts of a rank from 0; here they get their number in the whole model.
 """
@@ -38,30 +38,27 @@ class ExpertShare:
 
     def in_model(self, name: str) -> str:
         """A local parameter name with the expert's number in the whole model; other names as they are."""
-        return LOCAL.sub(lambda found: f".local_experts.{self.rank * self.local + int(found[1])}.", name)
+        return LOCAL.sub(lambda match: f".local_experts.{self.rank * self.local + int(match[1])}.", name)
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter belongs to an expert."""
+        """True for a parameter of an expert."""
         return LOCAL.search(name) is not None
 
     def describes(self, name: str) -> bool:
+        """True for a parameter that this rank describes, for its replica."""
         return self.speaks_for_rest or self.holds(name)
 
 
 def share_of(run: RunConfig) -> ExpertShare | None:
-    """What this rank holds; None without expert parallelism."""
-    degree = run.parallel.expert
-    if degree == 1 or run.model.experts is None:
+    """Experts that this rank holds; None without expert parallelism."""
+    if run.parallel.expert == 1 or run.model.experts is None:
         return None
-    return ExpertShare(
-        rank=int(parallel_state.get_expert_model_parallel_rank()),
-        local=run.model.experts // degree,
-        speaks_for_rest=int(parallel_state.get_data_parallel_rank()) == 0,
-    )
+    rank, replica = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    return ExpertShare(int(rank), run.model.experts // run.parallel.expert, speaks_for_rest=int(replica) == 0)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether Megatron averages the gradient over the ranks of an expert alone."""
+    """True where Megatron averages the gradient over the ranks of an expert alone."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -73,16 +70,12 @@ def draw_experts(model: torch.nn.Module, share: ExpertShare, seed: int) -> None:
     """
     for name, parameter in model.named_parameters():
         if is_expert(parameter) and parameter.dim() == 2:
-            whole = share.in_model(name)
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + _number(whole))
+            # A number that tells names apart, the same in every process.
+            number = int.from_bytes(share.in_model(name).encode(), "big") % 2_147_483_629
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             with torch.no_grad():
                 parameter.copy_(drawn * parameter.float().std())
-
-
-def _number(name: str) -> int:
-    """A number that tells names apart, the same in every process."""
-    return int.from_bytes(name.encode(), "big") % 2_147_483_629
 
 
 class TokenCounts:
@@ -108,8 +101,8 @@ class TokenCounts:
 
 def place_of(name: str) -> tuple[str, int] | None:
     """Layer and number of the expert that a parameter (under its name in the model) belongs to; None for others."""
-    found = LOCAL.search(name)
-    return None if found is None else (name[: found.start()].removesuffix(".experts"), int(found[1]))
+    match = LOCAL.search(name)
+    return None if match is None else (name[: match.start()].removesuffix(".experts"), int(match[1]))
 
 
 class ExpertTraffic:

@@ -1,7 +1,8 @@
 """Start one training run: check everything, claim the run folder, start the ranks, publish the result.
 
 A run with ``train.checkpoint_interval`` that was killed goes on from its newest whole checkpoint. Over several nodes
-one launcher runs on each; that of node 0 owns the folder and says how the run ended (:mod:`experiments.cluster.nodes`).
+one launcher runs on each; that of node 0 owns the folder and says how the run ended
+(:mod:`experiments.training.ranks`).
 
 Exit codes: 0 the run has a status (ok, diverged or failed) and its folder is complete; 1 interrupted, nothing was
 published; 2 bad input, nothing was touched; 130 interrupted by Ctrl-C, nothing was published.
@@ -37,16 +38,6 @@ import typer
 import yaml
 
 from edgc.errors import UserError
-from experiments.cluster.nodes import (
-    EXIT_INTERRUPTED,
-    EXIT_LOST_PEER,
-    Nodes,
-    ending_with_others,
-    error_elsewhere,
-    error_of,
-    follow,
-    take_errors,
-)
 from experiments.common.cli import EXIT_BAD_INPUT, main_guard
 from experiments.common.files import check_writable, no_space
 from experiments.common.yaml_settings import load_yaml
@@ -56,7 +47,19 @@ from experiments.spec.matrix import check_run, find
 from experiments.spec.settings import RunConfig, recorded, resolve
 from experiments.training import lineage, provenance
 from experiments.training.outputs import write_manifest
-from experiments.training.ranks import ranks_per_node, start_ranks, warm_up
+from experiments.training.ranks import (
+    EXIT_INTERRUPTED,
+    EXIT_LOST_PEER,
+    Nodes,
+    ending_with_others,
+    error_elsewhere,
+    error_of,
+    follow,
+    ranks_per_node,
+    start_ranks,
+    take_errors,
+    warm_up,
+)
 from experiments.training.run_folder import RunFolder
 
 SOCKET_FOLDER_BYTES = 64  # of a temporary folder in which the path of a socket, at most 107 bytes, has room

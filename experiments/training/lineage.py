@@ -28,7 +28,7 @@ FREE_IN_WARM_UP = (*FREE, "variant", "branch", "follows", "compression")
 
 
 def blocked_reason(run: RunConfig, results: Path) -> str | None:
-    """Why ``run`` cannot be trained although nothing is wrong with it: a run that it needs came to nothing.
+    """Reason for which a run that is right cannot be trained: a run that it needs came to nothing; else None.
 
     Raises:
         UserError: a run that it needs has not ended.

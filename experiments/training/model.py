@@ -23,6 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(run: RunConfig) -> torch.dtype:
+    """Type of weights and activations."""
     return DTYPES[run.train.precision]
 
 
@@ -50,18 +51,11 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         expert_model_parallel_size=parallel.expert,
         num_moe_experts=model.experts,
         moe_router_topk=model.experts_per_token,
-        moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=AUX_LOSS if model.experts else 0.0,
-        moe_token_dispatcher_type="allgather",
         add_bias_linear=model.experts is None,
         attention_backend=AttnBackend.local if model.architecture == "bert" else AttnBackend.auto,
         use_cpu_initialization=on_cpu,
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=not on_cpu,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         batch_p2p_comm=not on_cpu,
         batch_p2p_sync=not on_cpu,
     )

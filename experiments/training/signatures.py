@@ -90,7 +90,7 @@ class Finding:
 
     @property
     def is_new(self) -> bool:
-        """Whether the window before did not report it."""
+        """True if the last window did not report it."""
         return self.windows == IN_A_ROW
 
 
@@ -126,17 +126,17 @@ class SignatureWatch:
     def __post_init__(self) -> None:
         self.window *= -(-SHORTEST_WINDOW // self.window)
 
-    def add(self, seen: Observation) -> list[Finding]:
+    def add(self, observation: Observation) -> list[Finding]:
         """Take in one iteration; findings at the end of a window, each signature at most once."""
-        if list(seen.ranks) != self.ranks:
-            self.ranks, self.times, self.deviations = list(seen.ranks), [], []
-        if not seen.skipped:
-            self.began = self.began or any(rank is not None for rank in seen.ranks)
-            if math.isfinite(seen.loss):
-                self.losses.append(float(seen.loss))
-            if not seen.disturbed:
-                self._add_times(seen)
-        if seen.iteration % self.window:
+        if list(observation.ranks) != self.ranks:
+            self.ranks, self.times, self.deviations = list(observation.ranks), [], []
+        if not observation.skipped:
+            self.began = self.began or any(rank is not None for rank in observation.ranks)
+            if math.isfinite(observation.loss):
+                self.losses.append(float(observation.loss))
+            if not observation.disturbed:
+                self._add_times(observation)
+        if observation.iteration % self.window:
             return []
         findings = []
         for name, judge in (
@@ -149,21 +149,25 @@ class SignatureWatch:
                 continue
             self.streaks[name] = self.streaks[name] + 1 if verdict else 0
             if verdict and self.streaks[name] >= IN_A_ROW:
-                findings.append(Finding(name, seen.iteration, self.streaks[name], *verdict))
+                findings.append(Finding(name, observation.iteration, self.streaks[name], *verdict))
         self.losses, self.times, self.deviations = [], [], []
         return findings
 
-    def _add_times(self, seen: Observation) -> None:
-        parts = [seen.exposed] if self.overlapped else [seen.compress, seen.communicate, seen.decompress]
+    def _add_times(self, observation: Observation) -> None:
+        parts = (
+            [observation.exposed]
+            if self.overlapped
+            else [observation.compress, observation.communicate, observation.decompress]
+        )
         times = [float(sum(stage)) for stage in zip(*parts, strict=True)]
         if not all(map(math.isfinite, times)):
             return
         self.times.append(times)
-        self.saves = 1 - seen.bytes / seen.bytes_dense if seen.bytes_dense else 0.0
-        known = len(seen.predicted) > 1 and all(0 < seconds < math.inf for seconds in seen.predicted)
-        if known and not self.overlapped and any(rank is not None for rank in seen.ranks):
-            self.deviations.append([a - b for a, b in zip(times, seen.predicted, strict=True)])
-            self.predicted = max(seen.predicted)
+        self.saves = 1 - observation.bytes / observation.bytes_dense if observation.bytes_dense else 0.0
+        known = len(observation.predicted) > 1 and all(0 < seconds < math.inf for seconds in observation.predicted)
+        if known and not self.overlapped and any(rank is not None for rank in observation.ranks):
+            self.deviations.append([a - b for a, b in zip(times, observation.predicted, strict=True)])
+            self.predicted = max(observation.predicted)
 
     def _diverging(self) -> _Verdict:
         losses = self.losses
@@ -176,13 +180,13 @@ class SignatureWatch:
         # A run that diverges scatters more than it did: its own earlier windows are the measure.
         sigma = median(self.scatter[: max(1, len(self.scatter) - IN_A_ROW)])
         best, self.best = self.best, min(self.best, middle)
-        over = middle - best
-        if not self.began or not over > max(LOSS_SIGMAS * sigma, LOSS_SHARE * abs(best)):
+        excess = middle - best
+        if not self.began or not excess > max(LOSS_SIGMAS * sigma, LOSS_SHARE * abs(best)):
             return ()
         ranks = "/".join("dense" if rank is None else str(rank) for rank in self.ranks)
         return {"loss": middle, "best_loss": best, "loss_sigma": sigma}, (
             f"perplexity diverges under compression: {_perplexity(middle)} after a best of {_perplexity(best)} "
-            f"(medians of {len(losses)} iterations; {over:.3g} nats are {over / max(sigma, 1e-12):.3g} standard "
+            f"(medians of {len(losses)} iterations; {excess:.3g} nats are {excess / max(sigma, 1e-12):.3g} standard "
             f"deviations), rank {ranks}"
         )
 

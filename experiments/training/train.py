@@ -31,10 +31,18 @@ from experiments.training.build import Session, build
 from experiments.training.checkpoint import Checkpoints, Progress, save_model
 from experiments.training.experts import is_expert
 from experiments.training.lineage import branched_log
-from experiments.training.metrics import Step, gather_numbers, gather_step, number, rank_step, summary
 from experiments.training.outputs import LOG, read_events
 from experiments.training.run_folder import CHECKPOINTS, WARM_UP
-from experiments.training.run_log import RunLog, perplexity
+from experiments.training.run_log import (
+    RunLog,
+    Step,
+    gather_numbers,
+    gather_step,
+    number,
+    perplexity,
+    rank_step,
+    summary,
+)
 from experiments.training.signatures import Observation, SignatureWatch
 
 DIVERGED_LOSS = 2.0  # times log(vocabulary), the loss of a uniform guess
@@ -146,20 +154,20 @@ class Trainer:
         with self.log:
             resumed = self.checkpoints.resume() or self.checkpoints.branch()
             dense = self._start(anew=resumed is None or resumed.branched_from is not None)
-            iteration = done = 0
+            iteration = first = 0
             validation, resumed_at = math.nan, list[int]()
             if resumed is not None:
-                iteration = done = resumed.iteration
+                iteration = first = resumed.iteration
                 resumed_at = resumed.resumed_at
                 started -= resumed.seconds
                 validation = self._replay(resumed)
                 self.watch.load_state_dict(resumed.watch)
-            batches = train_batches(run, self.data_dir, self.replica, self.replicas, done)
-            for iteration in range(done + 1, run.train.iterations + 1):
-                begun = time.perf_counter()
+            batches = train_batches(run, self.data_dir, self.replica, self.replicas, first)
+            for iteration in range(first + 1, run.train.iterations + 1):
+                start = time.perf_counter()
                 plan = engine.plan
                 step = self._train_step(iteration, batches)
-                seconds = time.perf_counter() - begun
+                seconds = time.perf_counter() - start
                 self.losses = [*self.losses, step.loss][-DIVERGED_STEPS:]
                 self.session.attachment.add_loss(step.loss)
                 lr = self.session.optimizer.param_groups[0]["lr"]
@@ -239,22 +247,19 @@ class Trainer:
         return next((number(event["loss"]) for event in reversed(events) if event["event"] == "eval"), math.nan)
 
     def _start(self, *, anew: bool) -> int:
-        """What one replica, all stages, sends in an uncompressed step (bytes); logs the start event of a new run."""
-        every = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
+        """Log the start of a new run; returns the bytes that one replica, all stages, sends in an uncompressed step."""
+        parameters = [p for chunk in self.session.chunks for p in chunk.module.parameters()]
         limit = self.run.edgc.min_compression_elements
         copies = int(parallel_state.get_expert_data_parallel_world_size())  # of an expert
         params = params_compressible = dense = 0
-        for of_experts, replicas in ((False, self.replicas), (True, copies)):
-            parameters = [p for p in every if is_expert(p) == of_experts]
-            sizes = torch.tensor(
-                [
-                    sum(p.numel() for p in parameters),
-                    sum(p.numel() for p in parameters if compressible(p.shape, limit)),
-                    sum(p.main_grad.numel() * p.main_grad.element_size() for p in parameters),
-                ],
-                dtype=torch.float64,
-                device=self.session.device,
-            )
+        for experts, replicas in ((False, self.replicas), (True, copies)):
+            # The number of elements, of those in compressible matrices, and bytes of gradients.
+            sizes = torch.zeros(3, dtype=torch.float64)
+            for p in parameters:
+                if is_expert(p) == experts:
+                    n = p.numel()
+                    sizes += torch.tensor([n, n * compressible(p.shape, limit), p.main_grad.nbytes])
+            sizes = sizes.to(self.session.device)
             dist.all_reduce(sizes)
             total, total_compressible, size = (int(value) // replicas for value in sizes.tolist())
             params += total
@@ -293,8 +298,8 @@ def work(
     run: RunConfig, data_dir: Path, vocab_size: int, attempt: Path, *, only_warm_up: bool = False
 ) -> dict[str, Any] | None:
     """The whole of one rank; returns the summary on rank 0, None elsewhere."""
-    result = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train(only_warm_up=only_warm_up)
+    summary = Trainer(build(run, vocab_size), data_dir, vocab_size, attempt).train(only_warm_up=only_warm_up)
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    return result
+    return summary

@@ -52,7 +52,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
 }
 TABLES = tuple(name for name in READERS if name.endswith(".parquet"))
 TIMINGS = (
-    "seconds_"  # fields of stages; float32 where all have six digits (experiments.training.metrics), which it tells
+    "seconds_"  # fields of stages; float32 where all have six digits (experiments.training.run_log), which it tells
 )
 # The bytes of floats apart from each other, first bytes first, pack best. With these encodings a column in memory is as
 # large as the file says that it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -68,22 +70,12 @@ class Launcher:
         """Start it; ``new_session`` puts it and all that it starts into a process group of their own."""
         config = self.folder / f"{values['variant']}.yaml"
         config.write_text(yaml.safe_dump(values))
-        command = [
-            sys.executable,
-            "-m",
-            "experiments.training.launch",
-            "--config",
-            str(config),
-            "--results",
-            str(self.results),
-            *options,
-        ]
+        program = [sys.executable, "-m", "experiments.training.launch"]
         path = os.pathsep.join((str(ROOT), str(self.folder)))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            command,
+            [*program, "--config", str(config), "--results", str(self.results), *options],
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -91,9 +83,24 @@ class Launcher:
         )
 
     def run(self, values: dict[str, Any], *options: str) -> tuple[int, str]:
+        """Exit code and standard error."""
         process = self.start(values, *options)
         self.output, stderr = process.communicate(timeout=600)
         return process.returncode, stderr
+
+    def finish(self, values: dict[str, Any], status: str = "ok") -> Path:
+        """The folder of a run that ends with ``status``."""
+        code, stderr = self.run(values)
+        assert code == 0, stderr
+        assert (self.path(values) / "status").read_text() == f"{status}\n", stderr
+        return self.path(values)
+
+    def refusal(self, values: dict[str, Any], *options: str) -> str:
+        """The one line in which a run is refused."""
+        code, stderr = self.run(values, *options)
+        lines = [line for line in stderr.splitlines() if line.strip()]
+        assert code == 2 and len(lines) == 1 and lines[0].startswith("error: "), stderr
+        return lines[0]
 
     def path(self, values: dict[str, Any]) -> Path:
         return self.results / "test" / "launch" / f"{values['variant']}-s{values['seed']}"
@@ -122,8 +129,7 @@ def wait_for_steps(folder: Path, steps: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(found) for found in done.stdout.split()]
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -133,15 +139,16 @@ def ranks_of(launcher: int) -> list[int]:
 
 def group_of(leader: int) -> list[int]:
     """Process ids of a process group."""
-    done = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True)
-    rows = [line.split() for line in done.stdout.splitlines()]
-    return [int(pid) for pid, group in rows if int(group) == leader]
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            members += [pid] if os.getpgid(pid) == leader else []
+    return members
 
 
 def runs(pid: int) -> bool:
-    """Whether the process exists and is no zombie, which waits only for init to take note of its end."""
+    """True of a process that exists and is no zombie, which waits only for init to take note of its end."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    return state not in "ZX"

@@ -17,7 +17,7 @@ from edgc.checkpoints import manifest
 from edgc.checkpoints.manifest import Manifest
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
-from experiments.spec.settings import RunConfig, TrainConfig
+from experiments.spec.settings import RunConfig
 from tests.integration.megatron_cases import _iteration, configuration, session_of
 
 with cpu_shims.without_compiler():
@@ -56,20 +56,16 @@ def run_of(
     return configuration(name, edgc, model=model, parallel=parallel, train={**TRAIN, **train})
 
 
-def runs() -> dict[str, RunConfig]:
-    """The runs that are resumed, by layout."""
-    found = {
-        "dp2_pp2": run_of("dp2_pp2", DP2_PP2),
-        "dp2_pp2_bf16": run_of("dp2_pp2_bf16", DP2_PP2, precision="bf16"),
-        "tp2_dp2": run_of("tp2_dp2", TP2_DP2),
-        "interleaved": run_of("interleaved", INTERLEAVED, layers=4),
-        # Megatron reduces buckets in another order in the first iteration, before and after a stop.
-        "overlap": run_of("overlap", INTERLEAVED, layers=4, iteration_rate=1.0, overlap_grad_reduce=True),
-    }
-    if "distributed_optimizer" in TrainConfig.model_fields:
-        found["distributed"] = run_of("distributed", DP2_PP2, distributed_optimizer=True)
-        found["distributed_bf16"] = run_of("distributed_bf16", DP2_PP2, distributed_optimizer=True, precision="bf16")
-    return found
+# The runs that are resumed, by layout.
+RUNS = {
+    "dp2_pp2": run_of("dp2_pp2", DP2_PP2),
+    "tp2_dp2": run_of("tp2_dp2", TP2_DP2),
+    "interleaved": run_of("interleaved", INTERLEAVED, layers=4),
+    # Megatron reduces buckets in another order in the first iteration, before and after a stop.
+    "overlap": run_of("overlap", INTERLEAVED, layers=4, iteration_rate=1.0, overlap_grad_reduce=True),
+    "distributed": run_of("distributed", DP2_PP2, distributed_optimizer=True),
+    "distributed_bf16": run_of("distributed_bf16", DP2_PP2, distributed_optimizer=True, precision="bf16"),
+}
 
 
 def steps(session: Session, first: int, last: int) -> list[float]:
@@ -110,10 +106,8 @@ def adam(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def save(session: Session, root: Path, log: Path) -> Checkpoints:
-    made = Checkpoints(session, root, "fingerprint")
-    made.save(Progress(SAVED_AFTER, 1.5, [2], log, {}))
-    return made
+def save(session: Session, root: Path, log: Path) -> None:
+    Checkpoints(session, root, "fingerprint").save(Progress(SAVED_AFTER, 1.5, [2], log, {}))
 
 
 def interrupted(run: RunConfig, root: Path, log: Path) -> dict[str, Any]:
@@ -189,7 +183,7 @@ def four_ranks(root: str) -> dict[str, Any]:
     log = Path(root) / "metrics.jsonl"
     if dist.get_rank() == 0:
         log.write_text('{"event": "start"}\n')
-    cases: dict[str, Any] = {name: interrupted(run, Path(root) / name, log) for name, run in runs().items()}
+    cases: dict[str, Any] = {name: interrupted(run, Path(root) / name, log) for name, run in RUNS.items()}
     session = session_of(run_of("dp4", DP4))
     losses = steps(session, 1, SAVED_AFTER)
     save(session, Path(root) / "dp4", log)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from experiments.spec.settings import resolve
 from experiments.training.outputs import read_events
 from tests.integration.launching import RUN, Launcher, changed, prepared, repeatable
 
@@ -51,12 +49,10 @@ RANK_3 = branched("rank_3", compression={**FIXED, "policy": "fixed", "rank": 3, 
 
 @pytest.fixture(scope="module")
 def launcher(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    found = Launcher(prepared, tmp_path_factory.mktemp("configs"))
+    launcher = Launcher(prepared, tmp_path_factory.mktemp("configs"))
     for values in (TRUNK, AGAIN, BACK, RANK_3):
-        code, stderr = found.run(values)
-        assert code == 0, stderr
-        assert (found.path(values) / "status").read_text() == "ok\n", stderr
-    return found
+        launcher.finish(values)
+    return launcher
 
 
 def ranks(folder: Path) -> list[int | None]:
@@ -102,33 +98,22 @@ def test_a_branch_of_other_settings_says_what_it_does_from_its_first_step(launch
     assert first == [3]
 
 
-def test_what_needs_a_run_that_is_not_there_or_came_to_nothing(launcher: Launcher, tmp_path: Path) -> None:
-    values = branched("late", follows={"variant": "missing", "order": "even"})
-    code, stderr = launcher.run(values)
-    assert code == 2 and stderr.count("\n") == 1
-    assert "late-s1 needs run missing-s1, which has not ended" in stderr
-
+def test_a_run_needs_another_that_ended_well_with_its_settings_and_state(launcher: Launcher) -> None:
+    late = branched("late", follows={"variant": "missing", "order": "even"})
+    assert "late-s1 needs run missing-s1, which has not ended" in launcher.refusal(late)
     failed = launcher.path({**TRUNK, "variant": "failed"})
     shutil.copytree(launcher.path(TRUNK), failed)
     (failed / "status").write_text("diverged\n")
-    values = branched("lost", branch=None, follows={"variant": "failed", "order": "even"})
-    code, stderr = launcher.run(values)
-    assert code == 0 and "run failed-s1, which it needs, is diverged" in stderr
-    assert (launcher.path(values) / "status").read_text() == "failed\n"
+    launcher.finish(branched("lost", branch=None, follows={"variant": "failed", "order": "even"}), "failed")
 
-
-def test_a_warm_up_of_other_settings_or_none_is_refused(launcher: Launcher) -> None:
-    values = branched("other", seed=1, train={**RUN["train"], "lr": 2e-3})
-    code, stderr = launcher.run(values)
-    assert code == 2 and "train.lr = 0.002, but the run's checkpoint has 0.001" in stderr
-
+    other = branched("other", seed=1, train={**RUN["train"], "lr": 2e-3})
+    assert "train.lr = 0.002, but the run's checkpoint has 0.001" in launcher.refusal(other)
     bare = launcher.path({**TRUNK, "variant": "bare"})
     shutil.copytree(launcher.path(TRUNK), bare)
     shutil.rmtree(bare / "warm_up")
-    code, stderr = launcher.run(branched("orphan", branch="bare"))
-    assert code == 2 and "orphan-s1 branches from bare-s1, which has kept no state" in stderr
-    assert f"--run bare-s1 --scale test --results {launcher.results} --warm-up-again" in stderr
-    assert not (launcher.path(branched("orphan")) / "status").exists()
+    line = launcher.refusal(branched("orphan", branch="bare"))
+    assert "orphan-s1 branches from bare-s1, which has kept no state" in line
+    assert f"--run bare-s1 --scale test --results {launcher.results} --warm-up-again" in line
 
 
 def test_a_lost_state_is_made_again_and_the_run_stays_as_it_is(launcher: Launcher) -> None:
@@ -142,12 +127,11 @@ def test_a_lost_state_is_made_again_and_the_run_stays_as_it_is(launcher: Launche
     assert "all losses are those of the kept run, bit for bit" in launcher.output
     assert contents(restored) == before
     child = branched("child", branch="restored")
-    code, stderr = launcher.run(child)
-    assert code == 0, stderr
-    assert repeatable(launcher.path(child)) == repeatable(launcher.path(TRUNK))
+    assert repeatable(launcher.finish(child)) == repeatable(launcher.path(TRUNK))
 
-    code, stderr = launcher.run(values, "--warm-up-again")
-    assert code == 2 and "restored-s1 has its state" in stderr
+    assert "restored-s1 has its state" in launcher.refusal(values, "--warm-up-again")
+    assert "no run branches from again-s1" in launcher.refusal(AGAIN, "--warm-up-again")
+    assert "never-s1 is unfinished" in launcher.refusal({**TRUNK, "variant": "never"}, "--warm-up-again")
     shutil.rmtree(restored / "warm_up")
     log = restored / "metrics.jsonl"
     first = read_events(log, "step")[0]["loss"]
@@ -155,26 +139,6 @@ def test_a_lost_state_is_made_again_and_the_run_stays_as_it_is(launcher: Launche
     code, stderr = launcher.run(values, "--warm-up-again")
     assert code == 0, stderr
     assert "losses differ from the kept run's from iteration 1 on" in launcher.output
-
-
-def test_only_a_finished_run_that_others_branch_from_has_its_warm_up_made_again(launcher: Launcher) -> None:
-    code, stderr = launcher.run(AGAIN, "--warm-up-again")
-    assert code == 2 and stderr.count("\n") == 1 and "no run branches from again-s1" in stderr
-    code, stderr = launcher.run({**TRUNK, "variant": "never"}, "--warm-up-again")
-    assert code == 2 and stderr.count("\n") == 1 and "never-s1 is unfinished" in stderr
-
-
-def test_a_checkpoint_never_lies_behind_a_warm_up_that_is_not_saved() -> None:
-    """A run that is killed between the two goes on from the newest checkpoint, and would never save its warm-up."""
-    from experiments.training.checkpoint import Checkpoints
-    from experiments.training.train import Trainer
-
-    trainer = object.__new__(Trainer)
-    trainer.run = resolve({**TRUNK, "train": {**TRUNK["train"], "checkpoint_interval": 4}}, Path("trunk.yaml"))
-    trainer.checkpoints = object.__new__(Checkpoints)
-    trainer.checkpoints.interval, trainer.checkpoints.session = 4, SimpleNamespace(run=trainer.run)
-    due = [trainer._checkpoints_due(iteration, warm_up_ended=iteration < 5) for iteration in (3, 4, 8)]
-    assert due == [["warm_up"], ["warm_up", ".checkpoints"], [".checkpoints"]]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -71,8 +71,7 @@ def test_two_nodes_give_the_numbers_of_one_and_go_on_after_a_kill(launcher: Laun
     one, two = (
         changed(variant=variant, parallel={"pipeline": 1, "data": 2}, train=train) for variant in ("one", "two")
     )
-    code, stderr = launcher.run(one)
-    assert code == 0, stderr
+    launcher.finish(one)
 
     # A rank of the second node is killed: both launchers end, nothing is published.
     launchers = over_two_nodes(launcher, two)
@@ -139,11 +138,3 @@ def test_damaged_data_of_another_node_are_refused_by_both(launcher: Launcher, tm
         assert f"(in {tokens})" in line
     assert not any(launcher.path(values).iterdir()), "nothing is published"
     assert not list(launcher.path(values).parent.glob(".*error*"))
-
-
-def test_refusal_of_node_0_ends_node_1(launcher: Launcher) -> None:
-    """Three ranks do not divide over two nodes; each launcher says so by itself."""
-    values = changed(variant="three", parallel={"pipeline": 1, "data": 3}, train={"global_batch": 6})
-    for code, stderr in end_of(over_two_nodes(launcher, values)):
-        assert code == 2
-        assert stderr.splitlines()[-1].startswith("error: world size 3 is not divisible by 2 nodes")

@@ -39,39 +39,24 @@ def test_every_line_of_the_lock_is_an_exact_pin() -> None:
 
 
 def test_conda_environment_has_the_pins_of_the_lock() -> None:
-    assert pins(ROOT / "environment.yml") == lock()
-
-
-def pins(path: Path) -> dict[str, str]:
-    """Package -> version of a Conda environment's pip section."""
-    environment = yaml.safe_load(path.read_text())
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     [pip] = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
     assert "python=3.11" in environment["dependencies"]
-    return dict(line.split("==") for line in pip)
+    assert dict(line.split("==") for line in pip) == lock()
 
 
 def test_container_is_made_from_the_lock_with_the_same_python() -> None:
-    folder = ROOT / "workflows" / "container"
-    lines = [line for line in (folder / "Dockerfile").read_text().splitlines() if line and line[0] != "#"]
+    lines = (ROOT / "workflows" / "container" / "Dockerfile").read_text().splitlines()
     [base] = [line.removeprefix("FROM ") for line in lines if line.startswith("FROM ")]
     assert re.fullmatch(r"python:3\.11(-\w+)?", base)
     assert "RUN pip install --no-cache-dir -r requirements.lock" in lines
-    assert not any("==" in line for line in lines), "versions stand in the lock alone"
-    copied = [line.split()[1] for line in lines if line.startswith("COPY ")]
-    assert copied == ["requirements.lock", "."] and all((ROOT / path).exists() for path in copied)
-    ignored = (folder / "Dockerfile.dockerignore").read_text().split()
-    assert {".git", ".venv*", "results/*", "!results/paper_claims.yaml"} <= set(ignored)
+    assert not any("==" in line for line in lines if line[:1] != "#"), "versions stand in the lock alone"
 
 
 def test_lock_holds_what_the_project_declares() -> None:
     pins = {canonicalize_name(name): Version(version) for name, version in lock().items()}
     for requirement in declared():
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
-
-
-def test_library_depends_on_torch_and_the_numpy_that_torch_uses_only() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert [Requirement(text).name for text in project["dependencies"]] == ["torch", "numpy"]
 
 
 def test_installed_versions_are_those_of_the_lock() -> None:
@@ -84,19 +69,6 @@ def test_installed_versions_are_those_of_the_lock() -> None:
 
 def test_another_torch_is_tried_with_the_tests_of_the_library() -> None:
     names = {path.stem for path in library_tests()}
-    assert {
-        "test_compressors",
-        "test_powersgd",
-        "test_entropy",
-        "test_ddp",
-        "test_doctor",
-        "test_readme",
-    } <= names
+    assert {"test_compressors", "test_powersgd", "test_entropy", "test_ddp", "test_doctor", "test_readme"} <= names
     # They need Megatron-Core, pandas, and what the pipeline needs.
-    assert not names & {
-        "test_checkpoint",
-        "test_megatron",
-        "test_analyse",
-        "test_imports",
-        "test_environment",
-    }
+    assert not names & {"test_checkpoint", "test_megatron", "test_analyse", "test_imports", "test_environment"}

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +19,11 @@ from edgc.control.rank_model import error as error_of
 from edgc.control.rank_model import rank_for_error
 from edgc.errors import UserError
 from experiments.analyse import moe
+from experiments.evaluation.export import check_run
+from experiments.spec import matrix
 from experiments.spec.settings import ProbeConfig
 from experiments.training.experts import ExpertShare, draw_experts, place_of
-from experiments.training.probes.entropy import GradientProbe
+from experiments.training.probes import GradientProbe
 from tests.unit.invented_runs import run
 
 FC1 = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
@@ -84,12 +87,6 @@ def test_probes_of_two_ranks_hold_each_expert_once_with_its_own_gradient() -> No
     norms = {row["parameter"]: row["gradient_norm"] for row in rows}
     assert len(rows) == len(norms) == 5
     assert norms == {DENSE: 9.0 * 64} | {FC1.format(0, e): (e + 1.0) * 64 for e in range(4)}
-
-
-def test_without_expert_parallelism_names_stay_as_they_are() -> None:
-    probe = GradientProbe(ProbeConfig(every=1), EDGCConfig(), 0, reports=True)
-    probe.observe(1, [Gradient(FC1.format(0, 1), torch.ones(64, 64)), Gradient(DENSE, torch.ones(64, 64))])
-    assert [row["parameter"] for row in probe.rows] == [FC1.format(0, 1), DENSE]
 
 
 class Experts(torch.nn.Module):
@@ -170,11 +167,6 @@ def test_a_study_without_probes_has_tables() -> None:
 
 
 def test_export_refuses_experts_in_one_line(tmp_path: Path) -> None:
-    import yaml
-
-    from experiments.evaluation.export import check_run
-    from experiments.spec import matrix
-
     run = matrix.runs("moe", "ci")[0]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json")))
     for status in ("ok", "diverged"):

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import collections
-import threading
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile
 
 from edgc import EDGCConfig
 from edgc.compressors import Channel, Gradient
-from edgc.runtime.channel import span
 from tests.workers import run_workers
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
-    "bf16": {"method": "bf16"},
     "powersgd": {"method": "powersgd", "rank": 4},
     "int4 factors": {"method": "powersgd", "rank": 4, "factor_dtype": "int4"},
     "topk": {"method": "topk", "density": 0.1},
@@ -28,7 +24,6 @@ METHODS: dict[str, dict[str, Any]] = {
 # Collectives of a matrix alone: how often each kind is started.
 COLLECTIVES: dict[str, dict[str, int]] = {
     "none": {"all_reduce": 1},
-    "bf16": {"all_reduce": 1},
     "powersgd": {"all_reduce": 2},
     "int4 factors": {"all_to_all": 2, "all_gather": 2},
     "topk": {"all_gather": 1},
@@ -87,35 +82,3 @@ def test_a_scattered_mean(seen: list[dict[str, list[Event]]]) -> None:
     for rank in seen:
         events = [event for event, _, _ in rank["scattered"]]
         assert events == ["edgc::compress", "edgc::reduce_scatter", "edgc::wait", "edgc::decompress"]
-
-
-def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd_profiler, "record_function", lambda name: pytest.fail(f"recorded {name}"))
-    EDGCConfig(method="powersgd", rank=4).build().reduce([Gradient("a", torch.randn(64, 48))], Channel(None), 4)
-
-
-def test_ranges_of_several_threads() -> None:
-    barrier = threading.Barrier(2, timeout=60)
-
-    def work() -> None:
-        for _ in range(4):
-            with span("edgc::test"):
-                barrier.wait()
-
-    # The options by their names of today; what is documented in edgc.runtime.channel has to work.
-    try:
-        everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    except TypeError:
-        pytest.skip(f"torch {torch.__version__} traces no threads but the profiler's own")
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=everything) as profiler:
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sum(event.name == "edgc::test" for event in profiler.events()) == 8
-
-
-def test_an_error_comes_through() -> None:
-    with pytest.raises(KeyError), span("edgc::test"):
-        raise KeyError

@@ -18,7 +18,7 @@ from edgc.errors import UserError
 from experiments.analyse import rank_model
 from experiments.common.yaml_settings import validate
 from experiments.spec.settings import ProbeConfig
-from experiments.training.probes.spectra import SpectraProbe
+from experiments.training.probes import SpectraProbe
 from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd
 from tests.unit.invented_runs import run

@@ -12,10 +12,9 @@ from edgc.compressors import Statistics
 from edgc.monitor import Iteration
 from edgc.runtime.channel import Stopwatch
 from experiments.spec import matrix
-from experiments.training import metrics
-from experiments.training.metrics import SECONDS, Step
+from experiments.training import run_log
 from experiments.training.outputs import read_events
-from experiments.training.run_log import RunLog
+from experiments.training.run_log import SECONDS, RunLog, Step
 
 
 def _step(index: int, loss: float, norm: float, skipped: bool) -> Step:
@@ -38,7 +37,7 @@ def test_summary_of_a_log_whose_skipped_steps_have_no_loss(tmp_path: Path) -> No
             log.step(index + 1, step, lr=1e-3, seconds=0.5 + index, tokens=64)
     events = read_events(tmp_path / "metrics.jsonl")
     assert [event["tokens_per_second"] for event in events] == [128.0, 42.6667, 25.6, 18.2857, 14.2222]
-    found = metrics.summary(events, 64, 200, 9.0)
+    found = run_log.summary(events, 64, 200, 9.0)
     assert found["train_loss"] == (3.0 + 2.0 + 2.5 - 1.0) / 4  # the mean of those that are numbers
     assert (found["skipped_steps"], found["bytes_total"], found["bytes_ratio"]) == (2, 510, 0.51)
     assert (found["mean_rank"], found["final_ranks"]) == (7.0, [8, 9])
@@ -48,9 +47,9 @@ def test_summary_of_a_log_whose_skipped_steps_have_no_loss(tmp_path: Path) -> No
 
 def test_times_of_a_step_have_six_digits_and_everything_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
     done = Iteration(1, 4, Statistics(compress=Stopwatch(0.012345678912)), entropy=-7.123456789012)
-    numbers = metrics.rank_step(0, 0, 4.123456789012, 1.0, done, None, None)
-    monkeypatch.setattr(metrics, "gather_numbers", lambda values, device: [list(values)])
-    step = metrics.gather_step(numbers, torch.device("cpu"))
+    numbers = run_log.rank_step(0, 0, 4.123456789012, 1.0, done, None, None)
+    monkeypatch.setattr(run_log, "gather_numbers", lambda values, device: [list(values)])
+    step = run_log.gather_step(numbers, torch.device("cpu"))
     [stage] = step.stages
     assert stage["seconds_compress"] == 0.0123457
     assert stage["seconds_communicate"] == 0 and math.isnan(stage["seconds_exposed"])

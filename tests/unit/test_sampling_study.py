@@ -15,7 +15,7 @@ from edgc.config import EDGCConfig
 from experiments.analyse import sampling_grid
 from experiments.analyse.runs import Run
 from experiments.spec.settings import ProbeConfig
-from experiments.training.probes.sampling import SamplingProbe
+from experiments.training.probes import SamplingProbe
 
 ITERATIONS, WINDOW = 120, 10
 SHAPES = {"a": (64, 48), "b": (32, 64)}

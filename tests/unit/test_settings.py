@@ -37,27 +37,18 @@ def test_a_variant_takes_those_common_settings_that_its_method_can_use() -> None
     fixed = {"method": "edgc", "policy": "fixed", "rank": 4}
     assert laid(fixed) == {"r_max": 16, **small, **fixed}
     # Sections are merged, and a variant may name a preset over common settings.
-    assert laid({"method": "edgc", "entropy": {"entry_rate": 0.5}})["entropy"] == {
-        "iteration_rate": 0.25,
-        "entry_rate": 0.5,
-    }
-    assert laid({"preset": "optimus_cc_embedding"}) == {
-        "window": 20,
-        "method": "none",
-        "fused_embedding": True,
-    }
+    rates = {"iteration_rate": 0.25, "entry_rate": 0.5}
+    assert laid({"method": "edgc", "entropy": {"entry_rate": 0.5}})["entropy"] == rates
+    fused = {"window": 20, "method": "none", "fused_embedding": True}
+    assert laid({"preset": "optimus_cc_embedding"}) == fused
     # A common preset is laid like the settings that it stands for.
     assert laid({"method": "none"}, {"preset": "paper"}) == {"method": "none", "window": 1000}
-    assert laid({"record_full_entropy": True, "method": "none"})["entropy"] == {"iteration_rate": 0.25}
 
 
 @pytest.mark.parametrize(
     ("own", "message"),
     [
         ({"method": "none", "r_max": 16}, "compression.r_max = 16 is not used with method: none"),
-        ({"method": "none", "entropy": {"iteration_rate": 0.5}}, "compression.entropy.iteration_rate = 0.5"),
-        ({"method": "topk", "rank": 8}, "compression.rank = 8 is not used with method: topk"),
-        ({"method": "edgc", "target_error": 0.5}, "compression.target_error = 0.5 is not used"),
         ({"method": "edgx"}, "compression.method = 'edgx'"),
         ({"method": "topk", "densty": 0.5}, "unknown key compression.densty"),
     ],
@@ -82,15 +73,10 @@ def test_momentum_is_not_applied_twice() -> None:
 
 def test_every_run_of_every_study_is_as_its_study_says() -> None:
     """No setting that a method can use is lost, and none that it cannot use is left."""
-    for study in matrix.studies():
-        for scale in matrix.scales():
-            definition, layer = matrix.load_study(study), matrix.load_study(study).scales.get(scale)
+    for scale in matrix.scales():
+        for study in matrix.studies():
             for run in matrix.runs(study, scale):
-                config = EDGCConfig.from_dict(run.compression)
-                assert EDGCConfig.from_record(run.compression) == config
-                if layer is not None and run.variant in layer.variants and run.variant not in definition.variants:
-                    own = layer.variants[run.variant].get("compression", {})
-                    assert own.keys() - {"preset"} <= run.compression.keys()
+                assert EDGCConfig.from_record(run.compression) == EDGCConfig.from_dict(run.compression)
     runs = {run.variant: run.compression for run in matrix.runs("methods", "ci")}
     assert runs["none"].keys() == {"method", "window"}
     assert runs["edgc_cqm"].keys() >= COMMON.keys()
@@ -144,12 +130,13 @@ def test_a_run_goes_on_from_a_checkpoint_whose_other_settings_had_no_effect(tmp_
             refuse_other({**saved, "compression": {**saved["compression"], **changed}}, now, tmp_path)
 
 
-@pytest.mark.parametrize("scale", ["ci", "workstation"])
-def test_the_committed_records_are_read(scale: str, tmp_path: Path) -> None:
-    reference = ROOT / "results" / "reference" / scale
-    for study in archive.studies(reference):
-        for name in archive.checksums(reference / study):
-            (tmp_path / "run.yaml").write_bytes(archive.read(reference / study, name)["run.yaml"])
-            run = load_run(tmp_path)
-            assert run.edgc.method == run.method
-            assert read_config(tmp_path / "run.yaml").edgc == run.edgc
+def test_the_committed_records_are_read(tmp_path: Path) -> None:
+    """The first and the last run of every study at every scale."""
+    for reference in sorted((ROOT / "results" / "reference").iterdir()):
+        for study in archive.studies(reference):
+            names = sorted(archive.checksums(reference / study))
+            for name in {names[0], names[-1]}:
+                (tmp_path / "run.yaml").write_bytes(archive.read(reference / study, name)["run.yaml"])
+                run = load_run(tmp_path)
+                assert run.edgc.method == run.method
+                assert read_config(tmp_path / "run.yaml").edgc == run.edgc

@@ -30,17 +30,6 @@ def test_a_digest_follows_what_is_executed(tmp_path: Path, old: str, new: str, s
     assert (source._digest(before) != source._digest(after)) is seen
 
 
-def test_a_fingerprint_follows_files_by_content(tmp_path: Path) -> None:
-    path = tmp_path / "data.csv"
-    path.write_text("1\n")
-    before = source.fingerprint(DATA, files=[path])
-    assert before != source.fingerprint(DATA)
-    path.touch()
-    assert source.fingerprint(DATA, files=[path]) == before
-    path.write_text("2\n")
-    assert source.fingerprint(DATA, files=[path]) != before
-
-
 def test_training_follows_the_library_and_not_figures_evaluation_or_studies() -> None:
     names = source.closure(TRAINING)
     # In functions, and by registration: no import names a method's module.

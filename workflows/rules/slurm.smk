@@ -1,6 +1,5 @@
 # What jobs are told on a Slurm cluster; elsewhere nothing.
 from experiments.cluster import slurm
-from experiments.cluster.resources import load_resources, training_job
 
 # Whether the profile has said that jobs go to Slurm; a job on a node is told so too.
 ON_SLURM = "launcher" in workflow.resource_settings.overwrite_resources.get("train", {})
@@ -14,7 +13,7 @@ try:
         and not slurm.only_looks(sys.argv[1:])
     ):
         slurm.require()
-    SITE = load_resources() if ON_SLURM else None
+    SITE = slurm.load_resources() if ON_SLURM else None
     CLUSTER = slurm.partitions() if ON_SLURM else None
 except UserError as error:
     stop(error)
@@ -22,7 +21,7 @@ except UserError as error:
 
 def slurm_job(wildcards):
     """What a run takes on the cluster; None without Slurm."""
-    return training_job(RUNS[wildcards.study][wildcards.run], SITE) if ON_SLURM else None
+    return slurm.training_job(RUNS[wildcards.study][wildcards.run], SITE) if ON_SLURM else None
 
 
 def training_minutes(wildcards, attempt):

@@ -1,1 +1,0 @@
-"""Studies of gradients: what they record while a run trains."""
