@@ -28,8 +28,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from edgc.errors import UserError
-from experiments.data.folder import DataInfo, check_config, check_whole, load_info
-from experiments.data.integrity import INDEX_CACHE
+from experiments.data.folder import INDEX_CACHE, DataInfo, check_config, check_whole, load_info
 from experiments.data.tokenizer import END_OF_TEXT, MASK
 from experiments.spec.settings import RunConfig
 
@@ -169,11 +168,11 @@ def validation_batches(cfg: RunConfig, data_dir: Path, dp_rank: int, dp_size: in
     """
     train = cfg.train
     dataset = _open(cfg, data_dir, "validation", None, VALIDATION_SEED)
-    wanted, available = train.eval_batches * train.global_batch, len(dataset)
-    if wanted > available:
+    blocks, available = train.eval_batches * train.global_batch, len(dataset)
+    if blocks > available:
         fix = f"use at most train.eval_batches = {available // train.global_batch} or prepare more text"
         message = (
-            f"train.eval_batches = {train.eval_batches} needs {wanted} validation blocks of "
+            f"train.eval_batches = {train.eval_batches} needs {blocks} validation blocks of "
             f"{cfg.model.sequence_length} tokens, the data has {available}"
         )
         raise UserError(message, where=data_dir, fix=fix)
