@@ -219,7 +219,7 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
         part = overhead * share / compute.complete[-1] / (len(messages) + 1)
         behind = part if messages else 0.0
         buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
-    stage = Stage(forward=(compute.forward,), backward=(compute.backward,), buckets=tuple(buckets))
+    stage = Stage(forward=compute.forward, backward=compute.backward, buckets=tuple(buckets))
     return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
 
 

@@ -1,4 +1,4 @@
-"""How long a whole training step of a described cluster takes, by :mod:`experiments.simulation.iteration_model`.
+"""Length of a whole training step of a described cluster, by :mod:`experiments.simulation.iteration_model`.
 
 What is assumed beside :mod:`experiments.simulation.cost`:
 
@@ -28,7 +28,7 @@ def forward_seconds(model: Model, stage: StageShard) -> float:
     """Seconds of one micro-batch's forward pass on one GPU of ``stage``."""
     shape, compute = model.shape, model.cluster.compute
     tokens, weights = model.micro_batch * shape.sequence_length, model.active_weights(stage)
-    attention = 4 * shape.sequence_length * shape.hidden * stage.layer_count / shape.tensor
+    attention = 4 * shape.sequence_length * shape.hidden * len(stage.layer_range) / shape.tensor
     speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value * model.speed(stage)
     return tokens * (2 * weights + attention) / speed
 
@@ -50,8 +50,8 @@ def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
         forward, exchange = forward_seconds(model, shard), model.exchange(shard)
         stages.append(
             Stage(
-                forward=(forward + exchange,),
-                backward=(forward * model.cluster.compute.backward_ratio.value + exchange,),
+                forward=forward + exchange,
+                backward=forward * model.cluster.compute.backward_ratio.value + exchange,
                 to_next=travel,
                 to_previous=travel,
                 buckets=buckets(model, shard, cost(shard)),

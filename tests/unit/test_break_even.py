@@ -17,7 +17,6 @@ from experiments.simulation import break_even, cluster_step, scenarios
 from experiments.simulation.cluster_model import boundary
 from experiments.simulation.cost import Model
 from experiments.simulation.scenarios import (
-    Experts,
     MixtureOfExperts,
     Scenario,
     Scenarios,
@@ -92,11 +91,6 @@ def test_two_sites_by_hand() -> None:
     free = replace(model, gbits=1e15, site_latency=0.0)
     assert free.none(stage).communication == pytest.approx(half.none(stage).communication, rel=1e-9)
     assert free.none(stage).latency == half.none(stage).latency > 0
-
-
-def test_buckets_grow_with_the_replicas() -> None:
-    sizes = [model_of(OF, cluster(data=n), 10.0).cluster.compute.bucket_elements.value for n in (4, 64, 640)]
-    assert sizes == [40_000_000, 64_000_000, 640_000_000]
 
 
 @given(st.floats(1e-3, 1e6), st.floats(0.1, 90.0))
@@ -215,4 +209,3 @@ def test_the_committed_scenarios_can_be_modelled() -> None:
         assert set(found.methods) <= set(model.methods())
     with pytest.raises(UserError, match="has no scenarios section"):
         scenarios.load_scenarios("methods")
-    assert Experts(count=1, per_token=1, expert_parallel=1).count == 1

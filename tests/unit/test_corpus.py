@@ -18,7 +18,6 @@ from experiments.data.corpus import (
     HuggingFaceText,
     StandardLibrary,
     TextFolder,
-    normalise,
     open_source,
 )
 from experiments.spec.settings import DataConfig
@@ -184,14 +183,3 @@ def test_openwebtext_asks_the_hub_for_a_pinned_revision(monkeypatch: pytest.Monk
     other = open_source(DataConfig(source="openwebtext", dataset="someone/text", revision="v1"))
     assert other.where == "someone/text@v1"
     assert other.identity() != open_source(DataConfig(source="openwebtext")).identity()
-
-
-def test_normalise_fills_defaults_and_drops_what_is_ignored() -> None:
-    assert normalise(DataConfig(source="stdlib", dataset="x", revision="y")) == DataConfig(source="stdlib")
-    hub = normalise(DataConfig(source="openwebtext", tokenizer="gpt2", vocab_size=4096))
-    assert (hub.dataset, hub.revision, hub.vocab_size) == (
-        corpus.OPENWEBTEXT,
-        corpus.OPENWEBTEXT_REVISION,
-        None,
-    )
-    assert normalise(DataConfig(source="openwebtext", dataset="a/b")).revision is None

@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,13 +76,6 @@ def test_every_document_is_stored_whole_in_one_split(tmp_path: Path, config: Dat
         assert info.bytes[split] == sum(int(str(row["bytes"])) for row in expected)
     assert 0.1 < sum(info.tokens.values()) / sum(info.bytes.values()) < 1.0
     assert not [path for path in out.parent.iterdir() if path.name not in ("toy", ".toy.lock")]
-
-
-def test_tokenizer_sees_the_train_split_only(tmp_path: Path, config: DataConfig) -> None:
-    out = tmp_path / "toy"
-    prepare(config, out, show=False)
-    trained = tokenizer.train_bpe([document.text for document in texts(out, "train")], 300)
-    assert trained.to_json() == (out / "tokenizer.json").read_text(encoding="utf-8")
 
 
 def test_second_time_does_nothing_and_changes_are_noticed(tmp_path: Path, config: DataConfig) -> None:
@@ -219,12 +210,6 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HuggingFaceText, "shares", (900, 50, 50))
 
 
-def test_openwebtext_program_on_a_local_stand_in(tmp_path: Path) -> None:
-    info = prepare(web(tmp_path / "rows", 300, max_documents=250), tmp_path / "toy", show=False)
-    assert sum(info.documents.values()) == 250
-    assert [document.text for document in texts(tmp_path / "toy", "test")]
-
-
 def test_a_full_disk_is_one_line_and_leaves_only_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, out, room = web(tmp_path / "rows", 300), tmp_path / "data" / "toy", 10
 
@@ -271,14 +256,3 @@ def test_settings_are_found_by_name() -> None:
     assert find_config("ci", "stdlib") == DataConfig(source="stdlib", path="stdlib")
     with pytest.raises(UserError, match=r"no data.path = 'absent' at scale ci .*known: .*stdlib"):
         find_config("ci", "absent")
-
-
-def test_command_line_reports_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    out = tmp_path / "file" / "toy"
-    command = [sys.executable, "-m", "experiments.data", "prepare", "--scale", "ci", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert str(tmp_path / "file") in line

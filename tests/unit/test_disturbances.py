@@ -15,8 +15,8 @@ from experiments.simulation import cluster_step, disturbances, scenarios
 from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import Model
 from experiments.simulation.disturbances import Uneven, course
-from experiments.simulation.rank_trace import Course, Trace
-from experiments.simulation.scenarios import Case, Disturbances, Scenarios
+from experiments.simulation.rank_trace import Trace
+from experiments.simulation.scenarios import Case
 from experiments.spec import matrix
 from paper_figures import disturbances as figure
 from paper_figures.__main__ import render
@@ -79,14 +79,6 @@ def test_a_disturbance_for_a_while_is_a_mean(even: Model) -> None:
     assert trace.mean_seconds(overlap=False) == pytest.approx(expected)
 
 
-def test_of_a_run_without_moves_every_way_gives_the_same(even: Model) -> None:
-    run = Course(((ITERATIONS, even),))
-    trace = Trace(run, {(0, (64,) * 4): ITERATIONS}, ((1, "active", (64,) * 4),), 16, 64)
-    for overlap in (False, True):
-        fixed = run.mean_seconds(lambda model: partial(model.powersgd, rank=64), overlap=overlap)
-        assert trace.mean_seconds(overlap=overlap) == pytest.approx(fixed)
-
-
 @pytest.fixture(scope="module")
 def table() -> pd.DataFrame:
     return disturbances.table(scenarios.load_scenarios("break_even"))
@@ -147,14 +139,3 @@ def test_wrong_cases_are_one_line(values: dict[str, Any], words: str, monkeypatc
     with pytest.raises(UserError) as error:
         scenarios.load_scenarios("break_even")
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_an_entropy_that_was_not_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = Disturbances(gbits_per_second=GBITS, entropy="mine", cases={"a": case()})
-    asked = Scenarios(of=OF, methods=["bf16"], clusters={"a": _cluster()}, disturbances=chosen)
-    with pytest.raises(UserError, match=r"entropy = 'mine'.*gpt"):
-        disturbances.table(asked)
-
-
-def _cluster() -> scenarios.Scenario:
-    return scenarios.Scenario(label="a", data=4, gbits_per_second=[1.0, 10.0], reference=10.0)

@@ -327,14 +327,6 @@ def test_bad_input_is_one_line_and_overwrites_nothing(
     assert {path: path.read_bytes() for path in copy.out.rglob("*") if path.is_file()} == before
 
 
-def test_own_standard_error_agrees_with_lm_eval_for_accuracy(place: Place) -> None:
-    lines = (place.out / "edgc_cqm-s1" / "edgc_cloze" / "samples.jsonl").read_text().splitlines()
-    row = place.row("edgc_cqm-s1", "edgc_cloze", "acc")
-    shares = influence("acc", [json.loads(line) for line in lines], float(row["value"]))
-    assert shares is not None
-    assert spread(shares) == pytest.approx(float(row["stderr"]), rel=1e-9)
-
-
 @pytest.mark.parametrize("metric", ["bits_per_byte", "byte_perplexity", "perplexity"])
 def test_own_standard_error_agrees_with_the_bootstrap(metric: str) -> None:
     draw = np.random.default_rng(0)

@@ -137,6 +137,8 @@ def test_wrong_gelu_is_refused_although_its_logits_are_close() -> None:
         to_gpt2(model, vocab_size=VOCABULARY, activation="gelu_tanh")
     with pytest.raises(UserError, match="neither of the two GELUs"):
         activation_name(torch.nn.functional.relu)
+    with pytest.raises(UserError, match="GPT-2 has no place for decoder"):
+        gpt2_weights(model.state_dict() | {"decoder.layers.0.extra.weight": torch.zeros(1)}, 4, VOCABULARY)
 
 
 def test_different_logits_publish_nothing(
@@ -163,12 +165,6 @@ def test_query_key_value_rows_are_regrouped() -> None:
     # Row 100*kind + 10*head + i of Megatron's order [head][kind][i] must end up in order [kind][head][i].
     bias = weights["transformer.h.0.attn.c_attn.bias"].tolist()
     assert bias == [100 * kind + 10 * head + i for kind in range(3) for head in range(heads) for i in range(width)]
-
-
-def test_weights_without_a_place_are_refused() -> None:
-    with pytest.raises(UserError, match="GPT-2 has no place for decoder"):
-        state = build(settings()).state_dict() | {"decoder.layers.0.extra.weight": torch.zeros(1)}
-        gpt2_weights(state, 4, VOCABULARY)
 
 
 def test_run_without_model_keeps_its_place(tmp_path: Path, fingerprint: str, prepared: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_trace_at_one_rank_costs_what_the_fixed_rank_costs() -> None:
     assert trace.mean_seconds(overlap=True) == pytest.approx(step.seconds)
     half = Trace(course, {(0, (None, None)): 5, (0, (8, 12)): 5}, (), 4, 16)
     dense = model.none(model.stages[0])
-    mixed = model.powersgd(model.stages[0], 8).mix(dense, 0.5)
+    mixed = model.powersgd(model.stages[0], 8).times(0.5) + dense.times(0.5)
     assert same(half.mean_cost(model.stages[0]), mixed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,21 +47,6 @@ def test_special_tokens_come_first_and_are_not_read_from_text() -> None:
     assert ids.count(TRAINED.end_of_text) == 1
     assert TRAINED.special_tokens["[MASK]"] not in ids
     assert TRAINED.decode(ids) == text
-
-
-def test_training_repeats_and_compresses() -> None:
-    assert train_bpe(iter(TEXTS), 400).to_json() == TRAINED.to_json()
-    assert train_bpe(TEXTS[:200], 400).to_json() != TRAINED.to_json()
-    tokens = sum(len(ids) for ids in TRAINED.encode(TEXTS))
-    assert tokens < 0.5 * sum(len(text) for text in TEXTS)
-
-
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    TRAINED.save(tmp_path / "tokenizer.json")
-    again = load(tmp_path / "tokenizer.json")
-    text = "return [SEP] value"
-    assert again.encode([text]) == TRAINED.encode([text])
-    assert again.vocab_size == TRAINED.vocab_size
 
 
 def test_bad_tokenizers_are_user_errors(tmp_path: Path) -> None:
@@ -150,16 +135,3 @@ def test_only_missing_damaged_and_other_shards_are_made_again(
     after = {shard.name: shard.stat().st_ino for shard in tmp_path.iterdir()}
     new = {name for name, inode in after.items() if inodes.get(name) != inode}
     assert new == {"000003.npz", "000005.npz", "000009.npz"}
-
-
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
-    read = 0
-
-    def source() -> Iterator[Document]:
-        nonlocal read
-        for document in DOCUMENTS:
-            read += 1
-            yield document
-
-    for done, _ in enumerate(encode_documents(source(), TRAINED, np.uint16, tmp_path, 5), start=1):
-        assert read - done < 2 * 5
