@@ -168,32 +168,23 @@ def test_the_figure_says_that_it_is_simulated(written: Path) -> None:
     assert any("Model, not measured" in text.get_text() for text in fig.texts)
 
 
+PAIR = {"count": 2, "per_token": 1, "expert_parallel": 2}
+LINK = {"latency_seconds": 0, "node_gbits_per_second": 1}
+
+
 @pytest.mark.parametrize(
-    ("name", "values", "words"),
+    ("values", "words"),
     [
-        ("a", {"data": 3, "sites": {"latency_seconds": 0, "node_gbits_per_second": 1}}, "data = 3 is odd"),
-        ("a", {"data": 6, "experts": {"count": 8, "per_token": 1, "expert_parallel": 4}}, "does not divide"),
-        ("a", {"data": 8, "experts": {"count": 2, "per_token": 3, "expert_parallel": 2}}, "more than count"),
-        (
-            "a",
-            {
-                "data": 8,
-                "experts": {"count": 2, "per_token": 1, "expert_parallel": 2},
-                "sites": {"latency_seconds": 0, "node_gbits_per_second": 1},
-            },
-            "not modelled",
-        ),
-        ("a", {"replicas": 8}, "replicas"),
+        ({"data": 3, "sites": LINK}, "data = 3 is odd"),
+        ({"data": 6, "experts": PAIR | {"count": 8, "expert_parallel": 4}}, "does not divide"),
+        ({"data": 8, "experts": PAIR | {"per_token": 3}}, "more than count"),
+        ({"data": 8, "experts": PAIR, "sites": LINK}, "not modelled"),
+        ({"replicas": 8}, "replicas"),
     ],
 )
-def test_scenarios_that_cannot_be(
-    name: str, values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    section = {
-        "of": OF,
-        "methods": ["bf16"],
-        "clusters": {name: {"label": "a", "data": 4, "gbits_per_second": [1, 2], "reference": 1, **values}},
-    }
+def test_scenarios_that_cannot_be(values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {"label": "a", "data": 4, "gbits_per_second": [1, 2], "reference": 1, **values}
+    section = {"of": OF, "methods": ["bf16"], "clusters": {"a": cluster}}
     study = scenarios.load_study("break_even").model_copy(update={"scenarios": section})
     monkeypatch.setattr(scenarios, "load_study", lambda _: study)
     with pytest.raises(UserError, match=words) as error:

@@ -108,19 +108,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Place:
     found = Place(tmp_path_factory.mktemp("place"))
     end = "<|endoftext|>"
     fast = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), bos_token=end, eos_token=end, pad_token="[PAD]")
+    shape = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
     for seed, name in enumerate(found.names[:2]):
         torch.manual_seed(seed)
-        config = GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=LENGTH,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
         folder = found.root / "models" / name
-        GPT2LMHeadModel(config).save_pretrained(folder)
+        GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **shape)).save_pretrained(folder)
         fast.save_pretrained(folder)
         (folder / "run.json").write_text(json.dumps(run_json(name)))
     twin, diverged = (found.root / "models" / name for name in found.names[2:])
@@ -281,19 +273,11 @@ def test_only_changed_inputs_are_evaluated_again(place: Place, capsys: pytest.Ca
 
 BAD = {
     "unknown task": (lambda at: None, ["--tasks", "edgc_lastwrod"], "unknown task 'edgc_lastwrod'"),
-    "zero documents": (
-        lambda at: (at / "tasks/edgc_cloze.jsonl").write_text("\n"),
-        [],
-        "edgc_cloze has zero documents",
-    ),
+    "zero documents": (lambda at: (at / "tasks/edgc_cloze.jsonl").write_text("\n"), [], "has zero documents"),
     "no rows": (lambda at: (at / "tasks/edgc_cloze.jsonl").unlink(), [], "edgc_cloze has no rows"),
     "no tasks": (lambda at: shutil.rmtree(at / "tasks"), [], "no folder of tasks"),
     "no model": (lambda at: shutil.rmtree(at / "models/none-s1"), [], "no exported model"),
-    "torn export": (
-        lambda at: (at / "models/none-s1/model.safetensors").unlink(),
-        [],
-        "has no model.safetensors",
-    ),
+    "torn export": (lambda at: (at / "models/none-s1/model.safetensors").unlink(), [], "has no model.safetensors"),
     "tokenizer": (lambda at: shrink(at / "models/none-s1/config.json"), [], "has 300 tokens, the model 299"),
     "twins": (lambda at: twins(at / "models"), [], "two models are called none-s1"),
     "batch": (lambda at: None, ["--batch-size", "0"], "--batch-size 0 is not valid"),
