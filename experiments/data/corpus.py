@@ -248,11 +248,11 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     if not folder.is_dir():
         fix = f"create the folder with {kinds} files or correct data.dataset"
         raise UserError("data.dataset is not a folder", where=folder, fix=fix)
-    found = [path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
-    if not found:
+    files = [path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
+    if not files:
         fix = "put text there or correct the path"
         raise UserError(f"data.dataset holds no {kinds} file", where=folder, fix=fix)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _digest_of_files(folder: Path, files: list[Path]) -> str:

@@ -197,5 +197,5 @@ def _tokenizer(config: DataConfig, source: Source, files: Path | None, track: Tr
         return tokenizer.load_gpt2(files)
     if config.vocab_size is None:
         raise UserError("data.vocab_size is missing for data.tokenizer = bpe", fix="set data.vocab_size, e.g. 4096")
-    documents = (document for document in source.documents() if source.split_of(document) == "train")
-    return tokenizer.train_bpe((one.text for one in track(documents, "train tokenizer")), config.vocab_size)
+    texts = (document for document in source.documents() if source.split_of(document) == "train")
+    return tokenizer.train_bpe((document.text for document in track(texts, "train tokenizer")), config.vocab_size)

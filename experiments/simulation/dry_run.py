@@ -114,10 +114,10 @@ def rows(study: str, scale: str, *, method: str | None, rank: int) -> Iterator[R
         yield Row(run, shape, stage, used, step, formula)
 
 
-def as_csv(found: list[Row], memory: int, *, every_rank: bool) -> str:
+def as_csv(rows: list[Row], memory: int, *, every_rank: bool) -> str:
     """All numbers, in bytes; a line for each row, or for each rank of it."""
-    lines = []
-    for row in found:
+    table = []
+    for row in rows:
         step, stage, places = row.step, row.stage, row.places
         about = {"pipeline": stage.stage, "ranks_alike": len(places), "layers": stage.layers}
         about |= {"parameters": stage.parameters}
@@ -128,16 +128,16 @@ def as_csv(found: list[Row], memory: int, *, every_rank: bool) -> str:
         about |= {"bytes_total": step.total, "bytes_gpu": memory, "fits": str(step.total <= memory).lower()}
         for place, data, tensor in places if every_rank else places[:1]:
             at = {"method": row.run.variant, "rank": row.rank, "global_rank": place, "data": data, "tensor": tensor}
-            lines.append(at | about)
-    return csv_text(lines)
+            table.append(at | about)
+    return csv_text(table)
 
 
-def as_table(found: list[Row], title: str, memory: int, *, every_rank: bool) -> Table:
+def as_table(rows: list[Row], title: str, memory: int, *, every_rank: bool) -> Table:
     """For people: GiB of memory, MB sent."""
     columns = ["method", "r", "PP", "TP", "DP", "ranks", "layers", "parameters", "param.", "grad.", "Adam",
                "activations", "by formula", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
     table = Table(*columns, title=title)
-    for row in found:
+    for row in rows:
         step, stage, places = row.step, row.stage, row.places
         spans = [(f"0-{row.shape.tensor - 1}", f"0-{row.shape.data - 1}", str(len(places)))]
         if every_rank:
@@ -156,11 +156,11 @@ def as_table(found: list[Row], title: str, memory: int, *, every_rank: bool) -> 
     return table
 
 
-def verdict(found: list[Row], memory: int, name: str) -> str:
+def verdict(rows: list[Row], memory: int, name: str) -> str:
     """One sentence: does every rank of every method fit, and which do not."""
     size = f"{memory / GIB:g} GiB of a {name}"
-    large = [f"{row.run.label} on stage {row.stage.stage}" for row in found if row.step.total > memory]
-    worst = max(found, key=lambda row: row.step.total)
+    large = [f"{row.run.label} on stage {row.stage.stage}" for row in rows if row.step.total > memory]
+    worst = max(rows, key=lambda row: row.step.total)
     most = f"the largest rank needs {worst.step.total / GIB:.2f} GiB ({worst.run.label}, stage {worst.stage.stage})"
     return f"DOES NOT FIT into the {size}: {', '.join(large)}; {most}." if large else f"Fits into the {size}: {most}."
 
@@ -176,17 +176,17 @@ def main(
 ) -> None:
     """Print what each rank holds and sends; with --out also as CSV."""
     gpu, shape = load_cluster(study).gpu, placement.shape_of(placement.study_run(study))
-    found = list(rows(study, scale, method=method, rank=rank))
+    lines = list(rows(study, scale, method=method, rank=rank))
     memory = gpu.memory_bytes.value
     parallel = f"TP{shape.tensor} PP{shape.pipeline} DP{shape.data}"
     wide = Console(width=None if sys.stdout.isatty() else 240)
-    wide.print(as_table(found, f"{study}: {parallel}, GiB per GPU", memory, every_rank=every_rank))
+    wide.print(as_table(lines, f"{study}: {parallel}, GiB per GPU", memory, every_rank=every_rank))
     unique, allocated = shape.unique_parameters, shape.allocated_parameters
     print(f"{unique:,} parameters; {allocated:,} with vocabulary padding and the last stage's copy of the embedding")
-    print(verdict(found, memory, gpu.name.value))
+    print(verdict(lines, memory, gpu.name.value))
     print("Not counted: what CUDA, NCCL and the allocator keep for themselves, and scratch memory inside of kernels.")
     if out is not None:
-        atomic_write(out, as_csv(found, memory, every_rank=every_rank))
+        atomic_write(out, as_csv(lines, memory, every_rank=every_rank))
 
 
 if __name__ == "__main__":

@@ -179,8 +179,8 @@ def with_experts(stage: StageShard, local: int) -> StageShard:
     """Every MLP ``local`` times."""
     tensors: list[ParameterTensor] = []
     for tensor in stage.tensors:
-        before, found, after = tensor.name.partition(".mlp.")
-        names = [f"{before}.mlp.experts.{i}.{after}" for i in range(local)] if found else [tensor.name]
+        layer, mlp, part = tensor.name.partition(".mlp.")
+        names = [f"{layer}.mlp.experts.{i}.{part}" for i in range(local)] if mlp else [tensor.name]
         tensors += [tensor._replace(name=name) for name in names]
     return replace(stage, tensors=tuple(tensors))
 

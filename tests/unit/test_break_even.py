@@ -23,7 +23,6 @@ from experiments.simulation.scenarios import (
     TwoSites,
     model_of,
 )
-from paper_figures.__main__ import draw
 
 OF = "gpt2_12p1b_h100"
 SWEEP = [1.0, 10.0, 100.0, 400.0]
@@ -159,13 +158,6 @@ def test_an_assumption_touches_what_it_is_about(written: Path) -> None:
     # More computation per step leaves less to save.
     rows = table[table["assumption"].isin(["backward_ratio", "micro_batches"])]
     assert (rows["saved_percent_high"] <= rows["saved_percent_low"] + 1e-9).all()
-
-
-def test_the_figure_says_that_it_is_simulated(written: Path) -> None:
-    fig = draw("break_even", written)
-    panels = [ax.get_title(loc="left") + ax.get_ylabel() + ax.get_xlabel() for ax in fig.axes if ax.get_visible()]
-    assert panels and all("SIMULATED" in words for words in panels)
-    assert any("Model, not measured" in text.get_text() for text in fig.texts)
 
 
 PAIR = {"count": 2, "per_token": 1, "expert_parallel": 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -18,8 +17,6 @@ from experiments.simulation.disturbances import Uneven, course
 from experiments.simulation.rank_trace import Trace
 from experiments.simulation.scenarios import Case
 from experiments.spec import matrix
-from paper_figures import disturbances as figure
-from paper_figures.__main__ import render
 
 OF = "gpt2_12p1b_h100"
 GBITS = 25.0
@@ -103,20 +100,6 @@ def test_alignment_and_measuring_again_pay_where_a_late_stage_is_slow(table: pd.
     assert (saved["none"] == 0).all()
     assert (saved["powersgd_r64"] > saved["edgc"]).all()
     assert set(table["kind"]) == {"simulated"}
-
-
-def test_the_figure_has_a_marker_for_every_case_and_method(table: pd.DataFrame, tmp_path: Path) -> None:
-    folder = tmp_path / "ci"
-    (folder / "break_even").mkdir(parents=True)
-    table.to_csv(folder / "break_even" / "disturbances.csv", index=False)
-    assert render("disturbances", folder, tmp_path / "figures")
-    drawn = table[table["method"] != "none"]
-    fig = figure.draw(folder)
-    assert len(fig.axes) == 2
-    for ax, overlap in zip(fig.axes, (False, True), strict=True):
-        assert "SIMULATED" in ax.get_title(loc="left")
-        shown = sorted(float(x) for line in ax.lines for x in line.get_xdata())
-        assert shown == pytest.approx(sorted(drawn.loc[drawn["overlap"] == overlap, "saved_percent"]))
 
 
 @pytest.mark.parametrize(

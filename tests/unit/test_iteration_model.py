@@ -103,15 +103,6 @@ def test_a_slower_part_never_makes_the_iteration_shorter(model: Model, which: in
     assert replace(model, stages=stages).run().seconds >= model.run().seconds - 1e-9
 
 
-@given(model=models)
-def test_overlap_never_loses_when_compression_is_free(model: Model) -> None:
-    stages = tuple(
-        replace(stage, buckets=tuple(replace(b, compress=0.0) for b in stage.buckets)) for stage in model.stages
-    )
-    free = replace(model, stages=stages)
-    assert replace(free, overlap=True).run().seconds <= replace(free, overlap=False).run().seconds + 1e-9
-
-
 def test_a_pause_between_messages_holds_up_what_follows() -> None:
     def ends(overlap: bool) -> tuple[float, float]:
         buckets = (
