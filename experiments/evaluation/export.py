@@ -46,7 +46,7 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
     status = status_file.read_text(encoding="utf-8").strip()
     if status not in STATUSES:
         raise UserError(f"unknown status {status!r}", where=status_file, fix=f"known: {', '.join(STATUSES)}")
-    config = recorded(load_yaml(folder / "run.yaml"), folder / "run.yaml")
+    config = read_config(folder / "run.yaml")
     if config.model.architecture != "gpt":
         message = f"model.architecture = {config.model.architecture!r} cannot be exported"
         raise UserError(message, where=folder, fix="only gpt runs become GPT-2")
@@ -58,12 +58,17 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
             fix = "set train.checkpoint: true in the study and train again"
             raise UserError("the run left no checkpoint", where=checkpoint, fix=fix)
         outputs.check(folder, ("checkpoint/", "run.yaml"))
-        saved = recorded(load_yaml(checkpoint / "run.yaml"), checkpoint / "run.yaml").model
+        saved = read_config(checkpoint / "run.yaml").model
         if keys := [key for key, value in saved if value != getattr(config.model, key)]:
             fix = "a checkpoint is exported only with its own settings; train again"
             message = f"model.{keys[0]} differs from the checkpoint's"
             raise UserError(message, where=folder / "run.yaml", fix=fix)
     return config, status
+
+
+def read_config(path: Path) -> RunConfig:
+    """Settings in a ``run.yaml``, without the provenance."""
+    return recorded(load_yaml(path), path)
 
 
 def read_tokenizer(data: Path, config: RunConfig, fingerprint: str | None) -> Any:
