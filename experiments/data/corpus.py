@@ -183,7 +183,8 @@ class HuggingFaceText(Source):
         import datasets
 
         datasets.disable_progress_bars()
-        name, options = self.dataset, {"revision": self.revision}
+        name = self.dataset
+        options: dict[str, Any] = {"revision": self.revision}
         if self.folder:
             name = "parquet" if self.files[0].suffix == ".parquet" else "json"
             options = {"data_files": [str(path) for path in self.files]}

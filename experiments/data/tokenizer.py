@@ -39,7 +39,7 @@ class TextTokenizer:
         ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
         if missing := [token for token, number in ids.items() if number is None]:
             raise UserError(f"the tokenizer has no token {missing[0]}", fix="prepare the data again")
-        self.special_tokens: dict[str, int] = ids
+        self.special_tokens = {token: int(number) for token, number in ids.items() if number is not None}
         self.end_of_text = self.special_tokens[END_OF_TEXT]
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
 

@@ -193,7 +193,8 @@ def main(
     folders += dict.fromkeys(task.folder for task in standard_tasks(standard_names))
     known, rule = read_models(models), load_equivalence()
     check_writable(out)
-    work, total = [], 0
+    work: list[Work] = []
+    total = 0
     for model in known:
         if model.info["model"]:  # it was trained to its end
             total += len(files)

@@ -129,9 +129,9 @@ class Results:
                     row: Row = {key: runs[0].info[key] for key in ("study", "variant", "label")}
                     row |= {"task": task.name, "version": task.version, "metric": metric, "primary": index == 0}
                     row |= {"higher_is_better": higher, "n_seeds": len(names)}
-                    both = [tuple(scores[name, task.name, metric] for name in pair) for pair in names]
+                    both = [(scores[run, task.name, metric], scores[twin, task.name, metric]) for run, twin in names]
                     if both:
-                        row |= self.over_seeds([(ours, theirs) for ours, theirs in both], task, metric)
+                        row |= self.over_seeds(both, task, metric)
                     rows.append(row)
         return rows
 
