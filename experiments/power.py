@@ -1,4 +1,4 @@
-"""How many seeds a study needs: ``python -m experiments.power --study policies --effect 0.005``.
+"""Number of seeds that a study needs: ``python -m experiments.power --study policies --effect 0.005``.
 
 From the kept runs of a study (``results/reference``) it takes, for every two variants, how much their difference in
 validation loss varies over seeds, and says how many seeds would show with 80 % probability that they differ by
@@ -38,14 +38,14 @@ def pairs(table: pd.DataFrame, effect: float, base: str | None = None) -> pd.Dat
         index="seed", columns="variant", values="validation_loss", sort=False
     )
     rows: list[dict[str, Any]] = []
-    for one, other in itertools.combinations(losses.columns, 2):
-        if base is not None and base not in (one, other):
+    for variant, other in itertools.combinations(losses.columns, 2):
+        if base is not None and base not in (variant, other):
             continue
-        differences = (losses[other] - losses[one]).dropna()
+        differences = (losses[other] - losses[variant]).dropna()
         if len(differences) >= LEAST_SEEDS:
             sd = float(differences.std())
             rows.append(
-                {"variant": other, "against": one, "seeds": len(differences), "difference_nats": differences.mean()}
+                {"variant": other, "against": variant, "seeds": len(differences), "difference_nats": differences.mean()}
                 | {"sd_nats": sd, "seeds_to_see_difference": seeds_needed(power_of_difference, sd, effect)}
                 | {"seeds_to_show_equality": seeds_needed(power_of_equality, sd, effect)}
             )
@@ -66,16 +66,16 @@ def main(
     path = results / scale / study / "table.csv"
     if not path.is_file():
         raise UserError("there is no table of kept runs", where=path, fix=f"run the study: snakemake -c2 {study}")
-    found = pairs(written_tables.read(path), effect, against or None)
-    if found.empty:
+    table = pairs(written_tables.read(path), effect, against or None)
+    if table.empty:
         fix = "train more seeds, or name another variant"
         raise UserError(f"no two variants have {LEAST_SEEDS} seeds in common", where=path, fix=fix)
     if out is not None:
-        write_table(out, found)
+        write_table(out, table)
     shown = Table(title=f"{study}, {scale}: seeds for 80 % power at {effect:g} nats")
     for column in ("variant", "against", "seeds", "difference", "sd", "to see a difference", "to show equality"):
         shown.add_column(column)
-    for row in found.itertuples():
+    for row in table.itertuples():
         needed = (row.seeds_to_see_difference, row.seeds_to_show_equality)
         numbers = [f"{number:.0f}" if math.isfinite(number) else f"> {MOST}" for number in needed]
         shown.add_row(

@@ -178,8 +178,8 @@ def predict(compute: Compute, traffic: Traffic, links: Links, micro_batches: int
     last = len(compute.forward) - 1
     stages = tuple(
         Stage(
-            forward=(forward + compute.beside / 2 + (between if index < last else 0.0),),
-            backward=(backward + compute.beside / 2 + (between if index > 0 else 0.0),),
+            forward=forward + compute.beside / 2 + (between if index < last else 0.0),
+            backward=backward + compute.beside / 2 + (between if index > 0 else 0.0),
             buckets=(Bucket(compress=overhead, messages=messages_of(sent, links)),),
         )
         for index, (forward, backward, sent) in enumerate(

@@ -222,9 +222,9 @@ def predict(compute: Compute, sent: Messages, links: Links, overhead: float = 0.
     for complete, share, bucket in zip(compute.complete, shares, sent, strict=True):
         messages = messages_of(bucket, links)
         part = overhead * share / compute.complete[-1] / (len(messages) + 1)
-        last = part if messages else 0.0
-        buckets.append(Bucket(share=complete, compress=part, between=part, decompress=last, messages=messages))
-    stage = Stage(forward=(compute.forward,), backward=(compute.backward,), buckets=tuple(buckets))
+        behind = part if messages else 0.0
+        buckets.append(Bucket(share=complete, compress=part, between=part, decompress=behind, messages=messages))
+    stage = Stage(forward=compute.forward, backward=compute.backward, buckets=tuple(buckets))
     return Model(stages=(stage,), micro_batches=1, overlap=True, after=compute.rest).run().seconds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -22,13 +23,14 @@ def find_config(scale: str, name: str) -> DataConfig:
     """The ``data`` settings with this ``path``, of the scale or else of a study; ``UserError`` where there are none."""
     path = matrix.scale_path(scale)
     default = validate(DataConfig, matrix.load_scale(scale).defaults.get("data", {}), f"{path}, data")
-    known = {default.path: default}
-    if name != default.path:
-        found, _ = matrix.all_runs(scale)
-        for run in itertools.chain.from_iterable(found.values()):
-            known.setdefault(run.data.path, run.data)
+    if name == default.path:
+        return default
+    studies, _ = matrix.all_runs(scale)
+    known = {run.data.path: run.data for run in itertools.chain.from_iterable(studies.values())}
     if name not in known:
-        raise UserError(f"no data.path = {name!r} at scale {scale}", where=path, fix=nearest(name, sorted(known)))
+        raise UserError(
+            f"no data.path = {name!r} at scale {scale}", where=path, fix=nearest(name, sorted({*known, default.path}))
+        )
     return known[name]
 
 
@@ -44,11 +46,13 @@ def prepare_command(
     name: Annotated[str, typer.Option(help="data.path of the settings to prepare.")] = "stdlib",
     out: Annotated[Path | None, typer.Option(help="Output folder [results/<scale>/data/<name>].")] = None,
     tokenizer_files: Annotated[Path | None, typer.Option(help="Folder with GPT-2's tokenizer files.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise OpenWebText.")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads that tokenise [all cores].")] = None,
 ) -> None:
     """Read a corpus, train or load its tokenizer and write Megatron indexed datasets."""
     folder = out or Path("results") / scale / "data" / name
-    prepare(find_config(scale, name), folder, tokenizer_files=tokenizer_files, workers=workers)
+    if workers:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # read by `tokenizers`
+    prepare(find_config(scale, name), folder, tokenizer_files=tokenizer_files)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from edgc.errors import UserError
-from experiments.data.folder import DataInfo, check_config, check_whole, load_info
-from experiments.data.integrity import INDEX_CACHE
+from experiments.data.folder import INDEX_CACHE, DataInfo, check_config, check_whole, load_info
 from experiments.data.tokenizer import END_OF_TEXT, MASK
 from experiments.spec.settings import RunConfig
 
@@ -92,7 +91,7 @@ class MaskedDataset(GPTDataset):
 
 
 class Batches:
-    """One replica's micro-batches, iteration by iteration; any iteration is reached at once.
+    """Micro-batches of one replica, iteration by iteration; any iteration is reached at once.
 
     Args:
         dataset: samples in the order of the run.
@@ -101,49 +100,35 @@ class Batches:
     """
 
     def __init__(self, dataset: GPTDataset, cfg: RunConfig, iterations: int, dp_rank: int, dp_size: int) -> None:
-        global_batch, micro_batch = cfg.train.global_batch, cfg.train.micro_batch
-        if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"data-parallel rank {dp_rank} is outside [0, {dp_size})")
-        if global_batch % (micro_batch * dp_size):
-            chunk = micro_batch * dp_size
-            message = f"train.global_batch = {global_batch} is not divisible by micro_batch * data = {chunk}"
-            raise UserError(message, fix="choose a multiple")
         self.iterations, self._dataset = iterations, dataset
-        self._global_batch, self._micro_batch = global_batch, micro_batch
-        self._share, self._dp_rank = global_batch // dp_size, dp_rank
+        self._global_batch, self._micro_batch = cfg.train.global_batch, cfg.train.micro_batch
+        self._share, self._dp_rank = cfg.train.global_batch // dp_size, dp_rank
         length = cfg.model.sequence_length
-        self._position_ids = torch.arange(length).repeat(micro_batch, 1)
+        self._position_ids = torch.arange(length).repeat(self._micro_batch, 1)
         # BERT's of ones: nothing is padding.
         masked = cfg.model.architecture == "bert"
-        self._attention_mask = torch.ones(micro_batch, length, dtype=torch.long) if masked else None
+        self._attention_mask = torch.ones(self._micro_batch, length, dtype=torch.long) if masked else None
 
-    def __len__(self) -> int:
-        return self.iterations * self._share // self._micro_batch
-
-    def iteration(self, index: int) -> list[MicroBatch]:
-        """The micro-batches of iteration ``index`` (0-based) for this replica."""
-        if not 0 <= index < self.iterations:
-            raise IndexError(f"iteration {index} is outside [0, {self.iterations})")
+    def iteration(self, index: int) -> Iterator[MicroBatch]:
+        """Micro-batches of iteration ``index`` (0-based) for this replica."""
         first = index * self._global_batch + self._dp_rank * self._share
-        return [self._micro(first + offset) for offset in range(0, self._share, self._micro_batch)]
+        for start in range(first, first + self._share, self._micro_batch):
+            samples = [self._dataset[place] for place in range(start, start + self._micro_batch)]
+            yield {
+                "tokens": torch.stack([sample["tokens"] for sample in samples]),
+                "labels": torch.stack([sample["labels"] for sample in samples]),
+                "loss_mask": torch.stack([sample["loss_mask"] for sample in samples]),
+                "position_ids": self._position_ids,
+                "attention_mask": self._attention_mask,
+            }
 
     def start(self, iteration: int = 0) -> Iterator[MicroBatch]:
-        """Iterate over micro-batches from the first one of ``iteration`` (0-based) to the end."""
+        """Micro-batches from the first one of ``iteration`` (0-based) to the end."""
         for index in range(iteration, self.iterations):
             yield from self.iteration(index)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self.start()
-
-    def _micro(self, first: int) -> MicroBatch:
-        samples = [self._dataset[index] for index in range(first, first + self._micro_batch)]
-        return {
-            "tokens": torch.stack([sample["tokens"] for sample in samples]),
-            "labels": torch.stack([sample["labels"] for sample in samples]),
-            "loss_mask": torch.stack([sample["loss_mask"] for sample in samples]),
-            "position_ids": self._position_ids,
-            "attention_mask": self._attention_mask,
-        }
 
 
 def train_batches(
@@ -169,11 +154,11 @@ def validation_batches(cfg: RunConfig, data_dir: Path, dp_rank: int, dp_size: in
     """
     train = cfg.train
     dataset = _open(cfg, data_dir, "validation", None, VALIDATION_SEED)
-    wanted, available = train.eval_batches * train.global_batch, len(dataset)
-    if wanted > available:
+    blocks, available = train.eval_batches * train.global_batch, len(dataset)
+    if blocks > available:
         fix = f"use at most train.eval_batches = {available // train.global_batch} or prepare more text"
         message = (
-            f"train.eval_batches = {train.eval_batches} needs {wanted} validation blocks of "
+            f"train.eval_batches = {train.eval_batches} needs {blocks} validation blocks of "
             f"{cfg.model.sequence_length} tokens, the data has {available}"
         )
         raise UserError(message, where=data_dir, fix=fix)

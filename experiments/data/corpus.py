@@ -1,4 +1,4 @@
-"""Where text comes from: sources of documents behind one small interface; :mod:`experiments.data.sources` opens them.
+"""Sources of text behind one small interface, opened by what a run's ``data`` settings name.
 
 ``stdlib``       the running Python's own standard library (no download; differs between Python versions)
 ``debian``       manuals and books in English from Debian's documentation packages (:mod:`experiments.data.debian`)
@@ -22,7 +22,11 @@ from typing import Any
 
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
+from experiments.spec.settings import DataConfig
 
+OPENWEBTEXT = "Skylion007/openwebtext"
+# A commit whose files are parquet: `datasets` >= 4 no longer runs the loading script of older commits.
+OPENWEBTEXT_REVISION = "b4325f019c648b1641a1784748667e8b74e5e064"
 SPLITS = ("train", "validation", "test")
 _STDLIB_SKIP_TOP = {"site-packages", "dist-packages", "lib2to3", "ensurepip"}
 _STDLIB_SKIP_ANY = {"test", "tests", "idle_test", "__pycache__"}
@@ -38,7 +42,7 @@ class Document:
     sha256: str
 
     @classmethod
-    def of(cls, path: str, text: str) -> Document:
+    def from_text(cls, path: str, text: str) -> Document:
         """Build a document with LF line ends; lone surrogates (legal in JSON, not in UTF-8) become ``?``."""
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         data = text.encode("utf-8", "replace")
@@ -75,7 +79,7 @@ class Source(ABC):
         """
         seen: set[bytes] = set()
         for path, text in self._texts():
-            document = Document.of(path, text)
+            document = Document.from_text(path, text)
             # Half of the digest: 8 million documents stay below 1 GB, and a collision has probability 1e-25.
             key = bytes.fromhex(document.sha256[:32])
             if not document.text.strip() or key in seen:
@@ -129,8 +133,7 @@ class TextFolder(Source):
 
     def __init__(self, folder: Path, max_documents: int | None = None) -> None:
         super().__init__(folder, max_documents)
-        self.folder = folder
-        self.files = _files(folder, (".txt", ".jsonl"))
+        self.folder, self.files = folder, _files(folder, (".txt", ".jsonl"))
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         for path in self.files:
@@ -138,19 +141,18 @@ class TextFolder(Source):
             try:
                 if path.suffix == ".txt":
                     yield name, path.read_text(encoding="utf-8")
-                else:
-                    with path.open(encoding="utf-8") as lines:
-                        for number, line in enumerate(lines, start=1):
-                            if line.strip():
-                                yield f"{name}:{number}", _text_of(json.loads(line), f"{path}:{number}")
+                    continue
+                with path.open(encoding="utf-8") as lines:
+                    for number, line in enumerate(lines, start=1):
+                        if line.strip():
+                            yield f"{name}:{number}", _text_of(json.loads(line), f"{path}:{number}")
             except UnicodeDecodeError:
                 raise UserError("the file is not UTF-8 text", where=path, fix="convert it to UTF-8") from None
             except json.JSONDecodeError as error:
                 fix = 'write one {"text": "..."} object a line'
                 raise UserError(f"line {number} is not JSON: {error.msg}", where=path, fix=fix) from None
             except OSError as error:
-                fix = "make it readable"
-                raise UserError(f"cannot read: {error.strerror}", where=path, fix=fix) from None
+                raise UserError(f"cannot read: {error.strerror}", where=path, fix="make it readable") from None
 
     def identity(self) -> str:
         return _digest_of_files(self.folder, self.files)
@@ -169,7 +171,6 @@ class HuggingFaceText(Source):
         super().__init__(f"{dataset}@{revision}", max_documents)
         self.dataset, self.revision = dataset, revision
         self.folder: Path | None = None
-        self.files: list[Path] = []
         if Path(dataset).is_dir() or dataset.startswith((".", "/", "~")):
             self.folder = Path(dataset).expanduser()
             self.where = str(self.folder)
@@ -179,8 +180,17 @@ class HuggingFaceText(Source):
                 raise UserError("data.dataset mixes parquet and JSON files", where=self.folder, fix=fix)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
+        import datasets
+
+        datasets.disable_progress_bars()
+        name = self.dataset
+        options: dict[str, Any] = {"revision": self.revision}
+        if self.folder:
+            name = "parquet" if self.files[0].suffix == ".parquet" else "json"
+            options = {"data_files": [str(path) for path in self.files]}
         try:
-            for index, row in enumerate(self._rows()):
+            rows = datasets.load_dataset(name, **options, split="train", streaming=True)
+            for index, row in enumerate(rows):
                 yield f"row-{index:09d}", _text_of(row, f"{self.where}, row {index}")
         except UserError:
             raise
@@ -193,17 +203,6 @@ class HuggingFaceText(Source):
             message = f"data.dataset cannot be read: {type(error).__name__}: {lines[0][:200]}"
             raise UserError(message, where=self.where, fix=fix) from error
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        import datasets
-
-        datasets.disable_progress_bars()
-        if self.folder:
-            name = "parquet" if self.files[0].suffix == ".parquet" else "json"
-            options: dict[str, Any] = {"data_files": [str(path) for path in self.files]}
-        else:
-            name, options = self.dataset, {"revision": self.revision}
-        yield from datasets.load_dataset(name, **options, split="train", streaming=True)
-
     def split_of(self, document: Document) -> str:
         return self._split_of_hash(document.sha256)
 
@@ -213,17 +212,48 @@ class HuggingFaceText(Source):
         return hashlib.sha256(self.where.encode()).hexdigest()
 
 
+def normalise(config: DataConfig) -> DataConfig:
+    """``config`` with the defaults of its source filled in and settings that it ignores cleared."""
+    update: dict[str, str | None] = {}
+    if config.source != "openwebtext":
+        update["revision"] = None
+    elif config.dataset in (None, OPENWEBTEXT):
+        update |= {"dataset": OPENWEBTEXT, "revision": config.revision or OPENWEBTEXT_REVISION}
+    if config.source in ("stdlib", "debian"):
+        update["dataset"] = None
+    if config.tokenizer == "gpt2":
+        update["vocab_size"] = None
+    return config.model_copy(update=update)
+
+
+def open_source(config: DataConfig) -> Source:
+    """Source that ``config`` names; ``UserError`` where a folder is missing or has no readable file."""
+    config = normalise(config)
+    if config.source == "stdlib":
+        return StandardLibrary(config.max_documents)
+    if config.source == "debian":
+        from experiments.data.debian import DebianManuals
+
+        return DebianManuals(config.max_documents)
+    if not config.dataset:
+        fix = "set data.dataset to a folder of .txt or .jsonl files"
+        raise UserError("data.dataset is missing for data.source = folder", fix=fix)
+    if config.source == "folder":
+        return TextFolder(Path(config.dataset).expanduser(), config.max_documents)
+    return HuggingFaceText(config.dataset, config.revision, config.max_documents)
+
+
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """All files below ``folder`` with one of ``suffixes``, sorted by their path inside it."""
     kinds = ", ".join(suffixes)
     if not folder.is_dir():
         fix = f"create the folder with {kinds} files or correct data.dataset"
         raise UserError("data.dataset is not a folder", where=folder, fix=fix)
-    found = [path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
-    if not found:
+    files = [path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
+    if not files:
         fix = "put text there or correct the path"
         raise UserError(f"data.dataset holds no {kinds} file", where=folder, fix=fix)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _digest_of_files(folder: Path, files: list[Path]) -> str:

@@ -31,6 +31,7 @@ from experiments.common.yaml_settings import Settings, load_yaml, validate
 from experiments.data.corpus import Source
 from experiments.data.prose import paragraphs, without_repetitions
 
+PROSE = "experiments.data.prose"  # turns pages into paragraphs; its fingerprint names what it made
 MANIFEST = Path(__file__).with_name("debian_packages.yaml")
 PAGES = (".html", ".htm", ".xhtml")
 SHORTEST_PAGE = 200  # characters
@@ -54,27 +55,22 @@ class Manifest(Settings):
     packages: dict[str, Package]
 
 
-def manifest() -> Manifest:
-    """What ``debian_packages.yaml`` says."""
-    found: Manifest = validate(Manifest, load_yaml(MANIFEST), MANIFEST)
-    return found
-
-
-def cache() -> Path:
-    """The folder of fetched packages."""
-    return Path(os.environ.get("EDGC_CACHE") or "~/.cache/edgc").expanduser() / "debian"
+def read_manifest() -> Manifest:
+    """Content of ``debian_packages.yaml``."""
+    manifest: Manifest = validate(Manifest, load_yaml(MANIFEST), MANIFEST)
+    return manifest
 
 
 class DebianManuals(Source):
-    """The pages of the packages of ``debian_packages.yaml``, as prose, without what they repeat."""
+    """Pages of the packages of ``debian_packages.yaml``, as prose, without what they repeat."""
 
     def __init__(self, max_documents: int | None = None) -> None:
         super().__init__(MANIFEST, max_documents)
-        self.manifest = manifest()
+        self.manifest = read_manifest()
 
     def identity(self) -> str:
         files = {name: [package.sha256, package.pages] for name, package in self.manifest.packages.items()}
-        return hashlib.sha256(json.dumps([files, _code()]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([files, fingerprint(PROSE)]).encode()).hexdigest()
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         yield from without_repetitions(self._pages(), SHORTEST_PAGE)
@@ -86,17 +82,18 @@ class DebianManuals(Source):
                     yield f"{name}/{page}", blocks
 
 
-def extracted(wanted: Manifest) -> dict[str, Path]:
+def extracted(manifest: Manifest) -> dict[str, Path]:
     """Files with the pages of every package, ``[path, paragraphs]`` a line; those that are missing are made.
 
     Raises:
         UserError: a package cannot be fetched, or is not what the manifest says.
     """
-    folder, packages, code = cache(), wanted.packages, _code()
-    done = {name: folder / f"{name}-{of.sha256[:12]}-{code}.jsonl.gz" for name, of in packages.items()}
+    folder = Path(os.environ.get("EDGC_CACHE") or "~/.cache/edgc").expanduser() / "debian"
+    packages, code = manifest.packages, fingerprint(PROSE)
+    done = {name: folder / f"{name}-{package.sha256[:12]}-{code}.jsonl.gz" for name, package in packages.items()}
     missing = [name for name, path in done.items() if not path.is_file()]
     if missing:
-        files = [fetch(wanted.mirrors, packages[name], folder) for name in missing]
+        files = [fetch(manifest.mirrors, packages[name], folder) for name in missing]
         with ProcessPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(extract, files, [packages[name].pages for name in missing], [done[name] for name in missing]))
     return done
@@ -131,24 +128,24 @@ def fetch(mirrors: list[str], package: Package, folder: Path) -> Path:
 
 
 def _problem(path: Path, package: Package) -> str:
-    """What is wrong with a package's file; empty if it is what the manifest says."""
-    found = entry(path).sha256
-    return "" if found == package.sha256 else f"its SHA-256 is {found[:12]}..., not {package.sha256[:12]}..."
+    """Fault of a package's file; empty if it is what the manifest says."""
+    digest = entry(path).sha256
+    return "" if digest == package.sha256 else f"its SHA-256 is {digest[:12]}..., not {package.sha256[:12]}..."
 
 
 def extract(package: Path, pages: str, out: Path) -> None:
     """Write the paragraphs of all HTML files below the folder ``pages`` of a ``.deb`` file, in the order of paths."""
-    found = {}
+    content = {}
     with package.open("rb") as file, tarfile.open(fileobj=_contents(file, package), mode="r:*") as archive:
         for member in archive:
             name = member.name.removeprefix("./")
             if member.isfile() and name.startswith(f"{pages}/") and name.removesuffix(".gz").endswith(PAGES):
-                content = archive.extractfile(member)
-                assert content is not None
-                page = content.read()
-                found[name.removeprefix(f"{pages}/")] = gzip.decompress(page) if name.endswith(".gz") else page
+                file_in_archive = archive.extractfile(member)
+                assert file_in_archive is not None
+                page = file_in_archive.read()
+                content[name.removeprefix(f"{pages}/")] = gzip.decompress(page) if name.endswith(".gz") else page
     with atomic_path(out) as temporary, gzip.open(temporary, "wt", encoding="utf-8") as lines:
-        for name, page in sorted(found.items()):
+        for name, page in sorted(content.items()):
             if blocks := paragraphs(page):
                 lines.write(json.dumps([name, blocks]) + "\n")
 
@@ -162,8 +159,3 @@ def _contents(file: IO[bytes], package: Path) -> IO[bytes]:
             return io.BytesIO(file.read(size))
         file.seek(size + size % 2, os.SEEK_CUR)
     raise UserError("not a Debian package", where=package, fix="delete the file and start again")
-
-
-def _code() -> str:
-    """Changes with the code that turns pages into paragraphs."""
-    return fingerprint("experiments.data.prose")

@@ -6,21 +6,24 @@ bytes and the merges. GPT-2's BPE keeps its ids (``<|endoftext|>`` 50256) and ge
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgc.errors import UserError
-from experiments.common.files import atomic_write
+from experiments.common.files import atomic_path, atomic_write
+from experiments.data.corpus import Document
 
-END_OF_TEXT = "<|endoftext|>"
-MASK, PAD = "[MASK]", "[PAD]"
+END_OF_TEXT, MASK, PAD = "<|endoftext|>", "[MASK]", "[PAD]"
 SPECIAL_TOKENS = (END_OF_TEXT, "[CLS]", "[SEP]", MASK, PAD)
 MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
-GPT2 = "openai-community/gpt2"
-GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+GPT2, GPT2_REVISION = "openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+SHARD_DOCUMENTS = 2000  # some 10 MB of web text, a few seconds of work
 
 
 class TextTokenizer:
@@ -33,28 +36,20 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        self.special_tokens = {token: self._id(token) for token in SPECIAL_TOKENS}
+        ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+        if missing := [token for token, number in ids.items() if number is None]:
+            raise UserError(f"the tokenizer has no token {missing[0]}", fix="prepare the data again")
+        self.special_tokens = {token: int(number) for token, number in ids.items() if number is not None}
+        self.end_of_text = self.special_tokens[END_OF_TEXT]
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def _id(self, token: str) -> int:
-        number = self._tokenizer.token_to_id(token)
-        if number is None:
-            raise UserError(f"the tokenizer has no token {token}", fix="prepare the data again")
-        return int(number)
-
-    @property
-    def end_of_text(self) -> int:
-        return self.special_tokens[END_OF_TEXT]
-
-    def encode_documents(self, texts: Iterable[str], chunk: int = 256) -> Iterator[list[int]]:
-        """Token ids of each text, ended by ``<|endoftext|>``; ``chunk`` texts at a time, in threads."""
-        remaining = iter(texts)
-        while batch := list(islice(remaining, chunk)):
-            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                yield [*encoding.ids, self.end_of_text]
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, ended by ``<|endoftext|>``; in threads of `tokenizers`."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [[*encoding.ids, self.end_of_text] for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; special tokens are left out."""
+        """Text of ``ids``; special tokens are left out."""
         return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True))
 
     def to_json(self) -> str:
@@ -62,6 +57,42 @@ class TextTokenizer:
 
     def save(self, path: Path) -> None:
         atomic_write(path, self.to_json())
+
+
+def encode_documents(
+    documents: Iterable[Document],
+    tokenizer: TextTokenizer,
+    dtype: np.dtype | type,
+    folder: Path | None = None,
+    size: int = SHARD_DOCUMENTS,
+) -> Iterator[tuple[Document, np.ndarray]]:
+    """Documents with their token ids (1-D arrays), in order; never more than ``size`` documents in memory.
+
+    Args:
+        folder: where every ``size`` documents become a file, a shard, that is written whole and outlives a kill: called
+            again with the same documents, it is read instead of tokenised. Of one tokenizer and ``dtype``.
+    """
+    remaining = iter(documents)
+    for number, chunk in enumerate(iter(lambda: list(islice(remaining, size)), [])):
+        shard = folder / f"{number:06d}.npz" if folder else None
+        digest = hashlib.sha256("".join(document.sha256 for document in chunk).encode()).hexdigest()
+        rows = _read_shard(shard, digest) if shard else None
+        if rows is None:
+            rows = [np.asarray(ids, dtype) for ids in tokenizer.encode([document.text for document in chunk])]
+            if shard:
+                ends = np.cumsum([len(row) for row in rows])
+                with atomic_path(shard) as temporary, temporary.open("wb") as file:
+                    np.savez(file, ids=np.concatenate(rows), ends=ends, documents=digest)
+        yield from zip(chunk, rows, strict=True)
+
+
+def _read_shard(path: Path, digest: str) -> list[np.ndarray] | None:
+    """Token ids of a shard's documents; None if it is missing, damaged (zip's checksums) or of other documents."""
+    try:
+        with np.load(path) as shard:
+            return np.split(shard["ids"], shard["ends"][:-1]) if shard["documents"] == digest else None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
@@ -73,9 +104,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     if vocab_size < MIN_VOCABULARY:
         fix = f"use at least {MIN_VOCABULARY} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)"
         raise UserError(f"data.vocab_size = {vocab_size} is too small for a byte-level BPE", fix=fix)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -86,17 +115,23 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     return TextTokenizer(tokenizer)
 
 
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def load(path: Path) -> TextTokenizer:
     """Read ``tokenizer.json``; ``UserError`` where it is missing or no tokenizer."""
     if not path.is_file():
         fix = "prepare the data: python -m experiments.data prepare"
         raise UserError("the tokenizer is missing", where=path, fix=fix)
     try:
-        return TextTokenizer(Tokenizer.from_file(str(path)))
-    except UserError:
-        raise
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exception
         raise UserError(f"not a tokenizer file: {error}", where=path, fix="prepare the data again") from None
+    return TextTokenizer(tokenizer)
 
 
 def load_gpt2(files: Path | None = None) -> TextTokenizer:
@@ -110,7 +145,16 @@ def load_gpt2(files: Path | None = None) -> TextTokenizer:
         UserError: the files are missing, or the hub cannot be reached.
     """
     try:
-        tokenizer = _gpt2_from_files(files) if files else Tokenizer.from_pretrained(GPT2, revision=GPT2_REVISION)
+        if files is None:
+            tokenizer = Tokenizer.from_pretrained(GPT2, revision=GPT2_REVISION)
+        elif (files / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
+        else:
+            parts = [str(files / name) for name in ("vocab.json", "merges.txt")]
+            if not all(Path(part).is_file() for part in parts):
+                fix = "put tokenizer.json, or vocab.json and merges.txt, there"
+                raise UserError("--tokenizer-files holds no GPT-2 tokenizer", where=files, fix=fix)
+            tokenizer = _byte_level(models.BPE.from_file(*parts))
     except UserError:
         raise
     except Exception as error:  # `tokenizers` raises bare Exception, the hub a family of its own
@@ -121,16 +165,3 @@ def load_gpt2(files: Path | None = None) -> TextTokenizer:
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.add_special_tokens([token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None])
     return TextTokenizer(tokenizer)
-
-
-def _gpt2_from_files(folder: Path) -> Tokenizer:
-    whole, vocabulary, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
-    if whole.is_file():
-        return Tokenizer.from_file(str(whole))
-    if not (vocabulary.is_file() and merges.is_file()):
-        fix = "put tokenizer.json, or vocab.json and merges.txt, there"
-        raise UserError("--tokenizer-files holds no GPT-2 tokenizer", where=folder, fix=fix)
-    tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer

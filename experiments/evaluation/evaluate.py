@@ -18,11 +18,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -33,9 +31,8 @@ from experiments.common.files import atomic_write, check_writable
 from experiments.common.processes import die_with_parent
 from experiments.common.written_tables import csv_text, write_text
 from experiments.evaluation.inputs import Model, Row, TaskFile, digest, read_models, read_tasks
-from experiments.evaluation.progress import Progress, Tell, counted, seldom
 from experiments.evaluation.standard_data import read_standard
-from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, summary, table, timings
+from experiments.evaluation.table import COLUMNS, SUMMARY_COLUMNS, Results
 from experiments.spec.task_catalogue import standard_tasks
 
 RESULTS = ("table.csv", "summary.csv", "timings.csv")
@@ -47,10 +44,20 @@ OFFLINE = {
     "DISABLE_MULTIPROC": "1",  # lm-eval's bootstrap: a pool costs more than it saves here
 }
 BOOTSTRAP = 1000  # iterations: 0 drop the standard errors, lm-eval's 100 000 take long
-WAIT_SECONDS = 1.0  # between two looks at what the processes tell
 SEED, DTYPE = 1234, "float32"
 Device = Literal["auto", "cpu", "cuda"]
 app = typer.Typer(add_completion=False)
+
+
+class Work(NamedTuple):
+    """One model and what is to be evaluated on it; ``folders`` hold the task files, results go below ``out``."""
+
+    model: Model
+    tasks: list[TaskFile]
+    folders: tuple[Path, ...]
+    out: Path
+    batch_size: int
+    device: str
 
 
 def inputs(model: Model, task: TaskFile, batch_size: int) -> Row:
@@ -63,7 +70,10 @@ def inputs(model: Model, task: TaskFile, batch_size: int) -> Row:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back what is printed (lm-eval draws a bar for every document); print it when the body fails."""
+    """Hold back what lm-eval prints, unless its bars are drawn on a terminal; print it when the body fails."""
+    if sys.stderr.isatty() and multiprocessing.parent_process() is None:
+        yield
+        return
     held = io.StringIO()
     try:
         with contextlib.redirect_stdout(held), contextlib.redirect_stderr(held):
@@ -73,74 +83,13 @@ def quiet() -> Iterator[None]:
         raise
 
 
-def is_done(folder: Path, wanted: Row) -> bool:
-    """Whether ``folder`` holds the finished evaluation of the same inputs."""
+def is_done(folder: Path, expected: Row) -> bool:
+    """Tell if ``folder`` holds the finished evaluation of the same inputs."""
     try:
-        found = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
+        record = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(found.get("digest") == wanted["digest"]) and (folder / "results.json").is_file()
-
-
-@dataclass(frozen=True)
-class Work:
-    """How evaluations are made: ``folders`` hold the task files, results go below ``out``."""
-
-    folders: tuple[Path, ...]
-    out: Path
-    batch_size: int = 1
-    device: str = "auto"
-
-    def pending(self, model: Model, tasks: Sequence[TaskFile]) -> list[TaskFile]:
-        """What is not done yet of a model that was trained to its end."""
-        if not model.info["model"]:
-            return []
-        places = ((task, self.out / model.name / task.name) for task in tasks)
-        return [task for task, place in places if not is_done(place, inputs(model, task, self.batch_size))]
-
-
-def evaluate(models: Sequence[Model], tasks: Sequence[TaskFile], work: Work, processes: int = 1) -> int:
-    """Evaluate what is not done yet, ``processes`` models at a time; returns the number of evaluations."""
-    pending = [(model, found) for model in models if (found := work.pending(model, tasks))]
-    if not pending:
-        return 0
-    work = replace(work, device=chosen_device(work.device))
-    with Progress(pending) as progress, contextlib.ExitStack() as stack:
-        if processes > 1 and len(pending) > 1 and work.device == "cpu":
-            # Not forked: lm-eval's libraries have threads.
-            context = multiprocessing.get_context("spawn")
-            threads, told = max(1, (os.cpu_count() or 1) // processes), context.Queue()
-            pool = ProcessPoolExecutor(min(processes, len(pending)), context, _start_process, (threads, told))
-            stack.callback(pool.shutdown, cancel_futures=True)
-            jobs = {pool.submit(_all_of, model, found, work) for model, found in pending}
-            while jobs:
-                ended, jobs = wait(jobs, WAIT_SECONDS, FIRST_COMPLETED)
-                for job in ended:
-                    job.result()
-                while not told.empty():
-                    progress.tell(*told.get())
-                progress.show()
-        else:
-            for model, found in pending:
-                for _ in evaluations(model, found, work, progress.tell):
-                    pass
-    return sum(len(found) for _, found in pending)
-
-
-_told: Any = None  # in a process of the pool: the queue on which it tells how far it is
-
-
-def _start_process(threads: int, told: Any) -> None:
-    import torch
-
-    global _told
-    _told = told
-    die_with_parent(signal.SIGKILL)()
-    torch.set_num_threads(threads)
-
-
-def _all_of(model: Model, tasks: Sequence[TaskFile], work: Work) -> int:
-    return sum(1 for _ in evaluations(model, tasks, work, lambda *said: _told.put(said)))
+    return bool(record.get("digest") == expected["digest"]) and (folder / "results.json").is_file()
 
 
 @functools.cache
@@ -158,49 +107,62 @@ def task_manager(folders: tuple[Path, ...]) -> Any:
     return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
 
 
-def evaluations(model: Model, tasks: Sequence[TaskFile], work: Work, tell: Tell) -> Iterator[TaskFile]:
-    """Evaluate a model on ``tasks``; yields each when its folder is written. ``tell`` is told of documents done."""
+def evaluate(work: Work) -> int:
+    """Evaluate one model on its tasks, each written when it is done; returns their number."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import handle_non_serializable
 
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
     encode: dict[str, Any] = {"default": handle_non_serializable, "ensure_ascii": False}
-    manager = task_manager(work.folders)
+    manager, model = task_manager(work.folders), work.model
     lm = HFLM(pretrained=str(model.path), device=work.device, dtype=DTYPE, batch_size=work.batch_size)
-    for task in tasks:
+    for task in work.tasks:
         started = time.perf_counter()
-        documents = partial(seldom(tell), model.name, task.name)
-        with quiet(), counted(lm, documents):
+        with quiet():
             results = simple_evaluate(
                 model=lm, tasks=[task.name], task_manager=manager, bootstrap_iters=BOOTSTRAP, log_samples=True, **seeds
             )
         samples = results.pop("samples")[task.name]
-        target = work.out / model.name / task.name
+        target, seconds = work.out / model.name / task.name, round(time.perf_counter() - started, 3)
         (target / "inputs.json").unlink(missing_ok=True)
         atomic_write(target / "results.json", json.dumps(results, indent=1, **encode) + "\n")
         atomic_write(target / "samples.jsonl", "".join(json.dumps(row, **encode) + "\n" for row in samples))
-        # Not part of the digest: what a GPU node has evaluated is not done again where there is none.
-        record = inputs(model, task, work.batch_size)
-        record |= {"device": work.device, "seconds": round(time.perf_counter() - started, 3)}
+        # Device and seconds are not part of the digest: a GPU node's results are not made again where there is none.
+        record = inputs(model, task, work.batch_size) | {"device": work.device, "seconds": seconds}
         atomic_write(target / "inputs.json", json.dumps(record, indent=1) + "\n")
-        number = results["n-samples"][task.name]["effective"]
-        documents(number, number)
-        yield task
+        print(f"{model.name} {task.name}: {len(samples)} samples in {seconds:.0f} s", file=sys.stderr, flush=True)
+    return len(work.tasks)
+
+
+def evaluate_all(work: Sequence[Work], processes: int) -> int:
+    """Evaluate models, ``processes`` at a time on a CPU; returns the number of evaluations."""
+    if processes == 1 or len(work) < 2 or work[0].device != "cpu":
+        return sum(map(evaluate, work))
+    context = multiprocessing.get_context("spawn")  # not forked: lm-eval's libraries have threads
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    with ProcessPoolExecutor(min(processes, len(work)), context, _start_process, (threads,)) as pool:
+        try:
+            return sum(pool.map(evaluate, work))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _start_process(threads: int) -> None:
+    import torch
+
+    die_with_parent(signal.SIGKILL)()
+    torch.set_num_threads(threads)
 
 
 def chosen_device(device: str) -> str:
-    """``auto`` is a GPU if there is one; ``UserError`` where one is asked for and there is none."""
+    """Device by name, for ``auto`` a GPU if there is one; ``UserError`` where one is asked for and there is none."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no GPU", fix="use --device auto or cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-
-
-def names(text: str) -> list[str]:
-    """Names with commas between them."""
-    return [name for name in text.split(",") if name]
 
 
 @app.command()
@@ -224,20 +186,26 @@ def main(
     if tasks_dir is None and (tasks or not standard):
         raise UserError("no tasks given", fix="give --tasks-dir, --standard or both")
     os.environ.update(OFFLINE)  # before anything imports the hub's client
-    files = read_tasks(tasks_dir, names(tasks) or None) if tasks_dir else []
-    files += read_standard(names(standard))
+    names, standard_names = ([name for name in text.split(",") if name] for text in (tasks, standard))
+    files = read_tasks(tasks_dir, names or None) if tasks_dir else []
+    files += read_standard(standard_names)
     folders = [tasks_dir] if tasks_dir else []
-    folders += dict.fromkeys(task.folder for task in standard_tasks(names(standard)))
-    found, rule = read_models(models), load_equivalence()
+    folders += dict.fromkeys(task.folder for task in standard_tasks(standard_names))
+    known, rule = read_models(models), load_equivalence()
     check_writable(out)
-    count = evaluate(found, files, Work(tuple(folders), out, batch_size, device), processes)
-    for name, columns, rows in (
-        ("timings", ("run", "task", "seconds"), timings(found, files, out)),
-        ("summary", SUMMARY_COLUMNS, summary(found, files, out, rule)),
-        ("table", COLUMNS, table(found, files, out, rule)),
-    ):
-        write_text(out / f"{name}.csv", csv_text(rows, columns))
-    total = sum(bool(model.info["model"]) for model in found) * len(files)
+    work: list[Work] = []
+    total = 0
+    for model in known:
+        if model.info["model"]:  # it was trained to its end
+            total += len(files)
+            pending = [t for t in files if not is_done(out / model.name / t.name, inputs(model, t, batch_size))]
+            if pending:
+                work.append(Work(model, pending, tuple(folders), out, batch_size, chosen_device(device)))
+    count = evaluate_all(work, processes)
+    results = Results(known, files, out, rule)
+    write_text(out / "timings.csv", csv_text(results.timings(), ("run", "task", "seconds")))
+    write_text(out / "summary.csv", csv_text(results.summary(), SUMMARY_COLUMNS))
+    write_text(out / "table.csv", csv_text(results.table(), COLUMNS))
     print(f"{out / 'table.csv'}: {count} evaluations done, {total - count} taken from earlier ones")
 
 

@@ -48,46 +48,44 @@ def check_run(folder: Path) -> tuple[RunConfig, str]:
         raise UserError(f"unknown status {status!r}", where=status_file, fix=f"known: {', '.join(STATUSES)}")
     config = read_config(folder / "run.yaml")
     if config.model.architecture != "gpt":
-        what = f"model.architecture = {config.model.architecture!r} cannot be exported"
-        raise UserError(what, where=folder, fix="only gpt runs become GPT-2")
+        message = f"model.architecture = {config.model.architecture!r} cannot be exported"
+        raise UserError(message, where=folder, fix="only gpt runs become GPT-2")
     if config.model.experts is not None:
-        what = f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts"
-        raise UserError(what, where=folder, fix="only runs without experts become GPT-2")
+        message = f"model.experts = {config.model.experts} cannot be exported: GPT-2 has no mixture of experts"
+        raise UserError(message, where=folder, fix="only runs without experts become GPT-2")
     if status == "ok":
         if not (checkpoint / "run.yaml").exists():
             fix = "set train.checkpoint: true in the study and train again"
             raise UserError("the run left no checkpoint", where=checkpoint, fix=fix)
         outputs.check(folder, ("checkpoint/", "run.yaml"))
-        saved = read_config(checkpoint / "run.yaml")
-        if saved.model != config.model:
-            keys = [key for key, value in saved.model if value != getattr(config.model, key)]
-            what = f"model.{keys[0]} differs from the checkpoint's"
+        saved = read_config(checkpoint / "run.yaml").model
+        if keys := [key for key, value in saved if value != getattr(config.model, key)]:
             fix = "a checkpoint is exported only with its own settings; train again"
-            raise UserError(what, where=folder / "run.yaml", fix=fix)
+            message = f"model.{keys[0]} differs from the checkpoint's"
+            raise UserError(message, where=folder / "run.yaml", fix=fix)
     return config, status
 
 
 def read_config(path: Path) -> RunConfig:
-    """The settings in a ``run.yaml``, without the provenance."""
+    """Settings in a ``run.yaml``, without the provenance."""
     return recorded(load_yaml(path), path)
 
 
-def read_tokenizer(data: Path, config: RunConfig, recorded: str | None) -> tuple[Any, int]:
-    """(``PreTrainedTokenizerFast``, end-of-text id) of a data folder that must be the run's own."""
+def read_tokenizer(data: Path, config: RunConfig, fingerprint: str | None) -> Any:
+    """``PreTrainedTokenizerFast`` of a data folder that must be the run's own, by its ``fingerprint``."""
     from transformers import PreTrainedTokenizerFast
 
     from experiments.data.tokenizer import END_OF_TEXT, PAD, load
 
     info, path = load_info(data), data / "tokenizer.json"
-    if recorded is not None and info.fingerprint != recorded:
-        what = "the data's fingerprint is not the one recorded by the run"
-        raise UserError(what, where=data / "data.yaml", fix="use the data folder that the run was trained on")
+    if fingerprint is not None and info.fingerprint != fingerprint:
+        message = "the data's fingerprint is not the one recorded by the run"
+        raise UserError(message, where=data / "data.yaml", fix="use the data folder that the run was trained on")
     check_whole(data, info, (path.name,))
-    tokenizer = load(path)
-    if tokenizer.vocab_size != info.vocab_size:
-        message = f"the tokenizer has {tokenizer.vocab_size} tokens, data.yaml says {info.vocab_size}"
+    if (size := load(path).vocab_size) != info.vocab_size:
+        message = f"the tokenizer has {size} tokens, data.yaml says {info.vocab_size}"
         raise UserError(message, where=path, fix="prepare the data again")
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_file=str(path),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -96,7 +94,6 @@ def read_tokenizer(data: Path, config: RunConfig, recorded: str | None) -> tuple
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # as in training: a special token spelled out in a text is ordinary text
     )
-    return fast, tokenizer.end_of_text
 
 
 @contextlib.contextmanager
@@ -120,7 +117,7 @@ def single_process() -> Iterator[None]:
 
 
 def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
-    """The unsplit fp32 model of a checkpoint of any split; call it inside :func:`single_process`.
+    """Unsplit fp32 model of a checkpoint of any split; call it inside :func:`single_process`.
 
     Raises:
         UserError: the checkpoint is unreadable, of another model or of another vocabulary, or would run code.
@@ -146,28 +143,15 @@ def load_model(checkpoint: Path, config: RunConfig, vocab_size: int) -> Any:
         # Checked here because Megatron loads an embedding of any number of rows, filling up or cutting off.
         rows = saved["embedding.word_embeddings.weight"].global_shape[0]
         if rows != padded_vocabulary(vocab_size, config.parallel.tensor):
-            what = f"{rows} embedding rows do not fit {vocab_size} tokens"
-            raise UserError(what, where=checkpoint, fix="use the data folder that the run was trained on")
+            message = f"{rows} embedding rows do not fit {vocab_size} tokens"
+            raise UserError(message, where=checkpoint, fix="use the data folder that the run was trained on")
         state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))["model"]
     model.load_state_dict(state)
     return model
 
 
-@contextlib.contextmanager
-def fresh_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces ``path`` on success; on failure ``path`` stays as it was."""
-    check_writable(path.parent)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        manifest.publish(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
-    """Export one run folder to ``out``; returns what is written to its ``run.json``.
+    """Export one run folder to ``out``, whole or not at all; returns what is written to its ``run.json``.
 
     A run that ended as diverged, failed or interrupted gets a folder with ``run.json`` only, so that it keeps
     its rows in the tables.
@@ -182,24 +166,33 @@ def export(folder: Path, data: Path, out: Path) -> dict[str, Any]:
         "model": status == "ok",
         "largest_logit_difference": None,
     }
-    if status != "ok":
-        with fresh_folder(out) as temporary:
-            (temporary / MARKER).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        return summary
-    recorded = load_yaml(folder / "run.yaml").get("provenance", {}).get("data_fingerprint")
-    tokenizer, end_of_text = read_tokenizer(data, config, recorded)
-    model = load_model(folder / "checkpoint", config, len(tokenizer))
-    exported = to_gpt2(model, vocab_size=len(tokenizer), activation=config.model.activation, end_of_text=end_of_text)
+    check_writable(out.parent)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        if status == "ok":
+            summary |= _write_model(folder, config, data, temporary)
+        (temporary / MARKER).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        manifest.publish(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return summary
+
+
+def _write_model(folder: Path, config: RunConfig, data: Path, out: Path) -> dict[str, Any]:
+    """Write model and tokenizer; returns the largest difference of a logit, and size and checksum of the files."""
+    fingerprint = load_yaml(folder / "run.yaml").get("provenance", {}).get("data_fingerprint")
+    tokenizer = read_tokenizer(data, config, fingerprint)
+    vocab_size, end_of_text = len(tokenizer), tokenizer.eos_token_id
+    model = load_model(folder / "checkpoint", config, vocab_size)
+    exported = to_gpt2(model, vocab_size=vocab_size, activation=config.model.activation, end_of_text=end_of_text)
     difference = largest_difference(model, exported)
     if not difference <= TOLERANCE:
         raise RuntimeError(f"{folder}: exported logits differ by {difference:.2e} > {TOLERANCE:.0e}; nothing published")
-    summary["largest_logit_difference"] = difference
-    with fresh_folder(out) as temporary:
-        exported.save_pretrained(temporary, safe_serialization=True)
-        tokenizer.save_pretrained(temporary)
-        summary["files"] = {name: asdict(manifest.entry(temporary / name)) for name in READ}
-        (temporary / MARKER).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    return summary
+    exported.save_pretrained(out, safe_serialization=True)
+    tokenizer.save_pretrained(out)
+    files = {name: asdict(manifest.entry(out / name)) for name in READ}
+    return {"largest_logit_difference": difference, "files": files}
 
 
 @main_guard
@@ -222,8 +215,8 @@ def main(
     with single_process():
         for folder in runs:
             summary = export(folder, data, out / folder.name)
-            found = summary["largest_logit_difference"]
-            note = f"logits equal within {found:.1e}" if found is not None else "no model"
+            difference = summary["largest_logit_difference"]
+            note = f"logits equal within {difference:.1e}" if difference is not None else "no model"
             print(f"{folder} -> {out / folder.name}: {summary['status']}, {note}")
 
 

@@ -20,10 +20,18 @@ if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}  # ours -> transformers
+MODULES = {  # of a layer, ours -> GPT-2's
+    "input_layernorm": "ln_1",
+    "pre_mlp_layernorm": "ln_2",
+    "self_attention.linear_qkv": "attn.c_attn",
+    "self_attention.linear_proj": "attn.c_proj",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
+}
 
 
 def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """transformers' name of a GELU, by comparing values: the two look alike. ``UserError`` for anything else."""
+    """Name in transformers of a GELU, by comparing values: the two look alike. ``UserError`` for anything else."""
     import torch
     from transformers.activations import ACT2FN
 
@@ -46,17 +54,12 @@ def gpt2_weights(state: Mapping[str, torch.Tensor], heads: int, vocab_size: int)
     Raises:
         UserError: a weight is missing or has no place in GPT-2 (gated layers, grouped attention, BERT).
     """
-    left = {key: value.detach() for key, value in state.items() if not key.endswith("_extra_state")}
+    remaining = {key: value.detach() for key, value in state.items() if not key.endswith("_extra_state")}
 
     def take(key: str) -> torch.Tensor:
-        if key not in left:
+        if key not in remaining:
             raise UserError(f"the model has no {key}: it is not a GPT-2", fix="export GPT runs only")
-        return left.pop(key).float()
-
-    def per_kind(rows: torch.Tensor) -> torch.Tensor:
-        """[q, k, v] of head 0, of head 1, ... -> all q, all k, all v."""
-        tail = rows.shape[1:]
-        return rows.view(heads, 3, -1, *tail).transpose(0, 1).reshape(-1, *tail)
+        return remaining.pop(key).float()
 
     weights = {
         "transformer.wte.weight": take("embedding.word_embeddings.weight")[:vocab_size].clone(),
@@ -64,32 +67,25 @@ def gpt2_weights(state: Mapping[str, torch.Tensor], heads: int, vocab_size: int)
         "transformer.ln_f.weight": take("decoder.final_layernorm.weight"),
         "transformer.ln_f.bias": take("decoder.final_layernorm.bias"),
     }
-    layers = sorted({int(key.split(".")[2]) for key in left if key.startswith("decoder.layers.")})
-    for layer in layers:
-        ours, theirs = f"decoder.layers.{layer}.", f"transformer.h.{layer}."
-        for source, target in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2")):
-            weights[f"{theirs}{target}.weight"] = take(f"{ours}{source}.weight")
-            weights[f"{theirs}{target}.bias"] = take(f"{ours}{source}.bias")
-        for source, target in (
-            ("self_attention.linear_qkv", "attn.c_attn"),
-            ("self_attention.linear_proj", "attn.c_proj"),
-            ("mlp.linear_fc1", "mlp.c_fc"),
-            ("mlp.linear_fc2", "mlp.c_proj"),
-        ):
-            weight, bias = take(f"{ours}{source}.weight"), take(f"{ours}{source}.bias")
-            if target == "attn.c_attn":
-                weight, bias = per_kind(weight), per_kind(bias)
-            weights[f"{theirs}{target}.weight"] = weight.t().contiguous()
-            weights[f"{theirs}{target}.bias"] = bias
-    if "output_layer.weight" in left:
+    for layer in sorted({int(key.split(".")[2]) for key in remaining if key.startswith("decoder.layers.")}):
+        for source, target in MODULES.items():
+            for part in ("weight", "bias"):
+                tensor = take(f"decoder.layers.{layer}.{source}.{part}")
+                if target == "attn.c_attn":  # [q, k, v] of head 0, of head 1, ... -> all q, all k, all v
+                    tail = tensor.shape[1:]
+                    tensor = tensor.view(heads, 3, -1, *tail).transpose(0, 1).reshape(-1, *tail)
+                tensor = tensor.t().contiguous() if tensor.dim() > 1 else tensor
+                weights[f"transformer.h.{layer}.{target}.{part}"] = tensor
+    if "output_layer.weight" in remaining:
         weights["lm_head.weight"] = take("output_layer.weight")[:vocab_size].clone()
-    if left:
-        raise UserError(f"GPT-2 has no place for {sorted(left)[0]}", fix="export GPT runs with LayerNorm and GELU only")
+    if remaining:
+        fix = "export GPT runs with LayerNorm and GELU only"
+        raise UserError(f"GPT-2 has no place for {sorted(remaining)[0]}", fix=fix)
     return weights
 
 
 def to_gpt2(model: Any, *, vocab_size: int, activation: str, end_of_text: int = 0) -> GPT2LMHeadModel:
-    """The Hugging Face twin of an unsplit Megatron ``GPTModel``.
+    """Hugging Face twin of an unsplit Megatron ``GPTModel``.
 
     Args:
         model: the Megatron model; its ``config`` gives sizes, LayerNorm epsilon and activation function.

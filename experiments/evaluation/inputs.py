@@ -1,4 +1,4 @@
-"""What an evaluation is made from: exported models and task files, checked before lm-eval is imported."""
+"""Inputs of an evaluation: exported models and task files, checked before lm-eval is imported."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ def digest(*parts: bytes | str) -> str:
 
 def read_model(path: Path) -> Model:
     """Check an exported folder without loading the model; ``UserError`` for what is missing or does not fit."""
+    from tokenizers import Tokenizer
+
     marker = path / "run.json"
     if not marker.is_file():
         fix = "export the run first: python -m experiments.evaluation.export"
@@ -60,9 +62,9 @@ def read_model(path: Path) -> Model:
         raise damaged(marker, "lacks model or run")
     if not info["model"]:
         return Model(path, info, "")
-    files = [path / name for name in READ]
+    config, tokenizer = path / "config.json", path / "tokenizer.json"
     contents = []
-    for file in files:
+    for file in (path / name for name in READ):
         if not file.is_file():
             raise UserError(f"the exported model has no {file.name}", where=path, fix="export the run again")
         contents.append(file.read_bytes())
@@ -70,21 +72,19 @@ def read_model(path: Path) -> Model:
         if expected is not None and hashlib.sha256(contents[-1]).hexdigest() != expected["sha256"]:
             short = len(contents[-1]) < expected["bytes"]
             raise damaged(file, "is cut short" if short else "has another content than was written")
-    from tokenizers import Tokenizer
-
-    expected = _read_json(files[0]).get("vocab_size")
+    vocab_size = _read_json(config).get("vocab_size")
     try:
-        size = Tokenizer.from_file(str(files[1])).get_vocab_size()
+        size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
     except Exception:  # `tokenizers` raises bare Exception
-        raise damaged(files[1], "is no tokenizer") from None
-    if size != expected:
+        raise damaged(tokenizer, "is no tokenizer") from None
+    if size != vocab_size:
         fix = "export the run again with its own data folder"
-        raise UserError(f"the tokenizer has {size} tokens, the model {expected}", where=path, fix=fix)
+        raise UserError(f"the tokenizer has {size} tokens, the model {vocab_size}", where=path, fix=fix)
     return Model(path, info, digest(*contents))
 
 
 def damaged(file: Path, problem: str) -> UserError:
-    """The error about one file of an exported model, with the folder to delete."""
+    """Error about one file of an exported model, with the folder to delete."""
     folder = file.parent.parent  # all models of a study, which are exported together
     fix = f"delete the folder {folder} and start again: the models are exported again"
     return UserError(f"exported model is damaged: {file.name} {problem}", where=file, fix=fix)
@@ -92,12 +92,9 @@ def damaged(file: Path, problem: str) -> UserError:
 
 def _read_json(path: Path) -> Row:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise damaged(path, "is cut short or altered")
-    return found
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise damaged(path, "is cut short or altered") from None
 
 
 def read_models(paths: Sequence[Path]) -> list[Model]:
@@ -120,7 +117,7 @@ _Loader.add_constructor("!function", lambda loader, node: str(node.value))
 
 
 def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
-    """The asked tasks of a folder (all of them when ``names`` is None), in the order asked or by name.
+    """Tasks of a folder by ``names``, in their order (None: all of them, by name).
 
     Raises:
         UserError: missing folder, unknown name, missing rows, zero documents.
@@ -128,30 +125,24 @@ def read_tasks(folder: Path, names: Sequence[str] | None) -> list[TaskFile]:
     if not folder.is_dir():
         fix = "generate it: python -m experiments.evaluation.tasks.make"
         raise UserError("no folder of tasks", where=folder, fix=fix)
-    known: dict[str, tuple[Path, Row]] = {}
-    for path in sorted(folder.glob("*.yaml")):
-        content = parse_yaml(path.read_bytes(), path, _Loader)
-        known[content["task"]] = (path, content)
+    paths = sorted(folder.glob("*.yaml"))
+    known = {content["task"]: content for content in (parse_yaml(path.read_bytes(), path, _Loader) for path in paths)}
+    if not known:
+        raise UserError("the folder holds no task", where=folder, fix="generate the tasks again")
     about = folder / "tasks.json"
-    manifest = json.loads(about.read_text(encoding="utf-8"))["tasks"] if about.is_file() else {}
+    references = json.loads(about.read_text(encoding="utf-8"))["tasks"] if about.is_file() else {}
     tasks = []
     for name in names or sorted(known):
         if name not in known:
             fix = f"known tasks: {', '.join(sorted(known))}"
             raise UserError(f"unknown task {name!r}", where=folder, fix=fix)
-        path, content = known[name]
-        parts = [path.read_bytes(), (folder / "utils.py").read_bytes()]
-        file = (content.get("dataset_kwargs") or {}).get("file")
-        if file is not None:
-            rows = folder / file
-            if not rows.is_file():
-                raise UserError(f"task {name} has no rows", where=rows, fix="generate the tasks again")
-            if not rows.read_bytes().strip():
-                raise UserError(f"task {name} has zero documents", where=rows, fix="generate the tasks again")
-            parts.append(rows.read_bytes())
+        content, parts = known[name], [folder / f"{name}.yaml", folder / "utils.py"]
+        if file := (content.get("dataset_kwargs") or {}).get("file"):
+            parts.append(folder / file)
+            if not parts[-1].is_file() or not parts[-1].read_bytes().strip():
+                problem = "zero documents" if parts[-1].is_file() else "no rows"
+                raise UserError(f"task {name} has {problem}", where=parts[-1], fix="generate the tasks again")
         metrics = {entry["metric"]: bool(entry["higher_is_better"]) for entry in content["metric_list"]}
-        version = str(content["metadata"]["version"])
-        tasks.append(TaskFile(name, version, metrics, digest(*parts), manifest.get(name, {})))
-    if not tasks:
-        raise UserError("the folder holds no task", where=folder, fix="generate the tasks again")
+        version, total = str(content["metadata"]["version"]), digest(*(path.read_bytes() for path in parts))
+        tasks.append(TaskFile(name, version, metrics, total, references.get(name, {})))
     return tasks

@@ -1,26 +1,19 @@
-"""What was fetched of lm-eval's standard tasks, and whether it is still there, whole and unchanged.
+"""Records of the standard tasks that were fetched, and the check that their data is still there, whole and unchanged.
 
-Reads files only: neither the network nor lm-eval nor `datasets`, so that what is missing is said within a second.
-They lie in the folder in which the `datasets` library (5) keeps what it has downloaded::
+The data lies in the folder in which the `datasets` library (5) keeps what it has downloaded::
 
     <HF_DATASETS_CACHE>/<namespace>___<name>/<config>/<version>/<revision>/
-        dataset_info.json            splits, rows, shards; its presence means to `datasets` that all is there
-        <name>-<split>.arrow         or <name>-<split>-00000-of-00002.arrow ...
+        dataset_info.json, <name>-<split>.arrow, ...
     <revision>.incomplete/           beside it while a download runs, and after one that was killed
 
-Without network `datasets` opens the newest folder of a config, and does not look whether its files are whole.
+Without network `datasets` opens the newest folder of a config, and does not look at its files before they are read.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from edgc.checkpoints import manifest
 from edgc.errors import UserError
@@ -29,136 +22,63 @@ from experiments.spec.task_catalogue import StandardTask, standard_task, standar
 
 RECORD = "edgc_standard_tasks.json"  # in the datasets cache, whose content it describes
 PREFETCH = "python -m experiments.evaluation.standard_tasks prefetch"
-END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # the last bytes of every Arrow stream
-INCOMPLETE, LOCK, INFO = ".incomplete", "_builder.lock", "dataset_info.json"
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A cached dataset: where, which revision, the rows of each split, and all files of rows."""
-
-    folder: Path
-    rows: dict[str, int]
-    files: tuple[Path, ...]
-
-    @property
-    def revision(self) -> str:
-        return self.folder.name
-
-    @property
-    def config(self) -> str:
-        return self.folder.parts[-3]
-
-    def contents(self) -> dict[str, str]:
-        """SHA-256 of each file, by name."""
-        return {path.name: manifest.entry(path).sha256 for path in self.files}
-
-
-@dataclass(frozen=True)
-class State:
-    """What the cache holds of one dataset: a whole copy, or the problem in words and what is in the way."""
-
-    copy: Copy | None
-    problem: str = ""
-    debris: tuple[Path, ...] = ()  # unfinished or damaged folders
 
 
 def cache_folder() -> Path:
-    """The cache's folder by the environment, as `datasets` finds it."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    home = Path(os.environ.get("HF_HOME", default))
-    return Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE)
 
 
-def offline() -> bool:
-    """Whether the environment forbids `datasets` the network."""
-    first = os.environ.get("HF_DATASETS_OFFLINE")
-    value = os.environ.get("HF_HUB_OFFLINE", "") if first is None else first
-    return value.upper() in {"1", "ON", "YES", "TRUE"}
-
-
-def look(dataset: str, config: str | None) -> State:
-    """What `datasets` would open without network, or why it would not.
-
-    Args:
-        dataset: ``namespace/name``, the name in lower case (in others `datasets` sets underscores).
-        config: name of the configuration; None for the only one.
-    """
-    namespace, _, name = dataset.rpartition("/")
-    at = cache_folder() / f"{namespace}___{name}" / (config or "*")
-    found = [path for path in at.parent.glob(f"{at.name}/*/*") if path.is_dir()]
-    finished = sorted(
-        (path for path in found if (path / INFO).is_file() and not path.name.endswith(INCOMPLETE)),
-        key=lambda path: path.stat().st_mtime,
-    )
-    # `datasets` stumbles over these even where there is a whole copy.
-    unfinished = tuple(path for path in found if path not in finished)
-    if unfinished:
-        return State(None, f"a download was interrupted ({unfinished[0]})", unfinished)
-    if not finished:
-        return State(None, "not in the cache")
-    copy, problem = _copy(finished[-1], name)
-    return State(copy, problem, (finished[-1],) if problem else ())
-
-
-def _copy(folder: Path, name: str) -> tuple[Copy | None, str]:
+def whole(folder: Path) -> bool:
+    """Tell if a folder's download has ended; `datasets` stumbles over others even where there is a whole copy."""
     try:
-        info = json.loads((folder / INFO).read_text(encoding="utf-8"))
-        splits = {split: dict(facts) for split, facts in (info["splits"] or {}).items()}
-        rows = {split: int(facts["num_examples"]) for split, facts in splits.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None, f"its copy has no valid {INFO} ({folder})"
-    files = []
-    for split, facts in splits.items():
-        shards = len(facts.get("shard_lengths") or [0])
-        for shard in range(shards):
-            part = f"-{shard:05d}-of-{shards:05d}" if shards > 1 else ""
-            path = folder / f"{name}-{split}{part}.arrow"
-            if not path.is_file():
-                return None, f"its copy lacks a file ({path})"
-            with path.open("rb") as handle:
-                handle.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))
-                if handle.read() != END_OF_STREAM:
-                    return None, f"its copy is cut off ({path})"
-            files.append(path)
-    return Copy(folder, rows, tuple(files)), ""
+        json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return not folder.name.endswith(".incomplete")
 
 
-def sweep(debris: tuple[Path, ...]) -> bool:
-    """Remove unfinished and damaged folders, so that they are fetched anew; False where a process is at work."""
-    for folder in debris:
-        # The lock that `datasets` holds while it writes the folder.
-        try:
-            with FileLock(folder.with_name(folder.name.removesuffix(INCOMPLETE) + LOCK), timeout=0):
-                shutil.rmtree(folder)
-        except Timeout:
-            return False
-    return True
+def cached(task: StandardTask) -> list[Path]:
+    """Folders of a task's dataset in the cache, unfinished ones included, oldest first."""
+    namespace, _, name = task.dataset.rpartition("/")
+    folders = (cache_folder() / f"{namespace}___{name}").glob(f"{task.config or '*'}/*/*/")
+    return sorted(folders, key=lambda path: path.stat().st_mtime)
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of rows, by name; not of what tasks have made of them, in ``cache-*``."""
+    files = [path for path in folder.glob("*.arrow") if not path.name.startswith("cache-")]
+    return {path.name: manifest.entry(path).sha256 for path in files}
 
 
 def read_record() -> dict[str, Row]:
-    """What is known of each fetched task, empty where nothing was fetched; ``UserError`` where it is damaged."""
+    """Records by task, empty where nothing was fetched; ``UserError`` where the file is damaged."""
+    path = cache_folder() / RECORD
     try:
-        content = json.loads((cache_folder() / RECORD).read_text(encoding="utf-8"))
+        tasks: dict[str, Row] = json.loads(path.read_text(encoding="utf-8"))["tasks"]
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError):
         fix = f"remove it and fetch again: {PREFETCH}"
-        raise UserError("the record of fetched tasks is not readable", where=cache_folder() / RECORD, fix=fix) from None
-    tasks: dict[str, Row] = content["tasks"]
+        raise UserError("the record of fetched tasks is not readable", where=path, fix=fix) from None
     return tasks
 
 
 def problem_with(task: StandardTask, entry: Row | None) -> str | None:
-    """Why a task cannot be evaluated without network, in words; None when it can."""
-    state = look(task.dataset, task.config)
-    if state.copy is None:
-        return state.problem
+    """Reason why a task cannot be evaluated without network, in words; None when it can."""
+    folders = cached(task)
+    if unfinished := [folder for folder in folders if not whole(folder)]:
+        return f"a download was interrupted ({unfinished[0]})"
+    if not folders:
+        return "not in the cache"
     if entry is None:
         return "in the cache, but not recorded"
     if (entry["version"], entry["dataset"]) != (task.version, task.dataset):
         return f"recorded as version {entry['version']} of {entry['dataset']}, lm-eval has {task.version}"
-    if entry["revision"] != state.copy.revision or entry["files"] != state.copy.contents():
+    if missing := sorted(set(entry["files"]) - set(checksums(folders[-1]))):
+        return f"its copy lacks a file ({folders[-1] / missing[0]})"
+    if entry["revision"] != folders[-1].name or entry["files"] != checksums(folders[-1]):
         return "its data has changed since it was recorded"
     return None
 
@@ -170,18 +90,15 @@ def checked(names: Sequence[str]) -> dict[str, Row]:
         UserError: naming every task that is missing or damaged, and the command that fetches them.
     """
     record = read_record()
-    problems = {task.name: problem_with(task, record.get(task.name)) for task in standard_tasks(names)}
-    bad: dict[str, list[str]] = {}
-    for name, problem in problems.items():
-        if problem:
-            bad.setdefault(problem, []).append(name)
-    if bad:
-        missing = [name for name, problem in problems.items() if problem]
-        reasons = ", ".join(f"{', '.join(which)}: {problem}" for problem, which in bad.items())
+    found = {task.name: problem_with(task, record.get(task.name)) for task in standard_tasks(names)}
+    problems = {name: problem for name, problem in found.items() if problem}
+    if problems:
+        groups = {text: [name for name in problems if problems[name] == text] for text in problems.values()}
+        reasons = ", ".join(f"{', '.join(group)}: {text}" for text, group in groups.items())
         raise UserError(
-            f"data of {len(missing)} standard task{'s' * (len(missing) > 1)} cannot be used: {reasons}",
+            f"data of {len(problems)} standard task{'s' * (len(problems) > 1)} cannot be used: {reasons}",
             where=cache_folder(),
-            fix=f"on a machine with network: {PREFETCH} --tasks {','.join(missing)}",
+            fix=f"on a machine with network: {PREFETCH} --tasks {','.join(problems)}",
         )
     return {name: record[name] for name in names}
 
@@ -192,10 +109,12 @@ def read_standard(names: Sequence[str]) -> list[TaskFile]:
     Raises:
         UserError: unknown name; data missing, cut off or changed.
     """
-    entries, found = checked(names), []
-    for name in names:
-        task, entry = standard_task(name), entries[name]
+    if not names:
+        return []
+    tasks = []
+    for name, entry in checked(names).items():
+        task = standard_task(name)
         parts = [f"{path.name}".encode() + b"\0" + path.read_bytes() for path in task.files]
         total = digest(task.version, task.dataset, entry["fingerprint"], *parts)
-        found.append(TaskFile(name, task.version, task.metrics, total, {"chance": entry["chance"]}))
-    return found
+        tasks.append(TaskFile(name, task.version, task.metrics, total, {"chance": entry["chance"]}))
+    return tasks

@@ -1,8 +1,8 @@
 """Is a model on par with its uncompressed twin? Paired tests over documents, and a test of equivalence.
 
 Both models answer the same documents, so only the documents on which they differ count. Two questions are
-asked: whether the models differ at all (a p value), and whether they differ by less than a margin stated in
-``experiments/common/equivalence.yaml`` (two one-sided tests). A difference that no test sees is not yet "on par".
+asked: do the models differ at all (a p value), and do they differ by less than a margin stated in
+``experiments/common/equivalence.yaml`` (two one-sided tests)? A difference that no test sees is not yet "on par".
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scipy import stats
 
@@ -19,6 +20,28 @@ ACCURACIES = frozenset({"acc", "acc_norm", "acc_mutual_info", "acc_bytes", "exac
 DIFFERENT = "different"
 CONFIDENCE = 0.95  # of intervals over seeds, and of what counts as above chance
 MCNEMAR, PAIRED_T = "McNemar, exact", "paired t"
+
+
+def influence(metric: str, samples: Sequence[dict[str, Any]], value: float) -> list[float] | None:
+    """Share of each document in a metric's deviation from its expectation (delta method, ours).
+
+    Needed because lm-eval gives no standard error for weighted perplexities, and none for the difference of
+    two models on the same documents. With losses l_i and weights w_i (bytes, words, or 1), R = sum(l_i) /
+    sum(w_i): the share in R is (l_i - R w_i) / sum(w_i); bits per byte are R / log 2, a perplexity is
+    exp(R), an accuracy is the mean of 0 and 1. None for other metrics and for fewer than two documents.
+    """
+    if len(samples) < 2:
+        return None
+    if metric in ACCURACIES:
+        return [(float(row[metric]) - value) / len(samples) for row in samples]
+    if metric not in ("bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity"):
+        return None
+    scale = 1 / math.log(2) if metric == "bits_per_byte" else value
+    entries = [row[metric] if isinstance(row[metric], list | tuple) else (row[metric], 1.0) for row in samples]
+    pairs = [(-float(log_likelihood), float(weight)) for log_likelihood, weight in entries]
+    weight = math.fsum(w for _, w in pairs)
+    rate = math.fsum(loss for loss, _ in pairs) / weight
+    return [scale * (loss - rate * w) / weight for loss, w in pairs]
 
 
 @dataclass(frozen=True)
@@ -32,33 +55,49 @@ class Gap:
     shares: tuple[float, ...]
     metric: str
 
+    def centre(self) -> tuple[float, float]:
+        """(Centre, standard error) of the equivalence test, and of the paired t test.
 
-@dataclass(frozen=True)
-class Finding:
-    """``low`` and ``high`` bound the interval of the equivalence test: 90 % at significance 0.05."""
+        Accuracies get half a document more in each cell of the table right/wrong x right/wrong (Agresti and Min,
+        Statistics in Medicine 24, 2005): with no document answered differently the plain interval would have no
+        width, however few the documents. Averaged over seeds the same is added to the means.
+        """
+        if self.metric not in ACCURACIES:
+            return self.value, spread(self.shares)
+        n = len(self.shares)
+        differences = [n * share + self.value for share in self.shares]
+        total, squares = math.fsum(differences), math.fsum(d * d for d in differences)
+        return total / (n + 2), math.sqrt(squares + 1 - total**2 / (n + 2)) / (n + 2)
 
-    low: float
-    high: float
-    test: str
-    p_value: float
-    p_equivalence: float | None
-    verdict: str | None
+    def p_value(self, seeds: int) -> tuple[str, float]:
+        """(Test, p value) of no difference: McNemar's for the accuracies of one pair of models, else paired t, with
+        the centre and the standard error of the equivalence test."""
+        n = len(self.shares)
+        if self.metric in ACCURACIES and seeds == 1:
+            differences = [round(n * share + self.value) for share in self.shares]
+            better, worse = differences.count(1), differences.count(-1)
+            # Of the documents on which the two differ, is either more often right?
+            return MCNEMAR, float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
+        centre, error = self.centre()
+        if error == 0:
+            return PAIRED_T, 1.0 if centre == 0 else 0.0
+        return PAIRED_T, float(2 * stats.t.sf(abs(centre) / error, n - 1))
 
 
 def gap(metric: str, scale: Scale, ours: tuple[float, Sequence[float]], theirs: tuple[float, Sequence[float]]) -> Gap:
-    """The gap of (value, shares) of two models on the same documents; ``ValueError`` for unequal numbers of them."""
-    (a, shares_a), (b, shares_b) = ours, theirs
+    """Gap of (value, shares) of two models on the same documents; ``ValueError`` for unequal numbers of them."""
+    (a, shares), (b, twin_shares) = ours, theirs
+    value = a - b
     if scale == "log_ratio":
-        shares_a, shares_b = [s / a for s in shares_a], [s / b for s in shares_b]
-    value = math.log(a / b) if scale == "log_ratio" else a - b
-    return Gap(value, tuple(x - y for x, y in zip(shares_a, shares_b, strict=True)), metric)
+        value, shares, twin_shares = math.log(a / b), [s / a for s in shares], [s / b for s in twin_shares]
+    return Gap(value, tuple(x - y for x, y in zip(shares, twin_shares, strict=True)), metric)
 
 
 def pooled(gaps: Sequence[Gap]) -> Gap:
     """Mean over seeds, document by document: the same documents are asked of every seed, and stay the unit."""
-    columns = zip(*(one.shares for one in gaps), strict=True)
+    columns = zip(*(seed.shares for seed in gaps), strict=True)
     shares = tuple(math.fsum(column) / len(gaps) for column in columns)
-    return Gap(math.fsum(one.value for one in gaps) / len(gaps), shares, gaps[0].metric)
+    return Gap(math.fsum(seed.value for seed in gaps) / len(gaps), shares, gaps[0].metric)
 
 
 def spread(shares: Sequence[float]) -> float:
@@ -67,67 +106,42 @@ def spread(shares: Sequence[float]) -> float:
     return math.sqrt(n / (n - 1) * math.fsum(share * share for share in shares))
 
 
-def mcnemar(better: int, worse: int) -> float:
-    """Exact two-sided p value: of the documents on which two models differ, is either more often right?"""
-    if better + worse == 0:
-        return 1.0
-    return float(stats.binomtest(better, better + worse, 0.5).pvalue)
+def judge(difference: Gap, rule: Equivalence, seeds: int = 1) -> dict[str, Any]:
+    """Test of a gap against no difference and against the margin of its metric, if it has one, as columns of a table.
 
-
-def interval_base(found: Gap) -> tuple[float, float]:
-    """(centre, standard error) of the equivalence test, and of the paired t test.
-
-    Accuracies get half a document more in each cell of the table right/wrong x right/wrong (Agresti and Min,
-    Statistics in Medicine 24, 2005): with no document answered differently the plain interval would have no
-    width, however few the documents. Averaged over seeds the same is added to the means.
+    ``gap_low`` and ``gap_high`` bound the interval of the equivalence test: 90 % at significance 0.05. On par: the
+    interval lies inside the margin, whether or not it holds zero. Different: not on par, and the test of no difference
+    rejects. Otherwise the documents do not decide it.
     """
-    if found.metric not in ACCURACIES:
-        return found.value, spread(found.shares)
-    n = len(found.shares)
-    differences = [n * share + found.value for share in found.shares]
-    total, squares = math.fsum(differences), math.fsum(d * d for d in differences)
-    return total / (n + 2), math.sqrt(squares + 1 - total**2 / (n + 2)) / (n + 2)
-
-
-def paired_p(found: Gap, seeds: int) -> tuple[str, float]:
-    """(test, p value) of no difference: McNemar's for the accuracies of one pair of models, else paired t, with the
-    centre and the standard error of the equivalence test."""
-    n = len(found.shares)
-    if found.metric in ACCURACIES and seeds == 1:
-        differences = [round(n * share + found.value) for share in found.shares]
-        return MCNEMAR, mcnemar(differences.count(1), differences.count(-1))
-    centre, error = interval_base(found)
-    if error == 0:
-        return PAIRED_T, 1.0 if centre == 0 else 0.0
-    return PAIRED_T, float(2 * stats.t.sf(abs(centre) / error, n - 1))
-
-
-def judge(found: Gap, rule: Equivalence, seeds: int = 1) -> Finding:
-    """Test a gap against no difference and against the margin of its metric, if it has one.
-
-    On par: the interval lies inside the margin, whether or not it holds zero. Different: not on par, and the
-    test of no difference rejects. Otherwise the documents do not decide it.
-    """
-    test, p_value = paired_p(found, seeds)
-    centre, error = interval_base(found)
-    freedom = len(found.shares) - 1
+    test, p_value = difference.p_value(seeds)
+    centre, error = difference.centre()
+    freedom = len(difference.shares) - 1
     reach = float(stats.t.isf(rule.significance, freedom)) * error
-    stated = rule.margins.get(found.metric)
+    stated = rule.margins.get(difference.metric)
     p_equivalence = verdict = None
     if stated is not None:
         p_equivalence = equivalence_p(centre, error, stated.margin, freedom)
+        verdict = DIFFERENT if p_value < rule.significance else NOT_DECIDED
         if p_equivalence < rule.significance:
             verdict = ON_PAR
-        else:
-            verdict = DIFFERENT if p_value < rule.significance else NOT_DECIDED
-    return Finding(centre - reach, centre + reach, test, p_value, p_equivalence, verdict)
+    return {
+        "gap": difference.value,
+        "gap_low": centre - reach,
+        "gap_high": centre + reach,
+        "gap_scale": stated.scale if stated else "difference",
+        "test": test,
+        "p_value": p_value,
+        "margin": stated.margin if stated else None,
+        "p_equivalence": p_equivalence,
+        "verdict": verdict,
+    }
 
 
-def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % t interval of the mean over seeds; None for fewer than two."""
+def seed_interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """The 95 % t interval of the mean over seeds; Nones for fewer than two."""
     n = len(values)
     if n < 2:
-        return None
+        return None, None
     mean = math.fsum(values) / n
     error = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
@@ -135,7 +149,7 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def beats(value: float, stderr: float | None, levels: Sequence[float | None], higher: bool) -> bool | None:
-    """Whether a score's 95 % interval lies beyond every given level; None without a level or an error."""
+    """Tell if a score's 95 % interval lies beyond every given level; None without a level or an error."""
     known = [level for level in levels if level is not None]
     if stderr is None or not known:
         return None

@@ -1,4 +1,4 @@
-"""Where low-rank compression pays beyond the paper's clusters, and on which assumption that hangs. Simulated.
+"""Clusters on which low-rank compression pays beyond the paper's, and the assumptions on which that hangs. Simulated.
 
 ``python -m experiments.simulation.break_even --study break_even --out results/ci/break_even`` writes ``table.csv``
 (step time saved by cluster, method, bandwidth and overlap), ``break_even.csv`` (bandwidth up to which a share of the
@@ -32,18 +32,11 @@ LEAST, MOST = 1e-2, 1e5  # Gbit/s between which break-even is looked for
 PRECISION = 1.02
 
 
-class Point(NamedTuple):
-    """A method's mean step, seconds, and percent saved of the uncompressed one with as much overlap."""
-
-    seconds: float
-    saved: float
-
-
-def points(model: Model, names: Sequence[str], *, overlap: bool) -> dict[str, Point]:
-    """By method."""
+def points(model: Model, names: Sequence[str], *, overlap: bool) -> dict[str, tuple[float, float]]:
+    """(Mean step in seconds, percent saved of the uncompressed one with as much overlap) by method."""
     base = cluster_step.step(model, model.none, overlap=overlap).seconds
     seconds = {name: cluster_step.of_method(model, name, overlap=overlap, base=base)[1] for name in names}
-    return {name: Point(value, reduction(value, base)) for name, value in seconds.items()}
+    return {name: (value, reduction(value, base)) for name, value in seconds.items()}
 
 
 def table(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
@@ -52,12 +45,12 @@ def table(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
         for gbits in cluster.gbits_per_second:
             model = model_of(scenarios.of, cluster, gbits)
             ranks = {name: rank for name, (rank, _) in model.methods().items()}
-            of = {"cluster": key, "label": cluster.label, "gpus": model.shape.world}
-            of |= {"link": "sites" if cluster.sites else "node", "gbits_per_second": gbits}
+            about = {"cluster": key, "label": cluster.label, "gpus": model.shape.world}
+            about |= {"link": "sites" if cluster.sites else "node", "gbits_per_second": gbits}
             for overlap in (False, True):
-                for name, found in points(model, ("none", *scenarios.methods), overlap=overlap).items():
+                for name, (seconds, saved) in points(model, ("none", *scenarios.methods), overlap=overlap).items():
                     row = {"overlap": overlap, "method": name, "rank": ranks[name]}
-                    yield of | row | {"seconds_step": found.seconds, "saved_percent": found.saved}
+                    yield about | row | {"seconds_step": seconds, "saved_percent": saved}
 
 
 def break_even(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
@@ -73,7 +66,7 @@ def break_even(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
 
 def saved_at(model: Model, name: str, overlap: bool, gbits: float) -> float:
     """Percent of the step that a method saves at another bandwidth."""
-    return points(replace(model, gbits=gbits), [name], overlap=overlap)[name].saved
+    return points(replace(model, gbits=gbits), [name], overlap=overlap)[name][1]
 
 
 class Assumption(NamedTuple):
@@ -91,10 +84,6 @@ class Assumption(NamedTuple):
             return replace(model, micro_batches=max(1, round(model.micro_batches * value)))
         assumed = getattr(getattr(model.cluster, self.section), self.key).value
         return model.assuming(self.section, self.key, assumed * value if self.times else value)
-
-    def texts(self) -> dict[str, str]:
-        sign = "x" if self.times else ""
-        return {"assumption": self.key, "low": f"{sign}{self.low:g}", "high": f"{sign}{self.high:g}"}
 
 
 ASSUMPTIONS = (
@@ -116,15 +105,17 @@ def sensitivity(scenarios: Scenarios) -> Iterator[dict[str, Any]]:
     names = scenarios.methods
     for key, cluster in scenarios.clusters.items():
         model = model_of(scenarios.of, cluster, cluster.reference)
-        of = {"cluster": key, "label": cluster.label, "gbits_per_second": cluster.reference}
+        about = {"cluster": key, "label": cluster.label, "gbits_per_second": cluster.reference}
         for overlap in (False, True):
             base = points(model, names, overlap=overlap)
-            for one in ASSUMPTIONS:
-                low, high = (points(one.at(model, value), names, overlap=overlap) for value in (one.low, one.high))
+            for assumption in ASSUMPTIONS:
+                values, sign = (assumption.low, assumption.high), "x" if assumption.times else ""
+                low, high = (points(assumption.at(model, value), names, overlap=overlap) for value in values)
                 for name in names:
-                    row = of | {"overlap": overlap, "method": name} | one.texts()
-                    row |= {"saved_percent": base[name].saved, "saved_percent_low": low[name].saved}
-                    yield row | {"saved_percent_high": high[name].saved}
+                    row = about | {"overlap": overlap, "method": name, "assumption": assumption.key}
+                    row |= {"low": f"{sign}{assumption.low:g}", "high": f"{sign}{assumption.high:g}"}
+                    row |= {"saved_percent": base[name][1], "saved_percent_low": low[name][1]}
+                    yield row | {"saved_percent_high": high[name][1]}
 
 
 @main_guard
@@ -135,8 +126,8 @@ def main(study: Annotated[str, typer.Option()], out: Annotated[Path, typer.Optio
     tables = {"disturbances": disturbances.table(scenarios)}
     for name, rows in (("sensitivity", sensitivity), ("break_even", break_even), ("table", table)):
         tables[name] = pd.DataFrame(rows(scenarios)).assign(kind=KIND)
-    for name, found in tables.items():
-        write_text(out / f"{name}.csv", found.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
+    for name, frame in tables.items():
+        write_text(out / f"{name}.csv", frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
     print(f"{out}: table.csv break_even.csv sensitivity.csv disturbances.csv ({KIND})")
 
 

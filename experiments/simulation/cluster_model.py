@@ -1,4 +1,4 @@
-"""Tables of a cluster that we do not have: what each method would send in a step, and how long it would take.
+"""Tables of a cluster that we do not have: bytes that each method would send in a step, and seconds they would take.
 
 Everything timed here is simulated and says so. The inputs are the ``cluster:`` section of a study file, each
 with its source and kind (measured, cited or assumed); the formulas and what they leave out: :mod:`.cost`.
@@ -26,8 +26,8 @@ from experiments.common.written_tables import csv_text, write_text
 from experiments.simulation import cluster_step, rank_trace
 from experiments.simulation.cost import KIND, RANK_MULTIPLE, Model, StageCost, reduction
 from experiments.simulation.inputs import groups_sharing_a_node, load_cluster
-from experiments.simulation.placement import FP32_BYTES, allocated_parameters, build, study_run, study_shape
-from experiments.spec.matrix import load_study, study_path
+from experiments.simulation.placement import FP32_BYTES, build, shape_of, study_run
+from experiments.spec.matrix import load_study
 
 RESULTS = ("table.csv", "stages.csv", "steps.csv", "traces.csv", "summary.json")
 DETAILS = ("moves.csv",)
@@ -35,10 +35,10 @@ EFFICIENCIES = (0.3, 0.5, 0.7)  # shares of the peak at which the largest possib
 
 
 def load_model(study: str) -> Model:
-    """The model of ``study`` at the first bandwidth of its sweep."""
-    cluster = load_cluster(study)
-    run, shape = study_run(study), study_shape(study)
-    sharing = groups_sharing_a_node(shape, cluster.nodes.value, cluster.gpus_per_node.value, study_path(study))
+    """Model of ``study`` at the first bandwidth of its sweep."""
+    cluster, run = load_cluster(study), study_run(study)
+    shape = shape_of(run)
+    sharing = groups_sharing_a_node(shape, cluster.nodes.value, cluster.gpus_per_node.value)
     gbits = cluster.network.node_gbits_per_second.value[0]
     return Model(shape, build(shape), cluster, sharing, run.micro_batches, run.train.micro_batch, gbits)
 
@@ -53,35 +53,46 @@ def table(model: Model) -> list[dict[str, Any]]:
     """One row per bandwidth, method and stage, and one for the stage that takes longest (``slowest``)."""
     rows = []
     for at in sweep(model):
-        base = [(at.none(stage), at.other(stage)) for stage in at.stages]
-        for name, (rank, cost) in at.methods().items():
-            lines = [(str(s.stage), cost(s), *base[i]) for i, s in enumerate(at.stages)]
-            longest = max(lines, key=lambda line: line[1].seconds)
-            slowest_base = max(base, key=lambda pair: pair[0].seconds)[0]
-            lines.append(("slowest", longest[1], slowest_base, longest[3]))
-            for stage, this, none, other in lines:
-                saved = {"communication": reduction(this.communication, none.communication)}
-                saved["with_compress"] = reduction(this.seconds, none.seconds)
-                saved["all"] = reduction(this.seconds + other, none.seconds + other)
-                row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "stage": stage}
-                row |= {"bytes": round(this.bytes), "seconds_communication": f"{this.communication:.9g}"}
-                row |= {"seconds_compress": f"{this.compress:.9g}", "seconds_other": f"{other:.9g}"}
-                row |= {f"reduction_{what}_percent": f"{value:.4f}" for what, value in saved.items()}
+        base = {stage.stage: at.none(stage) for stage in at.stages}
+        slowest_base = max(base.values(), key=lambda cost: cost.seconds)
+        for name, (rank, method) in at.methods().items():
+            costs = {stage.stage: method(stage) for stage in at.stages}
+            longest = max(costs, key=lambda stage: costs[stage].seconds)
+            lines = [(str(stage), cost, base[stage], stage) for stage, cost in costs.items()]
+            for label, cost, none, stage in [*lines, ("slowest", costs[longest], slowest_base, longest)]:
+                other = at.other(at.stages[stage])
+                saved = {
+                    "communication": reduction(cost.communication, none.communication),
+                    "with_compress": reduction(cost.seconds, none.seconds),
+                    "all": reduction(cost.seconds + other, none.seconds + other),
+                }
+                row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "stage": label}
+                row |= {"bytes": round(cost.bytes), "seconds_communication": f"{cost.communication:.9g}"}
+                row |= {"seconds_compress": f"{cost.compress:.9g}", "seconds_other": f"{other:.9g}"}
+                row |= {f"reduction_{part}_percent": f"{value:.4f}" for part, value in saved.items()}
                 rows.append(row | {"kind": KIND})
     return rows
 
 
 def stage_table(model: Model) -> list[dict[str, Any]]:
-    """One row per stage: what one GPU of it holds and sends uncompressed. Exact, not simulated."""
-    rows = []
-    for stage in model.stages:
-        shapes = Counter(stage.matrices)
-        row: dict[str, Any] = {"stage": stage.stage, "layers": stage.layers, "parameters": stage.parameters}
-        row["matrices"] = len(stage.matrices)
-        row["matrix_shapes"] = " ".join(f"{n}*{m}x{k}" for (m, k), n in shapes.items())
-        row |= {"bytes_dense": sum(stage.dense_payload()), "bytes_dense_rest": FP32_BYTES * stage.dense_rest}
-        rows.append(row | {"memory_bytes": sum(stage.memory().values()), "kind": "computed"})
-    return rows
+    """One row per stage: content and uncompressed messages of one GPU of it. Exact, not simulated.
+
+    Memory is that of fp32 training with Adam: weight, gradient and two moments, without activations.
+    """
+    return [
+        {
+            "stage": stage.stage,
+            "layers": stage.layers,
+            "parameters": stage.parameters,
+            "matrices": len(stage.matrices),
+            "matrix_shapes": " ".join(f"{n}*{m}x{k}" for (m, k), n in Counter(stage.matrices).items()),
+            "bytes_dense": sum(stage.dense_payload()),
+            "bytes_dense_rest": FP32_BYTES * stage.dense_rest,
+            "memory_bytes": 4 * FP32_BYTES * stage.parameters,
+            "kind": "computed",
+        }
+        for stage in model.stages
+    ]
 
 
 def bandwidth_where(model: Model, cost: Callable[[Model], StageCost], percent: float) -> float | None:
@@ -98,7 +109,7 @@ def bandwidth_where(model: Model, cost: Callable[[Model], StageCost], percent: f
 def boundary(
     saved: Callable[[float], float], percent: float, low: float, high: float, precision: float
 ) -> float | None:
-    """The bandwidth (Gbit/s) up to which ``percent`` is saved, given what is saved by bandwidth: to a factor
+    """Bandwidth (Gbit/s) up to which ``percent`` is saved, given what is saved by bandwidth: to a factor
     ``precision`` below it.
 
     Bisection, as what is saved falls with the bandwidth; None and infinity beyond ``low`` and ``high``.
@@ -139,7 +150,7 @@ def summary(study: str, model: Model) -> dict[str, Any]:
         "title": load_study(study).title,
         "kind": KIND,
         "parameters": shape.unique_parameters,
-        "parameters_allocated": allocated_parameters(shape),
+        "parameters_allocated": shape.allocated_parameters,
         "parallel": {"tensor": shape.tensor, "pipeline": shape.pipeline, "data": shape.data},
         "padded_vocabulary": shape.padded_vocab,
         "groups_sharing_a_node": model.sharing,
@@ -156,9 +167,9 @@ def summary(study: str, model: Model) -> dict[str, Any]:
 
 
 def shares(model: Model) -> dict[str, float]:
-    """By the assumed share of the peak: what part of an uncompressed step no method could save more than."""
-    models = {value: model.assuming("compute", "step_efficiency", value) for value in EFFICIENCIES}
-    return {f"{v:g}": round(cluster_step.uncompressed_reduction_share(at), 6) for v, at in models.items()}
+    """Largest part of an uncompressed step that any method could save, by the assumed share of the peak."""
+    models = [(value, model.assuming("compute", "step_efficiency", value)) for value in EFFICIENCIES]
+    return {f"{value:g}": round(cluster_step.uncompressed_reduction_share(at), 6) for value, at in models}
 
 
 @main_guard

@@ -1,4 +1,4 @@
-"""How long a whole training step of a described cluster takes, by :mod:`experiments.simulation.iteration_model`.
+"""Length of a whole training step of a described cluster, by :mod:`experiments.simulation.iteration_model`.
 
 What is assumed beside :mod:`experiments.simulation.cost`:
 
@@ -28,7 +28,7 @@ def forward_seconds(model: Model, stage: StageShard) -> float:
     """Seconds of one micro-batch's forward pass on one GPU of ``stage``."""
     shape, compute = model.shape, model.cluster.compute
     tokens, weights = model.micro_batch * shape.sequence_length, model.active_weights(stage)
-    attention = 4 * shape.sequence_length * shape.hidden * stage.layer_count / shape.tensor
+    attention = 4 * shape.sequence_length * shape.hidden * len(stage.layer_range) / shape.tensor
     speed = model.cluster.gpu.fp32_flops.value * compute.step_efficiency.value * model.speed(stage)
     return tokens * (2 * weights + attention) / speed
 
@@ -50,8 +50,8 @@ def step(model: Model, cost: StageCost, *, overlap: bool) -> Iteration:
         forward, exchange = forward_seconds(model, shard), model.exchange(shard)
         stages.append(
             Stage(
-                forward=(forward + exchange,),
-                backward=(forward * model.cluster.compute.backward_ratio.value + exchange,),
+                forward=forward + exchange,
+                backward=forward * model.cluster.compute.backward_ratio.value + exchange,
                 to_next=travel,
                 to_previous=travel,
                 buckets=buckets(model, shard, cost(shard)),
@@ -66,12 +66,12 @@ def of_method(model: Model, name: str, *, overlap: bool, base: float) -> tuple[I
     """A step of a method, and the mean seconds of a step over its run; ``base`` are those of an uncompressed one."""
     rank, cost = model.methods(edgc=name.startswith("edgc"))[name]
     if not name.startswith("edgc") or rank is None:
-        found = step(model, cost, overlap=overlap)
-        return found, found.seconds
+        iteration = step(model, cost, overlap=overlap)
+        return iteration, iteration.seconds
     # A warm-up of uncompressed steps: the mean over the run is one of steps, not of messages.
     warm_up = model.cluster.methods.warmup_fraction.value
-    found = step(model, partial(model.powersgd, rank=rank), overlap=overlap)
-    return found, warm_up * base + (1 - warm_up) * found.seconds
+    iteration = step(model, partial(model.powersgd, rank=rank), overlap=overlap)
+    return iteration, warm_up * base + (1 - warm_up) * iteration.seconds
 
 
 def table(models: Iterator[Model]) -> list[dict[str, Any]]:
@@ -82,10 +82,10 @@ def table(models: Iterator[Model]) -> list[dict[str, Any]]:
         for overlap in (False, True):
             base = step(at, at.none, overlap=overlap)
             for name, (rank, _) in at.methods().items():
-                found, seconds = of_method(at, name, overlap=overlap, base=base.seconds)
+                iteration, seconds = of_method(at, name, overlap=overlap, base=base.seconds)
                 row = {"method": name, "rank": rank, "gbits_per_second": f"{at.gbits:g}", "overlap": overlap}
-                row |= {"seconds_step": f"{seconds:.9g}", "seconds_exposed": f"{max(found.exposed):.9g}"}
-                row |= {"seconds_pipeline": f"{max(found.computed):.9g}"}
+                row |= {"seconds_step": f"{seconds:.9g}", "seconds_exposed": f"{max(iteration.exposed):.9g}"}
+                row |= {"seconds_pipeline": f"{max(iteration.computed):.9g}"}
                 row |= {"reduction_time_percent": f"{reduction(seconds, base.seconds):.4f}"}
                 rows.append(row | {"kind": KIND})
     return rows

@@ -1,4 +1,4 @@
-"""What one step's gradient communication costs on a described cluster: the plain alpha-beta estimate.
+"""Cost of one step's gradient communication on a described cluster: the plain alpha-beta estimate.
 
 The model, and what it leaves out:
 
@@ -63,10 +63,6 @@ class Cost:
     @property
     def seconds(self) -> float:
         return self.communication + self.compress
-
-    def mix(self, other: Cost, share: float) -> Cost:
-        """Mean over a run that spends ``share`` of its steps at ``other``."""
-        return self.times(1 - share) + other.times(share)
 
     def times(self, factor: float) -> Cost:
         parts = (self.bytes, self.communication, self.compress, self.latency)
@@ -157,6 +153,7 @@ class Model:
 
     @of_parts
     def none(self, stage: StageShard) -> Cost:
+        """Uncompressed reduction."""
         return self._reduced(stage, stage.dense_payload())
 
     @of_parts
@@ -181,8 +178,8 @@ class Model:
         """Largest entries of every matrix as fp32 value and int32 index, all-gathered; dense rest reduced."""
         share = self.cluster.methods.topk_fraction.value
         entries = sum(m * n for m, n in stage.matrices)
-        kept = sum(max(1, round(share * m * n)) for m, n in stage.matrices)
-        sparse, passes = 2 * FP32_BYTES * kept, self.cluster.methods.memory_passes.value.topk
+        entries_sent = sum(max(1, round(share * m * n)) for m, n in stage.matrices)
+        sparse, passes = 2 * FP32_BYTES * entries_sent, self.cluster.methods.memory_passes.value.topk
         dense = self._reduced(stage, (FP32_BYTES * stage.dense_rest,), self.passes(entries, passes))
         return dense + Cost(sparse, self._gather(sparse, stage), latency=self._gather(0.0, stage))
 
@@ -210,10 +207,7 @@ class Model:
         """
         last = self.shape.pipeline - 1
         sends = self.micro_batches * ((stage.stage < last) + (stage.stage > 0))
-        seconds = sends * self.transfer()
-        if stage.stage in (0, last):
-            seconds += self.tied_embedding()
-        return seconds
+        return sends * self.transfer() + (self.tied_embedding() if stage.stage in (0, last) else 0.0)
 
     def active_weights(self, stage: StageShard) -> float:
         """Entries of the matrices that a token is multiplied with on one GPU of ``stage``."""
@@ -263,33 +257,34 @@ class Model:
         r_max, methods = self.largest_useful_rank(), self.cluster.methods
         if r_max is None:
             return None
-        r_min = _multiple(r_max / methods.r_min_divisor.value)
-        return r_min, _multiple(r_min + methods.mean_rank_position.value * (r_max - r_min)), r_max
+
+        def multiple(rank: float) -> int:
+            return max(RANK_MULTIPLE, RANK_MULTIPLE * round(rank / RANK_MULTIPLE))
+
+        r_min = multiple(r_max / methods.r_min_divisor.value)
+        return r_min, multiple(r_min + methods.mean_rank_position.value * (r_max - r_min)), r_max
 
     def edgc(self, stage: StageShard, rank: int) -> Cost:
         """Mean over a whole run: uncompressed in the warm-up, ``rank`` afterwards."""
-        return self.powersgd(stage, rank).mix(self.none(stage), self.cluster.methods.warmup_fraction.value)
+        warm_up = self.cluster.methods.warmup_fraction.value
+        return self.powersgd(stage, rank).times(1 - warm_up) + self.none(stage).times(warm_up)
 
     def methods(self, *, edgc: bool = True) -> dict[str, tuple[int | None, StageCost]]:
         """Name -> (rank, cost of a stage), in the order of the tables; without EDGC no rank is looked for."""
-        found: dict[str, tuple[int | None, StageCost]]
-        found = {"none": (None, self.none), "bf16": (None, self.bf16)}
+        costs: dict[str, tuple[int | None, StageCost]]
+        costs = {"none": (None, self.none), "bf16": (None, self.bf16)}
         for rank in self.cluster.methods.powersgd_ranks.value:
-            found[f"powersgd_r{rank}"] = (rank, partial(self.powersgd, rank=rank))
+            costs[f"powersgd_r{rank}"] = (rank, partial(self.powersgd, rank=rank))
         ranks = (self.edgc_ranks() if edgc else None) or (None, None, None)
         for name, edgc_rank in zip(("edgc_r_min", "edgc", "edgc_r_max"), ranks, strict=True):
-            found[name] = (edgc_rank, self.none if edgc_rank is None else partial(self.edgc, rank=edgc_rank))
+            costs[name] = (edgc_rank, self.none if edgc_rank is None else partial(self.edgc, rank=edgc_rank))
         for bits in (8, 4):
-            found[f"int{bits}"] = (None, partial(self.quantised, bits=bits))
+            costs[f"int{bits}"] = (None, partial(self.quantised, bits=bits))
         # What this repository's own runs found best at few bytes: int8 factors of a middle rank.
         rank = self.cluster.methods.quantised_factors_rank.value
-        found[f"factors_int8_r{rank}"] = (rank, partial(self.powersgd, rank=rank, factor_bytes=1))
-        return found | {"topk": (None, self.topk)}
+        costs[f"factors_int8_r{rank}"] = (rank, partial(self.powersgd, rank=rank, factor_bytes=1))
+        return costs | {"topk": (None, self.topk)}
 
     def method(self, name: str) -> StageCost:
         """The cost of a method other than EDGC."""
         return self.methods(edgc=False)[name][1]
-
-
-def _multiple(rank: float) -> int:
-    return max(RANK_MULTIPLE, RANK_MULTIPLE * round(rank / RANK_MULTIPLE))

@@ -1,4 +1,4 @@
-"""Clusters whose parts are not alike, or whose links are congested for a while: what each method saves. Simulated.
+"""Savings of each method on clusters whose parts are not alike, or whose links are congested for a while. Simulated.
 
 Beside :mod:`experiments.simulation.cost`: the links over which a stage is reduced have a share of the bandwidth, or the
 devices of a stage a share of the speed, for the whole run or between two shares of it. EDGC's controller goes through
@@ -52,7 +52,7 @@ def course(even: Model, case: Case, iterations: int) -> Course:
     uneven = Uneven(**values, links=case.links or ones, devices=case.devices or ones)
     start, end = round(case.start * iterations), round(case.end * iterations)
     parts = ((0, start, even), (start, end, uneven), (end, iterations, even))
-    return Course(tuple((last, model) for before, last, model in parts if last > before))
+    return Course(tuple((last, model) for first, last, model in parts if last > first))
 
 
 def table(scenarios: Scenarios) -> pd.DataFrame:
@@ -74,12 +74,14 @@ def table(scenarios: Scenarios) -> pd.DataFrame:
     entropy = known[chosen.entropy]
     rows: list[dict[str, Any]] = []
     for key, case in chosen.cases.items():
-        met = course(even, case, run.train.iterations)
-        traces = {name: follow(met, entropy, replace(run.edgc, **changes)) for name, changes in CONTROLLERS.items()}
+        conditions = course(even, case, run.train.iterations)
+        traces = {
+            name: follow(conditions, entropy, replace(run.edgc, **changes)) for name, changes in CONTROLLERS.items()
+        }
         about = {"case": key, "label": case.label, "gbits_per_second": chosen.gbits_per_second}
         for overlap in (False, True):
             fixed = ("none", *(name for name in scenarios.methods if name != "edgc"))
-            seconds = {name: met.mean_seconds(methodcaller("method", name), overlap=overlap) for name in fixed}
+            seconds = {name: conditions.mean_seconds(methodcaller("method", name), overlap=overlap) for name in fixed}
             seconds |= {name: trace.mean_seconds(overlap=overlap) for name, trace in traces.items()}
             for name, step in seconds.items():
                 row = about | {"overlap": overlap, "method": name, "seconds_step": step}

@@ -1,4 +1,4 @@
-"""What each rank of a study would hold and send, before anybody has the GPUs.
+"""Memory and messages of each rank of a study, before anybody has the GPUs.
 
 ``python -m experiments.simulation.dry_run --study gpt2_2p5b_v100`` (or ``make dry-run STUDY=gpt2_2p5b_v100``) builds
 every pipeline stage for every method on the meta device, takes it through two steps
@@ -69,6 +69,8 @@ def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
     Raises:
         UserError: the study has no runs at this scale, none called so, or one that a dry run cannot follow.
     """
+    from experiments.simulation.virtual_rank import not_followed
+
     runs = {run.variant: run for run in reversed(matrix.runs(study, scale))}
     where = matrix.study_path(study)
     if not runs:
@@ -76,54 +78,46 @@ def chosen(study: str, scale: str, method: str | None) -> list[RunConfig]:
     if method is not None and method not in runs:
         fix = f"use one of {', '.join(sorted(runs))}"
         raise UserError(f"study {study} has no method {method!r}", where=where, fix=fix)
-    from experiments.simulation.virtual_rank import not_followed
-
-    wanted = list(reversed(runs.values())) if method is None else [runs[method]]
-    left_out = {run.variant: why for run in wanted if (why := not_followed(run))}
-    if method in left_out:
-        raise UserError(left_out[method], where=f"{study}, {method}", fix="choose another method")
-    for name, why in left_out.items():
-        print(f"left out: {runs[name].label} ({why})", file=sys.stderr)
-    return [run for run in wanted if run.variant not in left_out]
-
-
-def rank_of(run: RunConfig, asked: int) -> int | None:
-    """The rank that a step is looked at: the configured one, and ``asked`` where a controller decides it."""
-    config = run.edgc
-    if isinstance(config, PolicyConfig):
-        return config.r_max or asked
-    return config.fixed_rank
-
-
-def look_at(run: RunConfig, shape: GPTShape, stage: StageShard, asked: int) -> Row:
-    """The first rank of ``stage``, which stands for all: every tensor-parallel shard has the same shapes, and every
-    replica the same parameters."""
-    from experiments.simulation.virtual_rank import VirtualRank
-
-    virtual = VirtualRank(run, stage.stage * shape.tensor * shape.data)
-    decided = rank_of(run, asked)
-    step = virtual.step(decided if run.edgc.method == "edgc" else None)
-    formula = virtual.in_flight * stage_bytes(run, stage.stage, shape.padded_vocab)
-    return Row(run, shape, stage, decided, step, formula)
+    followed = []
+    for run in reversed(runs.values()) if method is None else [runs[method]]:
+        reason = not_followed(run)
+        if reason and method:
+            raise UserError(reason, where=f"{study}, {method}", fix="choose another method")
+        if reason:
+            print(f"left out: {run.label} ({reason})", file=sys.stderr)
+        else:
+            followed.append(run)
+    return followed
 
 
 def rows(study: str, scale: str, *, method: str | None, rank: int) -> Iterator[Row]:
-    """One row for each method and pipeline stage of ``study``."""
-    where, work = str(matrix.study_path(study)), []
+    """One row for each method and pipeline stage of ``study``; ``rank`` where a controller decides it.
+
+    The first rank of a stage stands for all: every tensor-parallel shard has the same shapes, and every replica the
+    same parameters.
+    """
+    from experiments.simulation.virtual_rank import VirtualRank
+
+    work = []
     for run in chosen(study, scale, method):
-        shape = placement.from_settings(run.model, run.parallel, run.data.vocab_size, where)
+        shape = placement.shape_of(run)
         work += [(run, shape, stage) for stage in placement.build(shape)]
     console = Console(stderr=True)
     for number, (run, shape, stage) in enumerate(track(work, f"{study}: stages", console=console, transient=True), 1):
         if not console.is_terminal:  # a bar would not be seen
             print(f"[{number}/{len(work)}] {run.label}, stage {stage.stage}", file=sys.stderr, flush=True)
-        yield look_at(run, shape, stage, rank)
+        config = run.edgc
+        used = config.r_max or rank if isinstance(config, PolicyConfig) else config.fixed_rank
+        virtual = VirtualRank(run, stage.stage * shape.tensor * shape.data)
+        step = virtual.step(used if config.method == "edgc" else None)
+        formula = virtual.in_flight * stage_bytes(run, stage.stage, shape.padded_vocab)
+        yield Row(run, shape, stage, used, step, formula)
 
 
-def as_csv(found: list[Row], memory: int, *, every_rank: bool) -> str:
+def as_csv(rows: list[Row], memory: int, *, every_rank: bool) -> str:
     """All numbers, in bytes; a line for each row, or for each rank of it."""
-    lines = []
-    for row in found:
+    table = []
+    for row in rows:
         step, stage, places = row.step, row.stage, row.places
         about = {"pipeline": stage.stage, "ranks_alike": len(places), "layers": stage.layers}
         about |= {"parameters": stage.parameters}
@@ -134,46 +128,41 @@ def as_csv(found: list[Row], memory: int, *, every_rank: bool) -> str:
         about |= {"bytes_total": step.total, "bytes_gpu": memory, "fits": str(step.total <= memory).lower()}
         for place, data, tensor in places if every_rank else places[:1]:
             at = {"method": row.run.variant, "rank": row.rank, "global_rank": place, "data": data, "tensor": tensor}
-            lines.append(at | about)
-    return csv_text(lines)
+            table.append(at | about)
+    return csv_text(table)
 
 
-def as_table(found: list[Row], title: str, memory: int, *, every_rank: bool) -> Table:
+def as_table(rows: list[Row], title: str, memory: int, *, every_rank: bool) -> Table:
     """For people: GiB of memory, MB sent."""
     columns = ["method", "r", "PP", "TP", "DP", "ranks", "layers", "parameters", "param.", "grad.", "Adam",
                "activations", "by formula", "E", "buffers", "work", "total GiB", "sent MB/step"]  # fmt: skip
     table = Table(*columns, title=title)
-    for row in found:
-        step, shape = row.step, row.shape
-        spans = [(f"0-{shape.tensor - 1}", f"0-{shape.data - 1}", str(len(row.places)))]
+    for row in rows:
+        step, stage, places = row.step, row.stage, row.places
+        spans = [(f"0-{row.shape.tensor - 1}", f"0-{row.shape.data - 1}", str(len(places)))]
         if every_rank:
-            spans = [(str(tensor), str(data), "1") for _, data, tensor in row.places]
-        work = step.total - step.kept - step.all_activations
+            spans = [(str(tensor), str(data), "1") for _, data, tensor in places]
         sizes = (
             step.parameters, step.gradients, step.optimizer, step.all_activations, row.activations_by_formula,
-            step.error_feedback, step.buffers, max(0, work), step.total,
+            step.error_feedback, step.buffers, max(0, step.total - step.kept - step.all_activations), step.total,
         )  # fmt: skip
         numbers = [f"{size / GIB:.2f}" for size in sizes]
         if step.total > memory:
             numbers[-1] += " DOES NOT FIT"
-        for tensor, data, count in spans:
-            table.add_row(
-                row.run.label, "" if row.rank is None else str(row.rank), str(row.stage.stage), tensor, data, count,
-                row.stage.layers, f"{row.stage.parameters:,}", *numbers, f"{step.sent / 1e6:.1f}",
-            )  # fmt: skip
+        first = (row.run.label, "" if row.rank is None else str(row.rank), str(stage.stage))
+        last = (stage.layers, f"{stage.parameters:,}", *numbers, f"{step.sent / 1e6:.1f}")
+        for span in spans:
+            table.add_row(*first, *span, *last)
     return table
 
 
-def verdict(found: list[Row], memory: int, name: str) -> str:
-    """One sentence: whether every rank of every method fits, and which do not."""
+def verdict(rows: list[Row], memory: int, name: str) -> str:
+    """One sentence: does every rank of every method fit, and which do not."""
     size = f"{memory / GIB:g} GiB of a {name}"
-    large = [row for row in found if row.step.total > memory]
-    worst = max(found, key=lambda row: row.step.total)
+    large = [f"{row.run.label} on stage {row.stage.stage}" for row in rows if row.step.total > memory]
+    worst = max(rows, key=lambda row: row.step.total)
     most = f"the largest rank needs {worst.step.total / GIB:.2f} GiB ({worst.run.label}, stage {worst.stage.stage})"
-    if not large:
-        return f"Fits into the {size}: {most}."
-    which = ", ".join(f"{row.run.label} on stage {row.stage.stage}" for row in large)
-    return f"DOES NOT FIT into the {size}: {which}; {most}."
+    return f"DOES NOT FIT into the {size}: {', '.join(large)}; {most}." if large else f"Fits into the {size}: {most}."
 
 
 @main_guard
@@ -186,19 +175,18 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write the numbers, in bytes, as CSV.")] = None,
 ) -> None:
     """Print what each rank holds and sends; with --out also as CSV."""
-    gpu, shape = load_cluster(study).gpu, placement.study_shape(study)
-    found = list(rows(study, scale, method=method, rank=rank))
+    gpu, shape = load_cluster(study).gpu, placement.shape_of(placement.study_run(study))
+    lines = list(rows(study, scale, method=method, rank=rank))
     memory = gpu.memory_bytes.value
     parallel = f"TP{shape.tensor} PP{shape.pipeline} DP{shape.data}"
-    table = as_table(found, f"{study}: {parallel}, GiB per GPU", memory, every_rank=every_rank)
     wide = Console(width=None if sys.stdout.isatty() else 240)
-    wide.print(table)
-    unique, allocated = shape.unique_parameters, placement.allocated_parameters(shape)
+    wide.print(as_table(lines, f"{study}: {parallel}, GiB per GPU", memory, every_rank=every_rank))
+    unique, allocated = shape.unique_parameters, shape.allocated_parameters
     print(f"{unique:,} parameters; {allocated:,} with vocabulary padding and the last stage's copy of the embedding")
-    print(verdict(found, memory, gpu.name.value))
+    print(verdict(lines, memory, gpu.name.value))
     print("Not counted: what CUDA, NCCL and the allocator keep for themselves, and scratch memory inside of kernels.")
     if out is not None:
-        atomic_write(out, as_csv(found, memory, every_rank=every_rank))
+        atomic_write(out, as_csv(lines, memory, every_rank=every_rank))
 
 
 if __name__ == "__main__":

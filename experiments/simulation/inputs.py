@@ -1,4 +1,4 @@
-"""The ``cluster:`` section of a study file: what the cluster model is told, with sources and kinds."""
+"""The ``cluster:`` section of a study file: inputs of the cluster model, with sources and kinds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Network(Settings):
 
 
 class Gpu(Settings):
-    """What compression costs on one GPU: peaks, and the shares of them that the operations reach.
+    """Cost of compression on one GPU: peaks, and the shares of them that the operations reach.
 
     ``memory_bytes`` is what the dry run compares with (:mod:`experiments.simulation.dry_run`).
     """
@@ -47,7 +47,7 @@ class Gpu(Settings):
 
 
 class Compute(Settings):
-    """What a step computes: ``step_efficiency`` of the peak, ``backward_ratio`` to forward, and Megatron's buckets."""
+    """Computation of a step: ``step_efficiency`` of the peak, ``backward_ratio`` to forward, and Megatron's buckets."""
 
     step_efficiency: Sourced[Share]
     backward_ratio: Sourced[PositiveFloat]
@@ -77,7 +77,7 @@ class Methods(Settings):
 
 
 class Claim(Settings):
-    """What the paper reports."""
+    """Reductions that the paper reports."""
 
     reduction_percent: Sourced[Annotated[float, Field(gt=0.0, lt=100.0)]]
     time_reduction_percent: Sourced[Annotated[float, Field(gt=0.0, lt=100.0)]]
@@ -104,7 +104,7 @@ def load_cluster(study: str) -> ClusterConfig:
     return validate(ClusterConfig, values, f"{path}, cluster")
 
 
-def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int, where: object = None) -> int:
+def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int) -> int:
     """Largest number of data-parallel groups that use one node's link at the same time.
 
     Raises:
@@ -112,19 +112,19 @@ def groups_sharing_a_node(shape: GPTShape, nodes: int, gpus_per_node: int, where
             members of a data-parallel group would not fit the placement that the estimate assumes.
     """
     if nodes * gpus_per_node != shape.world:
-        what = f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
-        raise UserError(what, where=where, fix="change the cluster or the parallel sizes")
+        message = f"nodes * gpus_per_node = {nodes * gpus_per_node}, but tensor * pipeline * data = {shape.world}"
+        raise UserError(message, where=shape.where, fix="change the cluster or the parallel sizes")
     if gpus_per_node % shape.tensor:
-        what = f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}"
-        raise UserError(what, where=where, fix="keep every tensor-parallel group within a node")
+        message = f"gpus_per_node = {gpus_per_node} is not divisible by parallel.tensor = {shape.tensor}"
+        raise UserError(message, where=shape.where, fix="keep every tensor-parallel group within a node")
     on_node: dict[int, set[tuple[int, int]]] = {}
     for rank in range(shape.world):  # tensor fastest, then data, then pipeline
         tensor, data = rank % shape.tensor, rank // shape.tensor % shape.data
         group = (tensor, rank // (shape.tensor * shape.data))
         groups = on_node.setdefault(rank // gpus_per_node, set())
         if group in groups:
-            what = f"gpus_per_node = {gpus_per_node} puts replica {data} beside another one of its group"
+            message = f"gpus_per_node = {gpus_per_node} puts replica {data} beside another one of its group"
             fix = "use gpus_per_node = parallel.tensor: the estimate wants replicas on different nodes"
-            raise UserError(what, where=where, fix=fix)
+            raise UserError(message, where=shape.where, fix=fix)
         groups.add(group)
     return max(len(groups) for groups in on_node.values())

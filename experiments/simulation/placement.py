@@ -1,4 +1,4 @@
-"""Which parameter lives on which pipeline stage and tensor-parallel shard of a Megatron GPT, by formula.
+"""Parameters on each pipeline stage and tensor-parallel shard of a Megatron GPT, by formula.
 
 Everything is integer arithmetic: no torch, no allocation, so the 12.1 B model takes milliseconds. The names,
 the order and the local shapes are those of Megatron-Core's ``GPTModel`` with the local layer spec and learned
@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from edgc.config import EDGCConfig
 from edgc.errors import UserError
 from experiments.spec.matrix import load_study, study_path
-from experiments.spec.settings import ModelConfig, ParallelConfig, RunConfig, padded_vocabulary, resolve
+from experiments.spec.settings import RunConfig, padded_vocabulary, resolve
 from experiments.spec.transformer import layer_matrices
 
 FP32_BYTES = 4
@@ -29,7 +30,7 @@ class GPTShape:
     Attributes:
         layers, hidden, heads, ffn_hidden, sequence_length: of the model.
         vocab_size: entries of the tokenizer, before padding.
-        tensor, pipeline, data: parallel sizes; ``virtual`` model chunks per stage (interleaved 1F1B).
+        tensor, pipeline, data: parallel sizes.
         tied: the output projection is the word embedding; with pipeline > 1 the last stage holds a copy.
         where: file named in error messages.
     """
@@ -43,29 +44,22 @@ class GPTShape:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
-    virtual: int = 1
     tied: bool = True
     where: str | None = None
 
     def __post_init__(self) -> None:
         if not self.ffn_hidden:
             object.__setattr__(self, "ffn_hidden", 4 * self.hidden)
-        for key in ("layers", "hidden", "heads", "sequence_length", "vocab_size", "ffn_hidden",
-                    "tensor", "pipeline", "data", "virtual"):  # fmt: skip
-            if getattr(self, key) < 1:
-                what = f"{key} = {getattr(self, key)} is not valid"
-                raise UserError(what, where=self.where, fix="use 1 or more")
-        self._divides("model.hidden", self.hidden, "model.heads", self.heads)
-        for key, value in (("model.heads", self.heads), ("model.ffn_hidden", self.ffn_hidden)):
-            self._divides(key, value, "parallel.tensor", self.tensor)
-        chunks = "parallel.pipeline" + (" * parallel.virtual_pipeline" if self.virtual > 1 else "")
-        self._divides("model.layers", self.layers, chunks, self.pipeline * self.virtual)
-
-    def _divides(self, key: str, value: int, by_key: str, by: int) -> None:
-        if value % by:
-            what = f"{key} = {value} is not divisible by {by_key} = {by}"
-            fix = f"change {key} or {by_key} so that it divides evenly"
-            raise UserError(what, where=self.where, fix=fix)
+        for key, value, divisor_key, divisor in (
+            ("model.hidden", self.hidden, "model.heads", self.heads),
+            ("model.heads", self.heads, "parallel.tensor", self.tensor),
+            ("model.ffn_hidden", self.ffn_hidden, "parallel.tensor", self.tensor),
+            ("model.layers", self.layers, "parallel.pipeline", self.pipeline),
+        ):
+            if value % divisor:
+                message = f"{key} = {value} is not divisible by {divisor_key} = {divisor}"
+                fix = f"change {key} or {divisor_key} so that it divides evenly"
+                raise UserError(message, where=self.where, fix=fix)
 
     @property
     def world(self) -> int:
@@ -75,22 +69,30 @@ class GPTShape:
     def padded_vocab(self) -> int:
         return padded_vocabulary(self.vocab_size, self.tensor)
 
+    def _parameters(self, embedding_rows: int) -> int:
+        h, f = self.hidden, self.ffn_hidden
+        layer = 4 * h * h + 2 * h * f + (3 * h + h + f + h) + 4 * h  # matrices, biases, two layernorms
+        return self.layers * layer + (embedding_rows + self.sequence_length + 2) * h
+
     @property
     def unique_parameters(self) -> int:
         """Parameters of the model on one device: vocabulary not padded, tied embedding counted once."""
-        h, f = self.hidden, self.ffn_hidden
-        layer = 4 * h * h + 2 * h * f + (3 * h + h + f + h) + 4 * h  # matrices, biases, two layernorms
-        embeddings = self.vocab_size * h * (1 if self.tied else 2) + self.sequence_length * h
-        return self.layers * layer + embeddings + 2 * h
+        return self._parameters(self.vocab_size * (1 if self.tied else 2))
+
+    @property
+    def allocated_parameters(self) -> int:
+        """Parameters of one replica as allocated, with vocabulary padding and the last stage's embedding copy.
+
+        Whole tensors, so tensors that tensor parallelism replicates count once.
+        """
+        return self._parameters(self.padded_vocab * (1 if self.tied and self.pipeline == 1 else 2))
 
 
-@dataclass(frozen=True)
-class ParameterTensor:
-    """One parameter on one rank: ``shape`` is the local shard, ``full_shape`` the whole tensor."""
+class ParameterTensor(NamedTuple):
+    """Parameter on one rank, with the local shape of its shard."""
 
     name: str
     shape: tuple[int, ...]
-    full_shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -99,14 +101,14 @@ class ParameterTensor:
 
 @dataclass(frozen=True)
 class StageShard:
-    """The parameters of one pipeline stage on one tensor-parallel process; all these processes look alike.
+    """Parameters of one pipeline stage on one tensor-parallel process; all these processes look alike.
 
     A payload is what one replica hands to the data-parallel collectives in a step: the bytes of the reductions, in the
     order in which they depend on each other.
     """
 
     stage: int
-    layer_ranges: tuple[tuple[int, int], ...]  # half-open, one per model chunk
+    layer_range: range
     tensors: tuple[ParameterTensor, ...]
 
     @cached_property
@@ -121,17 +123,13 @@ class StageShard:
     @property
     def layers(self) -> str:
         """Zero-based layer numbers, e.g. ``0-12``."""
-        return " ".join(f"{first}-{end - 1}" for first, end in self.layer_ranges)
-
-    @property
-    def layer_count(self) -> int:
-        return sum(end - first for first, end in self.layer_ranges)
+        return f"{self.layer_range[0]}-{self.layer_range[-1]}"
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int], ...]:
         """Local (rows, columns) of what may be compressed: 2-D tensors, not smaller than the threshold."""
         large = (t.shape for t in self.tensors if len(t.shape) == 2 and t.numel >= MIN_COMPRESSION_ELEMENTS)
-        return tuple((shape[0], shape[1]) for shape in large)
+        return tuple((rows, columns) for rows, columns in large)
 
     @cached_property
     def dense_rest(self) -> int:
@@ -163,98 +161,70 @@ class StageShard:
         second = factor_bytes * sum(n * r for _, n, r in used)
         return (first, second) if second else (first,)
 
-    def memory(self, rank: int | None = None) -> dict[str, int]:
-        """Bytes of fp32 training with Adam, without activations, which depend on the schedule; ``rank`` adds error
-        feedback and the factors P and Q of PowerSGD."""
-        dense, used = FP32_BYTES * self.parameters, self.factored(rank) if rank is not None else ()
-        feedback = FP32_BYTES * sum(m * n for m, n, _ in used)
-        factors = FP32_BYTES * sum((m + n) * r for m, n, r in used)
-        kept = {"parameters": dense, "gradients": dense, "adam": 2 * dense}
-        return kept | {"error_feedback": feedback, "factors": factors}
-
-
-def _layer(shape: GPTShape, prefix: str) -> Iterator[ParameterTensor]:
-    """One transformer layer in Megatron's order; column-parallel weights split rows, row-parallel columns."""
-    h, whole = shape.hidden, layer_matrices(shape.hidden, shape.ffn_hidden)
-    by_rows, by_columns = (shape.tensor, 1), (1, shape.tensor)
-    yield from _with_bias(prefix + "input_layernorm", (h,), (h,))
-    yield from _with_bias(prefix + "self_attention.linear_proj", _part(whole.projection, by_columns), whole.projection)
-    yield from _with_bias(prefix + "self_attention.linear_qkv", _part(whole.qkv, by_rows), whole.qkv)
-    yield from _with_bias(prefix + "pre_mlp_layernorm", (h,), (h,))
-    yield from _with_bias(prefix + "mlp.linear_fc1", _part(whole.fc1, by_rows), whole.fc1)
-    yield from _with_bias(prefix + "mlp.linear_fc2", _part(whole.fc2, by_columns), whole.fc2)
-
-
-def _part(matrix: tuple[int, int], parts: tuple[int, int]) -> tuple[int, int]:
-    return matrix[0] // parts[0], matrix[1] // parts[1]
-
-
-def _with_bias(name: str, local: tuple[int, ...], full: tuple[int, ...]) -> Iterator[ParameterTensor]:
-    yield ParameterTensor(f"{name}.weight", local, full)
-    yield ParameterTensor(f"{name}.bias", local[:1], full[:1])
-
-
-def _stage(shape: GPTShape, stage: int) -> StageShard:
-    per_chunk = shape.layers // (shape.pipeline * shape.virtual)
-    v, h = shape.padded_vocab, shape.hidden
-    local_vocab = (v // shape.tensor, h)
-    tensors: list[ParameterTensor] = []
-    ranges: list[tuple[int, int]] = []
-    for chunk in range(shape.virtual):
-        prefix = f"chunk{chunk}." if shape.virtual > 1 else ""
-        position = chunk * shape.pipeline + stage
-        if position == 0:
-            tensors.append(ParameterTensor(prefix + "embedding.word_embeddings.weight", local_vocab, (v, h)))
-            positions = (shape.sequence_length, h)  # replicated on every tensor-parallel rank
-            tensors.append(ParameterTensor(prefix + "embedding.position_embeddings.weight", positions, positions))
-        for layer in range(per_chunk):
-            tensors.extend(_layer(shape, f"{prefix}decoder.layers.{layer}."))
-        ranges.append((position * per_chunk, (position + 1) * per_chunk))
-        if position == shape.pipeline * shape.virtual - 1:
-            tensors.extend(_with_bias(prefix + "decoder.final_layernorm", (h,), (h,)))
-            if not shape.tied or shape.pipeline * shape.virtual > 1:
-                tensors.append(ParameterTensor(prefix + "output_layer.weight", local_vocab, (v, h)))
-    return StageShard(stage, tuple(ranges), tuple(tensors))
-
 
 def build(shape: GPTShape) -> tuple[StageShard, ...]:
     """One shard of every pipeline stage, first stage first."""
     return tuple(_stage(shape, stage) for stage in range(shape.pipeline))
 
 
-def allocated_parameters(shape: GPTShape) -> int:
-    """Parameters of one replica as allocated, with vocabulary padding and the last stage's embedding copy.
+def _stage(shape: GPTShape, stage: int) -> StageShard:
+    layers, h = shape.layers // shape.pipeline, shape.hidden
+    vocabulary = (shape.padded_vocab // shape.tensor, h)
+    tensors: list[ParameterTensor] = []
+    if stage == 0:
+        tensors.append(ParameterTensor("embedding.word_embeddings.weight", vocabulary))
+        # Replicated on every tensor-parallel rank.
+        tensors.append(ParameterTensor("embedding.position_embeddings.weight", (shape.sequence_length, h)))
+    for layer in range(layers):
+        tensors.extend(_layer(shape, f"decoder.layers.{layer}."))
+    if stage == shape.pipeline - 1:
+        tensors.extend(_with_bias("decoder.final_layernorm", (h,)))
+        if not shape.tied or shape.pipeline > 1:
+            tensors.append(ParameterTensor("output_layer.weight", vocabulary))
+    return StageShard(stage, range(stage * layers, (stage + 1) * layers), tuple(tensors))
 
-    Whole tensors, so tensors that tensor parallelism replicates count once.
+
+def _layer(shape: GPTShape, prefix: str) -> Iterator[ParameterTensor]:
+    """One transformer layer in Megatron's order; column-parallel weights split rows, row-parallel columns."""
+    norm, t, whole = (shape.hidden,), shape.tensor, layer_matrices(shape.hidden, shape.ffn_hidden)
+    for name, local in (
+        ("input_layernorm", norm),
+        ("self_attention.linear_proj", (whole.projection[0], whole.projection[1] // t)),
+        ("self_attention.linear_qkv", (whole.qkv[0] // t, whole.qkv[1])),
+        ("pre_mlp_layernorm", norm),
+        ("mlp.linear_fc1", (whole.fc1[0] // t, whole.fc1[1])),
+        ("mlp.linear_fc2", (whole.fc2[0], whole.fc2[1] // t)),
+    ):
+        yield from _with_bias(prefix + name, local)
+
+
+def _with_bias(name: str, local: tuple[int, ...]) -> Iterator[ParameterTensor]:
+    yield ParameterTensor(f"{name}.weight", local)
+    yield ParameterTensor(f"{name}.bias", local[:1])
+
+
+def shape_of(run: RunConfig) -> GPTShape:
+    """Shape of the model of a run and how it is split.
+
+    Raises:
+        UserError: another model than a dense GPT, no vocabulary, or another schedule than plain 1F1B.
     """
-    return sum(prod(t.full_shape) for stage in build(shape) for t in stage.tensors)
-
-
-def from_settings(
-    model: ModelConfig, parallel: ParallelConfig, vocab_size: int | None, where: str | None = None
-) -> GPTShape:
-    """The shape of a run from its ``model`` and ``parallel`` settings (``experiments.spec.settings``)."""
-    if model.architecture != "gpt":
-        what = f"model.architecture = {model.architecture!r} has no placement"
-        raise UserError(what, where=where, fix="use a study with gpt")
-    if vocab_size is None:
+    model, parallel, where = run.model, run.parallel, str(study_path(run.study))
+    if model.architecture != "gpt" or model.experts is not None:
+        raise UserError("only dense GPTs have a placement", where=where, fix="use a study with model.architecture: gpt")
+    if parallel.virtual_pipeline is not None:
+        fix = "remove parallel.virtual_pipeline"
+        raise UserError("only the plain 1F1B schedule has a placement", where=where, fix=fix)
+    if run.data.vocab_size is None:
         raise UserError("data.vocab_size is not set", where=where, fix="set it, e.g. 50257 for the GPT-2 tokenizer")
     return GPTShape(
         layers=model.layers, hidden=model.hidden, heads=model.heads, ffn_hidden=model.ffn_hidden or 0,
-        sequence_length=model.sequence_length, vocab_size=vocab_size, tensor=parallel.tensor,
-        pipeline=parallel.pipeline, data=parallel.data, virtual=parallel.virtual_pipeline or 1,
-        tied=model.tie_embeddings, where=where,
+        sequence_length=model.sequence_length, vocab_size=run.data.vocab_size, tensor=parallel.tensor,
+        pipeline=parallel.pipeline, data=parallel.data, tied=model.tie_embeddings, where=where,
     )  # fmt: skip
 
 
 def study_run(study: str) -> RunConfig:
-    """The uncompressed run of a paper-scale study: its ``base`` alone, which must be complete."""
-    path = study_path(study)
+    """Uncompressed run of a paper-scale study: its ``base`` alone, which must be complete."""
     identity = {"study": study, "scale": "paper", "variant": "none", "label": "uncompressed", "seed": 1}
-    return resolve({**load_study(study).base, **identity}, path)
-
-
-def study_shape(study: str) -> GPTShape:
-    """The model of a paper-scale study and how it is split."""
-    run = study_run(study)
-    return from_settings(run.model, run.parallel, run.data.vocab_size, str(study_path(study)))
+    return resolve({**load_study(study).base, **identity}, study_path(study))

@@ -14,7 +14,7 @@ change.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ class Recorded:
     entropy: tuple[float, ...]
 
     def mean(self, start: float, end: float) -> float:
-        """Of the line through what was measured, between two shares of a run; before the first as at the first."""
+        """Mean of the line through what was measured, between two shares of a run; before the first as at the first."""
         inside = [share for share in self.shares if start < share < end]
         at = [start, *inside, end]
         return float(np.trapezoid(np.interp(at, self.shares, self.entropy), at) / (end - start))
@@ -63,21 +63,21 @@ def recorded() -> dict[str, Recorded]:
     fix = "restore it from version control, or write it again: python -m experiments.simulation.rank_trace TREND"
     try:
         table = pd.read_csv(PATH, dtype={"run": str, "share": float, "entropy": float})
-        found = {
+        entropies = {
             str(name): Recorded(tuple(rows["share"]), tuple(rows["entropy"]))
             for name, rows in table.groupby("run", sort=False)
         }
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"recorded entropies cannot be read: {error}", where=PATH, fix=fix) from None
-    lengths = {len(one.shares) for one in found.values()}
-    if len(lengths) != 1 or any(one.shares[-1] != 1.0 for one in found.values()) or table.isna().any(axis=None):
+    shares = [entropy.shares for entropy in entropies.values()]
+    if len({len(run) for run in shares}) != 1 or any(run[-1] != 1.0 for run in shares) or table.isna().any(axis=None):
         raise UserError("recorded entropies are cut short: a run does not reach its end", where=PATH, fix=fix)
-    return found
+    return entropies
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a run meets: models of the same stages, each with the iteration up to which it holds."""
+    """Conditions of a run: models of the same stages, each with the iteration up to which it holds."""
 
     parts: tuple[tuple[int, Model], ...]
 
@@ -94,17 +94,17 @@ class Course:
         return next(index for index, (end, _) in enumerate(self.parts) if iteration <= end)
 
     def mean_seconds(self, method: Callable[[Model], StageCost], *, overlap: bool) -> float:
-        """Of a step with a method that does not change."""
-        total, before = 0.0, 0
+        """Mean of a step with a method that does not change."""
+        total, start = 0.0, 0
         for end, model in self.parts:
-            seconds = cluster_step.step(model, method(model), overlap=overlap).seconds
-            total, before = total + (end - before) * seconds, end
+            total += (end - start) * cluster_step.step(model, method(model), overlap=overlap).seconds
+            start = end
         return total / self.iterations
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the controller decided in the course of a run.
+    """Decisions of the controller in the course of a run.
 
     Attributes:
         spent: (part of the course, ranks of all stages; None: uncompressed) -> iterations.
@@ -121,35 +121,34 @@ class Trace:
     measurements: int = 1
 
     def share(self, stage: int, rank: int | None) -> float:
-        """Of the run, that ``stage`` spent at ``rank``."""
+        """Share of the run that ``stage`` spent at ``rank``."""
         at_rank = sum(count for (_, ranks), count in self.spent.items() if ranks[stage] == rank)
         return at_rank / self.course.iterations
 
     def mean_rank(self, stage: int) -> float:
-        """While ``stage`` compressed; nan if it never did."""
-        found = [(rank, count) for (_, ranks), count in self.spent.items() if (rank := ranks[stage]) is not None]
-        total = sum(count for _, count in found)
-        return sum(rank * count for rank, count in found) / total if total else float("nan")
+        """Mean while ``stage`` compressed; nan if it never did."""
+        used = [(rank, count) for (_, ranks), count in self.spent.items() if (rank := ranks[stage]) is not None]
+        total = sum(count for _, count in used)
+        return sum(rank * count for rank, count in used) / total if total else float("nan")
 
     @property
     def mean_ranks(self) -> str:
-        """Of all stages, as text."""
+        """Mean rank of each stage, as text."""
         return "/".join(f"{self.mean_rank(stage.stage):.4g}" for stage in self.course.stages)
 
     def mean_cost(self, stage: StageShard) -> Cost:
-        """Of a stage's reduction, over the whole run."""
-        found = Cost(0.0, 0.0)
-        for (part, ranks), count in self.spent.items():
-            cost = cost_at(self.course.parts[part][1], ranks, stage)
-            found += cost.times(count / self.course.iterations)
-        return found
+        """Mean cost of a stage's reduction, over the whole run."""
+        costs = [
+            cost_at(self.course.parts[part][1], ranks, stage).times(count / self.course.iterations)
+            for (part, ranks), count in self.spent.items()
+        ]
+        return sum(costs, Cost(0.0, 0.0))
 
     def mean_seconds(self, *, overlap: bool) -> float:
-        """Of a step, over the whole run."""
+        """Mean length of a step, over the whole run."""
         total = 0.0
         for (part, ranks), count in self.spent.items():
-            model = self.course.parts[part][1]
-            total += count * step_seconds(model, ranks, overlap=overlap)
+            total += count * step_seconds(self.course.parts[part][1], ranks, overlap=overlap)
         return total / self.course.iterations
 
 
@@ -158,15 +157,14 @@ def follow(course: Course, entropy: Recorded, config: EDGCConfig) -> Trace:
     iterations = course.iterations
     controller = make_controller(config, [stage.matrices for stage in course.stages], iterations)
     spent: Counter[tuple[int, Ranks]] = Counter()
-    measurements = 0
     moves: list[tuple[int, str, Ranks]] = []
-    iteration = 1
+    iteration, measurements = 1, 0
     while iteration <= iterations:
         plan, part = controller.plan(iteration), course.part(iteration)
         part_end, model = course.parts[part]
         if not moves or moves[-1][1:] != (plan.phase, plan.ranks):
             moves.append((iteration, plan.phase, plan.ranks))
-        until = iteration
+        last = iteration  # with this plan
         if plan.exchange:
             # The window's samples up to here.
             start = (iteration - 1) // config.window * config.window
@@ -178,42 +176,41 @@ def follow(course: Course, entropy: Recorded, config: EDGCConfig) -> Trace:
             end = -(-iteration // config.window) * config.window
             if isinstance(config, PolicyConfig) and iteration < config.search_start:
                 end = min(end, config.search_start)
-            until = max(iteration, min(end - 1, part_end))
-        spent[part, plan.ranks] += until - iteration + 1
-        iteration = until + 1
+            last = max(iteration, min(end - 1, part_end))
+        spent[part, plan.ranks] += last - iteration + 1
+        iteration = last + 1
     return Trace(course, spent, tuple(moves), controller.r_min, controller.r_max, measurements)
 
 
 def report(model: Model, controller: Controller, iteration: int, entropy: float) -> Report:
-    """What training on the cluster would tell the controller."""
+    """Report that training on the cluster would give the controller."""
     plan, stages = controller.plan(iteration), model.stages
     ratio = model.cluster.compute.backward_ratio.value
-    probe = reductions = None
-    if plan.probe_rank is not None:
-        probe = tuple(probed(model, stage, plan.probe_rank).seconds for stage in stages)
-    if controller.watches(iteration):
-        reductions = tuple(probed(model, stage, plan.ranks[stage.stage] or 0).seconds for stage in stages)
+
+    def timed(ranks: Sequence[int]) -> tuple[float, ...]:
+        """Seconds of a timed reduction: at rank 0 an uncompressed one; otherwise every matrix is factored."""
+        costs = (
+            model.powersgd(s, rank, always=True) if rank else model.none(s)
+            for s, rank in zip(stages, ranks, strict=True)
+        )
+        return tuple(cost.seconds for cost in costs)
+
     return Report(
         (entropy,) * len(stages),
-        probe_seconds=probe,
+        probe_seconds=None if plan.probe_rank is None else timed([plan.probe_rank] * len(stages)),
         backward_seconds=tuple(ratio * cluster_step.forward_seconds(model, stage) for stage in stages),
-        reduction_seconds=reductions,
+        reduction_seconds=timed([rank or 0 for rank in plan.ranks]) if controller.watches(iteration) else None,
     )
 
 
-def probed(model: Model, stage: StageShard, rank: int) -> Cost:
-    """What a timed reduction takes: at rank 0 an uncompressed one; otherwise every matrix is factored."""
-    return model.powersgd(stage, rank, always=True) if rank else model.none(stage)
-
-
 def cost_at(model: Model, ranks: Ranks, stage: StageShard) -> Cost:
+    """Cost of a stage's reduction at these ranks, one a stage."""
     rank = ranks[stage.stage]
     return model.none(stage) if rank is None else model.powersgd(stage, rank)
 
 
 def step_seconds(model: Model, ranks: Ranks, *, overlap: bool) -> float:
-    """Of a step at these ranks, one a stage."""
-
+    """Length of a step at these ranks, one a stage."""
     key = ("step", ranks, overlap)
     if key not in model.memory:
         model.memory[key] = cluster_step.step(model, partial(cost_at, model, ranks), overlap=overlap).seconds
@@ -226,7 +223,7 @@ def edgc_run(study: str) -> RunConfig:
 
 
 def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(a row per bandwidth and recorded entropy, a row per change of ranks) of a study's EDGC run."""
+    """(A row per bandwidth and recorded entropy, a row per change of ranks) of a study's EDGC run."""
     run = edgc_run(study)
     assert isinstance(run.edgc, PolicyConfig)
     # The network of the model does not change.
@@ -239,13 +236,12 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
         for name, entropy in recorded().items():
             trace = follow(Course(((iterations, at),)), entropy, config)
             slowest = at.slowest(trace.mean_cost)
-            steps = {overlap: trace.mean_seconds(overlap=overlap) for overlap in base}
             about = {"entropy": name, "gbits_per_second": f"{at.gbits:g}"}
             saved = {
                 "communication": reduction(slowest.communication, dense.communication),
                 "with_compress": reduction(slowest.seconds, dense.seconds),
-                "time": reduction(steps[False], base[False]),
-                "time_overlap": reduction(steps[True], base[True]),
+                "time": reduction(trace.mean_seconds(overlap=False), base[False]),
+                "time_overlap": reduction(trace.mean_seconds(overlap=True), base[True]),
             }
             rows.append(
                 about
@@ -255,15 +251,13 @@ def tables(study: str, models: list[Model]) -> tuple[list[dict[str, Any]], list[
                 | {"share_at_r_min": f"{trace.share(0, trace.r_min) if trace.r_min else 0.0:.6g}"}
                 | {"bytes": round(slowest.bytes), "seconds_communication": f"{slowest.communication:.9g}"}
                 | {"seconds_compress": f"{slowest.compress:.9g}"}
-                | {f"reduction_{what}_percent": f"{percent:.4f}" for what, percent in saved.items()}
+                | {f"reduction_{part}_percent": f"{percent:.4f}" for part, percent in saved.items()}
                 | {"kind": KIND}
             )
-            moves += [
-                about
-                | {"iteration": iteration, "share": f"{(iteration - 1) / iterations:.6g}", "phase": phase}
-                | {"ranks": "/".join("dense" if rank is None else str(rank) for rank in ranks), "kind": KIND}
-                for iteration, phase, ranks in trace.moves
-            ]
+            for iteration, phase, ranks in trace.moves:
+                text = "/".join("dense" if rank is None else str(rank) for rank in ranks)
+                when = {"iteration": iteration, "share": f"{(iteration - 1) / iterations:.6g}", "phase": phase}
+                moves.append(about | when | {"ranks": text, "kind": KIND})
     return rows, moves
 
 
@@ -281,11 +275,11 @@ def entropies(trend: pd.DataFrame) -> pd.DataFrame:
 @main_guard
 def main(trend: Annotated[Path, typer.Argument(help="trend.csv or .parquet of study entropy_trend")]) -> None:
     """Write recorded_entropy.csv: the entropy of a run of every variant of the study, uncompressed GPTs and a BERT."""
-    found = written_tables.kept(trend)
-    if found is None:
+    path = written_tables.kept(trend)
+    if path is None:
         fix = "run the study, or give results/reference/workstation/entropy_trend/trend.parquet"
         raise UserError("there is no such table", where=trend, fix=fix)
-    atomic_write(PATH, entropies(written_tables.read(found)).to_csv(index=False, lineterminator="\n"))
+    atomic_write(PATH, entropies(written_tables.read(path)).to_csv(index=False, lineterminator="\n"))
 
 
 if __name__ == "__main__":

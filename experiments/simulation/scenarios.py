@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from edgc.errors import UserError
 from experiments.common.yaml_settings import Settings, validate
@@ -60,6 +60,19 @@ class Scenario(Settings):
     experts: Experts | None = None
     sites: Sites | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> Scenario:
+        experts = self.experts
+        if experts and self.sites:
+            raise ValueError("experts over two sites are not modelled; use one of them")
+        if self.sites and self.data % 2:
+            raise ValueError(f"data = {self.data} is odd; use an even number for two sites")
+        if experts and (self.data % experts.expert_parallel or experts.count % experts.expert_parallel):
+            raise ValueError(f"expert_parallel = {experts.expert_parallel} does not divide data or count")
+        if experts and experts.per_token > experts.count:
+            raise ValueError("experts.per_token is more than count; use at most count")
+        return self
+
 
 Shares = list[Annotated[float, Field(gt=0.0, le=1.0)]]
 
@@ -74,9 +87,15 @@ class Case(Settings):
     start: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     end: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
+    @model_validator(mode="after")
+    def _check(self) -> Case:
+        if self.start >= self.end:
+            raise ValueError(f"start = {self.start:g} is not below end = {self.end:g}")
+        return self
+
 
 class Disturbances(Settings):
-    """What :mod:`experiments.simulation.disturbances` computes; ``entropy`` names a run of ``recorded_entropy.csv``."""
+    """Inputs of :mod:`experiments.simulation.disturbances`; ``entropy`` names a run of ``recorded_entropy.csv``."""
 
     gbits_per_second: PositiveFloat
     entropy: str
@@ -90,6 +109,17 @@ class Scenarios(Settings):
     methods: Annotated[list[str], Field(min_length=1)]
     clusters: Annotated[dict[str, Scenario], Field(min_length=1)]
     disturbances: Disturbances | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Scenarios:
+        if self.disturbances:
+            stages = len(load_model(self.of).stages)
+            for name, case in self.disturbances.cases.items():
+                for key, shares in (("links", case.links), ("devices", case.devices)):
+                    if shares is not None and len(shares) != stages:
+                        fix = f"give {stages}, one for each pipeline stage of {self.of}"
+                        raise ValueError(f"disturbances.cases.{name}.{key} has {len(shares)} numbers; {fix}")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +158,30 @@ class MixtureOfExperts(Model):
     experts: Experts
 
     def parts(self, stage: StageShard) -> Sequence[tuple[Model, StageShard]]:
-        """What all replicas hold, and what every ``expert_parallel``-th one holds."""
+        """Parameters that all replicas hold, and those that every ``expert_parallel``-th one holds."""
         fewer = replace(self.shape, data=self.shape.data // self.experts.expert_parallel)
         shared = tuple(t for t in stage.tensors if ".experts." not in t.name)
-        own = tuple(t for t in stage.tensors if ".experts." in t.name)
-        return (self, replace(stage, tensors=shared)), (replace(self, shape=fewer), replace(stage, tensors=own))
+        experts = tuple(t for t in stage.tensors if ".experts." in t.name)
+        return (self, replace(stage, tensors=shared)), (replace(self, shape=fewer), replace(stage, tensors=experts))
 
     def active_weights(self, stage: StageShard) -> float:
-        shared, own = (part.active_weights for _, part in self.parts(stage))
-        return shared + own * self.experts.per_token / (self.experts.count // self.experts.expert_parallel)
+        shared, experts = (part.active_weights for _, part in self.parts(stage))
+        return shared + experts * self.experts.per_token / (self.experts.count // self.experts.expert_parallel)
 
     def exchange(self, stage: StageShard) -> float:
         group = self.experts.expert_parallel
         entries = self.micro_batch * self.shape.sequence_length * self.shape.hidden / self.shape.tensor
         size = FP32_BYTES * entries * self.experts.per_token * (group - 1) / group
-        return 2 * stage.layer_count * ((group - 1) * self.latency + size / self.bandwidth)
+        return 2 * len(stage.layer_range) * ((group - 1) * self.latency + size / self.bandwidth)
 
 
 def with_experts(stage: StageShard, local: int) -> StageShard:
     """Every MLP ``local`` times."""
     tensors: list[ParameterTensor] = []
     for tensor in stage.tensors:
-        before, found, after = tensor.name.partition(".mlp.")
-        names = [f"{before}.mlp.experts.{i}.{after}" for i in range(local)] if found else [tensor.name]
-        tensors += [replace(tensor, name=name) for name in names]
+        layer, mlp, part = tensor.name.partition(".mlp.")
+        names = [f"{layer}.mlp.experts.{i}.{part}" for i in range(local)] if mlp else [tensor.name]
+        tensors += [tensor._replace(name=name) for name in names]
     return replace(stage, tensors=tuple(tensors))
 
 
@@ -164,36 +194,8 @@ def load_scenarios(study: str) -> Scenarios:
     values, path = load_study(study).scenarios, study_path(study)
     if values is None:
         raise UserError(f"study {study} has no scenarios section", where=path, fix="use a study that has one")
-    found: Scenarios = validate(Scenarios, values, f"{path}, scenarios")
-    for name, cluster in found.clusters.items():
-        where, experts = f"{path}, scenarios.clusters.{name}", cluster.experts
-        if experts and cluster.sites:
-            raise UserError("experts over two sites are not modelled", where=where, fix="use one of them")
-        if cluster.sites and cluster.data % 2:
-            raise UserError(f"data = {cluster.data} is odd", where=where, fix="use an even number for two sites")
-        if experts and (cluster.data % experts.expert_parallel or experts.count % experts.expert_parallel):
-            what = f"expert_parallel = {experts.expert_parallel} does not divide data or count"
-            raise UserError(what, where=where, fix="use sizes that it divides")
-        if experts and experts.per_token > experts.count:
-            raise UserError("experts.per_token is more than count", where=where, fix="use at most count")
-    if found.disturbances is not None:
-        check_cases(found, f"{path}, scenarios.disturbances")
-    return found
-
-
-def check_cases(scenarios: Scenarios, where: str) -> None:
-    """Raises UserError where a case does not fit the stages of the model."""
-    assert scenarios.disturbances is not None
-    stages = len(load_model(scenarios.of).stages)
-    for name, case in scenarios.disturbances.cases.items():
-        for key in ("links", "devices"):
-            given = getattr(case, key)
-            if given is not None and len(given) != stages:
-                fix = f"give {stages} numbers, one for each pipeline stage of {scenarios.of}"
-                raise UserError(f"cases.{name}.{key} has {len(given)} numbers", where=where, fix=fix)
-        if case.start >= case.end:
-            what = f"cases.{name}: start = {case.start:g} is not below end = {case.end:g}"
-            raise UserError(what, where=where)
+    scenarios: Scenarios = validate(Scenarios, values, f"{path}, scenarios")
+    return scenarios
 
 
 def model_of(of: str, cluster: Scenario, gbits: float) -> Model:

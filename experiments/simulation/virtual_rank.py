@@ -1,10 +1,10 @@
-"""One rank of a job of any size, on the meta device: what it holds and sends in a step, without memory or network.
+"""One rank of a job of any size, on the meta device: memory and messages of a step, without memory or network.
 
 The model, Megatron's gradient buffers and optimizer, EDGC's engine and its compressor are the ones of a training run,
 built by the same functions. Their tensors have shapes and no memory, their process groups any size and no peers, so
 the last stage of the 12.1 B model is built and taken through a step in seconds. Nothing here is a second formula: bytes
-are counted where tensors are allocated (:class:`~experiments.simulation.meta_device.Ledger`) and where collectives are
-called (:class:`~edgc.runtime.channel.Channel`).
+are counted where tensors are allocated (:class:`Ledger`) and where collectives are called
+(:class:`~edgc.runtime.channel.Channel`).
 
 What differs from a GPU: kernels that allocate scratch memory of their own, the allocator's rounding, and the memory
 that CUDA and NCCL keep for themselves are not seen. It replaces functions of torch for the whole process, so it belongs
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,13 +23,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from edgc.compressors.base import compressible
+from edgc.compressors.powersgd import state
 from edgc.errors import UserError
 from edgc.megatron import cpu_shims
 from experiments.simulation import placement
-from experiments.simulation.meta_device import META, Ledger, stand_in_for_cuda
 from experiments.spec.settings import RunConfig
 
 with cpu_shims.without_compiler():
@@ -38,11 +42,68 @@ with cpu_shims.without_compiler():
     from experiments.training.build import build_chunks, build_optimizer
     from experiments.training.model import transformer_config
 
+META = torch.device("meta")
 BY_VALUE = ("topk",)  # its selection of entries is sized by what it finds
 
 
+class Ledger(TorchDispatchMode):
+    """Counts the memory that the meta tensors made inside it would take.
+
+    Wherever a program reads a number out of a meta tensor (whether gradients are finite, a norm) it gets 1.
+
+    Attributes:
+        live: bytes of what is alive, each storage once.
+        peak: the largest ``live`` since it was last set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device == META:
+            return {torch.bool: True}.get(args[0].dtype, 1.0)
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.device == META:
+                self._see(value.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, storage.nbytes())
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def stand_in_for_cuda() -> None:
+    """Megatron asks for the current CUDA device wherever it allocates: it gets the meta device, for good.
+
+    Raises:
+        UserError: where there is a GPU.
+    """
+    if not cpu_shims.install(META):
+        raise UserError("the dry run needs a process that sees no GPU", fix="set CUDA_VISIBLE_DEVICES to nothing")
+    functional: Any = torch.nn.functional
+    functional.dropout = _dropout
+    state.random_factor = lambda seed, draw, name, length, rank: torch.empty(length, rank, device=META)
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """As on a GPU, where a mask of one byte an entry is kept; elsewhere it would be of the input's type."""
+    return torch.native_dropout(x, p, training)[0] if training and p > 0 else x
+
+
 def not_followed(run: RunConfig) -> str | None:
-    """Why a dry run cannot say what a method takes, if it cannot."""
+    """Reason why a dry run cannot say what a method takes, if it cannot."""
     if run.edgc.method in BY_VALUE:
         return f"what {run.edgc.method} takes depends on values, which a dry run has none of"
     if run.edgc.fused_embedding:
@@ -52,7 +113,7 @@ def not_followed(run: RunConfig) -> str | None:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank holds and sends, in bytes. Its memory is at its highest in one of three parts of a step.
+    """Memory and messages of a rank, in bytes. Its memory is at its highest in one of three parts of a step.
 
     Attributes:
         parameters, gradients, optimizer: what stays; Adam's moments, and masters where they are not the parameters.
@@ -95,28 +156,17 @@ class Step:
 
 @dataclass(frozen=True)
 class VirtualRank:
-    """A rank of ``run``, and what it is built for.
-
-    Attributes:
-        rank: global; Megatron's order: tensor fastest, then data, then pipeline.
-    """
+    """A rank of ``run``: ``rank`` is global, in Megatron's order: tensor fastest, then data, then pipeline."""
 
     run: RunConfig
     rank: int
 
     def __post_init__(self) -> None:
-        parallel, where = self.run.parallel, f"{self.run.study}, {self.run.variant}"
-        if parallel.virtual_pipeline is not None:
-            fix = "remove parallel.virtual_pipeline"
-            raise UserError("the dry run knows the plain 1F1B schedule only", where=where, fix=fix)
-        if self.run.model.architecture != "gpt" or self.run.model.experts is not None:
-            raise UserError("the dry run knows dense GPTs only", where=where, fix="choose another study")
-        if why := not_followed(self.run):
-            raise UserError(why, where=where, fix="choose another method")
-        if self.run.data.vocab_size is None:
-            raise UserError("data.vocab_size is not set", where=where, fix="set it, e.g. 50257 for GPT-2's")
-        if not 0 <= self.rank < parallel.world:
-            raise UserError(f"rank = {self.rank} is not below the world size {parallel.world}", where=where)
+        world, where = placement.shape_of(self.run).world, f"{self.run.study}, {self.run.variant}"
+        if reason := not_followed(self.run):
+            raise UserError(reason, where=where, fix="choose another method")
+        if not 0 <= self.rank < world:
+            raise UserError(f"rank = {self.rank} is not below the world size {world}", where=where)
 
     @property
     def coordinates(self) -> tuple[int, int, int]:
@@ -192,7 +242,7 @@ class VirtualRank:
         """This process as the rank: its process groups, its model chunk, and a ledger that is counting."""
         stand_in_for_cuda()
         run, parallel = self.run, self.run.parallel
-        assert run.data.vocab_size is not None
+        vocab_size = placement.shape_of(run).vocab_size
         dist.init_process_group("fake", rank=self.rank, world_size=parallel.world, store=FakeStore())
         try:
             parallel_state.initialize_model_parallel(
@@ -203,7 +253,7 @@ class VirtualRank:
             # As on a GPU: parameters are made on the device, without values here.
             config.use_cpu_initialization = config.perform_initialization = False
             with Ledger() as ledger:
-                yield build_chunks(self._plain, run.data.vocab_size, config), ledger
+                yield build_chunks(self._plain, vocab_size, config), ledger
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
@@ -212,16 +262,15 @@ class VirtualRank:
     def _attach(self, chunks: list[Any]) -> Attachment:
         """As :func:`edgc.megatron.attach`, with the other stages' answers to its one question from the placement."""
         run, least = self.run, self.run.edgc.min_compression_elements
-        shape = placement.from_settings(run.model, run.parallel, run.data.vocab_size)
 
-        def gather_objects(mine: Any, group: Any = None) -> list[Any]:
+        def gather_objects(answer: Any, group: Any = None) -> list[Any]:
             stages = []
-            for stage in placement.build(shape):
+            for stage in placement.build(placement.shape_of(run)):
                 used = [t for t in stage.tensors if compressible(t.shape, least)]
                 # 32 bits: fp32 gradients at every precision.
                 matrices = [adapter.Matrix((t.shape[0], t.shape[1]), 32, "embedding" in t.name) for t in used]
                 stages.append((stage.stage, matrices))
-            stages[mine[0]] = mine
+            stages[answer[0]] = answer
             return stages
 
         with mock.patch.object(adapter, "gather_objects", gather_objects):
@@ -269,6 +318,6 @@ def _bytes(tensors: Any) -> int:
 
 def _masters(chunk: Any, optimizer: Any) -> int:
     """Of parameters that the optimizer keeps copies of from its making on, in bytes."""
-    own = {p.untyped_storage()._cdata for p in chunk.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    return _bytes([p for p in held if p.untyped_storage()._cdata not in own])
+    parameters = {p.untyped_storage()._cdata for p in chunk.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    return _bytes([p for p in stepped if p.untyped_storage()._cdata not in parameters])

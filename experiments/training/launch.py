@@ -41,8 +41,7 @@ from edgc.errors import UserError
 from experiments.common.cli import EXIT_BAD_INPUT, main_guard
 from experiments.common.files import check_writable, no_space
 from experiments.common.yaml_settings import load_yaml
-from experiments.data.folder import DataInfo, check_config, check_whole, load_info
-from experiments.data.integrity import check_indices
+from experiments.data.folder import DataInfo, check_config, check_indices, check_whole, load_info
 from experiments.spec.matrix import check_run, find
 from experiments.spec.settings import RunConfig, recorded, resolve
 from experiments.training import lineage, provenance

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 from edgc.compressors.quantization import _CHUNK_ON_GPU
-from experiments.simulation import dry_run
-from experiments.simulation.placement import build, study_shape
-from experiments.spec import matrix
+from experiments.simulation.placement import build, shape_of, study_run
 from tests.workers import run_workers
 
 pytest.importorskip("megatron.core")
@@ -110,7 +108,7 @@ def test_the_formula_is_within_a_tenth(name: str, virtual: Found) -> None:
 def test_the_papers_models_have_as_many_parameters_as_it_says(
     study: str, unique: int, allocated: int, models: dict[str, dict[str, list[tuple[str, list[int]]]]]
 ) -> None:
-    shape = study_shape(study)
+    shape = shape_of(study_run(study))
     stages = build(shape)
     assert len(models[study]) == shape.pipeline * shape.tensor
     total = 0
@@ -122,15 +120,6 @@ def test_the_papers_models_have_as_many_parameters_as_it_says(
     # The tied embedding is one parameter, though both end stages hold it, and its padding is none.
     copy = padded = shape.padded_vocab * shape.hidden
     assert total - copy - (padded - shape.vocab_size * shape.hidden) == unique
-
-
-def test_memory_adds_up(virtual: Found) -> None:
-    for rows in virtual.values():
-        for row in rows:
-            assert row["kept"] == sum(
-                row[key] for key in ("parameters", "gradients", "optimizer", "error_feedback", "buffers")
-            )
-            assert row["total"] >= row["kept"] + row["in_flight"] * row["activations"]
 
 
 def test_only_the_compressed_stage_keeps_anything(virtual: Found) -> None:
@@ -170,15 +159,3 @@ def test_mistakes_are_one_line(options: tuple[str, ...], named: str) -> None:
     assert done.returncode == 2
     assert named in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_without_a_method_every_one_that_can_be_followed_is_looked_at(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    study = "gpt2_12p1b_h100"
-    names = {run.variant for run in matrix.runs(study, "paper")}
-    followed = [run.variant for run in dry_run.chosen(study, "paper", None)]
-    assert names - set(followed) == {"topk", "optimus_cc"}
-    assert followed[0] == "none" and len(followed) == len(set(followed))
-    said = capsys.readouterr().err
-    assert said.count("left out: ") == 2 and "top-k 1 %" in said and "Optimus-CC" in said

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,37 +21,27 @@ import pyarrow.parquet as pq
 Row = dict[str, Any]
 
 
-def _choices(index: int, key: str, count: int) -> Row:
-    letters = "ABCDE"[:count]
-    options = {"text": [f"item {letter} {index}" for letter in letters], "label": list(letters)}
-    return {"id": f"q{index}", key: f"which item fits {index}", "choices": options, "answerKey": "B"}
+def _choices(key: str, counts: tuple[int, int]) -> Callable[[int], Row]:
+    """Questions with so many choices, the first one and the others."""
+
+    def row(index: int) -> Row:
+        letters = "ABCDE"[: counts[index > 0]]
+        options = {"text": [f"item {letter} {index}" for letter in letters], "label": list(letters)}
+        return {"id": f"q{index}", key: f"which item fits {index}", "choices": options, "answerKey": "B"}
+
+    return row
 
 
 def _race(index: int) -> Row:
-    problems = [
-        {"question": "I have  _  .", "answer": "B", "options": ["a cat", "a dog", "a cow", "an ox"]},
-        {
-            "question": f"who won {index}?",
-            "answer": "ABCD"[index % 4],
-            "options": ["he", "she", "it", "they"],
-        },
-    ]
-    return {"article": f"a short text {index}", "problems": repr(problems)}
+    won = {"question": f"who won {index}?", "answer": "ABCD"[index % 4], "options": ["he", "she", "it", "they"]}
+    have = {"question": "I have  _  .", "answer": "B", "options": ["a cat", "a dog", "a cow", "an ox"]}
+    return {"article": f"a short text {index}", "problems": repr([have, won])}
 
 
 def _hellaswag(index: int) -> Row:
-    return {
-        "ind": index,
-        "activity_label": "Cooking",
-        "ctx_a": f"a man [title] stirs pot {index}.",
-        "ctx_b": "then he",
-        "ctx": "",
-        "endings": ["eats.", "sleeps [step] now.", "runs.", "sings."],
-        "source_id": "s",
-        "split": "val",
-        "split_type": "indomain",
-        "label": str(index % 4),
-    }
+    texts = {"activity_label": "Cooking", "ctx_a": f"a man [title] stirs pot {index}.", "ctx_b": "then he", "ctx": ""}
+    kinds = {"source_id": "s", "split": "val", "split_type": "indomain", "label": str(index % 4)}
+    return {"ind": index, **texts, "endings": ["eats.", "sleeps [step] now.", "runs.", "sings."], **kinds}
 
 
 def _mathqa(index: int) -> Row:
@@ -70,12 +60,7 @@ def _winogrande(index: int) -> Row:
 
 
 def _boolq(index: int) -> Row:
-    return {
-        "question": f"is {index} even",
-        "passage": "numbers are odd or even",
-        "idx": index,
-        "label": index % 2,
-    }
+    return {"question": f"is {index} even", "passage": "numbers are odd or even", "idx": index, "label": index % 2}
 
 
 def _copa(index: int) -> Row:
@@ -83,46 +68,30 @@ def _copa(index: int) -> Row:
     return {**texts, "question": ("cause", "effect")[index % 2], "idx": index, "label": index % 2}
 
 
-# Dataset -> config -> split -> rows, for the twelve tasks.
-REPOSITORIES: dict[str, dict[str, dict[str, list[Row]]]] = {
-    "EleutherAI/lambada_openai": {"default": {"test": [{"text": f"she said to him {i} go home"} for i in range(5)]}},
-    "Rowan/hellaswag": {
-        "default": {split: [_hellaswag(i) for i in range(count)] for split, count in (("train", 3), ("validation", 6))}
-    },
-    "baber/piqa": {"default": {split: [_piqa(i) for i in range(7)] for split in ("train", "validation")}},
-    "regisss/math_qa": {
-        "default": {split: [_mathqa(i) for i in range(5)] for split in ("train", "validation", "test")}
-    },
-    "allenai/winogrande": {
-        "winogrande_xl": {split: [_winogrande(i) for i in range(6)] for split in ("train", "validation")}
-    },
-    "EleutherAI/race": {"high": {"test": [_race(i) for i in range(4)]}},
-    "allenai/ai2_arc": {
-        "ARC-Easy": {
-            split: [_choices(i, "question", 4 if i else 3) for i in range(4)]
-            for split in ("train", "validation", "test")
-        },
-        "ARC-Challenge": {
-            split: [_choices(i, "question", 4 if i else 5) for i in range(5)]
-            for split in ("train", "validation", "test")
-        },
-    },
-    "EleutherAI/wikitext_document_level": {
-        "wikitext-2-raw-v1": {
-            split: [{"page": f" = Page {i} = \n\n It 's a page , with 1 @,@ 000 words . \n"} for i in range(3)]
-            for split in ("train", "validation", "test")
-        }
-    },
-    "aps/super_glue": {
-        "boolq": {split: [_boolq(i) for i in range(6)] for split in ("train", "validation")},
-        "copa": {split: [_copa(i) for i in range(4)] for split in ("train", "validation")},
-    },
-    "allenai/openbookqa": {
-        "main": {
-            split: [_choices(i, "question_stem", 4) for i in range(5)] for split in ("train", "validation", "test")
-        }
-    },
-}
+def _page(index: int) -> Row:
+    return {"page": f" = Page {index} = \n\n It 's a page , with 1 @,@ 000 words . \n"}
+
+
+TWO, THREE = ("train", "validation"), ("train", "validation", "test")
+# (dataset, config, splits, rows of a split, a row), for the twelve tasks.
+SOURCES: list[tuple[str, str, tuple[str, ...], int, Callable[[int], Row]]] = [
+    ("EleutherAI/lambada_openai", "default", ("test",), 5, lambda i: {"text": f"she said to him {i} go home"}),
+    ("Rowan/hellaswag", "default", TWO, 6, _hellaswag),
+    ("baber/piqa", "default", TWO, 7, _piqa),
+    ("regisss/math_qa", "default", THREE, 5, _mathqa),
+    ("allenai/winogrande", "winogrande_xl", TWO, 6, _winogrande),
+    ("EleutherAI/race", "high", ("test",), 4, _race),
+    ("allenai/ai2_arc", "ARC-Easy", THREE, 4, _choices("question", (3, 4))),
+    ("allenai/ai2_arc", "ARC-Challenge", THREE, 5, _choices("question", (5, 4))),
+    ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", THREE, 3, _page),
+    ("aps/super_glue", "boolq", TWO, 6, _boolq),
+    ("aps/super_glue", "copa", TWO, 4, _copa),
+    ("allenai/openbookqa", "main", THREE, 5, _choices("question_stem", (4, 4))),
+]
+REPOSITORIES: dict[str, dict[str, dict[str, list[Row]]]] = {}  # dataset -> config -> split -> rows
+for _dataset, _config, _splits, _count, _row in SOURCES:
+    _rows = {split: [_row(index) for index in range(_count)] for split in _splits}
+    REPOSITORIES.setdefault(_dataset, {})[_config] = _rows
 
 
 def _files(configs: dict[str, dict[str, list[Row]]]) -> dict[str, bytes]:

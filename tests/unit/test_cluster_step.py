@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -70,21 +69,3 @@ def test_limits(study: str) -> None:
             for value in (0.2, 0.5, 0.9)
         ]
         assert shares == sorted(shares)
-
-
-def test_rows_are_against_uncompressed_with_as_much_overlap() -> None:
-    model = load_model("gpt2_12p1b_h100")
-    rows = cluster_step.table(iter([model]))
-    assert {row["kind"] for row in rows} == {"simulated"}
-    found = {(row["method"], row["overlap"]): row for row in rows}
-    assert len(found) == len(rows) == 2 * len(model.methods())
-    for overlap in OVERLAPS:
-        base = float(found["none", overlap]["seconds_step"])
-        assert float(found["none", overlap]["reduction_time_percent"]) == 0
-        for (_, same), row in found.items():
-            if same == overlap:
-                saved = 100 * (1 - float(row["seconds_step"]) / base)
-                assert float(row["reduction_time_percent"]) == pytest.approx(saved, abs=1e-3)
-        rank = found["edgc", overlap]["rank"]
-        low = cluster_step.step(model, partial(model.powersgd, rank=rank), overlap=overlap).seconds
-        assert float(found["edgc", overlap]["seconds_step"]) == pytest.approx(0.1 * base + 0.9 * low, rel=1e-6)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,15 @@ import pyarrow.parquet
 import pytest
 
 from edgc.errors import UserError
-from experiments.data import sources
-from experiments.data.corpus import SPLITS, Document, HuggingFaceText, StandardLibrary, TextFolder
-from experiments.data.sources import normalise, open_source
+from experiments.data import corpus
+from experiments.data.corpus import (
+    SPLITS,
+    Document,
+    HuggingFaceText,
+    StandardLibrary,
+    TextFolder,
+    open_source,
+)
 from experiments.spec.settings import DataConfig
 
 
@@ -122,13 +125,13 @@ def test_missing_corpus_names_key_path_and_fix(tmp_path: Path, config: dict[str,
 
 
 def test_hash_splits_have_their_shares_and_are_stable() -> None:
-    documents = [Document.of(f"p{number}", f"text {number}") for number in range(20000)]
+    documents = [Document.from_text(f"p{number}", f"text {number}") for number in range(20000)]
     source = HuggingFaceText("someone/something", "main")
     counts = {split: sum(source.split_of(document) == split for document in documents) for split in SPLITS}
     assert counts["train"] == pytest.approx(18980, abs=150)
     assert counts["validation"] == pytest.approx(1000, abs=150)
     assert 5 <= counts["test"] <= 45
-    moved = Document.of("elsewhere", documents[7].text)
+    moved = Document.from_text("elsewhere", documents[7].text)
     assert source.split_of(moved) == source.split_of(documents[7])
 
 
@@ -174,36 +177,9 @@ def test_openwebtext_asks_the_hub_for_a_pinned_revision(monkeypatch: pytest.Monk
         "one",
         "two",
     ]
-    pinned = {"revision": sources.OPENWEBTEXT_REVISION, "split": "train", "streaming": True}
-    assert asked == [(sources.OPENWEBTEXT, pinned)]
-    assert len(sources.OPENWEBTEXT_REVISION) == 40
+    pinned = {"revision": corpus.OPENWEBTEXT_REVISION, "split": "train", "streaming": True}
+    assert asked == [(corpus.OPENWEBTEXT, pinned)]
+    assert len(corpus.OPENWEBTEXT_REVISION) == 40
     other = open_source(DataConfig(source="openwebtext", dataset="someone/text", revision="v1"))
     assert other.where == "someone/text@v1"
     assert other.identity() != open_source(DataConfig(source="openwebtext")).identity()
-
-
-def test_hub_without_network_is_one_line(tmp_path: Path) -> None:
-    program = (
-        "from experiments.common.cli import main_guard; from experiments.data.sources import open_source\n"
-        "from experiments.spec.settings import DataConfig\n"
-        "main_guard(lambda: list(open_source(DataConfig(source='openwebtext')).documents()))()"
-    )
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: data.dataset cannot be read")
-    assert sources.OPENWEBTEXT in line
-    assert "local folder" in line
-
-
-def test_normalise_fills_defaults_and_drops_what_is_ignored() -> None:
-    assert normalise(DataConfig(source="stdlib", dataset="x", revision="y")) == DataConfig(source="stdlib")
-    hub = normalise(DataConfig(source="openwebtext", tokenizer="gpt2", vocab_size=4096))
-    assert (hub.dataset, hub.revision, hub.vocab_size) == (
-        sources.OPENWEBTEXT,
-        sources.OPENWEBTEXT_REVISION,
-        None,
-    )
-    assert normalise(DataConfig(source="openwebtext", dataset="a/b")).revision is None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from edgc.errors import UserError
+from experiments.common import files as file_tools
 from experiments.data import prepare as module
 from experiments.data import tokenizer
 from experiments.data.__main__ import find_config
-from experiments.data.corpus import SPLITS
+from experiments.data.corpus import SPLITS, HuggingFaceText, open_source
 from experiments.data.folder import check_config, load_info, texts
 from experiments.data.prepare import prepare
 from experiments.spec.settings import DataConfig
@@ -78,13 +78,6 @@ def test_every_document_is_stored_whole_in_one_split(tmp_path: Path, config: Dat
     assert not [path for path in out.parent.iterdir() if path.name not in ("toy", ".toy.lock")]
 
 
-def test_tokenizer_sees_the_train_split_only(tmp_path: Path, config: DataConfig) -> None:
-    out = tmp_path / "toy"
-    prepare(config, out, show=False)
-    trained = tokenizer.train_bpe([document.text for document in texts(out, "train")], 300)
-    assert trained.to_json() == (out / "tokenizer.json").read_text(encoding="utf-8")
-
-
 def test_second_time_does_nothing_and_changes_are_noticed(tmp_path: Path, config: DataConfig) -> None:
     out = tmp_path / "toy"
     first = prepare(config, out, show=False)
@@ -133,13 +126,11 @@ def test_texts_are_regenerated_and_a_changed_source_is_refused(tmp_path: Path, c
     with pytest.raises(UserError, match="source has changed since the test split"):
         list(texts(out, "test"))
     assert {document.path for document in texts(out, "validation")} == found["validation"]
-    with pytest.raises(UserError, match="unknown split"):
-        list(texts(out, "dev"))
 
 
 def _prepare_and_die(config: DataConfig, out: Path) -> None:
     """Prepare in a child process that is killed after 60 of 120 documents."""
-    encode = module._encode
+    encode = tokenizer.encode_documents
 
     def dying(*arguments: Any) -> Iterator[Any]:
         for number, item in enumerate(encode(*arguments)):
@@ -147,21 +138,28 @@ def _prepare_and_die(config: DataConfig, out: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
-    module._encode = dying  # type: ignore[assignment]
-    prepare(config, out, show=False)
+    tokenizer.encode_documents = dying
+    prepare(config, out, show=False, shard_documents=8)
 
 
-def test_sigkill_leaves_nothing_that_looks_whole(tmp_path: Path, config: DataConfig) -> None:
-    out = tmp_path / "toy"
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sigkill_leaves_nothing_that_looks_whole(tmp_path: Path, config: DataConfig, sharded: bool) -> None:
+    out = tmp_path / "killed" / "toy"
+    if sharded:
+        config = web(tmp_path / "web", 120)
     child = multiprocessing.get_context("fork").Process(target=_prepare_and_die, args=(config, out))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
     assert not out.exists()
-    assert len(list(tmp_path.glob(".toy.partial-*"))) == 1
-    info = prepare(config, out, show=False)
+    assert len(list(out.parent.glob(".toy.partial-*"))) == 1
+    assert len(list(out.parent.glob(".toy.shards-*/*.npz"))) == (8 if sharded else 0)
+    info = prepare(config, out, show=False, shard_documents=8)
     assert sum(info.documents.values()) == 120
-    assert not list(tmp_path.glob(".toy.partial-*"))
+    assert [path.name for path in out.parent.iterdir() if path.name != ".toy.lock"] == ["toy"]
+    prepare(config, tmp_path / "whole", show=False)
+    for path in out.iterdir():
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes(), path.name
 
 
 def test_failure_keeps_the_old_folder(tmp_path: Path, config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,17 +196,53 @@ def test_too_small_a_corpus(tmp_path: Path) -> None:
         prepare(config.model_copy(update={"vocab_size": None}), tmp_path / "toy", show=False)
 
 
-def test_openwebtext_program_on_a_local_stand_in(tmp_path: Path) -> None:
-    folder = tmp_path / "rows"
+def web(folder: Path, documents: int, **settings: Any) -> DataConfig:
+    """JSON lines of generated text, as `datasets` reads them."""
     folder.mkdir()
-    lines = [json.dumps({"text": f"row {number} of a small stand-in"}) for number in range(3000)]
+    lines = [json.dumps({"text": f"row {number} of a small stand-in"}) for number in range(documents)]
     (folder / "train.jsonl").write_text("\n".join(lines))
-    config = DataConfig(source="openwebtext", dataset=str(folder), vocab_size=300, max_documents=2500)
-    info = prepare(config, tmp_path / "toy", show=False)
-    assert sum(info.documents.values()) == 2500
-    assert info.documents["validation"] == pytest.approx(125, abs=60)
-    assert info.documents["test"] >= 1
-    assert [document.text for document in texts(tmp_path / "toy", "test")]
+    return DataConfig(source="openwebtext", dataset=str(folder), vocab_size=300, **settings)
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document of a dataset in a thousand goes to the test split; here there are only some hundred."""
+    monkeypatch.setattr(HuggingFaceText, "shares", (900, 50, 50))
+
+
+def test_a_full_disk_is_one_line_and_leaves_only_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, out, room = web(tmp_path / "rows", 300), tmp_path / "data" / "toy", 10
+
+    def with_little_room(path: Path) -> Any:
+        nonlocal room
+        room -= 1
+        if room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return file_tools.atomic_path(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "atomic_path", with_little_room)
+        with pytest.raises(UserError, match=r"no space left on the disk.*finished are kept"):
+            prepare(config, out, show=False, shard_documents=4)
+    assert not out.exists() and not list(out.parent.glob(".toy.partial*"))
+    assert len(list(out.parent.glob(".toy.shards-*/*"))) == 10
+    assert sum(prepare(config, out, show=False, shard_documents=4).documents.values()) == 300
+
+
+def test_too_little_space_is_said_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, out = web(tmp_path / "rows", 10), tmp_path / "data" / "toy"
+    monkeypatch.setattr(module, "space_needed", lambda *_: 10**18)
+    with pytest.raises(UserError, match=r"1000000000\.0 GB are needed, .* GB are free"):
+        prepare(config, out, show=False)
+    assert [path.name for path in out.parent.iterdir()] == [".toy.lock"]
+
+
+def test_openwebtext_needs_about_forty_gigabytes() -> None:
+    config = DataConfig(source="openwebtext", tokenizer="gpt2", path="openwebtext")
+    # Two copies of 9.04 G tokens of two bytes, and 8 M documents' names and indices.
+    assert module.space_needed(config, open_source(config)) == pytest.approx(37.9e9, rel=0.01)
+    half = config.model_copy(update={"max_documents": 4_006_884})
+    assert module.space_needed(half, open_source(half)) == pytest.approx(19e9, rel=0.01)
 
 
 def test_check_config_names_the_key(tmp_path: Path, config: DataConfig) -> None:
@@ -218,30 +252,7 @@ def test_check_config_names_the_key(tmp_path: Path, config: DataConfig) -> None:
         check_config(info, config.model_copy(update={"vocab_size": 500}), tmp_path / "toy")
 
 
-def test_load_info_of_missing_and_foreign_folders(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="prepared data is missing") as caught:
-        load_info(tmp_path / "toy")
-    assert "experiments.data prepare" in str(caught.value)
-    (tmp_path / "data.yaml").write_text("format: 0\n")
-    with pytest.raises(UserError, match="format 0, not 1"):
-        load_info(tmp_path)
-    (tmp_path / "data.yaml").write_text("format: 1\n")
-    with pytest.raises(UserError, match="lacks or has unknown keys"):
-        load_info(tmp_path)
-
-
 def test_settings_are_found_by_name() -> None:
     assert find_config("ci", "stdlib") == DataConfig(source="stdlib", path="stdlib")
     with pytest.raises(UserError, match=r"no data.path = 'absent' at scale ci .*known: .*stdlib"):
         find_config("ci", "absent")
-
-
-def test_command_line_reports_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    out = tmp_path / "file" / "toy"
-    command = [sys.executable, "-m", "experiments.data", "prepare", "--scale", "ci", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert str(tmp_path / "file") in line

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import numpy
 import pytest
-import yaml
 
 from edgc.errors import UserError
-from experiments.data import integrity
-from experiments.data.folder import check_whole, load_info
-from experiments.data.integrity import FILES, INDEX_CACHE
+from experiments.data.folder import FILES, INDEX_CACHE, check_indices, check_whole, load_info
 from experiments.data.prepare import prepare
 from tests.unit.test_data import write_corpus
 
@@ -30,28 +27,14 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path / "toy"
 
 
-def without_sizes(folder: Path) -> None:
-    """As written before data.yaml had sizes: special tokens last."""
-    values = yaml.safe_load((folder / "data.yaml").read_text())
-    del values["files"], values["sha256"]
-    values["special_tokens"] = values.pop("special_tokens")
-    (folder / "data.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-
-
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("old", [False, True])
-def test_a_file_that_is_cut_short_or_missing_is_named(folder: Path, name: str, old: bool) -> None:
-    if old:
-        without_sizes(folder)
-    info = load_info(folder)
+def test_a_file_that_is_cut_short_or_missing_is_named(folder: Path, name: str) -> None:
+    info, path = load_info(folder), folder / name
     check_whole(folder, info)
-    path = folder / name
-    content = path.read_bytes()
-    if not (old and name == "tokenizer.json"):  # that one is read, and then it does not parse
-        path.write_bytes(content[:-1])
-        with pytest.raises(UserError, match=f"prepared data is damaged: {name} has ") as caught:
-            check_whole(folder, info)
-        assert f"(in {path})" in str(caught.value) and f"delete the folder {folder} " in str(caught.value)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"prepared data is damaged: {name} has ") as caught:
+        check_whole(folder, info)
+    assert f"(in {path})" in str(caught.value) and f"delete the folder {folder} " in str(caught.value)
     path.unlink()
     with pytest.raises(UserError, match=f"{name} is missing"):
         check_whole(folder, info)
@@ -73,10 +56,11 @@ def test_every_cut_of_data_yaml_is_found(folder: Path) -> None:
         path.write_bytes(content[:end])
         with pytest.raises(UserError):
             check_whole(folder, load_info(folder))
-    path.write_bytes(content)
-    without_sizes(folder)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"data\.yaml is cut short|lacks or has"):
+    (folder / "data.yaml").write_text("format: 0\n")
+    with pytest.raises(UserError, match="format 0, not 1"):
+        load_info(folder)
+    path.unlink()
+    with pytest.raises(UserError, match=r"prepared data is missing.*experiments\.data prepare"):
         load_info(folder)
 
 
@@ -96,14 +80,14 @@ def test_a_sample_order_that_is_cut_short_is_named(folder: Path) -> None:
         numpy.save(index / f"{name}.npy", array)
     (folder / INDEX_CACHE / ".building-x").mkdir()
     (folder / INDEX_CACHE / ".building-x" / "half.npy").write_bytes(b"")
-    integrity.check_indices(folder)
+    check_indices(folder)
     for name in ("a.npy", "b.npy"):
         path = index / name
         content = path.read_bytes()
         for cut in (1, len(content) - 20, len(content)):
             path.write_bytes(content[: len(content) - cut])
-            with pytest.raises(UserError, match=f"{name} has ") as caught:
-                integrity.check_indices(folder)
+            with pytest.raises(UserError, match=f"{name} is cut short") as caught:
+                check_indices(folder)
             assert str(caught.value).endswith(f"delete the folder {index}: it is made again")
         path.write_bytes(content)
-    integrity.check_indices(folder)
+    check_indices(folder)

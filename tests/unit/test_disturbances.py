@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,11 +14,9 @@ from experiments.simulation import cluster_step, disturbances, scenarios
 from experiments.simulation.cluster_model import load_model
 from experiments.simulation.cost import Model
 from experiments.simulation.disturbances import Uneven, course
-from experiments.simulation.rank_trace import Course, Trace
-from experiments.simulation.scenarios import Case, Disturbances, Scenarios
+from experiments.simulation.rank_trace import Trace
+from experiments.simulation.scenarios import Case
 from experiments.spec import matrix
-from paper_figures import disturbances as figure
-from paper_figures.__main__ import render
 
 OF = "gpt2_12p1b_h100"
 GBITS = 25.0
@@ -79,14 +76,6 @@ def test_a_disturbance_for_a_while_is_a_mean(even: Model) -> None:
     assert trace.mean_seconds(overlap=False) == pytest.approx(expected)
 
 
-def test_of_a_run_without_moves_every_way_gives_the_same(even: Model) -> None:
-    run = Course(((ITERATIONS, even),))
-    trace = Trace(run, {(0, (64,) * 4): ITERATIONS}, ((1, "active", (64,) * 4),), 16, 64)
-    for overlap in (False, True):
-        fixed = run.mean_seconds(lambda model: partial(model.powersgd, rank=64), overlap=overlap)
-        assert trace.mean_seconds(overlap=overlap) == pytest.approx(fixed)
-
-
 @pytest.fixture(scope="module")
 def table() -> pd.DataFrame:
     return disturbances.table(scenarios.load_scenarios("break_even"))
@@ -113,20 +102,6 @@ def test_alignment_and_measuring_again_pay_where_a_late_stage_is_slow(table: pd.
     assert set(table["kind"]) == {"simulated"}
 
 
-def test_the_figure_has_a_marker_for_every_case_and_method(table: pd.DataFrame, tmp_path: Path) -> None:
-    folder = tmp_path / "ci"
-    (folder / "break_even").mkdir(parents=True)
-    table.to_csv(folder / "break_even" / "disturbances.csv", index=False)
-    assert render("disturbances", folder, tmp_path / "figures")
-    drawn = table[table["method"] != "none"]
-    fig = figure.draw(folder)
-    assert len(fig.axes) == 2
-    for ax, overlap in zip(fig.axes, (False, True), strict=True):
-        assert "SIMULATED" in ax.get_title(loc="left")
-        shown = sorted(float(x) for line in ax.lines for x in line.get_xdata())
-        assert shown == pytest.approx(sorted(drawn.loc[drawn["overlap"] == overlap, "saved_percent"]))
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -147,14 +122,3 @@ def test_wrong_cases_are_one_line(values: dict[str, Any], words: str, monkeypatc
     with pytest.raises(UserError) as error:
         scenarios.load_scenarios("break_even")
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_an_entropy_that_was_not_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = Disturbances(gbits_per_second=GBITS, entropy="mine", cases={"a": case()})
-    asked = Scenarios(of=OF, methods=["bf16"], clusters={"a": _cluster()}, disturbances=chosen)
-    with pytest.raises(UserError, match=r"entropy = 'mine'.*gpt"):
-        disturbances.table(asked)
-
-
-def _cluster() -> scenarios.Scenario:
-    return scenarios.Scenario(label="a", data=4, gbits_per_second=[1.0, 10.0], reference=10.0)

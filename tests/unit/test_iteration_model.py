@@ -22,9 +22,8 @@ from experiments.simulation.iteration_model import (
 seconds = st.floats(0.01, 5)
 
 
-def even(stages: int, micro_batches: int, chunks: int = 1, *, forward: float = 1.0, backward: float = 2.0) -> Model:
-    stage = Stage(forward=(forward / chunks,) * chunks, backward=(backward / chunks,) * chunks)
-    return Model(stages=(stage,) * stages, micro_batches=micro_batches)
+def even(stages: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0) -> Model:
+    return Model(stages=(Stage(forward=forward, backward=backward),) * stages, micro_batches=micro_batches)
 
 
 @given(stages=st.integers(1, 6), micro_batches=st.integers(1, 12), forward=seconds, backward=seconds)
@@ -37,32 +36,20 @@ def test_equal_stages_take_the_known_time(stages: int, micro_batches: int, forwa
     )
 
 
-@given(stages=st.integers(2, 5), groups=st.integers(1, 4), chunks=st.integers(2, 4))
-def test_interleaving_divides_the_idle_time_by_the_chunks(stages: int, groups: int, chunks: int) -> None:
-    found = even(stages, stages * groups, chunks).run()
-    work, idle = 3.0 * stages * groups, 3.0 * (stages - 1) / chunks
-    assert found.seconds == pytest.approx(work + idle)
-
-
 def test_order_of_two_stages() -> None:
     def text(steps: list[Step]) -> str:
-        return " ".join(f"{s.kind[0]}{s.micro_batch}{'ab'[s.chunk]}" for s in steps)
+        return " ".join(f"{s.kind[0]}{s.micro_batch}" for s in steps)
 
-    assert text(order(0, 2, 3)) == "f0a f1a b0a f2a b1a b2a"
-    assert text(order(1, 2, 3)) == "f0a b0a f1a b1a f2a b2a"
-    # Two chunks: Megatron's table runs two micro-batches through a chunk, then through the next one.
-    assert text(order(1, 2, 4, 2)) == "f0a f1a f0b b0b f1b b1b f2a b0a f3a b1a f2b b2b f3b b3b b2a b3a"
-    assert text(order(0, 2, 2, 2)) == "f0a f1a f0b f1b b0b b1b b0a b1a"
-    with pytest.raises(ValueError, match="not divisible"):
-        order(0, 2, 3, 2)
+    assert text(order(0, 2, 3)) == "f0 f1 b0 f2 b1 b2"
+    assert text(order(1, 2, 3)) == "f0 b0 f1 b1 f2 b2"
 
 
 models = st.builds(
-    lambda stages, micro, chunks, values: Model(
+    lambda stages, micro, values: Model(
         stages=tuple(
             Stage(
-                forward=tuple(values[4 * i : 4 * i + chunks]),
-                backward=tuple(values[4 * i + 1 : 4 * i + 1 + chunks]),
+                forward=values[4 * i],
+                backward=values[4 * i + 1],
                 to_next=values[4 * i + 2],
                 to_previous=values[4 * i + 3],
                 buckets=(
@@ -77,7 +64,6 @@ models = st.builds(
     ),
     st.integers(1, 4),
     st.integers(1, 3),
-    st.integers(1, 3),
     st.lists(seconds, min_size=20, max_size=20),
 )
 
@@ -85,23 +71,21 @@ models = st.builds(
 @given(model=models)
 def test_every_step_once_and_never_before_its_input(model: Model) -> None:
     found = model.run()
-    chunks, count = len(model.stages[0].forward), len(model.stages)
+    count = len(model.stages)
     ends = {(index, span.step): span.end for index, line in enumerate(found.spans) for span in line}
-    assert len(ends) == 2 * chunks * count * model.micro_batches == sum(map(len, found.spans))
+    assert len(ends) == 2 * count * model.micro_batches == sum(map(len, found.spans))
     for index, line in enumerate(found.spans):
         for before, after in pairwise(line):
             assert after.start >= before.end
         for span in line:
-            forward, chunk = span.step.kind == "forward", span.step.chunk
-            position = chunk * count + index + (-1 if forward else 1)
-            if 0 <= position < chunks * count:
-                source = position % count
+            forward = span.step.kind == "forward"
+            source = index + (-1 if forward else 1)
+            if 0 <= source < count:
                 sender = model.stages[source]
-                travel = 0.0 if source == index else sender.to_next if forward else sender.to_previous
-                step = Step(span.step.kind, span.step.micro_batch, position // count)
-                assert span.start >= ends[source, step] + travel - 1e-9
+                travel = sender.to_next if forward else sender.to_previous
+                assert span.start >= ends[source, span.step] + travel - 1e-9
             elif not forward:
-                assert span.start >= ends[index, Step("forward", span.step.micro_batch, chunk)]
+                assert span.start >= ends[index, Step("forward", span.step.micro_batch)]
     assert all(exposed >= 0 for exposed in found.exposed)
 
 
@@ -111,21 +95,12 @@ def test_a_slower_part_never_makes_the_iteration_shorter(model: Model, which: in
     stage = model.stages[index]
     slower = replace(
         stage,
-        backward=tuple(value + more for value in stage.backward),
+        backward=stage.backward + more,
         to_next=stage.to_next + more,
         buckets=tuple(replace(b, messages=(*b.messages, Message(seconds=more))) for b in stage.buckets),
     )
     stages = (*model.stages[:index], slower, *model.stages[index + 1 :])
     assert replace(model, stages=stages).run().seconds >= model.run().seconds - 1e-9
-
-
-@given(model=models)
-def test_overlap_never_loses_when_compression_is_free(model: Model) -> None:
-    stages = tuple(
-        replace(stage, buckets=tuple(replace(b, compress=0.0) for b in stage.buckets)) for stage in model.stages
-    )
-    free = replace(model, stages=stages)
-    assert replace(free, overlap=True).run().seconds <= replace(free, overlap=False).run().seconds + 1e-9
 
 
 def test_a_pause_between_messages_holds_up_what_follows() -> None:
@@ -136,7 +111,7 @@ def test_a_pause_between_messages_holds_up_what_follows() -> None:
             ),
             Bucket(share=1.0, between=9.0, messages=(Message(seconds=0.5),)),
         )
-        stage = Stage(forward=(1.0,), backward=(2.0,), buckets=buckets)
+        stage = Stage(forward=1.0, backward=2.0, buckets=buckets)
         found = Model(stages=(stage,), micro_batches=1, overlap=overlap).run()
         return found.computed[0], found.reduced[0]
 
@@ -150,7 +125,7 @@ def test_buckets_in_numbers() -> None:
         Bucket(share=1.0, compress=0.5, decompress=0.25, messages=(Message(seconds=1.0), Message(latency=0.5))),
         Bucket(share=0.5, compress=0.5, messages=(Message(seconds=3.0),)),
     )
-    model = Model(stages=(Stage(forward=(1.0,), backward=(2.0,), buckets=buckets),), micro_batches=2, after=0.1)
+    model = Model(stages=(Stage(forward=1.0, backward=2.0, buckets=buckets),), micro_batches=2, after=0.1)
 
     def ends(found: Iteration) -> tuple[float, float, float]:
         return found.computed[0], found.reduced[0], found.seconds

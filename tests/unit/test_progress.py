@@ -1,4 +1,4 @@
-"""What is shown of the steps of a workflow that have failed, and how far an evaluation has come."""
+"""What is shown of the steps of a workflow that have failed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from experiments.evaluation.inputs import Model, TaskFile
-from experiments.evaluation.progress import Progress
 from workflows.steps import Steps
 
 
@@ -34,19 +30,3 @@ def test_steps_that_fail_for_good_say_why_and_refused_input_comes_last(tmp_path:
     assert steps.faults(tmp_path) == [
         "not finished: a step was ended or could not be started; the same command continues"
     ]
-
-
-def test_evaluation_counts_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    models = [Model(tmp_path, {"run": name}, "") for name in ("a", "b")]
-    tasks = [TaskFile("long", "1", {}, "", {"documents": 300}), TaskFile("other", "1", {}, "", {})]
-    now = [0.0]
-    with Progress([(model, tasks) for model in models], live=False, clock=lambda: now[0]) as told:
-        assert told.counts() == (0.0, 1200.0)
-        now[0] = 60.0
-        told.tell("a", "long", 150.0, 300)
-        assert told.words() == "150 of 1200 documents, about 7 min left"
-        told.tell("a", "other", 100.0, 100)
-        assert told.words() == "250 of 800 documents, about 3 min left"
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "0 of 1200 documents (loading)"
-    assert lines[-1] == "250 of 800 documents, about 3 min left (a other)"

@@ -117,16 +117,6 @@ def test_ranks_follow_entropy_and_so_do_bytes_and_seconds() -> None:
     assert rising.spent == traces[0].spent, "above r_max there is nothing"
 
 
-def test_where_compression_never_pays_nothing_is_compressed() -> None:
-    model = toy(gbits=1e7)
-    trace = follow(whole(model), line(-2.0), CONFIG)
-    assert trace.spent == {(0, (None, None)): ITERATIONS}
-    assert math.isnan(trace.mean_rank(0))
-    for stage in model.stages:
-        found, dense = trace.mean_cost(stage), model.none(stage)
-        assert found.bytes == pytest.approx(dense.bytes) and found.compress == 0.0
-
-
 @settings(deadline=None, max_examples=15)
 @given(st.floats(-1.0, 1.0), st.integers(3, 12), st.integers(300, 1501))
 def test_jumps_between_windows_change_nothing(change: float, windows: int, iterations: int) -> None:
@@ -160,7 +150,7 @@ def test_a_trace_at_one_rank_costs_what_the_fixed_rank_costs() -> None:
     assert trace.mean_seconds(overlap=True) == pytest.approx(step.seconds)
     half = Trace(course, {(0, (None, None)): 5, (0, (8, 12)): 5}, (), 4, 16)
     dense = model.none(model.stages[0])
-    mixed = model.powersgd(model.stages[0], 8).mix(dense, 0.5)
+    mixed = model.powersgd(model.stages[0], 8).times(0.5) + dense.times(0.5)
     assert same(half.mean_cost(model.stages[0]), mixed)
 
 

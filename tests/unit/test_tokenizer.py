@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from edgc.errors import UserError
 from experiments.data import tokenizer as module
+from experiments.data.corpus import Document
 from experiments.data.tokenizer import (
     MIN_VOCABULARY,
     SPECIAL_TOKENS,
     TextTokenizer,
+    encode_documents,
     load,
     load_gpt2,
     train_bpe,
@@ -29,7 +33,7 @@ TRAINED = train_bpe(TEXTS, 400)
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_any_text_survives_a_round_trip(text: str) -> None:
-    (ids,) = TRAINED.encode_documents([text])
+    (ids,) = TRAINED.encode([text])
     assert ids[-1] == TRAINED.end_of_text
     assert TRAINED.decode(ids) == text
     assert not {TRAINED.special_tokens[token] for token in SPECIAL_TOKENS} & set(ids[:-1])
@@ -39,31 +43,10 @@ def test_special_tokens_come_first_and_are_not_read_from_text() -> None:
     assert TRAINED.special_tokens == {token: number for number, token in enumerate(SPECIAL_TOKENS)}
     assert TRAINED.vocab_size == 400
     text = "a <|endoftext|> b [MASK] c"
-    (ids,) = TRAINED.encode_documents([text])
+    (ids,) = TRAINED.encode([text])
     assert ids.count(TRAINED.end_of_text) == 1
     assert TRAINED.special_tokens["[MASK]"] not in ids
     assert TRAINED.decode(ids) == text
-
-
-def test_training_repeats_and_compresses() -> None:
-    assert train_bpe(iter(TEXTS), 400).to_json() == TRAINED.to_json()
-    assert train_bpe(TEXTS[:200], 400).to_json() != TRAINED.to_json()
-    tokens = sum(len(ids) for ids in TRAINED.encode_documents(TEXTS))
-    assert tokens < 0.5 * sum(len(text) for text in TEXTS)
-
-
-def test_chunks_do_not_change_the_encoding() -> None:
-    whole = list(TRAINED.encode_documents(TEXTS, chunk=1000))
-    assert whole == list(TRAINED.encode_documents(iter(TEXTS), chunk=7))
-    assert len(whole) == len(TEXTS)
-
-
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    TRAINED.save(tmp_path / "tokenizer.json")
-    again = load(tmp_path / "tokenizer.json")
-    text = "return [SEP] value"
-    assert list(again.encode_documents([text])) == list(TRAINED.encode_documents([text]))
-    assert again.vocab_size == TRAINED.vocab_size
 
 
 def test_bad_tokenizers_are_user_errors(tmp_path: Path) -> None:
@@ -75,6 +58,8 @@ def test_bad_tokenizers_are_user_errors(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer file"):
         load(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match="has no token"):
+        TextTokenizer(Tokenizer(models.BPE()))
 
 
 def gpt2_files(folder: Path) -> None:
@@ -93,12 +78,12 @@ def test_gpt2_from_local_files(tmp_path: Path) -> None:
     assert gpt2.end_of_text == 395
     assert [gpt2.special_tokens[token] for token in SPECIAL_TOKENS[1:]] == [396, 397, 398, 399]
     assert gpt2.vocab_size == 400
-    (ids,) = gpt2.encode_documents([TEXTS[5]])
-    (expected,) = TRAINED.encode_documents([TEXTS[5]])
+    (ids,) = gpt2.encode([TEXTS[5]])
+    (expected,) = TRAINED.encode([TEXTS[5]])
     assert ids[:-1] == [number - len(SPECIAL_TOKENS) for number in expected[:-1]]
     assert gpt2.decode(ids) == TEXTS[5]
     gpt2.save(tmp_path / "tokenizer.json")
-    assert list(load_gpt2(tmp_path).encode_documents([TEXTS[5]])) == [ids]
+    assert load_gpt2(tmp_path).encode([TEXTS[5]]) == [ids]
     assert load(tmp_path / "tokenizer.json").special_tokens == gpt2.special_tokens
 
 
@@ -116,8 +101,37 @@ def test_gpt2_without_files_or_network(tmp_path: Path, monkeypatch: pytest.Monke
     assert "--tokenizer-files" in str(caught.value)
 
 
-def test_foreign_tokenizer_without_our_tokens(tmp_path: Path) -> None:
-    from tokenizers.models import BPE
+DOCUMENTS = [Document.from_text(f"row-{number}", text) for number, text in enumerate(TEXTS[:95])]
 
-    with pytest.raises(UserError, match="has no token"):
-        TextTokenizer(Tokenizer(BPE()))
+
+def encoded(folder: Path | None, documents: list[Document] = DOCUMENTS) -> list[list[int]]:
+    return [ids.tolist() for _, ids in encode_documents(iter(documents), TRAINED, np.uint16, folder, 10)]
+
+
+def test_shards_hold_what_the_tokenizer_gives(tmp_path: Path) -> None:
+    assert encoded(tmp_path) == encoded(None) == TRAINED.encode(TEXTS[:95])
+    assert len(list(tmp_path.iterdir())) == 10
+    assert [document.path for document, _ in encode_documents(iter(DOCUMENTS), TRAINED, np.uint16, tmp_path, 10)] == [
+        document.path for document in DOCUMENTS
+    ]
+
+
+def flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [flip, lambda content: content[:-9], lambda _: None, lambda _: b""])
+def test_only_missing_damaged_and_other_shards_are_made_again(
+    tmp_path: Path, damage: Callable[[bytes], bytes | None]
+) -> None:
+    encoded(tmp_path, DOCUMENTS[:90])
+    path = tmp_path / "000003.npz"
+    content = damage(path.read_bytes())
+    path.unlink() if content is None else path.write_bytes(content)
+    inodes = {shard.name: shard.stat().st_ino for shard in tmp_path.iterdir()}
+    documents = [*DOCUMENTS[:55], Document.from_text("row-55", "another text"), *DOCUMENTS[56:]]
+    assert encoded(tmp_path, documents) == TRAINED.encode([document.text for document in documents])
+    after = {shard.name: shard.stat().st_ino for shard in tmp_path.iterdir()}
+    new = {name for name, inode in after.items() if inodes.get(name) != inode}
+    assert new == {"000003.npz", "000005.npz", "000009.npz"}

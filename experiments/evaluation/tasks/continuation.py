@@ -30,7 +30,7 @@ def passages(path: str, text: str, seed: int) -> list[Row]:
     draw = random.Random(f"{seed}:continuation:{path}")
     ends = [at for at, character in enumerate(text) if character == "\n"]
     draw.shuffle(ends)
-    found: list[Row] = []
+    rows: list[Row] = []
     for end in ends:
         before = context_before(text, end).rstrip()
         start = end - (len(context_before(text, end)) - len(before))
@@ -40,26 +40,25 @@ def passages(path: str, text: str, seed: int) -> list[Row]:
             after = after[: max(after.rfind(" "), after.rfind("\n"))].rstrip()
         fits = len(after.strip()) >= PASSAGE_CHARACTERS // 2 and len(after.encode()) <= PASSAGE_BYTES
         if fits and len(before) >= CONTEXT_CHARACTERS // 4:
-            found.append({"id": f"{path}:{start}", "path": path, "context": before, "passage": after})
-        if len(found) == PER_TEXT:
+            rows.append({"id": f"{path}:{start}", "path": path, "context": before, "passage": after})
+        if len(rows) == PER_TEXT:
             break
-    return found
+    return rows
 
 
 def grouped(rows: list[Row]) -> list[list[Row]]:
     """Groups of ``CHOICES`` rows of different texts and passages, neighbours in length of the passage."""
-    left = sorted(rows, key=lambda row: (len(row["passage"].encode()), str(row["id"])))
+    remaining = sorted(rows, key=lambda row: (len(row["passage"].encode()), str(row["id"])))
     groups = []
-    while left:
-        group = [left.pop(0)]
-        for row in left:
+    while remaining:
+        group = [remaining.pop(0)]
+        for row in remaining:
             if all(row["path"] != other["path"] and row["passage"] != other["passage"] for other in group):
                 group.append(row)
             if len(group) == CHOICES:
+                groups.append(group)
+                remaining = [row for row in remaining if row not in group[1:]]
                 break
-        if len(group) == CHOICES:
-            groups.append(group)
-            left = [row for row in left if row not in group[1:]]
     return groups
 
 

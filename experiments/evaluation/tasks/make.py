@@ -58,17 +58,17 @@ def level(chance: float, *metrics: str) -> Callable[[list[Row], Tokenizer], dict
     return lambda rows, _: dict.fromkeys(metrics, chance)
 
 
-def words_in_context(texts: list[Text], seed: str, of: Container[str] | None = None) -> list[Row]:
+def words_in_context(texts: list[Text], seed: str, words: Container[str] | None = None) -> list[Row]:
     """Words that follow one space, with the text before them, shuffled; 4 * ``PER_TEXT`` a text at most."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for path, text in texts:
-        spans = [match.span(1) for match in WORD.finditer(text) if of is None or match.group(1) in of]
+        spans = [match.span(1) for match in WORD.finditer(text) if words is None or match.group(1) in words]
         for start, end in random.Random(f"{seed}:{path}").sample(spans, min(4 * PER_TEXT, len(spans))):
             context = context_before(text, start - 1)
             if len(context) >= CONTEXT_CHARACTERS // 4:
-                found.append({"id": f"{path}:{start}", "path": path, "context": context, "word": text[start:end]})
-    random.Random(seed).shuffle(found)
-    return found
+                rows.append({"id": f"{path}:{start}", "path": path, "context": context, "word": text[start:end]})
+    random.Random(seed).shuffle(rows)
+    return rows
 
 
 def pick(candidates: list[Row], count: int, per_word: int) -> list[Row]:
@@ -122,20 +122,20 @@ def cloze_rows(texts: list[Text], seed: int, _tokenizer: Tokenizer) -> list[Row]
         counts.update(words)
         spread.update(words.keys())
     common = sorted(counts, key=lambda word: (-counts[word], word))
-    words_asked = [word for word in common if spread[word] >= min(CHOICE_TEXTS, len(texts))][:CHOICES]
-    if len(words_asked) < CHOICES:
+    choices = [word for word in common if spread[word] >= min(CHOICE_TEXTS, len(texts))][:CHOICES]
+    if len(choices) < CHOICES:
         return []
-    found = words_in_context(texts, f"{seed}:cloze", words_asked)
-    after_others = [row for row in found if word_at_end(row["context"]) not in words_asked]
+    candidates = words_in_context(texts, f"{seed}:cloze", choices)
+    after_others = [row for row in candidates if word_at_end(row["context"]) not in choices]
     rows = pick(after_others, CLOZE, CLOZE // CHOICES)
-    fewest = min(Counter(row["word"] for row in rows).get(word, 0) for word in words_asked)
-    balanced: Counter[str] = Counter()
-    kept = []
+    fewest = min(Counter(row["word"] for row in rows).get(word, 0) for word in choices)
+    balanced = []
+    used: Counter[str] = Counter()
     for row in rows:
-        balanced[row["word"]] += 1
-        if balanced[row["word"]] <= fewest:
-            kept.append(row | {"words": words_asked, "answer": words_asked.index(row["word"])})
-    return kept
+        used[row["word"]] += 1
+        if used[row["word"]] <= fewest:
+            balanced.append(row | {"words": choices, "answer": choices.index(row["word"])})
+    return balanced
 
 
 def rolling_rows(texts: list[Text], seed: int, _tokenizer: Tokenizer) -> list[Row]:

@@ -36,50 +36,42 @@ Span = tuple[int, int]
 Statement = tuple[str, int, str]  # path, line number, source
 
 
-def parses(source: str) -> bool:
-    """Whether ``source`` is Python of the running version."""
+def parsed(source: str) -> ast.Module | None:
+    """Syntax tree of ``source``; None if it is not Python of the running version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as "is" with a literal
         try:
-            ast.parse(source)
+            return ast.parse(source)
         except (SyntaxError, ValueError):
-            return False
-    return True
+            return None
 
 
 def statements(text: str) -> list[tuple[int, str]]:
     """(line number, source without indentation) of the short statements of a module; [] if it is none."""
-    if not parses(text):
+    tree, lines = parsed(text), text.split("\n")
+    if tree is None:
         return []
-    lines = text.split("\n")
-    found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tree = ast.parse(text)
+    sources = {}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.stmt) or node.end_lineno is None:
-            continue
-        if node.end_lineno - node.lineno >= LINES:
+        if not isinstance(node, ast.stmt) or node.end_lineno is None or node.end_lineno - node.lineno >= LINES:
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
         source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).rstrip()
         # Not an elif, not one of two statements of a line, and no comment, whose words would stay in their order.
-        if SHORTEST <= len(source) <= LONGEST and "#" not in source and parses(source):
-            found[node.lineno] = source
-    return sorted(found.items())
+        if SHORTEST <= len(source) <= LONGEST and "#" not in source and parsed(source):
+            sources[node.lineno] = source
+    return sorted(sources.items())
 
 
 def tokens(source: str) -> list[tuple[str, Span]]:
     """(text, place) of the tokens of a statement, without line ends and indentation."""
-    starts = [0]
-    for line in source.split("\n"):
-        starts.append(starts[-1] + len(line) + 1)
-    wanted = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    starts = list(itertools.accumulate((len(line) + 1 for line in source.split("\n")), initial=0))
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
     return [
         (token.string, (starts[token.start[0] - 1] + token.start[1], starts[token.end[0] - 1] + token.end[1]))
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type in wanted
+        if token.type in kinds
     ]
 
 
@@ -92,8 +84,9 @@ def exchanged(source: str, first: Span, second: Span) -> str:
 def keywords(source: str) -> Iterator[str]:
     """Two keywords exchanged: ``import a from b``."""
     words = [(text, span) for text, span in tokens(source) if keyword.iskeyword(text) and not text[0].isupper()]
-    for at, (one, first) in enumerate(words):
-        yield from (exchanged(source, first, second) for other, second in words[at + 1 :] if one != other)
+    for (text, first), (other, second) in itertools.combinations(words, 2):
+        if text != other:
+            yield exchanged(source, first, second)
 
 
 def brackets(source: str) -> Iterator[str]:
@@ -108,19 +101,17 @@ def brackets(source: str) -> Iterator[str]:
 
 def neighbours(source: str) -> Iterator[str]:
     """Two neighbouring tokens of a line exchanged: ``x 1 =``."""
-    found = tokens(source)
-    for (one, first), (other, second) in itertools.pairwise(found):
-        if one != other and "\n" not in source[first[1] : second[0]]:
+    for (text, first), (other, second) in itertools.pairwise(tokens(source)):
+        if text != other and "\n" not in source[first[1] : second[0]]:
             yield exchanged(source, first, second)
 
 
 def delimiters(source: str) -> Iterator[str]:
     """Two different operators or brackets exchanged, other than a pair of brackets: ``x(f = y)``."""
-    found = [(text, span) for text, span in tokens(source) if not text[0].isalnum() and text[0] not in "\"'_"]
-    for at, (one, first) in enumerate(found):
-        for other, second in found[at + 1 :]:
-            if one != other and (one + other) not in ("()", "[]", "{}"):
-                yield exchanged(source, first, second)
+    signs = [(text, span) for text, span in tokens(source) if not text[0].isalnum() and text[0] not in "\"'_"]
+    for (text, first), (other, second) in itertools.combinations(signs, 2):
+        if text != other and (text + other) not in ("()", "[]", "{}"):
+            yield exchanged(source, first, second)
 
 
 # The rarest first: a statement is used once, and later kinds fill up what an earlier one lacks.
@@ -148,26 +139,20 @@ class Unigram:
 
 
 def repeats(ids: list[int]) -> int:
-    """How often a token follows itself; with tied embeddings untrained models prefer that."""
-    return sum(one == other for one, other in itertools.pairwise(ids))
+    """Number of tokens that follow themselves; with tied embeddings untrained models prefer that."""
+    return sum(token == following for token, following in itertools.pairwise(ids))
 
 
 def neighbourhoods(ids: list[int]) -> Counter[tuple[int, int]]:
-    """How often two tokens are neighbours, in either order: tied embeddings make untrained models symmetric.
+    """Number of times that two tokens are neighbours, in either order: tied embeddings make untrained models symmetric.
 
     The first token has -1, the start of the text, beside it.
     """
     return Counter((min(pair), max(pair)) for pair in itertools.pairwise([-1, *ids]))
 
 
-def changed(ids: list[int], other: list[int]) -> set[tuple[int, int]]:
-    """The two tokens, each, that are neighbours more often in one of the sequences than in the other."""
-    before, after = neighbourhoods(ids), neighbourhoods(other)
-    return {two for two in before | after if before[two] != after[two]}
-
-
 class Pairs:
-    """What was chosen so far, of all kinds, and how often each two tokens were changed by it."""
+    """Statements chosen so far, of all kinds, and the number of times that each two tokens were changed by it."""
 
     def __init__(self, unigram: Unigram, draw: random.Random) -> None:
         self.unigram, self.draw = unigram, draw
@@ -185,13 +170,15 @@ class Pairs:
         self.draw.shuffle(candidates)
         for candidate in candidates:
             other = self.unigram.ids(candidate)
-            if len(other) != len(ids) or repeats(other) != repeats(ids) or parses(candidate):
+            if len(other) != len(ids) or repeats(other) != repeats(ids) or parsed(candidate):
                 continue
-            gain, twos = self.unigram.score(source) - self.unigram.score(candidate), changed(ids, other)
+            gain = self.unigram.score(source) - self.unigram.score(candidate)
+            pairs, other_pairs = neighbourhoods(ids), neighbourhoods(other)
+            changed = {pair for pair in pairs | other_pairs if pairs[pair] != other_pairs[pair]}
             side = (gain > 0) - (gain < 0)
-            if room[side] and all(self.shared[two] < SHARED for two in twos):
+            if room[side] and all(self.shared[pair] < SHARED for pair in changed):
                 self.used.add(source)
-                self.shared.update(twos)
+                self.shared.update(changed)
                 return candidate, side
         return None
 
@@ -200,11 +187,10 @@ class Pairs:
         sides: dict[int, list[Row]] = {1: [], -1: [], 0: []}
         room = Counter({1: count // 2, -1: count // 2, 0: count})
         for path, line, source in pool:
-            found = None if source in self.used else self.broken(source, kind, room)
-            if found is not None:
+            if source not in self.used and (version := self.broken(source, kind, room)):
                 row = {"id": f"{path}:{line}", "path": path, "kind": kind, "correct": source}
-                sides[found[1]].append(row | {"broken": found[0]})
-                room[found[1]] -= 1
+                sides[version[1]].append(row | {"broken": version[0]})
+                room[version[1]] -= 1
         half = min(len(sides[1]), len(sides[-1]))
         return (sides[1][:half] + sides[-1][:half] + sides[0])[:count]
 
@@ -215,8 +201,8 @@ def syntax_rows(texts: list[Text], seed: int, tokenizer: Tokenizer) -> list[Row]
     pool: list[Statement] = []
     for path, text in texts:
         if path.endswith(".py"):
-            found = statements(text)
-            pool += [(path, line, source) for line, source in draw.sample(found, min(PER_TEXT, len(found)))]
+            sources = statements(text)
+            pool += [(path, line, source) for line, source in draw.sample(sources, min(PER_TEXT, len(sources)))]
     pool = list({source: (path, line, source) for path, line, source in pool}.values())
     draw.shuffle(pool)
     chosen = Pairs(Unigram(texts, tokenizer), draw)
