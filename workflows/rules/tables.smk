@@ -1,27 +1,51 @@
-# From the runs of a study to its tables. Measured seconds go to timings.csv; the other tables repeat bit for bit.
+# From the runs of a study to its tables, or, where runs need a cluster, what each method would send and how long that
+# would take, computed and marked simulated. Measured seconds go to timings.csv; the other tables repeat bit for bit.
 # A rule for each study, since each has tables of its own.
 
-for study in ANALYSED:
+
+def table_code(program):
+    """The program of a study's tables, and what it reads."""
+    if program in (CLUSTER_MODEL, SCENARIOS):
+        return code(program, files=["experiments/simulation/recorded_entropy.csv"])
+    return code("experiments.analyse.__main__", program)
+
+
+def table_settings(study):
+    """What a simulated study says, and the study whose model and assumptions it takes."""
+    if PROGRAMS[study] not in (CLUSTER_MODEL, SCENARIOS):
+        return ""
+    names = (study, *filter(None, [(STUDIES[study].scenarios or {}).get("of")]))
+    return " ".join(settings(STUDIES[name]) for name in names)
+
+
+for study, table_program in PROGRAMS.items():
+    if table_program == EVALUATION:
+        continue
+    simulated = table_program in (CLUSTER_MODEL, SCENARIOS)
 
     rule:
         name:
             f"{study}_tables"
         input:
-            run_files(study),
+            [] if simulated else run_files(study),
         output:
-            **table_outputs(STUDIES[study].program, study),
+            **table_outputs(table_program, study),
         log:
             f"<logs>/table/{study}.log",
         conda:
             "../../environment.yml"
-        threads: 1
         params:
             study=study,
-            scale=config["scale"],
+            scale=SCALE,
             results=subpath(output.table, ancestor=3),
-            code=code("experiments.analyse.__main__", STUDIES[study].program),
-            title=STUDIES[study].title,
-            question=STUDIES[study].question,
+            folder=subpath(output.table, parent=True),
+            code=table_code(table_program),
+            settings=table_settings(study),
+            text=[STUDIES[study].title, STUDIES[study].question],
         shell:
-            "python -m experiments.analyse --study {params.study} --scale {params.scale} --results {params.results}"
-            " > {log} 2>&1"
+            (
+                f"python -m {table_program} --study {{params.study}} --out {{params.folder}} > {{log}} 2>&1"
+                if simulated
+                else "python -m experiments.analyse --study {params.study} --scale {params.scale}"
+                " --results {params.results} > {log} 2>&1"
+            )

@@ -2,9 +2,46 @@
 # data was fetched beforehand: no network is used.
 
 
+def evaluated_runs(study):
+    """(study, RunConfig) of every model that a study evaluates."""
+    return [
+        (name, run)
+        for name, variants in STUDIES[study].needs.items()
+        for run in RUNS[name].values()
+        if variants == "all" or run.variant in variants
+    ]
+
+
+def evaluated_files(wildcards):
+    """The files of the runs whose models a study evaluates."""
+    return [path for name, run in evaluated_runs(wildcards.study) for path in run_files(name, [run.name])]
+
+
+def evaluated_data(wildcards):
+    """The data that the models of a study were trained on; tokenizer and held-out text come from it."""
+    paths = {run.data.path for _, run in evaluated_runs(wildcards.study)}
+    if len(paths) != 1:
+        raise WorkflowError(f"{wildcards.study} evaluates models of {len(paths)} data folders, it takes one")
+    return f"<results>/data/{paths.pop()}/data.yaml"
+
+
+def evaluated_tasks(wildcards):
+    """The tasks made from held-out text, and the records of the standard tasks' data, as far as a study has any."""
+    tasks = EVALUATIONS[wildcards.study]
+    names = ["tasks/tasks.json"] * tasks.held_out + ["standard_tasks.json"] * bool(tasks.standard)
+    return [f"<results>/{wildcards.study}/{name}" for name in names]
+
+
+def task_options(study, files):
+    """How the evaluation is told its tasks; ``files`` are those of `evaluated_tasks`."""
+    tasks = EVALUATIONS[study]
+    held_out = f"--tasks-dir {Path(files[0]).parent}" if tasks.held_out else ""
+    standard = f"--standard {','.join(tasks.standard)}" if tasks.standard else ""
+    return f"--batch-size {tasks.batch_size} --device {tasks.device} {held_out} {standard}".strip()
+
+
 TASK_FILES = [
-    f"experiments/evaluation/tasks/{path.name}"
-    for path in sorted((ROOT / "experiments/evaluation/tasks").glob("*.yaml"))
+    path.relative_to(ROOT) for path in sorted((ROOT / "experiments/evaluation/tasks").glob("*.yaml"))
 ]
 
 
@@ -17,7 +54,6 @@ rule tasks:
         "<logs>/tasks/{study}.log",
     conda:
         "../../environment.yml"
-    threads: 1
     params:
         data=subpath(input.data, parent=True),
         folder=subpath(output[0], parent=True),
@@ -37,7 +73,7 @@ rule standard_tasks:
     conda:
         "../../environment.yml"
     params:
-        scale=config["scale"],
+        scale=SCALE,
         code=code("experiments.evaluation.standard_tasks"),
         settings=lambda w: settings(EVALUATIONS[w.study]),
     shell:
@@ -77,7 +113,7 @@ rule evaluate:
     log:
         "<logs>/evaluate/{study}.log",
     wildcard_constraints:
-        study=one_of(EVALUATED),
+        study=one_of(name for name, table_program in PROGRAMS.items() if table_program == EVALUATION),
     conda:
         "../../environment.yml"
     threads: 2
@@ -88,8 +124,7 @@ rule evaluate:
         export=code("experiments.evaluation.export"),
         code=code(EVALUATION, files=["experiments/common/equivalence.yaml"]),
         settings=lambda w: settings(EVALUATIONS[w.study]),
-        title=lambda w: STUDIES[w.study].title,
-        question=lambda w: STUDIES[w.study].question,
+        text=lambda w: [STUDIES[w.study].title, STUDIES[w.study].question],
     shell:
         "python -m experiments.evaluation.evaluate {params.models} {params.tasks} --out {params.folder} --processes {threads}"
         " > {log} 2>&1"
