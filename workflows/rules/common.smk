@@ -142,3 +142,88 @@ def study_results(study):
     """All that a study leaves: its runs, its tables, and the figures that show it, alone or under its name."""
     figures = [name for name, needed in DRAWN.items() if set(needed) == {study} or name == study]
     return [*run_files(study), *tables([study]), *figure_files(figures)]
+
+
+def recorded_or(record, today):
+    """With keep_runs=true the fingerprint of the code that made what is there, so that it stays; else today's."""
+    kept = run_codes.recorded_code(Path(config["results"], SCALE, record)) if config["keep_runs"] else None
+    # Of a run that went on from a checkpoint of other code, the code that ended it.
+    return f"code {kept.rpartition('+')[2] if kept else today}"
+
+
+def data_config(wildcards):
+    """How the data of that name is prepared: by the scale's settings, else by those of a study."""
+    default = DataConfig(**matrix.load_scale(SCALE).defaults.get("data", {}))
+    used = [default, *(run.data for runs in RUNS.values() for run in runs.values())]
+    return settings(next((data for data in used if data.path == wildcards.data), default))
+
+
+def data_files(run):
+    """The prepared data of a run. ``data.yaml`` has the checksums of the others, which may be too large to be read."""
+    first, *others = (f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES)
+    return [first, *map(ancient, others)]
+
+
+def run_settings(study, run):
+    """What a run computes follows from: its settings, and those of the runs that it branches from or follows. How
+    often a run saves its state changes nothing that it computes."""
+    needed = [RUNS[study][name] for name in (run, *RUNS[study][run].needs)]
+    return " ".join(settings(one, but={"train": {"checkpoint_interval", "keep_warm_up"}}) for one in needed)
+
+
+def table_code(program):
+    """The program of a study's tables, and what it reads."""
+    if program in (CLUSTER_MODEL, SCENARIOS):
+        return code(program, files=["experiments/simulation/recorded_entropy.csv"])
+    return code("experiments.analyse.__main__", program)
+
+
+def table_settings(study):
+    """What a simulated study says, and the study whose model and assumptions it takes."""
+    if PROGRAMS[study] not in (CLUSTER_MODEL, SCENARIOS):
+        return ""
+    names = (study, *filter(None, [(STUDIES[study].scenarios or {}).get("of")]))
+    return " ".join(settings(STUDIES[name]) for name in names)
+
+
+def evaluated_runs(study):
+    """(study, RunConfig) of every model that a study evaluates."""
+    return [
+        (name, run)
+        for name, variants in STUDIES[study].needs.items()
+        for run in RUNS[name].values()
+        if variants == "all" or run.variant in variants
+    ]
+
+
+def evaluated_files(wildcards):
+    """The files of the runs whose models a study evaluates."""
+    return [path for name, run in evaluated_runs(wildcards.study) for path in run_files(name, [run.name])]
+
+
+def evaluated_data(wildcards):
+    """The data that the models of a study were trained on; tokenizer and held-out text come from it."""
+    paths = {run.data.path for _, run in evaluated_runs(wildcards.study)}
+    if len(paths) != 1:
+        raise WorkflowError(f"{wildcards.study} evaluates models of {len(paths)} data folders, it takes one")
+    return f"<results>/data/{paths.pop()}/data.yaml"
+
+
+def evaluated_tasks(wildcards):
+    """The tasks made from held-out text, and the records of the standard tasks' data, as far as a study has any."""
+    tasks = EVALUATIONS[wildcards.study]
+    names = ["tasks/tasks.json"] * tasks.held_out + ["standard_tasks.json"] * bool(tasks.standard)
+    return [f"<results>/{wildcards.study}/{name}" for name in names]
+
+
+def task_options(study, files):
+    """How the evaluation is told its tasks; ``files`` are those of `evaluated_tasks`."""
+    tasks = EVALUATIONS[study]
+    held_out = f"--tasks-dir {Path(files[0]).parent}" if tasks.held_out else ""
+    standard = f"--standard {','.join(tasks.standard)}" if tasks.standard else ""
+    return f"--batch-size {tasks.batch_size} --device {tasks.device} {held_out} {standard}".strip()
+
+
+def here(path):
+    """A file of the checkout as a job in the working directory names it."""
+    return Path(path) if Path.cwd() == ROOT else ROOT / path

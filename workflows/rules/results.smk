@@ -22,11 +22,6 @@ rule figure:
         "python -m paper_figures {wildcards.figure} --results {params.results} --out {params.folder} > {log} 2>&1"
 
 
-def here(path):
-    """A file of the checkout as a job in the working directory names it."""
-    return Path(path) if Path.cwd() == ROOT else ROOT / path
-
-
 # Benchmarks that `make bench-keep` has kept. Nothing timed repeats, so the workflow does not measure them: it draws
 # what is kept and shows it in the report, with the machine's name.
 KEPT = here("results/reference/bench")

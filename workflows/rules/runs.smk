@@ -1,13 +1,6 @@
 # Text to token files, and training runs on them.
 
 
-def recorded_or(record, today):
-    """With keep_runs=true the fingerprint of the code that made what is there, so that it stays; else today's."""
-    kept = run_codes.recorded_code(Path(config["results"], SCALE, record)) if config["keep_runs"] else None
-    # Of a run that went on from a checkpoint of other code, the code that ended it.
-    return f"code {kept.rpartition('+')[2] if kept else today}"
-
-
 if config["keep_runs"] and workflow.is_main_process:
     folders = [Path(config["results"], SCALE, study, run) for study in RUNS for run in RUNS[study]]
     codes = [
@@ -15,19 +8,6 @@ if config["keep_runs"] and workflow.is_main_process:
     ]
     others = len(codes) - codes.count(TRAINING_CODE)
     print(f"keep_runs: {others} finished runs of other code than today's are kept", file=sys.stderr)
-
-
-def data_config(wildcards):
-    """How the data of that name is prepared: by the scale's settings, else by those of a study."""
-    default = DataConfig(**matrix.load_scale(SCALE).defaults.get("data", {}))
-    used = [default, *(run.data for runs in RUNS.values() for run in runs.values())]
-    return settings(next((data for data in used if data.path == wildcards.data), default))
-
-
-def data_files(run):
-    """The prepared data of a run. ``data.yaml`` has the checksums of the others, which may be too large to be read."""
-    first, *others = (f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES)
-    return [first, *map(ancient, others)]
 
 
 # A run finds its data by data.path of its settings.
@@ -55,13 +35,6 @@ rule texts:
             {f"<results>/data/{run.data.path}/data.yaml" for runs in RUNS.values() for run in runs.values()}
         ),
     localrule: True
-
-
-def run_settings(study, run):
-    """What a run computes follows from: its settings, and those of the runs that it branches from or follows. How
-    often a run saves its state changes nothing that it computes."""
-    needed = [RUNS[study][name] for name in (run, *RUNS[study][run].needs)]
-    return " ".join(settings(one, but={"train": {"checkpoint_interval", "keep_warm_up"}}) for one in needed)
 
 
 # A run's folder is complete when `status` is there, whatever that says: a diverged or failed run is a result too.

@@ -3,21 +3,6 @@
 # A rule for each study, since each has tables of its own.
 
 
-def table_code(program):
-    """The program of a study's tables, and what it reads."""
-    if program in (CLUSTER_MODEL, SCENARIOS):
-        return code(program, files=["experiments/simulation/recorded_entropy.csv"])
-    return code("experiments.analyse.__main__", program)
-
-
-def table_settings(study):
-    """What a simulated study says, and the study whose model and assumptions it takes."""
-    if PROGRAMS[study] not in (CLUSTER_MODEL, SCENARIOS):
-        return ""
-    names = (study, *filter(None, [(STUDIES[study].scenarios or {}).get("of")]))
-    return " ".join(settings(STUDIES[name]) for name in names)
-
-
 for study, table_program in PROGRAMS.items():
     if table_program == EVALUATION:
         continue

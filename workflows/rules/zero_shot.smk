@@ -2,44 +2,6 @@
 # data was fetched beforehand: no network is used.
 
 
-def evaluated_runs(study):
-    """(study, RunConfig) of every model that a study evaluates."""
-    return [
-        (name, run)
-        for name, variants in STUDIES[study].needs.items()
-        for run in RUNS[name].values()
-        if variants == "all" or run.variant in variants
-    ]
-
-
-def evaluated_files(wildcards):
-    """The files of the runs whose models a study evaluates."""
-    return [path for name, run in evaluated_runs(wildcards.study) for path in run_files(name, [run.name])]
-
-
-def evaluated_data(wildcards):
-    """The data that the models of a study were trained on; tokenizer and held-out text come from it."""
-    paths = {run.data.path for _, run in evaluated_runs(wildcards.study)}
-    if len(paths) != 1:
-        raise WorkflowError(f"{wildcards.study} evaluates models of {len(paths)} data folders, it takes one")
-    return f"<results>/data/{paths.pop()}/data.yaml"
-
-
-def evaluated_tasks(wildcards):
-    """The tasks made from held-out text, and the records of the standard tasks' data, as far as a study has any."""
-    tasks = EVALUATIONS[wildcards.study]
-    names = ["tasks/tasks.json"] * tasks.held_out + ["standard_tasks.json"] * bool(tasks.standard)
-    return [f"<results>/{wildcards.study}/{name}" for name in names]
-
-
-def task_options(study, files):
-    """How the evaluation is told its tasks; ``files`` are those of `evaluated_tasks`."""
-    tasks = EVALUATIONS[study]
-    held_out = f"--tasks-dir {Path(files[0]).parent}" if tasks.held_out else ""
-    standard = f"--standard {','.join(tasks.standard)}" if tasks.standard else ""
-    return f"--batch-size {tasks.batch_size} --device {tasks.device} {held_out} {standard}".strip()
-
-
 TASK_FILES = [
     path.relative_to(ROOT) for path in sorted((ROOT / "experiments/evaluation/tasks").glob("*.yaml"))
 ]
