@@ -20,17 +20,13 @@ for study, table_program in PROGRAMS.items():
         conda:
             "../../environment.yml"
         params:
+            program=table_program if simulated else "experiments.analyse",
             study=study,
-            scale=SCALE,
-            results=subpath(output.table, ancestor=3),
-            folder=subpath(output.table, parent=True),
+            options=["--out"] if simulated else ["--scale", SCALE, "--results"],
+            folder=subpath(output.table, parent=True) if simulated else subpath(output.table, ancestor=3),
             code=table_code(table_program),
             settings=table_settings(study),
             text=[STUDIES[study].title, STUDIES[study].question],
+        # No variable of the loop stands here: it is read when the job starts.
         shell:
-            (
-                f"python -m {table_program} --study {{params.study}} --out {{params.folder}} > {{log}} 2>&1"
-                if simulated
-                else "python -m experiments.analyse --study {params.study} --scale {params.scale}"
-                " --results {params.results} > {log} 2>&1"
-            )
+            "python -m {params.program} --study {params.study} {params.options} {params.folder} > {log} 2>&1"
