@@ -5,7 +5,7 @@ reStructuredText), and has ``draw(results: Path) -> Figure``. The figure is call
 the names of several figures to their tables: each is then drawn by ``draw(results, name)``, and ``WORDS`` maps it to
 what stands in the braces of its caption. ``OPTIONAL`` names studies without whose tables a figure can be drawn, and
 says so in its note. Tables of studies are named ``study/table.csv``, below the folder of a scale; those of a benchmark
-lie in its folder, the first one is shown beside the figure. Files without ``TABLES`` hold what figures share. All of
+lie in its folder. Files without ``TABLES`` hold what figures share. All of
 this is read here without importing a figure, so that planning needs no plotting library.
 """
 
