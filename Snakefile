@@ -15,22 +15,10 @@ pathvars:
     logs=f"{config['results']}/{config['scale']}/logs",
 
 
-include: "workflows/rules/data.smk"
-include: "workflows/rules/train.smk"
+include: "workflows/rules/runs.smk"
 include: "workflows/rules/tables.smk"
 include: "workflows/rules/zero_shot.smk"
-include: "workflows/rules/cluster.smk"
-include: "workflows/rules/figures.smk"
-include: "workflows/rules/benchmarks.smk"
-include: "workflows/rules/claims.smk"
-include: "workflows/rules/report.smk"
-
-
-localrules:
-    all,
-    figures,
-    report,
-    ci_regression,
+include: "workflows/rules/results.smk"
 
 
 # What the cluster can never start is refused before anything is submitted.
@@ -43,45 +31,39 @@ rule all:
     default_target: True
     input:
         rules.everything.input,
+    localrule: True
 
 
-# Every study is a target: entropy_trend rank_sweep window_ablation sampling_ablation methods zero_shot ...
-for study in STUDIES:
-
-    rule:
-        name:
-            study
-        input:
-            study_results(study),
-        localrule: True
-
-
-# A figure of several studies is a target, too: policies_settings.
-for figure in (name for name, needed in DRAWN.items() if len(set(needed)) > 1 and name not in STUDIES):
+# Every study is a target, and a figure of several studies: entropy_trend rank_sweep methods policies_settings ...
+JOINT = {name for name, needed in DRAWN.items() if len(set(needed)) > 1}
+for target in dict.fromkeys([*STUDIES, *JOINT]):
 
     rule:
         name:
-            figure
+            target
         input:
-            [study_results(study) for study in DRAWN[figure]],
-            figure_files([figure]),
+            [study_results(study) for study in ([target] if target in STUDIES else DRAWN[target])],
+            [] if target in STUDIES else figure_files([target]),
         localrule: True
 
 
 rule figures:
     input:
         figure_files(MAIN_FIGURES),
+    localrule: True
 
 
 rule report:
     input:
         rules.report_html.output,
+    localrule: True
 
 
 # Not part of `all`: a reproduction on other hardware is complete whatever it says.
 rule ci_regression:
     input:
         rules.regression.output,
+    localrule: True
 
 
 # As a module of another workflow none of this is ours: a misspelt target is refused with the nearest names; the last line

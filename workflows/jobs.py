@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -30,12 +30,12 @@ def _others() -> Iterator[psutil.Process]:
 
 def marked(folder: Path) -> list[psutil.Process]:
     """The jobs of a workflow in ``folder``."""
-    found = []
+    jobs = []
     for process in _others():
         with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
             if process.environ().get(MARK) == str(folder.resolve()):
-                found.append(process)
-    return found
+                jobs.append(process)
+    return jobs
 
 
 def send(number: int, processes: Sequence[psutil.Process]) -> None:
@@ -45,24 +45,35 @@ def send(number: int, processes: Sequence[psutil.Process]) -> None:
             process.send_signal(number)
 
 
-def stop(folder: Path) -> int:
-    """Stop what is left of a workflow in ``folder``, gently first; returns how many processes there were.
+def stop(
+    folder: Path,
+    number: int = signal.SIGTERM,
+    patience: float = STOP_SECONDS,
+    gently: Callable[[psutil.Process], bool] = lambda _: True,
+) -> int:
+    """Stop what is left of a workflow in ``folder``; returns how many processes there were.
+
+    Args:
+        number: signal by which processes are ended ``gently``.
+        patience: seconds until what is left is killed.
 
     Raises:
         UserError: some do not end.
     """
-    first = left = marked(folder)
+    jobs = marked(folder)
+    first = [job for job in jobs if gently(job)]
+    send(number, first)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and any(job in first for job in marked(folder)):
+        time.sleep(0.05)
     deadline = time.monotonic() + STOP_SECONDS
-    while left:
-        late = time.monotonic() > deadline
-        send(signal.SIGKILL if late else signal.SIGTERM, left)
-        time.sleep(0.1)
-        left = marked(folder)
-        if left and time.monotonic() > deadline + STOP_SECONDS:
+    while left := marked(folder):
+        if time.monotonic() > deadline:
             pids = [process.pid for process in left]
-            what = f"processes of a killed workflow do not end: {pids}"
-            raise UserError(what, where=folder, fix="stop them")
-    return len(first)
+            raise UserError(f"processes of a killed workflow do not end: {pids}", where=folder, fix="stop them")
+        send(signal.SIGKILL, left)
+        time.sleep(0.05)
+    return len(jobs)
 
 
 @contextlib.contextmanager
@@ -78,10 +89,7 @@ def ending_with_this(folder: Path) -> Iterator[None]:
             os.closerange(3, read)
             os.closerange(write, os.sysconf("SC_OPEN_MAX"))
             if not os.read(read, 1):
-                left = marked(folder)
-                send(signal.SIGTERM, left)
-                _, left = psutil.wait_procs(left, STOP_SECONDS)
-                send(signal.SIGKILL, left)
+                stop(folder)
         os._exit(0)
     os.close(read)
     try:
@@ -92,20 +100,8 @@ def ending_with_this(folder: Path) -> Iterator[None]:
         os.waitpid(other, 0)
 
 
-def interrupt(folder: Path) -> None:
-    """End all jobs of a workflow within a few seconds: launchers as Ctrl-C does, what is left then at once."""
-    launchers = [process for process in marked(folder) if is_launcher(process)]
-    send(signal.SIGINT, launchers)
-    deadline = time.monotonic() + INTERRUPT_SECONDS
-    while time.monotonic() < deadline and any(process in launchers for process in marked(folder)):
-        time.sleep(0.05)
-    while left := marked(folder):
-        send(signal.SIGKILL, left)
-        time.sleep(0.02)
-
-
 def is_launcher(process: psutil.Process) -> bool:
-    """Whether a process is a run's launcher, which throws its attempt away when it is interrupted."""
+    """Tell a run's launcher, which throws its attempt away when it is interrupted."""
     try:
         words = process.cmdline()
     except psutil.Error:
@@ -117,9 +113,9 @@ def other_snakemake(root: Path) -> int | None:
     """Process id of a Snakemake that somebody started by hand in the repository ``root``, if there is one."""
     for process in _others():
         with contextlib.suppress(psutil.Error, OSError):
-            words, here = process.cmdline(), root.samefile(process.cwd())
+            words = process.cmdline()
             # `python snakemake ...` or `python -m snakemake ...`; jobs on a cluster node have a --mode.
-            named = any(Path(word).name == "snakemake" for word in words[:3])
-            if here and named and "--mode" not in words:
+            named = any(Path(word).name == "snakemake" for word in words[:3]) and "--mode" not in words
+            if named and root.samefile(process.cwd()):
                 return process.pid
     return None

@@ -26,7 +26,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated
@@ -46,17 +45,8 @@ from workflows import jobs
 from workflows.targets import check_studies, check_targets
 
 LOCKS = ROOT / ".snakemake" / "locks"
+PLACES = {"report": "report.html", "figures": "figures/*.png", "tables": "*/table.csv", "claims": "claims.csv"}
 Targets = Annotated[list[str] | None, typer.Argument(help="what to make, default: all; before all options")]
-
-
-def check_inputs(scale: str, wanted: Sequence[str]) -> None:
-    """Read the scale and every study at it, so that a mistake ends the workflow before it has started.
-
-    Raises:
-        UserError: naming the key, the file and the fix; not for a study that ``wanted`` does not ask for.
-    """
-    _, broken = matrix.all_runs(scale)
-    check_studies(broken, wanted)
 
 
 def lock(folder: Path) -> IO[str]:
@@ -89,8 +79,7 @@ def unlock(arguments: list[str]) -> None:
     """
     if not any(LOCKS.glob("*")):
         return
-    owner = jobs.other_snakemake(ROOT)
-    if owner is not None:
+    if owner := jobs.other_snakemake(ROOT):
         fix = "wait for it or stop it"
         raise UserError(f"Snakemake is already running here, process {owner}", where=ROOT, fix=fix)
     print("removing the lock of an interrupted Snakemake", file=sys.stderr)
@@ -126,7 +115,7 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
             process.kill()
             code = process.wait()
             if stopped == signal.SIGINT:
-                jobs.interrupt(folder)
+                jobs.stop(folder, signal.SIGINT, jobs.INTERRUPT_SECONDS, jobs.is_launcher)
             shutil.rmtree(LOCKS, ignore_errors=True)
             break
         # Ctrl-C reaches Snakemake and its jobs by itself. Other signals are handed on: SIGINT to Snakemake, for
@@ -142,45 +131,36 @@ def run_snakemake(arguments: list[str], handle: IO[str], folder: Path, on_slurm:
     return code
 
 
+def run_states(folder: Path, scale: str) -> dict[Path, str]:
+    """Folder of every run -> its status; "" where it has not ended."""
+    runs, _ = matrix.all_runs(scale)
+    paths = [folder / study / run.name for study, configs in runs.items() for run in configs]
+    ended = {path: path / "status" for path in paths}
+    return {path: file.read_text(encoding="utf-8").strip() if file.is_file() else "" for path, file in ended.items()}
+
+
 def kept_words(folder: Path, scale: str) -> str:
     """What an interrupted workflow keeps, in one line."""
-    found, _ = matrix.all_runs(scale)
-    paths = [folder / study / run.name for study, runs in found.items() for run in runs]
-    finished = sum((path / "status").is_file() for path in paths)
-    newest = {path: RunFolder(path).newest_checkpoint() for path in paths if not (path / "status").is_file()}
+    states = run_states(folder, scale)
+    newest = {path: RunFolder(path).newest_checkpoint() for path, state in states.items() if not state}
     going_on = [f"{p.parent.name}/{p.name} goes on from {n.name}" for p, n in newest.items() if n is not None]
-    words = [f"{finished} of {len(paths)} runs are finished and kept in {folder}", *going_on]
+    finished = len(states) - len(newest)
+    words = [f"{finished} of {len(states)} runs are finished and kept in {folder}", *going_on]
     return f"interrupted: {'; '.join(words)}; the same command continues"
 
 
 def closing_words(folder: Path, scale: str) -> list[str]:
     """Where the results are, and which runs did not end well."""
-    places = {
-        "report": [folder / "report.html"],
-        "figures": sorted((folder / "figures").glob("*.png")),
-        "tables": sorted(folder.glob("*/table.csv")),
-        "claims": [folder / "claims.csv"],
-    }
     lines = []
-    for name, paths in places.items():
-        there = [path for path in paths if path.is_file()]
-        if len(there) == 1:
-            lines.append(f"{name:8} {there[0]}")
-        elif there:
-            pattern = there[0].parent / "*.png" if name == "figures" else folder / "*" / "table.csv"
-            lines.append(f"{name:8} {pattern} ({len(there)})")
-    states: dict[str, str] = {}
-    found, _ = matrix.all_runs(scale)
-    for study, runs in found.items():
-        for run in runs:
-            path = folder / study / run.name / "status"
-            if path.is_file():
-                states[f"{study}/{run.name}"] = path.read_text(encoding="utf-8").strip()
+    for name, pattern in PLACES.items():
+        paths = [path for path in folder.glob(pattern) if path.is_file()]
+        if paths:
+            lines.append(f"{name:8} {paths[0] if len(paths) == 1 else f'{folder / pattern} ({len(paths)})'}")
+    states = {f"{path.parent.name}/{path.name}": state for path, state in run_states(folder, scale).items() if state}
     if states:
-        counts = Counter(states.values())
-        lines.append(f"{'runs':8} " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
-    lines += [f"         {run}: {state}" for run, state in states.items() if state != "ok"]
-    return lines
+        counts = sorted(Counter(states.values()).items())
+        lines.append(f"{'runs':8} " + ", ".join(f"{count} {state}" for state, count in counts))
+    return lines + [f"         {run}: {state}" for run, state in states.items() if state != "ok"]
 
 
 @main_guard
@@ -209,7 +189,8 @@ def main(
         raise UserError(f"--cores {cores} is not valid", fix="use 1 or more")
     os.chdir(ROOT)
     validate(PipelineSettings, {"scale": scale, "results": str(results)}, "the command line")
-    check_inputs(scale, wanted)
+    _, broken = matrix.all_runs(scale)
+    check_studies(broken, wanted)
     folder = results / scale
     check_targets(wanted, scale, folder)
     on_slurm = profile is not None and Path(profile).name == "slurm"
@@ -222,14 +203,12 @@ def main(
     parallel = ["--cores", str(cores)]
     config = ["--config", f"scale={scale}", f"results={results}", f"keep_runs={keep_runs}"]
     with lock(folder) as handle:
-        left = jobs.stop(folder)
-        if left:
+        if left := jobs.stop(folder):
             print(f"stopped {left} processes of a killed workflow", file=sys.stderr)
         unlock([*snakemake, *parallel, *config])
-        left = slurm.cancel_jobs(ROOT) if on_slurm else 0
-        if left:
+        if on_slurm and (left := slurm.cancel_jobs(ROOT)):
             print(f"cancelled {left} jobs of a killed workflow", file=sys.stderr)
-        settings = ["--rerun-incomplete", "--quiet", "host", "reason", *config]
+        settings = ["--quiet", "host", "reason", *config]
         # Under Slurm it would limit the jobs of all nodes together.
         arguments = [*snakemake, *([] if on_slurm else parallel), *settings, *extra, "--", *wanted]
         with jobs.ending_with_this(folder):

@@ -1,4 +1,4 @@
-"""What Snakemake shows of a workflow: a line for each step that starts, and at the end why a step has failed."""
+"""Lines that Snakemake shows of a workflow: one for each step that starts, and at the end why a step has failed."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ class Steps(logging.Handler):
         self.failed: dict[int, list[str]] = {}  # the logs of each
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = record.__dict__
-        if said.get("event") == LogEvent.JOB_INFO:
-            self.names[said["jobid"]] = name(said)
-            self.failed.pop(said["jobid"], None)  # submitted again
-        elif said.get("event") == LogEvent.JOB_ERROR:
-            self.failed[said["jobid"]] = said["log"]
+        """Take a message of Snakemake's."""
+        fields = record.__dict__
+        if fields.get("event") == LogEvent.JOB_INFO:
+            self.names[fields["jobid"]] = name(fields)
+            self.failed.pop(fields["jobid"], None)  # submitted again
+        elif fields.get("event") == LogEvent.JOB_ERROR:
+            self.failed[fields["jobid"]] = fields["log"]
 
     def faults(self, folder: Path) -> list[str]:
         """Why a workflow has not finished, a line for each step that failed; those that were refused their input last.
@@ -57,12 +58,15 @@ class Steps(logging.Handler):
         Args:
             folder: of the results.
         """
-        logs = [(self.names[number], path) for number, paths in self.failed.items() for path in paths]
-        said = [(step, line, path) for step, path in logs if (line := last_line(Path(path)))]
-        if not said:
+        lines = []
+        for number, logs in self.failed.items():
+            for path in logs:
+                if line := last_line(Path(path)):
+                    own = line.startswith(OWN)
+                    lines.append(line if own else f"failed: {self.names[number]}: {line} (in {path})")
+        if not lines:
             why = f"no space left in {folder}" if no_space("", folder) else "a step was ended or could not be started"
             return [f"not finished: {why}; the same command continues"]
-        lines = [line if line.startswith(OWN) else f"failed: {step}: {line} (in {path})" for step, line, path in said]
         return sorted(dict.fromkeys(lines), key=lambda line: line.startswith(REFUSED))
 
 

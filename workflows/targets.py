@@ -17,8 +17,8 @@ FILES = ("claims.csv", "report.html", "regression.csv", "runs.csv")
 
 
 def targets() -> list[str]:
-    """The named targets: every study, every figure of several studies, and what the Snakefile names beside them."""
-    from experiments.common.figures import FIGURES
+    """The named targets: every study, every figure of several studies, and those of the Snakefile beside them."""
+    from experiments.common.figures import FIGURES  # reads the files of all figures, one of which may be wrong
 
     named = NAMED_RULE.findall((ROOT / "Snakefile").read_text(encoding="utf-8"))
     joint = [name for name, studies in FIGURES.items() if len(set(studies)) > 1]
@@ -26,7 +26,7 @@ def targets() -> list[str]:
 
 
 def of_command_line() -> list[str]:
-    """What Snakemake was told to make; nothing where this process is not Snakemake's command."""
+    """Targets that Snakemake was told to make; none where this process is not Snakemake's command."""
     if not any(Path(part).name == "snakemake" for part in (sys.argv[0], Path(sys.argv[0]).parent)):
         return []
     from snakemake.cli import get_argument_parser
@@ -48,17 +48,16 @@ def check_studies(broken: Mapping[str, UserError], wanted: Sequence[str]) -> Non
         return
     from experiments.common.figures import FIGURES
 
-    everything, asked = not wanted, set[str]()
+    needed = set[str]()
     for target in wanted:
         parts = {*Path(target).parts, Path(target).stem}
         studies = parts.intersection(matrix.studies()).union(*(FIGURES[part] for part in parts.intersection(FIGURES)))
-        everything |= not studies
-        asked |= studies
-    for study in asked - broken.keys():
+        needed |= studies or set(broken)
+    for study in needed - broken.keys():
         definition = matrix.load_study(study)
-        asked = asked.union(definition.needs or (), [(definition.scenarios or {}).get("of", study)])
+        needed = needed.union(definition.needs or (), [(definition.scenarios or {}).get("of", study)])
     for study, error in broken.items():
-        if everything or study in asked:
+        if not wanted or study in needed:
             raise error
 
 
@@ -74,32 +73,23 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path, others: Colle
     Raises:
         UserError: naming the nearest names.
     """
-    known = targets()
+    from experiments.common.figures import FIGURES
+
     for name in wanted:
-        matrix.check_not_frozen(name)
-        if "/" not in name and not Path(name).suffix:
-            if name not in known and name not in others:
-                raise UserError(f"unknown target {name!r}", where="the command line", fix=nearest(name, known))
+        path, studies = Path(name), matrix.studies()
+        parts = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
+        matrix.check_not_frozen(parts[0] if parts else name)
+        if "/" not in name and not path.suffix:
+            part, problem, known = name, "", [*targets(), *others]
+        elif parts and parts[0] not in studies:
+            part, problem, known = parts[0], f": nothing makes {parts[0]}", [*studies, *FOLDERS, *FILES]
+            if len(parts) == 2 and parts[0] == "figures":
+                part, problem, known = Path(parts[1]).stem, ": no such figure", list(FIGURES)
+        elif len(parts) == 3 and not matrix.load_study(parts[0]).needs:
+            part, problem = parts[1], ": no such run"
+            known = [run.name for run in matrix.runs(parts[0], scale)]
+        else:
             continue
-        path = Path(name)
-        if path.is_relative_to(folder):
-            _check_path(path, path.relative_to(folder).parts, scale)
-
-
-def _check_path(path: Path, parts: tuple[str, ...], scale: str) -> None:
-    from experiments.common.figures import FIGURES  # reads the files of all figures, one of which may be wrong
-
-    where = "the command line"
-    studies = matrix.studies()
-    if parts:
-        matrix.check_not_frozen(parts[0])
-    if parts and parts[0] not in (*studies, *FOLDERS, *FILES):
-        fix = nearest(parts[0], [*studies, *FOLDERS, *FILES])
-        raise UserError(f"unknown target {str(path)!r}: nothing makes {parts[0]}", where=where, fix=fix)
-    if len(parts) == 2 and parts[0] == "figures" and Path(parts[1]).stem not in FIGURES:
-        fix = nearest(Path(parts[1]).stem, FIGURES)
-        raise UserError(f"unknown target {str(path)!r}: no such figure", where=where, fix=fix)
-    if len(parts) == 3 and parts[0] in studies and not matrix.load_study(parts[0]).needs:
-        runs = [run.name for run in matrix.runs(parts[0], scale)]
-        if parts[1] not in runs:
-            raise UserError(f"unknown target {str(path)!r}: no such run", where=where, fix=nearest(parts[1], runs))
+        if part not in known:
+            fix = nearest(part, [name for name in known if name not in others] or known)
+            raise UserError(f"unknown target {name!r}{problem}", where="the command line", fix=fix)

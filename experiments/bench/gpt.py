@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(size.vocabulary, size.hidden)
         self.positions = nn.Embedding(size.sequence, size.hidden)
-        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(size.hidden, size.heads, 4 * size.hidden, **options) for _ in range(size.layers)
         )

@@ -1,5 +1,4 @@
-"""The benchmarks of engines and of steps over a network: the floor by hand, what is timed, tables from known times, the
-programs; bad input of all benchmarks."""
+"""The benchmark of engines: the floor by hand, what is timed, tables from known times; bad input of all benchmarks."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from typer.testing import CliRunner
 
 from edgc.compressors.powersgd import FACTOR_BITS
 from edgc.errors import UserError
-from experiments.bench import engine, lower_bound, network, terminal, testbed
+from experiments.bench import engine, lower_bound, terminal, testbed
 from experiments.bench.__main__ import app
 from experiments.bench.engines import Engine, Ours, TorchHook, entries, layer_shapes, make, views
 from experiments.bench.workers import Group, Worker, WorkerError
-from paper_figures import bench, bench_network
+from paper_figures import bench
 from tests.unit.bench_child import Child
 from tests.workers import run_workers
 
@@ -267,51 +266,6 @@ def test_bad_input_is_one_line(arguments: str, words: str, tmp_path: Path) -> No
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ") and words in line
     assert not (tmp_path / "bench").exists()
-
-
-def network_rounds() -> tuple[network.Plan, pd.DataFrame]:
-    """Rounds at one limit in which dense takes 4 and 6 s, torch 2 and 2, ours 1 and 2, and one method failed."""
-    plan = network.Plan(rates=(100.0,), ranks=(4,), quantised=(4,), rounds=2)
-    seconds = {"dense": (4.0, 6.0), "torch r4, one bucket": (2.0, 2.0), "edgc r4 fp32": (1.0, 2.0)}
-    rows = [
-        {
-            "mbit_per_s": 100.0,
-            "method": name,
-            "round": index,
-            "status": "ok",
-            "seconds": value,
-            "bytes": 100,
-            "wire": 106,
-        }
-        for name in plan.methods
-        for index, value in enumerate(seconds.get(name, (3.0, 3.0)))
-    ]
-    [risky] = plan.risky
-    failed = {"mbit_per_s": 100.0, "method": risky, "status": "failed: [/a/b.cc:1] mismatch"}
-    return plan, pd.DataFrame([*rows, failed])
-
-
-def test_network_table_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, rounds = network_rounds()
-    monkeypatch.setattr(testbed, "missing", lambda **_: None)
-    monkeypatch.setattr(network, "measure", lambda *_: rounds)
-    arguments = ["--rates", "100", "--ranks", "4", "--quantised", "4", "--repeats", str(plan.rounds)]
-    done = CliRunner().invoke(app, ["network", *arguments, "--results", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    [folder] = tmp_path.iterdir()
-    assert done.stdout.splitlines() == [str(folder)]
-    assert json.loads((folder / "network.json").read_text())["settings"]["rates"] == [100.0]
-    assert len(pd.read_csv(folder / "network_rounds.csv")) == len(rounds)
-    table = pd.read_csv(folder / "network.csv").set_index("method")
-    ours = table.loc["edgc r4 fp32"]
-    assert ours["seconds"] == 1.5
-    assert ours["speedup_over_dense"] == 3.5  # of 4 and 3, within rounds
-    assert ours["speedup_over_torch"] == 1.5  # of 2 and 1
-    assert ours["wire_over_bytes"] == pytest.approx(1.06)
-    failed = table.loc["torch r4, default buckets"]
-    assert failed["status"] == "failed: [/a/b.cc:1] mismatch" and pd.isna(failed["seconds"])
-    assert set(table["buckets"]) == {"one", "default"}
-    assert "failed" in texts(bench_network.draw(folder))
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import yaml
-from matplotlib.text import Text
-from typer.testing import CliRunner
 
-from experiments.bench import race, testbed
-from experiments.bench.__main__ import app
+from experiments.bench import race
 from experiments.bench.workers import WorkerError
-from paper_figures import bench_race
 
 
 def write_run(folder: Path, config: Any, losses: list[float], seconds: float, status: str = "ok") -> None:
@@ -82,22 +77,6 @@ def test_runs_of_the_file() -> None:
     assert len({json.dumps(run.train.model_dump(mode="json")) for run in runs}) == 1, "the same training for all"
     assert [run.variant for run in race.Plan(seeds=(1,), methods=("int4",)).runs()] == ["none", "int4"]
     assert race.Plan(iterations=20).runs()[0].train.iterations == 20
-
-
-def test_the_program_and_the_figure(
-    raced: tuple[race.Plan, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(testbed, "missing", lambda **_: None)
-    monkeypatch.setattr(race, "measure", lambda *_: raced[1])
-    arguments = ["--rates", "50", "--seeds", "1,2", "--methods", "int4,topk,edgc_cqm", "--iterations", "40"]
-    done = CliRunner().invoke(app, ["race", *arguments, "--results", str(tmp_path / "bench")])
-    assert done.exit_code == 0, done.output
-    [folder] = (tmp_path / "bench").iterdir()
-    assert len(pd.read_csv(folder / "race.csv")) == 8
-    assert json.loads((folder / "race.json").read_text())["settings"]["rates"] == [50.0]
-    fig = bench_race.draw(folder)
-    words = " ".join(text.get_text() for text in fig.findobj(Text))
-    assert "never there" in words and "1 of 2 never" in words
 
 
 def test_runs_that_are_there_are_not_repeated(raced: tuple[race.Plan, Path], monkeypatch: pytest.MonkeyPatch) -> None:

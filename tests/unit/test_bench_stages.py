@@ -1,27 +1,17 @@
-"""The benchmark of the stages' finish times: tables from known times, the program, the figure, the injected delay."""
+"""The benchmark of the stages' finish times: its rows from known times, its runs, the injected delay."""
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-import pandas as pd
 import pytest
 import torch
-from matplotlib.text import Text
-from typer.testing import CliRunner
 
 from edgc.compressors import Channel
 from experiments.bench import stages
-from experiments.bench.__main__ import app
 from experiments.bench.collectives import Link
 from experiments.spec.settings import RunConfig
-from paper_figures import stage_spread
-from paper_figures import timeline as timeline_figure
-from tests.unit.test_timeline import timeline_of
 from tests.workers import run_workers
 
 
@@ -44,53 +34,11 @@ def answers(*, spread: float, ranks: tuple[int | None, int | None]) -> list[dict
     return found
 
 
-def known() -> pd.DataFrame:
-    times = {"none": (0.4, (None, None)), "equal": (0.2, (8, 8)), "dac": (0.05, (8, None))}
-    tables = [stages.rows(name, answers(spread=s, ranks=r)) for name, (s, r) in times.items()]
-    return pd.concat(tables, ignore_index=True)
-
-
 def test_a_stage_is_over_with_its_last_replica_and_only_steady_iterations_count() -> None:
     rows = stages.rows("equal", answers(spread=0.2, ranks=(8, 8)))
     assert list(rows["iteration"].unique()) == [3, 4, 5]
     assert rows[rows["stage"] == 0]["finish_seconds"].tolist() == pytest.approx([0.6, 0.8, 1.0])
     assert rows[rows["stage"] == 1]["finish_seconds"].tolist() == [0.0, 0.0, 0.0]
-
-
-def test_table_of_known_times() -> None:
-    none = pd.DataFrame()
-    data = stages.Measurements(known(), {}, none, none)
-    table = stages.tables(stages.Plan(), data)["stages"].set_index("variant")
-    assert list(table.index) == list(stages.VARIANTS)
-    assert table["spread_seconds"].tolist() == pytest.approx([1.6, 0.8, 0.2])
-    assert table["of_equal"].tolist() == pytest.approx([2.0, 1.0, 0.25])
-    assert table.loc["equal", ["spread_q1", "spread_q3"]].tolist() == pytest.approx([0.7, 0.9])
-    assert table["ranks"].tolist() == ["dense/dense", "8/8", "8/dense"]
-    assert set(table["iterations"]) == {3} and set(table["step_seconds"]) == {3.0}
-
-
-def test_program_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = [{"stage": 0, "seconds_per_rank": 0.1}]
-    decisions = {name: [{"timing": []}, {"timing": timing}] for name in stages.VARIANTS}
-    shares, spans = zip(*(timeline_of(name) for name in stages.VARIANTS), strict=True)
-    found = stages.Measurements(known(), decisions, pd.concat(shares), pd.concat(spans))
-    monkeypatch.setattr(stages, "measure", lambda *_: found)
-    done = CliRunner().invoke(app, ["stages", "--slowdown", "3", "--results", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    [folder] = tmp_path.iterdir()
-    assert done.stdout.splitlines() == [str(folder)]
-    described = json.loads((folder / "stages.json").read_text())
-    assert described["settings"]["slowdown"] == 3.0
-    assert described["timing"] == [timing]
-    assert len(pd.read_csv(folder / "stages_iterations.csv")) == len(known())
-    fig = stage_spread.draw(folder)
-    said = " ".join(text.get_text() for text in fig.findobj(Text))
-    assert "INJECTED" in said and "0.25 ×" in said and "equal ranks" in said
-    fig = timeline_figure.draw(folder)
-    assert any("INJECTED" in text.get_text() for text in fig.texts)
-    for ax in fig.axes:
-        assert [text.get_text() for text in ax.texts if "idle" in text.get_text()] == ["50 % idle", "40 % idle"]
-    plt.close("all")
 
 
 def test_settings_of_every_variant_are_valid() -> None:

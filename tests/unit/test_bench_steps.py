@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from experiments.bench import network, pipeline, stages, steps, testbed
-from experiments.bench.__main__ import REFERENCE, app
+from experiments.bench import network, pipeline, stages, steps
 from experiments.bench.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SEND
 from experiments.bench.gpt import Size
 from experiments.bench.steps import Compute, Link, Links, Messages, overhead_of, predict
 from experiments.bench.workers import ranks
 from experiments.spec.settings import RunConfig
-from paper_figures import bench_steps
 
 COMPUTE = Compute(forward=1.0, backward=2.0, rest=0.25, complete=(0.25, 1.0))
 LINKS = {
@@ -92,28 +86,6 @@ def test_the_overhead_explains_the_step_that_it_was_taken_from(
     assert predict(compute, nothing, links, overhead_of(compute, nothing, links, step)) == pytest.approx(step)
 
 
-def test_the_program_writes_tables_and_the_figure_shows_every_validated_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With what was measured on the machine whose results are kept."""
-    [folder] = [path.parent for path in REFERENCE.glob("*/steps.json")]
-    record = json.loads((folder / "steps.json").read_text())
-    monkeypatch.setattr(testbed, "missing", lambda **_: None)
-    monkeypatch.setattr(steps, "measure", lambda *_: steps.read(folder / "steps.json", record))
-    done = CliRunner().invoke(app, ["steps", "--results", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    [written] = tmp_path.iterdir()
-    assert done.stdout.splitlines() == [str(written)]
-    described = json.loads((written / "steps.json").read_text())
-    assert described["summary"] == record["summary"] and described["sent"] == record["sent"]
-    columns = ["workers", "mbit_per_s", "method", "seconds", "seconds_predicted", "error"]
-    tables = [pd.read_csv(path / "steps.csv")[columns] for path in (written, folder)]
-    pd.testing.assert_frame_equal(*tables)
-    fig = bench_steps.draw(written)
-    points = sum(len(line.get_xdata()) for ax in fig.axes for line in ax.lines if line.get_gid() == "step")
-    assert points == (pd.read_csv(written / "steps.csv")["used"] == "validation").sum() > 0
-
-
 def test_messages_of_real_workers_are_what_the_methods_count() -> None:
     """Two workers without a testbed: what is noted message by message is what the engine says that it sent."""
     size = Size(layers=1, hidden=32, heads=2, vocabulary=64, sequence=16, batch=2)
@@ -131,21 +103,6 @@ def test_messages_of_real_workers_are_what_the_methods_count() -> None:
                 assert ({ALL_TO_ALL, ALL_GATHER} <= {kind for kind, _ in sent}) == small, name
                 if name.startswith("powersgd"):
                     assert all(len(bucket) >= 2 for bucket in messages), "P and Q"
-
-
-def test_predictions_that_are_kept_follow_from_the_rounds_beside_them(tmp_path: Path) -> None:
-    """After a change of the model: `python -m experiments.bench predict results/reference/bench/MACHINE`."""
-    kept = [path.parent for path in REFERENCE.glob("*/steps.json")]
-    assert kept
-    for folder in kept:
-        own = tmp_path / folder.name
-        own.mkdir()
-        for path in (path for name in ("steps", "pipeline") for path in folder.glob(f"{name}*.*")):
-            shutil.copy(path, own)
-        done = CliRunner().invoke(app, ["predict", str(own)])
-        assert done.exit_code == 0, done.output
-        for path in map(Path, done.stdout.split()):
-            assert path.read_text() == (folder / path.name).read_text(), path
 
 
 # ---- with pipeline stages
@@ -237,22 +194,6 @@ def test_the_table_of_pipelines_finds_what_the_steps_were_made_of(times: list[fl
     overhead = table.set_index("method")["seconds_overhead"]
     assert overhead["bf16"].to_numpy() == pytest.approx(0.3, rel=1e-6)
     assert pipeline.record(data, table)["summary"]["configurations"] == len(limited)
-
-
-def test_the_figure_has_a_panel_for_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = pipeline.Plan(rates=(20.0,), micro_batches=(2,))
-    found = measured_pipeline(plan, STAGED, 1.2)
-    monkeypatch.setattr(testbed, "missing", lambda **_: None)
-    monkeypatch.setattr(pipeline, "measure", lambda *_: found)
-    arguments = ["pipeline", "--rates", "20", "--micro-batches", "2", "--results", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    [folder] = tmp_path.iterdir()
-    assert json.loads((folder / "pipeline.json").read_text())["summary"]["median_error"] == pytest.approx(1 - 1 / 1.2)
-    table = pd.read_csv(folder / "pipeline.csv")
-    table.assign(layout="DP2").to_csv(folder / "steps.csv", index=False)
-    fig = bench_steps.draw(folder)
-    assert any("DP2 x PP2" in ax.get_title(loc="left") for ax in fig.axes)
 
 
 def test_real_ranks_note_what_they_send_and_time_messages() -> None:

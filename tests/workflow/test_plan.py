@@ -17,38 +17,12 @@ from experiments.spec.settings import RunConfig
 from tests.workflow.checkout_copy import ROOT, Checkout
 from workflows.targets import check_targets, targets
 
-SETTINGS_OF_POLICIES = [f"policies_{name}" for name in ("bert", "four_replicas", "late", "two_stages")]
-BY_NAME = {
-    "moe",
-    "optimus_cc",
-    "policies_long",
-    "tuning",
-    *SETTINGS_OF_POLICIES,
-}
-STUDIES = [
-    "entropy_trend",
-    "rank_sweep",
-    "rank_model",
-    "window_ablation",
-    "sampling_ablation",
-    "methods",
-    "policies",
-    *SETTINGS_OF_POLICIES,
-    "optimus_cc",
-    "moe",
-    "tuning",
-    "zero_shot",
-]
+# People type these.
+CONTRACT = {"entropy_trend", "rank_sweep", "window_ablation", "sampling_ablation", "methods", "gpt2_2p5b_v100"}
+CONTRACT |= {"gpt2_12p1b_h100", "zero_shot", "figures", "report", "ci_regression"}
 TARGETS = [
-    *STUDIES,
-    "policies_settings",
-    "gpt2_2p5b_v100",
-    "gpt2_12p1b_h100",
-    "break_even",
-    "figures",
-    "report",
-    "ci_regression",
-]
+    name for name in targets() if name not in ("all", "everything", "texts", "policies_long")
+]  # without runs at ci
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +35,12 @@ def plans(checkout: Checkout) -> dict[str, dict[str, int]]:
 def test_all_plans_every_run_and_figure(plans: dict[str, dict[str, int]]) -> None:
     plan = plans["all"]
     by_name = {study for study in matrix.studies() if "ci" in matrix.load_study(study).only_by_name}
-    assert by_name == BY_NAME, "not part of `all` at ci scale"
+    assert CONTRACT.isdisjoint(by_name) and "equal_bytes" in by_name, "not part of `all` at ci scale"
     made = [study for study in matrix.studies() if study not in by_name]
     assert plan["train"] == sum(len(matrix.runs(study, "ci")) for study in made)
     assert plan["figure"] == sum(not by_name.intersection(studies) for studies in FIGURES.values())
     assert plan["report_html"] == plan["claims"] == plan["all"] == 1
-    assert plan["benchmark_figure"] == plan["benchmark_table"] == 1, "that which the checkout has, drawn, not measured"
+    assert plan["benchmark_figure"] == 1, "that which the checkout has, drawn, not measured"
     assert plans[""] == plan
 
 
@@ -280,7 +254,7 @@ def test_unknown_target_is_one_line_with_the_nearest_names(checkout: Checkout) -
 
 
 def test_every_planned_target_is_known_to_the_workflow() -> None:
-    assert {*TARGETS, "all"} <= {*targets()}
+    assert {*CONTRACT, "all"} <= {*targets()}
     check_targets([*TARGETS, "all", "results/ci/zero_shot/models/x", "elsewhere/a.csv"], "ci", Path("results/ci"))
 
 

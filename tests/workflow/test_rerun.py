@@ -130,10 +130,11 @@ def test_changed_settings_train_the_runs_that_have_them(finished: Checkout) -> N
     # A claim reads the simulated table, and so does the study that goes beyond it, which has two figures.
     with edited(studies / "gpt2_12p1b_h100.yaml", "nodes: {value: 16", "nodes: {value: 32"):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"cluster_model": 1, "claims": 1, "scenarios": 1, "figure": 3}
+    assert plan == {"gpt2_12p1b_h100_tables": 1, "break_even_tables": 1, "claims": 1, "figure": 3}
     with edited(studies / "bases" / "gpt2.yaml", "value: 14.0e-6", "value: 15.0e-6"):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"cluster_model": 3, "claims": 1, "scenarios": 1, "figure": 4}
+    simulated = [f"gpt2_{name}_tables" for name in ("345m", "2p5b_v100", "12p1b_h100")]
+    assert plan == {**dict.fromkeys([*simulated, "break_even_tables", "claims"], 1), "figure": 4}
 
 
 def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
@@ -185,7 +186,7 @@ def test_a_missing_file_is_made_again(finished: Checkout) -> None:
     names = "rank_sweep/limits.csv", "gpt2_2p5b_v100/moves.csv", "figures/break_even.pdf", "runs.csv"
     with missing(*(folder / name for name in names)):
         plan = followed_by_report(finished.plan(["all"])[0])
-    assert plan == {"rank_sweep_tables": 1, "cluster_model": 1, "runs": 1, "figure": 3}
+    assert plan == {"rank_sweep_tables": 1, "gpt2_2p5b_v100_tables": 1, "runs": 1, "figure": 3}
     with missing(folder / "rank_sweep" / "r4-s1" / "metrics.jsonl"):
         plan = followed_by_report(finished.plan(["all"])[0])
     assert plan == {"train": 1, "rank_sweep_tables": 1, "runs": 1, "figure": 1}

@@ -4,8 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-from snakemake.exceptions import WorkflowError
-
 # The checkout, wherever Snakemake was started: by -s, with --directory, or as a module of another workflow.
 ROOT = Path(workflow.current_basedir.get_path_or_uri(secret_free=True)).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -24,14 +22,7 @@ os.environ.update(
     PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
     PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
-
-
 freshness.judge_by_content()
-
-
-def here(path):
-    """A file of the checkout as a job in the working directory names it."""
-    return Path(path) if Path.cwd() == ROOT else ROOT / path
 
 
 def stop(error):
@@ -42,7 +33,8 @@ def stop(error):
 
 try:
     config.update(validate(PipelineSettings, config, "--config").model_dump())
-    runs_of_studies, broken = matrix.all_runs(config["scale"])
+    SCALE = config["scale"]
+    runs_of_studies, broken = matrix.all_runs(SCALE)
     RUNS = {name: {run.name: run for run in runs} for name, runs in runs_of_studies.items()}
     STUDIES = {name: matrix.load_study(name) for name in RUNS}
     WANTED = targets.of_command_line() if workflow.is_main_process else []
@@ -50,29 +42,20 @@ try:
         targets.check_studies(broken, WANTED)
         for name, error in broken.items():
             print(f"warning: study {name} is left out: {error}", file=sys.stderr)
-    EVALUATIONS = {
-        name: matrix.evaluation(name, config["scale"]) for name, study in STUDIES.items() if study.needs
-    }
-    # Reads the files of all figures.
-    from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption
+    EVALUATIONS = {name: matrix.evaluation(name, SCALE) for name, study in STUDIES.items() if study.needs}
+    from experiments.common.figures import BENCHMARKS, FIGURES, INPUTS, MODULES, caption  # reads their files
 
     for name, read in INPUTS.items():
         for study, _, table in (path.partition("/") for path in read):
             if study in STUDIES and table not in STUDIES[study].tables:
-                what, file = (
+                problem, file = (
                     f"TABLES: study {study} has no {table!r}",
                     f"{MODULES[name].replace('.', '/')}.py",
                 )
-                raise UserError(what, where=file, fix=nearest(table, STUDIES[study].tables))
+                raise UserError(problem, where=file, fix=nearest(table, STUDIES[study].tables))
     TRAINING_CODE, DATA_CODE = run_codes.training_code(), run_codes.data_code()
 except UserError as error:
     stop(error)
-
-
-def one_of(names):
-    """A pattern for a wildcard; without names it matches nothing."""
-    return "|".join(sorted(names)) or "(?!)"
-
 
 # The studies that have tables at this scale, by the program that makes them.
 PROGRAMS = {
@@ -80,41 +63,27 @@ PROGRAMS = {
     for name, study in STUDIES.items()
     if study.program and (RUNS[name] or study.analysis is None)
 }
-SIMULATED, IMAGINED, EVALUATED = (
-    {name for name, program in PROGRAMS.items() if program == wanted}
-    for wanted in (CLUSTER_MODEL, SCENARIOS, EVALUATION)
-)
-ANALYSED = PROGRAMS.keys() - SIMULATED - IMAGINED - EVALUATED
-
 # What `all` makes: not the studies that are too long for it at this scale, nor their figures.
-MAIN = [name for name, study in STUDIES.items() if config["scale"] not in study.only_by_name]
+MAIN = [name for name, study in STUDIES.items() if SCALE not in study.only_by_name]
 # Of these, what claims and the comparison with the committed results read; nothing else is trained for them.
 CLAIMS = ROOT / "results/paper_claims.yaml"
+CLAIMED = {claim["study"] for claim in load_yaml(CLAIMS)["claims"] if SCALE in claim.get("scales", [SCALE])}
 TOLERANCES = ROOT / "experiments/verdicts/tolerances.yaml"
-TESTABLE = [
-    claim
-    for claim in load_yaml(CLAIMS)["claims"]
-    if config["scale"] in claim.get("scales", [config["scale"]])
-]
-CLAIMED = {claim["study"] for claim in TESTABLE}.intersection(MAIN)
-COMPARED = {check["study"] for check in load_yaml(TOLERANCES)["checks"]}.intersection(MAIN)
+COMPARED = {check["study"] for check in load_yaml(TOLERANCES)["checks"]}
 # Figures whose studies have tables at this scale.
 DRAWN = {name: needed for name, needed in FIGURES.items() if set(needed) <= PROGRAMS.keys()}
 MAIN_FIGURES = [name for name, needed in DRAWN.items() if set(needed) <= set(MAIN)]
 
-# Benchmarks that `make bench-keep` has kept: (machine, benchmark).
-KEPT = here("results/reference/bench")
-MEASURED = [
-    (folder.name, name)
-    for folder in sorted(KEPT.glob("*"))
-    for name, needed in BENCHMARKS.items()
-    if all((folder / table).is_file() for table in needed)
-]
+
+def one_of(names):
+    """A pattern for a wildcard; without names it matches nothing."""
+    return "|".join(sorted(names)) or "(?!)"
 
 
 wildcard_constraints:
     study=one_of(STUDIES),
     figure=one_of(DRAWN),
+    machine=r"[^/]+",
     run=r"[^/]+",
     data=r"[^/]+",
 
@@ -136,52 +105,6 @@ def settings(values, but=None):
     return json.dumps(values.model_dump(mode="json", exclude=but), sort_keys=True)
 
 
-def run_settings(study, run):
-    """What a run computes follows from: its settings, and those of the runs that it branches from or follows."""
-    needed = [RUNS[study][name] for name in (run, *RUNS[study][run].needs)]
-    return " ".join(settings(one, but={"train": {"checkpoint_interval", "keep_warm_up"}}) for one in needed)
-
-
-def kept_code(record, today):
-    """With keep_runs=true the fingerprint of the code that made what is there, so that it stays; else today's."""
-    path = Path(config["results"], config["scale"], record)
-    kept = run_codes.recorded_code(path) if config["keep_runs"] else None
-    # Of a run that went on from a checkpoint of other code, the code that ended it.
-    return f"code {kept.rpartition('+')[2] if kept else today}"
-
-
-if config["keep_runs"] and workflow.is_main_process:
-    records = [
-        Path(config["results"], config["scale"], study, run, "run.yaml")
-        for study in RUNS
-        for run in RUNS[study]
-    ]
-    codes = [run_codes.recorded_code(record) for record in records if record.with_name("status").is_file()]
-    others = len(codes) - codes.count(TRAINING_CODE)
-    print(f"keep_runs: {others} finished runs of other code than today's are kept", file=sys.stderr)
-
-
-def run_code(wildcards):
-    return kept_code(Path(wildcards.study, wildcards.run, "run.yaml"), TRAINING_CODE)
-
-
-def data_code(wildcards):
-    return kept_code(Path("data", wildcards.data, "data.yaml"), DATA_CODE)
-
-
-def data_config(wildcards):
-    """How the data of that name is prepared: by the scale's settings, else by those of a study."""
-    default = DataConfig(**matrix.load_scale(config["scale"]).defaults.get("data", {}))
-    used = [default, *(run.data for runs in RUNS.values() for run in runs.values())]
-    return settings(next((data for data in used if data.path == wildcards.data), default))
-
-
-def study_settings(study):
-    """What a simulated study says, and the study whose model and assumptions it takes."""
-    names = (study, *filter(None, [(STUDIES[study].scenarios or {}).get("of")]))
-    return " ".join(settings(STUDIES[name]) for name in names)
-
-
 # The inputs and outputs of rules.
 DATA_FILES = [
     "data.yaml",
@@ -190,12 +113,6 @@ DATA_FILES = [
     *(f"{split}.{kind}" for split in ("train", "validation", "test") for kind in ("bin", "idx")),
 ]
 RUN_FILES = ["run.yaml", "metrics.jsonl", "summary.json", "status"]
-
-
-def data_files(run):
-    """The prepared data of a run. ``data.yaml`` has the checksums of the others, which may be too large to be read."""
-    first, *others = (f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES)
-    return [first, *map(ancient, others)]
 
 
 def run_files(study, runs=None):
@@ -227,12 +144,53 @@ def study_results(study):
     return [*run_files(study), *tables([study]), *figure_files(figures)]
 
 
+def recorded_or(record, today):
+    """With keep_runs=true the fingerprint of the code that made what is there, so that it stays; else today's."""
+    kept = run_codes.recorded_code(Path(config["results"], SCALE, record)) if config["keep_runs"] else None
+    # Of a run that went on from a checkpoint of other code, the code that ended it.
+    return f"code {kept.rpartition('+')[2] if kept else today}"
+
+
+def data_config(wildcards):
+    """How the data of that name is prepared: by the scale's settings, else by those of a study."""
+    default = DataConfig(**matrix.load_scale(SCALE).defaults.get("data", {}))
+    used = [default, *(run.data for runs in RUNS.values() for run in runs.values())]
+    return settings(next((data for data in used if data.path == wildcards.data), default))
+
+
+def data_files(run):
+    """The prepared data of a run. ``data.yaml`` has the checksums of the others, which may be too large to be read."""
+    first, *others = (f"<results>/data/{run.data.path}/{name}" for name in DATA_FILES)
+    return [first, *map(ancient, others)]
+
+
+def run_settings(study, run):
+    """What a run computes follows from: its settings, and those of the runs that it branches from or follows. How
+    often a run saves its state changes nothing that it computes."""
+    needed = [RUNS[study][name] for name in (run, *RUNS[study][run].needs)]
+    return " ".join(settings(one, but={"train": {"checkpoint_interval", "keep_warm_up"}}) for one in needed)
+
+
+def table_code(program):
+    """The program of a study's tables, and what it reads."""
+    if program in (CLUSTER_MODEL, SCENARIOS):
+        return code(program, files=["experiments/simulation/recorded_entropy.csv"])
+    return code("experiments.analyse.__main__", program)
+
+
+def table_settings(study):
+    """What a simulated study says, and the study whose model and assumptions it takes."""
+    if PROGRAMS[study] not in (CLUSTER_MODEL, SCENARIOS):
+        return ""
+    names = (study, *filter(None, [(STUDIES[study].scenarios or {}).get("of")]))
+    return " ".join(settings(STUDIES[name]) for name in names)
+
+
 def evaluated_runs(study):
     """(study, RunConfig) of every model that a study evaluates."""
-    needs = STUDIES[study].needs
     return [
         (name, run)
-        for name, variants in needs.items()
+        for name, variants in STUDIES[study].needs.items()
         for run in RUNS[name].values()
         if variants == "all" or run.variant in variants
     ]
@@ -253,23 +211,19 @@ def evaluated_data(wildcards):
 
 def evaluated_tasks(wildcards):
     """The tasks made from held-out text, and the records of the standard tasks' data, as far as a study has any."""
-    wanted = EVALUATIONS[wildcards.study]
-    names = ["tasks/tasks.json"] * wanted.held_out + ["standard_tasks.json"] * bool(wanted.standard)
+    tasks = EVALUATIONS[wildcards.study]
+    names = ["tasks/tasks.json"] * tasks.held_out + ["standard_tasks.json"] * bool(tasks.standard)
     return [f"<results>/{wildcards.study}/{name}" for name in names]
 
 
 def task_options(study, files):
     """How the evaluation is told its tasks; ``files`` are those of `evaluated_tasks`."""
-    wanted = EVALUATIONS[study]
-    options = [f"--batch-size {wanted.batch_size} --device {wanted.device}"]
-    if wanted.held_out:
-        options.append(f"--tasks-dir {Path(files[0]).parent}")
-    if wanted.standard:
-        options.append(f"--standard {','.join(wanted.standard)}")
-    return " ".join(options)
+    tasks = EVALUATIONS[study]
+    held_out = f"--tasks-dir {Path(files[0]).parent}" if tasks.held_out else ""
+    standard = f"--standard {','.join(tasks.standard)}" if tasks.standard else ""
+    return f"--batch-size {tasks.batch_size} --device {tasks.device} {held_out} {standard}".strip()
 
 
-def benchmark_files():
-    """Figure and table of each kept benchmark."""
-    shown = [(machine, f"{name}.png", BENCHMARKS[name][0]) for machine, name in MEASURED]
-    return [f"<results>/benchmarks/{machine}/{name}" for machine, *names in shown for name in names]
+def here(path):
+    """A file of the checkout as a job in the working directory names it."""
+    return Path(path) if Path.cwd() == ROOT else ROOT / path

@@ -3,15 +3,11 @@ from experiments.cluster import slurm
 
 # Whether the profile has said that jobs go to Slurm; a job on a node is told so too.
 ON_SLURM = "launcher" in workflow.resource_settings.overwrite_resources.get("train", {})
+# At a job's start on a node there need not be any Slurm; another caller's arguments are not known.
+STARTED = ON_SLURM and workflow.is_main_process and "--profile" in sys.argv
 
 try:
-    # At a job's start on a node there need not be any; another caller's arguments are not known.
-    if (
-        ON_SLURM
-        and workflow.is_main_process
-        and "--profile" in sys.argv
-        and not slurm.only_looks(sys.argv[1:])
-    ):
+    if STARTED and not slurm.only_looks(sys.argv[1:]):
         slurm.require()
     SITE = slurm.load_resources() if ON_SLURM else None
     CLUSTER = slurm.partitions() if ON_SLURM else None

@@ -3,8 +3,7 @@
 
 
 TASK_FILES = [
-    f"experiments/evaluation/tasks/{path.name}"
-    for path in sorted((ROOT / "experiments/evaluation/tasks").glob("*.yaml"))
+    path.relative_to(ROOT) for path in sorted((ROOT / "experiments/evaluation/tasks").glob("*.yaml"))
 ]
 
 
@@ -17,7 +16,6 @@ rule tasks:
         "<logs>/tasks/{study}.log",
     conda:
         "../../environment.yml"
-    threads: 1
     params:
         data=subpath(input.data, parent=True),
         folder=subpath(output[0], parent=True),
@@ -37,7 +35,7 @@ rule standard_tasks:
     conda:
         "../../environment.yml"
     params:
-        scale=config["scale"],
+        scale=SCALE,
         code=code("experiments.evaluation.standard_tasks"),
         settings=lambda w: settings(EVALUATIONS[w.study]),
     shell:
@@ -77,7 +75,7 @@ rule evaluate:
     log:
         "<logs>/evaluate/{study}.log",
     wildcard_constraints:
-        study=one_of(EVALUATED),
+        study=one_of(name for name, table_program in PROGRAMS.items() if table_program == EVALUATION),
     conda:
         "../../environment.yml"
     threads: 2
@@ -88,8 +86,7 @@ rule evaluate:
         export=code("experiments.evaluation.export"),
         code=code(EVALUATION, files=["experiments/common/equivalence.yaml"]),
         settings=lambda w: settings(EVALUATIONS[w.study]),
-        title=lambda w: STUDIES[w.study].title,
-        question=lambda w: STUDIES[w.study].question,
+        text=lambda w: [STUDIES[w.study].title, STUDIES[w.study].question],
     shell:
         "python -m experiments.evaluation.evaluate {params.models} {params.tasks} --out {params.folder} --processes {threads}"
         " > {log} 2>&1"
