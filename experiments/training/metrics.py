@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from edgc.checks import plain
-from edgc.control.plan import Plan
+from edgc.control.controller import Plan
 from edgc.engine import Iteration
 from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic

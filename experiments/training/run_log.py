@@ -11,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from edgc.control.adaptive import OF_A_WINDOW
+from edgc.control.controller import WINDOW_FACTS
 from edgc.engine import Engine
 from experiments.spec.settings import RunConfig
 from experiments.training.metrics import Step, six_digits
@@ -19,7 +19,7 @@ from experiments.training.outputs import EventLog
 from experiments.training.signatures import Finding
 
 SCALARS = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "communication/bytes": "bytes"}
-OF_A_DECISION = ("r_min", "r_max", "target", "target_low", "target_high", *OF_A_WINDOW)
+OF_A_DECISION = ("r_min", "r_max", "target", "target_low", "target_high", *WINDOW_FACTS)
 STAGE_SCALARS = ("rank", "entropy", "worker_error", "mean_error")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from edgc.compressors import Gradient
 from edgc.config import EDGCConfig
-from edgc.control.adaptive import make_controller
+from edgc.control.controller import make_controller
 from edgc.control.policies.base import History, Means, WindowEnd
 from edgc.control.policies.cqm import CQM, CQMConfig
 from edgc.control.rank_model import StageModel, next_rank
