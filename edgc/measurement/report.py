@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # needs torch
     from edgc.entropy.meter import Measured
 
 _COLUMNS = 13  # of a row, before the error curve
+_KINDS = ("layers", "embeddings", "embedding_share")
+_MEANS = ("full", "loss", *_KINDS)
 
 
 @dataclass
@@ -124,9 +126,8 @@ class Window:
         window: length in iterations.
 
     Attributes:
-        entropy, entropy_full: in nats, sampled and of all entries.
-        layers, embeddings: as ``entropy``, by kind of parameters; ``embedding_share`` of the entries.
-        loss: of training, in nats per token.
+        entropy: in nats, sampled.
+        means: by name, of the losses (nats per token) and of the other fields of the meter's ``Measured``.
         errors: at the window's end, squared norms of what the replicas' mean lacks and of that mean; nan if unknown.
         curve: at the window's end, predicted squared relative error of the mean by rank; None if unknown.
         times: of reductions, in seconds.
@@ -137,8 +138,7 @@ class Window:
         self.start()
 
     def start(self) -> None:
-        self.entropy, self.entropy_full, self.loss = NoisyMean(), Mean(), Mean()
-        self.layers, self.embeddings, self.embedding_share = Mean(), Mean(), Mean()
+        self.entropy, self.means = NoisyMean(), {name: Mean() for name in _MEANS}
         self._told = False  # a loss, be it finite or not
         self.errors = math.nan, math.nan
         self.curve: Curve | None = None
@@ -147,13 +147,11 @@ class Window:
     def add_entropy(self, measured: Measured) -> None:
         """Take in the entropies of one iteration."""
         self.entropy.add(measured.sampled)
-        self.entropy_full.add(measured.full)
-        self.layers.add(measured.layers)
-        self.embeddings.add(measured.embeddings)
-        self.embedding_share.add(measured.embedding_share)
+        for name in ("full", *_KINDS):
+            self.means[name].add(getattr(measured, name))
 
     def add_loss(self, loss: float) -> None:
-        self.loss.add(loss)
+        self.means["loss"].add(loss)
         self._told = True
 
     def row(
@@ -168,17 +166,16 @@ class Window:
             replicas: number of this rank's group of replicas; nan if it has no other replica.
         """
         curve = self.curve or (math.nan,) * len(grid)
-        loss = math.inf if self._told and not self.loss.count else self.loss.value
-        means = [self.entropy.value, self.entropy_full.value, probe, backward, replicas, loss]
-        kinds = [item.value for item in (self.layers, self.embeddings, self.embedding_share)]
-        means += [*self.errors, self.entropy.error, *kinds]
-        return [float(stage), *means, *curve, *(self.times.values if watches else [])]
+        values = {name: item.value for name, item in self.means.items()}
+        loss = math.inf if self._told and not self.means["loss"].count else values["loss"]
+        row = [float(stage), self.entropy.value, values["full"], probe, backward, replicas, loss]
+        row += [*self.errors, self.entropy.error, *(values[name] for name in _KINDS)]
+        return [*row, *curve, *(self.times.values if watches else [])]
 
     def state_dict(self) -> dict[str, Any]:
-        means = (self.entropy_full, self.loss, self.layers, self.embeddings, self.embedding_share)
         return {
             "entropy": asdict(self.entropy),
-            "means": [[item.total, item.count] for item in means],
+            "means": [[item.total, item.count] for item in self.means.values()],
             "times": self.times.values,
             "told": self._told,
         }
@@ -186,10 +183,9 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         need(state, ("entropy", "means", "times"), "engine.window")
         self.entropy = NoisyMean(**state["entropy"])
-        self.entropy_full, self.loss, self.layers, self.embeddings, self.embedding_share = (
-            Mean(float(total), int(count)) for total, count in state["means"]
-        )
-        self._told = bool(state.get("told", self.loss.count))
+        means = (Mean(float(total), int(count)) for total, count in state["means"])
+        self.means = dict(zip(_MEANS, means, strict=True))
+        self._told = bool(state.get("told", self.means["loss"].count))
         self.times.values = state["times"]
 
 

@@ -175,7 +175,7 @@ def test_first_windows_hold_zeros() -> None:
     sampled = range(WARM_UP, ITERATIONS, published.SAMPLED_EVERY)
     assert [t for t in sampled if published.compressed_after_search(t)] == [WARM_UP]
     target = by_change("entropy", 16, 64, [0.0, 0.0], 0.0, 5.0)
-    assert target.rank is None  # ours leaves the rank where the published formula divides by zero
+    assert target.target is None  # ours leaves the rank where the published formula divides by zero
 
 
 # ------------------------------------------------------------------------------------------ 4: the linear rule
@@ -189,11 +189,11 @@ def test_policy_released_is_the_linear_rule(windows: list[float], r_max: int) ->
     first, second, previous, last = *windows[:2], *windows[-2:]
     ours = by_change("entropy", r_max // 4, r_max, [first, second], previous, last)
     if first == second:
-        assert ours.rank is None
+        assert ours.target is None
         return
-    assert ours.rank is not None
+    assert ours.target is not None
     theirs = published.linear_rank(r_max // 4, r_max, windows, [r_max], step=r_max)
-    assert -2.5 <= theirs - ours.rank <= 0.5 + 1e-9  # rounded to whole ranks, then down to an even one
+    assert -2.5 <= theirs - ours.target <= 0.5 + 1e-9  # rounded to whole ranks, then down to an even one
 
 
 def test_linear_rule_has_no_direction_and_no_shape() -> None:

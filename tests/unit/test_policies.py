@@ -20,10 +20,10 @@ from edgc.control.rank_model import StageModel
 def test_cqm_asks_for_the_rank_of_equal_error() -> None:
     policy = CQM(CQMConfig(), StageModel([(256, 256), (256, 1024)]))
     end = WindowEnd(1, (64,), 4, 64, History(reference=(64, -2.0, 0.0)))
-    assert policy.target(-2.0, end).rank == pytest.approx(64)
+    assert policy.target(-2.0, end).target == pytest.approx(64)
     lower = policy.target(-2.05, end)
-    assert lower.rank is not None
-    assert 50 < lower.rank < 60
+    assert lower.target is not None
+    assert 50 < lower.target < 60
     assert "-0.0500 nats" in lower.reason
 
 
@@ -45,7 +45,7 @@ def test_the_rule_of_changes(
     first: list[float], previous: float | None, entropy: float, expected: float | None, quantity: str
 ) -> None:
     target = by_change(quantity, 16, 64, first, previous, entropy)
-    assert target.rank == (None if expected is None else pytest.approx(expected))
+    assert target.target == (None if expected is None else pytest.approx(expected))
     assert ("loss" if quantity == "loss" else "entrop") in target.reason
 
 

@@ -111,15 +111,6 @@ class Move(NamedTuple):
     high: float | None = None
 
 
-class Target(NamedTuple):
-    """Real rank to move towards (None: stay), and why; ``low`` and ``high`` as of :class:`Move`."""
-
-    rank: float | None
-    reason: str
-    low: float | None = None
-    high: float | None = None
-
-
 class Policy(ABC):
     """Rule of one run; built by :meth:`edgc.control.settings.PolicyConfig.start`.
 
@@ -183,8 +174,8 @@ class MeansPolicy(Policy):
     follows: ClassVar[str] = "entropy"
 
     @abstractmethod
-    def target(self, now: float, end: WindowEnd) -> Target:
-        """Rank to move towards, by the mean of the window that has ended."""
+    def target(self, now: float, end: WindowEnd) -> Move:
+        """Target by the mean of the window that has ended, without ranks yet; no target: ranks stay."""
 
     def means(self, history: History) -> Means:
         return getattr(history, self.follows)
@@ -194,8 +185,8 @@ class MeansPolicy(Policy):
         assert old is not None
         if now is None:
             return Move(None, f"no {self.follows} was measured in this window; ranks unchanged")
-        target = self.target(now, end)
-        if target.rank is None:
-            return Move(None, f"{target.reason}; ranks unchanged")
-        new = self.config.step(old, target.rank, end.r_min, end.r_max)
-        return Move((new,), f"{target.reason}; rank {old} -> {new}", target.rank, target.low, target.high)
+        move = self.target(now, end)
+        if move.target is None:
+            return move._replace(reason=f"{move.reason}; ranks unchanged")
+        new = self.config.step(old, move.target, end.r_min, end.r_max)
+        return move._replace(ranks=(new,), reason=f"{move.reason}; rank {old} -> {new}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgc.checks import number
-from edgc.control.policies.base import History, MeansPolicy, Target, WindowEnd
+from edgc.control.policies.base import History, MeansPolicy, Move, WindowEnd
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.control.settings import SteppedConfig
 from edgc.errors import UserError
@@ -51,7 +51,7 @@ class CQM(MeansPolicy):
         self._model, self.reference_windows = model, config.reference_windows
         self._moved_at: tuple[float, float] | None = None  # entropy when the rank last moved, and its standard error
 
-    def target(self, now: float, end: WindowEnd) -> Target:
+    def target(self, now: float, end: WindowEnd) -> Move:
         assert end.history.reference is not None
         reference_rank, reference, reference_error = end.history.reference
         error, hysteresis = end.history.entropy.error or 0.0, self.config.hysteresis
@@ -66,9 +66,9 @@ class CQM(MeansPolicy):
             moved_at, moved_error = self._moved_at or (reference, reference_error)
             least = hysteresis * math.hypot(error, moved_error)
             if abs(now - moved_at) <= least:
-                return Target(None, f"{why}; {now - moved_at:+.4f} nats since it last moved is within {least:.4f}")
+                return Move(None, f"{why}; {now - moved_at:+.4f} nats since it last moved is within {least:.4f}")
             self._moved_at = now, error
-        return Target(rank, why, low, high)
+        return Move(None, why, rank, low, high)
 
     def state_dict(self) -> dict[str, Any]:
         return {"moved_at": list(self._moved_at) if self._moved_at else None}

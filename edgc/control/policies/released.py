@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgc.control.policies.base import History, MeansPolicy, Target, WindowEnd
+from edgc.control.policies.base import History, MeansPolicy, Move, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
 from edgc.description import Look
@@ -42,7 +42,7 @@ class LossConfig(SteppedConfig):
 class Released(MeansPolicy):
     """Follows entropy by :func:`by_change`."""
 
-    def target(self, now: float, end: WindowEnd) -> Target:
+    def target(self, now: float, end: WindowEnd) -> Move:
         means = self.means(end.history)
         return by_change(self.follows, end.r_min, end.r_max, means.first, means.previous, now)
 
@@ -59,7 +59,7 @@ class Loss(Released):
             raise UserError(problem, fix="call add_loss(loss) after every backward, on at least one rank")
 
 
-def by_change(quantity: str, r_min: int, r_max: int, first: list[float], previous: float | None, now: float) -> Target:
+def by_change(quantity: str, r_min: int, r_max: int, first: list[float], previous: float | None, now: float) -> Move:
     """Target by the rule of the public codes: ``r_min + (r_max - r_min) |x_k - x_(k-1)| / |x_2 - x_1|``, at most r_max.
 
     x_k is the mean of window k: of the ``entropy``, or of the training ``loss``; x_1 and x_2 are the ``first`` two of
@@ -67,9 +67,9 @@ def by_change(quantity: str, r_min: int, r_max: int, first: list[float], previou
     has no measurement (None), leaves the rank as it is. It rounds down to even ranks, the steps here to the multiple.
     """
     if len(first) < 2 or previous is None:
-        return Target(None, f"the window before has no {quantity}")
+        return Move(None, f"the window before has no {quantity}")
     if first[0] == first[1]:
-        return Target(None, f"the first two windows have equal {'losses' if quantity == 'loss' else 'entropies'}")
+        return Move(None, f"the first two windows have equal {'losses' if quantity == 'loss' else 'entropies'}")
     ratio = abs(now - previous) / abs(first[1] - first[0])
     rank = r_min + (r_max - r_min) * min(1.0, ratio)
-    return Target(rank, f"{quantity} change of {ratio:.3f} times the first one asks for rank {rank:.1f}")
+    return Move(None, f"{quantity} change of {ratio:.3f} times the first one asks for rank {rank:.1f}", rank)
