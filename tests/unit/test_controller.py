@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,10 +46,12 @@ def drive(
     stop: int | None = None,
     backward: float | None = 0.04,
     curves: Curves | None = None,
+    jumpy: int | None = None,
 ) -> tuple[list[Plan], list[Decision]]:
     """Run ``start..stop``; window k reports ``entropies[k]`` for stage 0, 1 nat more per further stage.
 
     ``curves(k, grid)`` is window k's error curve per stage; a cost gate that is due gets one verdict per stage.
+    With a seed ``jumpy`` times of reductions jump about, and some times are missing.
     """
     plans, decisions = [], []
     window = controller.config.window
@@ -59,9 +62,12 @@ def drive(
         if not plan.exchange:
             continue
         entropy = entropies[min((iteration - 1) // window, len(entropies) - 1)]
-        seconds = None
+        chance, seconds, reductions = random.Random(f"{jumpy} {iteration}"), None, None
         if plan.probe_rank is not None:
-            seconds = (probe(plan.probe_rank),) * controller.stages
+            missing = jumpy is not None and chance.random() < 0.1
+            seconds = (NAN if missing else probe(plan.probe_rank),) * controller.stages
+        if jumpy is not None and controller.watches(iteration):
+            reductions = tuple(chance.choice([0.0, 0.1, 0.1, 1.0, NAN]) for _ in range(controller.stages))
         grid = controller.rank_grid
         report = Report(
             tuple(entropy + stage for stage in range(controller.stages)),
@@ -69,6 +75,7 @@ def drive(
             None if backward is None else (backward,) * controller.stages,
             error_curve=curves((iteration - 1) // window, grid) if curves and grid else None,
             gate=tuple(GateVerdict(s, "w", 1.0, 2.0, True) for s in range(controller.stages)) if plan.gate else (),
+            reduction_seconds=reductions,
             loss=3 * entropy if math.isfinite(entropy) else math.inf,  # told, not finite
         )
         decision = controller.observe(iteration, report)
@@ -414,7 +421,7 @@ def test_refuses_a_state_of_another_run() -> None:
 
 @dataclass(frozen=True)
 class Story:
-    """Settings, stages, iterations, entropy per window, a timing function that repeats, and error curves."""
+    """A run, with its entropy per window, a timing function that repeats, and error curves."""
 
     settings: PolicyConfig
     stages: int
@@ -422,9 +429,11 @@ class Story:
     entropies: list[float]
     probe: Probe
     curves: Curves
+    overlapped: bool
 
     def controller(self) -> Controller:
-        return make_controller(self.settings, [SHAPES] * self.stages, self.iterations)
+        shapes = [SHAPES] * self.stages
+        return make_controller(self.settings, shapes, self.iterations, overlapped=self.overlapped)
 
     def drive(self, controller: Controller, **options: Any) -> tuple[list[Plan], list[Decision]]:
         return drive(controller, self.entropies, probe=self.probe, curves=self.curves, **options)
@@ -465,6 +474,7 @@ def stories(draw: st.DrawFn) -> Story:
         monotone=draw(st.booleans()),
         cost_gate=draw(st.booleans()),
         gate_interval=draw(st.integers(1, 40)),
+        remeasure_above=draw(st.sampled_from([0.05, 0.2, None])),
     )
     near, far = st.floats(-3, 3), st.floats(allow_nan=True, allow_infinity=True)
     dense, slope, stages = draw(st.floats(0, 3)), draw(st.floats(-0.01, 0.05)), draw(st.integers(1, 4))
@@ -476,6 +486,7 @@ def stories(draw: st.DrawFn) -> Story:
         draw(st.lists(st.one_of(near, near, near, far), min_size=1, max_size=30)),
         lambda r: max(0.0, 0.2 + slope * r) if r else dense,
         power_law(draw(st.lists(exponents, min_size=1, max_size=30))),
+        draw(st.booleans()),
     )
 
 
@@ -524,17 +535,20 @@ def test_limits_hold_in_every_run(story: Story) -> None:
         assert ends == list(range(window, iterations + 1, window))
 
 
-@settings(max_examples=150, deadline=None)
-@given(story=stories(), where=st.floats(0, 1))
-def test_a_resumed_run_decides_as_one_that_never_stopped(story: Story, where: float) -> None:
-    whole = story.drive(story.controller())
+@settings(max_examples=200, deadline=None)
+@given(story=stories(), where=st.floats(0, 1), jumpy=st.none() | st.integers(0, 1000))
+def test_a_resumed_run_decides_as_one_that_never_stopped(story: Story, where: float, jumpy: int | None) -> None:
+    whole = story.drive(story.controller(), jumpy=jumpy)
+    for decision in whole[1]:
+        low, high = decision.r_min or 0, decision.r_max or 0
+        assert all(rank is None or low <= rank <= high for rank in decision.ranks)
     cut = round(where * (story.iterations - 1))
     controller, resumed = story.controller(), story.controller()
-    before = story.drive(controller, stop=cut) if cut else ([], [])
+    before = story.drive(controller, stop=cut, jumpy=jumpy) if cut else ([], [])
     saved = json.dumps(controller.state_dict(), allow_nan=False)
     resumed.load_state_dict(json.loads(saved))
     assert json.dumps(resumed.state_dict()) == saved
-    after = story.drive(resumed, start=cut + 1)
+    after = story.drive(resumed, start=cut + 1, jumpy=jumpy)
     assert repr((before[0] + after[0], before[1] + after[1])) == repr(whole)  # repr: nan is equal to itself
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edgc.control.controller import Controller, Decision, Plan, make_controller
 from edgc.control.settings import PolicyConfig
@@ -25,7 +23,6 @@ from edgc.measurement.report import Report
 from edgc.sections import EntropyConfig
 from edgc.timing.change_detector import PATIENCE, ChangeDetector
 from edgc.timing.stage_times import StageTiming
-from tests import examples
 
 SHAPES = [(256, 256), (256, 1024)]
 NAN = math.nan
@@ -387,76 +384,6 @@ def test_a_searched_r_max_alone_depends_on_stage_0(alignment: str, stages: int) 
     assert slower.plans[-1].ranks == (28,) * stages
     if stages > 1:
         assert len(drive(replace(before, slope=(0.01, 0.02, 0.02))).measurements) == 1
-
-
-@st.composite
-def stories(draw: st.DrawFn) -> tuple[PolicyConfig, int, bool, int]:
-    """Settings, stages, whether reductions overlap, and the seed of everything that is reported."""
-    policy = draw(st.sampled_from(examples.POLICIES))
-    searched = policy not in ("fixed", "schedule") and draw(st.booleans())
-    settings_ = measured(
-        policy=policy,
-        rank=8,
-        schedule=[[0.0, 16], [0.3, 8], [0.6, 32]] if policy == "schedule" else (),
-        r_max=None if searched else 64,
-        window=draw(st.integers(1, 7)),
-        search_repeats=draw(st.integers(1, 2)),
-        alignment=draw(st.sampled_from(["measured", "measured", "off"])),
-        remeasure_above=draw(st.sampled_from([0.05, 0.2, 1.0, None])),
-        cost_gate=draw(st.booleans()),
-        stability_tolerance=draw(st.sampled_from([0.1, 10.0])),
-    )
-    return settings_, draw(st.integers(1, 4)), draw(st.booleans()), draw(st.integers(0, 2**32))
-
-
-def anything(controller: Controller, iteration: int, seed: int) -> Report:
-    """Some report that fits the plan: times jump about, some are missing."""
-    generator = random.Random(f"{seed} {iteration}")
-    plan, stages = controller.plan(iteration), range(controller.stages)
-
-    def time() -> float:
-        return generator.choice([0.0, 0.1, 0.1, 1.0]) + 0.02 * generator.random()
-
-    def perhaps() -> float:
-        return NAN if generator.random() < 0.1 else time()
-
-    grid = controller.rank_grid
-    curve = tuple(1 / (1 + rank) ** generator.uniform(0.5, 1.5) for rank in grid)
-    return Report(
-        tuple(generator.uniform(0, 0.2) for _ in stages),
-        None if plan.probe_rank is None else tuple(perhaps() for _ in stages),
-        None if generator.random() < 0.1 else tuple(perhaps() for _ in stages),
-        error_curve=(curve,) * controller.stages if grid else None,
-        reduction_seconds=tuple(perhaps() for _ in stages) if controller.watches(iteration) else None,
-        loss=generator.choice([math.inf, generator.uniform(2, 9)]),
-    )
-
-
-@settings(max_examples=150, deadline=None)
-@given(story=stories(), cut=st.integers(0, 200))
-def test_all_controllers_agree_and_go_on_from_a_saved_state(
-    story: tuple[PolicyConfig, int, bool, int], cut: int
-) -> None:
-    settings_, stages, overlapped, seed = story
-    shapes = [SHAPES] * stages
-    first, second = (make_controller(settings_, shapes, 200, overlapped=overlapped) for _ in range(2))
-    for iteration in range(1, 201):
-        if iteration == cut:
-            saved = json.dumps(second.state_dict(), allow_nan=False)
-            second = make_controller(settings_, shapes, 200, overlapped=overlapped)
-            second.load_state_dict(json.loads(saved))
-            assert json.dumps(second.state_dict()) == saved
-        plan = first.plan(iteration)
-        assert second.plan(iteration) == plan
-        assert first.rank_grid == second.rank_grid
-        if plan.phase == "active" and plan.ranks[0] is not None:
-            low, high = first.r_min, first.r_max
-            assert low is not None and high is not None
-            assert all(rank is None or low <= rank <= high for rank in plan.ranks)
-        if plan.exchange:
-            report = anything(first, iteration, seed)
-            assert first.watches(iteration) == second.watches(iteration)
-            assert repr(first.observe(iteration, report)) == repr(second.observe(iteration, report))
 
 
 def test_a_state_of_a_run_that_measures_otherwise_is_refused() -> None:
