@@ -66,9 +66,9 @@ class Iteration:
     mean_input_sq: float = math.nan
 
     def __str__(self) -> str:
-        sent, dense, error = self.statistics.bytes, self.statistics.dense_bytes, self.statistics.worker_error
+        count, dense, error = self.statistics.bytes, self.statistics.dense_bytes, self.statistics.worker_error
         parts = [f"rank {self.rank}" if self.rank is not None else "no compression" if error is None else "compressed"]
-        parts.append(f"{sent} bytes" + (f", {sent / dense:.3f} of dense" if dense else ""))
+        parts.append(f"{count} bytes" + (f", {count / dense:.3f} of dense" if dense else ""))
         if math.isfinite(self.entropy):
             parts.append(f"entropy {self.entropy:.3f} nats")
         if error is not None:

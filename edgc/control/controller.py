@@ -417,8 +417,8 @@ class AdaptiveController(Controller):
         self.ranks, remark = tuple(ranks), ""
         if self.config.alignment != "off" and ranks[0] is not None:
             remark = self._align(ranks[0])
-        before, after = ("/".join("dense" if r is None else str(r) for r in ranks) for ranks in (old, self.ranks))
-        return f"ranks {before} -> {after}{remark}"
+        names = ["/".join("dense" if r is None else str(r) for r in ranks) for ranks in (old, self.ranks)]
+        return f"ranks {names[0]} -> {names[1]}{remark}"
 
     def _end_window(self, iteration: int, report: Report, grid: Sequence[int]) -> Move:
         """Move on with a window's means. ``grid``: ranks of the report's error curves."""
@@ -434,8 +434,8 @@ class AdaptiveController(Controller):
             return Move(None, "compression would not pay; ranks unchanged")
         alone = self.config.alignment == "off"
         curves = report.error_curve if self.rank_grid == grid else None  # another r_max: another grid
-        before = self.ranks if alone else self.ranks[:1]
-        move = self._policy.move(WindowEnd(iteration, before, *self._limits, history, curves, self.rank_grid))
+        ranks = self.ranks if alone else self.ranks[:1]
+        move = self._policy.move(WindowEnd(iteration, ranks, *self._limits, history, curves, self.rank_grid))
         if move.ranks is not None and alone and len(move.ranks) == self.stages:
             self.ranks = move.ranks
         elif move.ranks is not None and move.ranks[0] is not None:
@@ -446,10 +446,10 @@ class AdaptiveController(Controller):
         measuring, entropy = self._times.probe is not None, self._history.entropy
         if entropy.now is not None:
             self._history.warm_up.append((entropy.now, entropy.error or 0.0))
-        over, why = self.config.warm_up_ends(
+        ends, why = self.config.warm_up_ends(
             self.iterations, iteration, entropy.previous, entropy.now, measuring=measuring
         )
-        if not over:
+        if not ends:
             return f"warm-up: {why}"
         self.phase = "active"
         rank = policy.begin(iteration, self._limits[1])

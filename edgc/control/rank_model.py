@@ -81,7 +81,7 @@ def error(m: int, n: int, rank: float) -> float:
 
 
 def rank_for_error(m: int, n: int, value: float) -> float:
-    """The real rank r with ``error(m, n, r) == value``; 0 where value >= g(0), min(m, n) where value <= 0."""
+    """Real rank r with ``error(m, n, r) == value``; 0 where value >= g(0), min(m, n) where value <= 0."""
     p, large = _sides(m, n)
     if not value > 0:
         if math.isnan(value):
@@ -107,7 +107,7 @@ def _nodes_of_sum(terms: tuple[tuple[tuple[int, int], int], ...]) -> tuple[tuple
 
 
 class StageModel:
-    """The error of a pipeline stage: many matrices compressed at one common rank, their squared errors summed.
+    """Error of a pipeline stage: many matrices compressed at one common rank, their squared errors summed.
 
     Args:
         shapes: (rows, columns) of the stage's compressible matrices; a matrix takes rank ``min(r, rows, columns)``.
@@ -128,7 +128,7 @@ class StageModel:
         return math.sqrt(sum(count * error(p, large, rank) ** 2 for (p, large), count in self._terms))
 
     def rank_for_error(self, value: float) -> float:
-        """The real rank r with ``self.error(r) == value``, to rounding: squared errors are linear between the nodes.
+        """Real rank r with ``self.error(r) == value``, to rounding: squared errors are linear between the nodes.
 
         Clamps as :func:`rank_for_error`: 0 where value >= error(0), ``max_rank`` where value <= 0.
         """

@@ -127,8 +127,8 @@ class MeanError:
             self._sums = _added(self._sums, rows.sum(0))
             sketched = dict(zip(errors, rows, strict=True))
         for name, spectrum in spectra.items():
-            own = sketched[name][:BUCKETS].view(-1, FEWER).sum(0) if name in sketched else None
-            self._add(name, spectrum, own, scale**2)
+            sketch = sketched[name][:BUCKETS].view(-1, FEWER).sum(0) if name in sketched else None
+            self._add(name, spectrum, sketch, scale**2)
 
     def _add(self, name: str, spectrum: MatrixSpectrum, sketch: Tensor | None, unit: float) -> None:
         values = [value / unit for value in spectrum.singular_sq]
@@ -218,6 +218,6 @@ def _tensor(values: Sequence[float] | None) -> Tensor | None:
     return None if values is None else torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
-def _added(total: Tensor | None, more: Tensor) -> Tensor:
+def _added(total: Tensor | None, addend: Tensor) -> Tensor:
     # A total that was loaded lies on the CPU.
-    return more if total is None else total.to(more.device) + more
+    return addend if total is None else total.to(addend.device) + addend

@@ -45,7 +45,7 @@ def sketches(matrices: Sequence[Tensor], keys: Sequence[str]) -> Tensor:
         members = [matrices[i] for i in alike]
         part = slice(len(result), len(result) + len(members))
         signs = _signs(rows, rows_seeds[part]).float()
-        product = torch.stack([_product(own, matrix) for own, matrix in zip(signs, members, strict=True)])
+        product = torch.stack([_product(row, matrix) for row, matrix in zip(signs, members, strict=True)])
         signed = product.double() * _signs(columns, columns_seeds[part])
         padded = torch.nn.functional.pad(signed, (0, -columns % BUCKETS))
         folded = padded.view(len(members), PROJECTIONS, -1, BUCKETS).sum(2)
@@ -66,7 +66,7 @@ def _product(signs: Tensor, matrix: Tensor) -> Tensor:
         return signs @ matrix
     step = max(1, _MANY // matrix.shape[1])
     parts = zip(signs.split(step, dim=1), matrix.split(step), strict=True)
-    return torch.stack([own @ block.float() for own, block in parts]).sum(0)
+    return torch.stack([part @ block.float() for part, block in parts]).sum(0)
 
 
 def _signs(count: int, seeds: Tensor) -> Tensor:

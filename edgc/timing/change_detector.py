@@ -78,12 +78,12 @@ class ChangeDetector:
         reference = self._reference[stage]
         if reference is None:
             return predicted, predicted
-        measured, before = reference
+        measured, earlier = reference
         if not self.calibrates:
-            scaled = measured * predicted / before
+            scaled = measured * predicted / earlier
             return scaled, scaled
-        moved = max(0.0, measured + (predicted - before))
-        return min(measured, moved), max(measured, moved)
+        shifted = max(0.0, measured + (predicted - earlier))
+        return min(measured, shifted), max(measured, shifted)
 
     def remeasured(self, before: Sequence[float], after: Sequence[float]) -> bool:
         """Take in a new measurement: times predicted for the ranks in use before and after it.

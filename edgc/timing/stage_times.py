@@ -109,7 +109,7 @@ class StageTimes:
             For a measurement after the first: whether times have changed, in words.
         """
         assert self.search is not None
-        before, first = self.predicted(ranks), not self.timing
+        old, first = self.predicted(ranks), not self.timing
         dense, *compressed = self.search.times
         timing = []
         for stage, backward in enumerate(self._backward):
@@ -120,7 +120,7 @@ class StageTimes:
         self._backward = [[] for _ in range(self.stages)]
         if first or self._detector is None:
             return ""
-        changed = self._detector.remeasured(before, self.predicted(ranks))
+        changed = self._detector.remeasured(old, self.predicted(ranks))
         return "times have changed" if changed else "times have not changed"
 
     def check(self, measured: Sequence[float], ranks: Sequence[int | None]) -> str:
@@ -150,10 +150,10 @@ class StageTimes:
         if self.config.alignment == "off" or self.stages == 1:
             return same, ""
         if self.config.alignment == "given":
-            given = self.config.timing
-            backward = [given.backward_seconds] * self.stages
-            lines = [LinearTime(given.seconds_per_rank, given.seconds_fixed)] * self.stages
-            uncompressed = [given.seconds_uncompressed or math.inf] * self.stages
+            times = self.config.timing
+            backward = [times.backward_seconds] * self.stages
+            lines = [LinearTime(times.seconds_per_rank, times.seconds_fixed)] * self.stages
+            uncompressed = [times.seconds_uncompressed or math.inf] * self.stages
         else:
             lines = [timing.line for timing in self.timing if timing.line is not None]
             if len(lines) < self.stages:
