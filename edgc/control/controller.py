@@ -302,7 +302,8 @@ class AdaptiveController(Controller):
         embeddings: Sequence[tuple[int, int]],
     ) -> None:
         super().__init__(config, len(stages), iterations)
-        self._history, self._policy = History(), None
+        self._history = History()
+        self._policy: Policy | None = None
         self._times = StageTimes(config, self.stages, overlapped=overlapped)
         self._paused: Ranks | None = None  # ranks to go on from once compression pays again
         if not any(stages):
@@ -316,7 +317,7 @@ class AdaptiveController(Controller):
         layers = list((Counter(shapes) - Counter(embeddings)).elements())
         model = StageModel(layers if layers and config.entropy.parameters == "layers" else shapes)
         config.check_run(model, self.iterations)
-        self._policy: Policy | None = config.start(model, self.stages, self.iterations)
+        self._policy = config.start(model, self.stages, self.iterations)
         factor_bits = FACTOR_BITS[config.factor_dtype]
         limit = bytes_limit(shapes, config.rank_multiple, factor_bits=factor_bits, gradient_bits=gradient_bits)
         upper = config.upper_rank(limit)
@@ -392,7 +393,9 @@ class AdaptiveController(Controller):
             return reasons
         if verdict := self._times.finish(self.ranks):
             reasons.append(verdict)
-        r_max, why = search.r_max() if search.stop_at_crossing else (None, "times of the reductions are known")
+        r_max, why = None, "times of the reductions are known"
+        if search.stop_at_crossing:
+            r_max, why = search.r_max()
         reasons.append(f"search: {why}" + (f"; r_max = {r_max}" if r_max else ""))
         if self.phase == "active":
             reasons.append(self._follow_times(r_max))

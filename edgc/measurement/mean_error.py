@@ -112,7 +112,8 @@ class MeanError:
         """
         if not isinstance(skipped, Tensor) and skipped:
             return
-        errors, results = {}, []
+        errors: dict[str, Tensor] = {}
+        results: list[Tensor] = []
         for gradients, compressor, group in self._reduced:
             for gradient in gradients if group is self.group else ():
                 if (error := compressor.kept.get(gradient.name)) is not None:

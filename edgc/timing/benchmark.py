@@ -137,7 +137,8 @@ class Benchmark:
         and the faster one counts.
         """
         channel = self._channel(group, shards)
-        compressors, results = (self.make(), self.make()), ([], [])
+        compressors = self.make(), self.make()
+        results: tuple[list[Statistics], list[Statistics]] = [], []
         for _ in range(2):
             for compressor, common_rank, statistics in zip(compressors, (rank, None), results, strict=True):
                 statistics.append((yield from timed(compressor, gradients, channel, common_rank)))
