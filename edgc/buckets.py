@@ -29,7 +29,7 @@ from torch import Tensor
 
 from edgc.compressors import Gradient
 from edgc.compressors.base import Steps
-from edgc.control.plan import Decision
+from edgc.control.controller import Decision
 from edgc.engine import Engine, Iteration
 from edgc.errors import UserError
 from edgc.runtime.device import host_decides, own_modes

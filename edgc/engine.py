@@ -21,7 +21,7 @@ from edgc.compressors.base import Steps
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.compressors.quantised_warm_up import THROUGH, WarmUp
 from edgc.config import EDGCConfig
-from edgc.control.plan import Decision, Plan
+from edgc.control.controller import Decision, Plan
 from edgc.control.settings import PolicyConfig
 from edgc.monitor import Iteration, Monitor, Shape
 from edgc.runtime.channel import Stopwatch

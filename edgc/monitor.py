@@ -1,4 +1,4 @@
-"""What one rank measures of its reductions, and the decisions that all ranks take from what all have measured.
+"""Measurements of one rank, and the decisions that all ranks take from what all have measured.
 
 At window ends, and during the search for r_max, the ranks exchange their measurements with one all-gather of a few
 numbers (a second one where the cost gate has measured); every rank then computes the same means in the same order, so
@@ -15,32 +15,33 @@ from functools import partial
 from statistics import median_low
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from edgc.checks import need
 from edgc.compressors import Channel, Compressor, Gradient, Statistics
 from edgc.compressors.entrywise.feedback import EntrywiseConfig
 from edgc.compressors.powersgd import LowRankConfig, saves_bytes
 from edgc.compressors.powersgd.algorithm import PowerSGD
 from edgc.config import CompressingConfig, EDGCConfig
-from edgc.control.adaptive import make_controller
+from edgc.control.controller import Decision, Plan, make_controller
 from edgc.control.layer_ranks import LayerRanks
-from edgc.control.plan import Decision, Plan
 from edgc.control.policies.spectral import SpectralConfig
 from edgc.control.settings import PolicyConfig
 from edgc.entropy.meter import EntropyMeter
-from edgc.measurement.report import relative, report
+from edgc.measurement.mean_error import MeanError
+from edgc.measurement.report import Window, relative, report
 from edgc.measurement.spectral import MatrixSpectrum, error_curve
-from edgc.measurement.window import Window, gather
 from edgc.runtime.channel import Stopwatch
 from edgc.runtime.groups import gather_objects
-from edgc.timing.benchmark import Benchmark
+from edgc.timing.benchmark import Benchmark, verdicts
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What this rank did in one iteration; as a string a line of it, for which a GPU is waited for.
+    """Record of one iteration on this rank; as a string a line of it, for which a GPU is waited for.
 
     Attributes:
         rank: None where nothing was compressed.
@@ -49,8 +50,8 @@ class Iteration:
         entropy, entropy_full: in nats; nan if not measured.
         exposed: time in which the step waited for averaged gradients; None if nobody measured it.
         skipped: whether the whole step was given up because of a gradient that was not finite.
-        mean_error_sq, mean_input_sq: at window ends, what :class:`edgc.measurement.mean_error.Measured` says of the
-            window; nan elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
+        mean_error_sq, mean_input_sq: at window ends, :class:`edgc.measurement.mean_error.Measured` of the window; nan
+            elsewhere, and where nothing is compressed with error feedback. The same on all replicas.
     """
 
     iteration: int
@@ -65,11 +66,9 @@ class Iteration:
     mean_input_sq: float = math.nan
 
     def __str__(self) -> str:
-        made = self.statistics
-        sent = f"{made.bytes} bytes" + (f", {made.bytes / made.dense_bytes:.3f} of dense" if made.dense_bytes else "")
-        error = made.worker_error
-        used = f"rank {self.rank}" if self.rank is not None else "no compression" if error is None else "compressed"
-        parts = [used, sent]
+        count, dense, error = self.statistics.bytes, self.statistics.dense_bytes, self.statistics.worker_error
+        parts = [f"rank {self.rank}" if self.rank is not None else "no compression" if error is None else "compressed"]
+        parts.append(f"{count} bytes" + (f", {count / dense:.3f} of dense" if dense else ""))
         if math.isfinite(self.entropy):
             parts.append(f"entropy {self.entropy:.3f} nats")
         if error is not None:
@@ -78,20 +77,21 @@ class Iteration:
 
     @property
     def mean_error(self) -> float:
-        """What the mean lacked, relative to it, over the window that ends here; nan where that is not known."""
+        """Error of the mean, relative to it, over the window that ends here; nan where that is not known."""
         return relative(self.mean_error_sq, self.mean_input_sq)
 
 
 class Monitor:
-    """Measurements and controller of one rank; what it is given is documented at :class:`edgc.engine.Engine`.
+    """Measurements and controller of one rank; arguments are documented at :class:`edgc.engine.Engine`.
 
     Args:
-        open_channel: what messages of measurements are sent through.
+        open_channel: opens what messages of measurements are sent through.
 
     Attributes:
         entropy: GDS.
         benchmark: reductions that are timed on copies, and the verdicts of the cost gate.
         layer_ranks: ranks of single matrices; None unless they are asked for.
+        mean_error: sketches of what the replicas' mean lacks in this window.
         samples, window_ends: whether this iteration's errors are measured (where GDS samples and at window ends), and
             whether it is the last of a window.
         keeps_times: whether the times of reductions may be asked for.
@@ -115,41 +115,34 @@ class Monitor:
         embedding_shapes: Sequence[Shape],
     ) -> None:
         self.config, self.stage, self.stages = config, stage, len(shapes)
-        self.controller = make_controller(
-            config,
-            shapes,
-            iterations,
-            overlapped=overlapped,
-            gradient_bits=gradient_bits,
-            embeddings=embedding_shapes,
-        )
+        options: dict[str, Any] = {"gradient_bits": gradient_bits, "embeddings": embedding_shapes}
+        self.controller = make_controller(config, shapes, iterations, overlapped=overlapped, **options)
         self.entropy = EntropyMeter(config, embeddings)
         gated = isinstance(config, CompressingConfig) and config.cost_gate
         self.benchmark = Benchmark(config.build_to_time, stage, gated, open_channel)
         self.layer_ranks = LayerRanks() if isinstance(config, SpectralConfig) and config.per_layer else None
-        self.window = Window(config.window, config.seed)
-        self._entrywise = isinstance(config, EntrywiseConfig)
+        self.window, self.mean_error = Window(config.window), MeanError(config.seed)
         self.gradient_bits = gradient_bits
         self.keeps_times = isinstance(config, PolicyConfig) and config.remeasure_above is not None
         self.replicas = math.nan
         self.entropy_full: tuple[float, ...] = ()
         self._exchange_group, self._open_channel = exchange_group, open_channel
-        self._told: set[str] = set()
-        self._tell()
+        self._notices: set[str] = set()
+        self._warn()
         dtype = config.factor_dtype if isinstance(config, LowRankConfig) else "fp32"
         self._saves_bytes = partial(saves_bytes, factor_dtype=dtype, gradient_bits=gradient_bits)
 
-    def _tell(self) -> None:
-        """Warn once, on the first rank, of what the controller wants known."""
+    def _warn(self) -> None:
+        """Warn once, on the first rank, of the controller's notice."""
         notice = self.controller.notice
-        if notice and notice not in self._told:
-            self._told.add(notice)
+        if notice and notice not in self._notices:
+            self._notices.add(notice)
             if not dist.is_initialized() or dist.get_rank(self._exchange_group) == 0:
                 warnings.warn(f"edgc: {notice}", stacklevel=2)
 
     def next_due(self, iteration: int) -> int:
-        """The first iteration from this one on at which something is measured or exchanged, if nothing is decided
-        before; the end of the window at the latest."""
+        """First iteration from this one on at which something is measured or exchanged, if nothing is decided before;
+        the end of the window at the latest."""
         while not (
             self.config.record_full_entropy
             or self.entropy.sampler.measures(iteration)
@@ -160,56 +153,56 @@ class Monitor:
         return iteration
 
     def begin(self, iteration: int) -> None:
-        """An iteration begins in which something is due."""
+        """Begin an iteration in which something is due."""
         self.window_ends = iteration % self.config.window == 0
         self.samples = self.entropy.sampler.measures(iteration) or self.window_ends
         self._compressed: set[str] = set()  # names handed over to be compressed
         self.benchmark.start_iteration()
-        self.window.mean.start_iteration()
+        self.mean_error.start_iteration()
 
     @property
     def closes_at_once(self) -> bool:
         """Whether this iteration must be closed at its end, even if the host waits for a GPU: where it ends with
         collectives, every rank has to come to them at the same point; and where the result of an entrywise method is
         measured, gradients must still be there."""
-        return self.window_ends or (self.samples and self._entrywise)
+        return self.window_ends or (self.samples and isinstance(self.config, EntrywiseConfig))
 
     def reduced(self, gradients: Sequence[Gradient], channel: Channel, lossy: Compressor | None) -> None:
-        """``gradients`` were reduced over ``channel``; None: without a loss."""
+        """Note that ``gradients`` were reduced over ``channel``, by a ``lossy`` method or (None) exactly."""
         if channel.world > 1 and math.isnan(self.replicas):
             self.replicas = float(min(dist.get_process_group_ranks(channel.group or dist.group.WORLD)))
         if lossy is None:
             return
         self._compressed.update(gradient.name for gradient in gradients)
         if self.samples:
-            self.window.mean.reduced(gradients, channel, lossy)
+            self.mean_error.reduced(gradients, channel, lossy)
 
     def end(self, done: Iteration, compressor: Compressor) -> Iteration:
-        """``done``, an iteration that was begun, with what was measured; collective at the end of a window."""
+        """Add the measurements to ``done``, an iteration that was begun; collective at the end of a window."""
         entropy, statistics = self.entropy.close(), done.statistics
         if done.skipped:
             entropy = replace(entropy, **dict.fromkeys(("sampled", "full", "layers", "embeddings"), math.nan))
-        window, mean, grid = self.window, self.window.mean, self.controller.rank_grid
-        window.add_entropy(entropy)
+        self.window.add_entropy(entropy)
         done = replace(done, entropy=entropy.sampled, entropy_full=entropy.full, seconds_entropy=entropy.seconds)
+        grid = self.controller.rank_grid
         if self.samples and not done.skipped:
             spectra = {}
             if grid and self._compressed and not statistics.skipped:
                 assert isinstance(compressor, PowerSGD)
-                found = compressor.spectra(self._compressed)
-                spectra = {name: MatrixSpectrum(*item) for name, item in found.items()}
-            mean.measure(done.iteration, self.entropy.scale, statistics.skipped, spectra)
+                by_name = compressor.spectra(self._compressed)
+                spectra = {name: MatrixSpectrum(*item) for name, item in by_name.items()}
+            self.mean_error.measure(done.iteration, self.entropy.scale, statistics.skipped, spectra)
         if not self.window_ends:
             return done
-        message = mean.message()
+        message = self.mean_error.message()
         if message is not None:
-            channel = self._open_channel(mean.group)
+            channel = self._open_channel(self.mean_error.group)
             channel.mean_(message)
             channel.finish()
             statistics.bytes += channel.bytes
-        measured = mean.close(message)
-        window.errors = measured.error_sq, measured.input_sq
-        window.curve = error_curve(list(measured.spectra.values()), grid, self._saves_bytes)
+        measured = self.mean_error.close(message)
+        self.window.errors = measured.error_sq, measured.input_sq
+        self.window.curve = error_curve(list(measured.spectra.values()), grid, self._saves_bytes)
         if self.layer_ranks is not None:
             self.layer_ranks.take(measured.spectra, grid)
         return replace(done, mean_error_sq=measured.error_sq, mean_input_sq=measured.input_sq)
@@ -223,31 +216,33 @@ class Monitor:
             backward = median_low(finite) if finite else math.nan
         grid, watches = self.controller.rank_grid, self.controller.watches(iteration)
         row = self.window.row(self.stage, grid, watches, probe, backward, self.replicas)
-        made, self.entropy_full = report(
-            gather(row, self._exchange_group),
-            self.stages,
-            grid,
-            watches=watches,
-            probed=plan.probe_rank is not None,
-            gate=self.benchmark.judge(self._exchange_group) if plan.gate else (),
-        )
-        decision = self.controller.observe(iteration, made)
-        self._tell()
+        rows = _gather_rows(row, self._exchange_group)
+        gate = verdicts(self._gather(self.benchmark.group_times)) if plan.gate else ()
+        if plan.gate:
+            self.benchmark.follow(gate)
+        probed = plan.probe_rank is not None
+        summary, self.entropy_full = report(rows, self.stages, grid, watches=watches, probed=probed, gate=gate)
+        decision = self.controller.observe(iteration, summary)
+        self._warn()
         if self.layer_ranks is not None and self.controller.rank_grid != grid:
             self.layer_ranks.forget()
         elif self.layer_ranks is not None and self.window_ends:
             common = self.controller.plan(iteration + 1).ranks[self.stage]
-            rows = gather_objects((self.stage, self.layer_ranks.measured), self._exchange_group)
-            self.layer_ranks.decide([item for stage, item in rows if stage == self.stage], common, grid)
+            measured = [item for stage, item in self._gather(self.layer_ranks.measured) if stage == self.stage]
+            self.layer_ranks.decide(measured, common, grid)
         if self.window_ends:
             self.window.start()
         return decision
+
+    def _gather(self, value: Any) -> list[tuple[int, Any]]:
+        """Stage and value of every rank, in rank order."""
+        return gather_objects((self.stage, value), self._exchange_group)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "scale": self.entropy.scale,
             "controller": self.controller.state_dict(),
-            "window": self.window.state_dict(),
+            "window": self.window.state_dict() | {"mean": self.mean_error.state_dict()},
             "gate": self.benchmark.gate.state_dict() if self.benchmark.gate is not None else None,
             "layer_ranks": self.layer_ranks.state_dict() if self.layer_ranks is not None else None,
         }
@@ -256,14 +251,27 @@ class Monitor:
         """Go on from :meth:`state_dict`; with ``changed_settings`` the window under way begins anew."""
         iteration = int(state["iteration"])
         self.controller.load_state_dict(state["controller"], iteration=iteration, changed_settings=changed_settings)
-        self._tell()
+        self._warn()
         self.entropy.scale = float(state["scale"])
         if changed_settings:
             self.window.start()
-            self.window.mean.load_state_dict(None)
+            self.mean_error.load_state_dict(None)
         else:
+            need(state["window"], ("mean",), "engine.window")
             self.window.load_state_dict(state["window"])
+            self.mean_error.load_state_dict(state["window"]["mean"])
         if self.benchmark.gate is not None:
             self.benchmark.gate.load_state_dict(state["gate"] or {})
         if self.layer_ranks is not None and not changed_settings:
             self.layer_ranks.load_state_dict(state["layer_ranks"])
+
+
+def _gather_rows(values: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+    """Values of every rank of ``group``, in rank order, the same on every rank."""
+    if not dist.is_initialized():
+        return [list(values)]
+    on_gpu = dist.get_backend(group) == "nccl"
+    row = torch.tensor(values, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    return [item.tolist() for item in rows]

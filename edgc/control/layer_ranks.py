@@ -7,6 +7,7 @@ bytes than it would.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from edgc.measurement.spectral import Curve, MatrixSpectrum
 def allocate(
     curves: Mapping[str, Curve], sides: Mapping[str, int], ranks: Sequence[int], common: int
 ) -> dict[str, int]:
-    """The ranks, each of ``ranks``, with a small sum of errors whose factors are no larger than at ``common``.
+    """Ranks by name, each of ``ranks``, with a small sum of errors whose factors are no larger than at ``common``.
 
     Rank by rank to the matrix that gains most per byte, as long as it gains anything and the bytes last. With convex
     curves, which those of singular values are, that is the smallest sum where all matrices have equal sides, and else
@@ -28,22 +29,21 @@ def allocate(
         sides: rows plus columns of each matrix: the entries of its factors per rank.
         ranks: ascending, the first at most ``common``.
     """
-    left = (common - ranks[0]) * sum(sides[name] for name in curves)
+    budget = (common - ranks[0]) * sum(sides[name] for name in curves)
     places = dict.fromkeys(curves, 0)
 
-    def bid(name: str) -> tuple[float, str]:
+    def bid(name: str) -> tuple[float, str, int]:
         place = places[name]
         cost = (ranks[place + 1] - ranks[place]) * sides[name]
-        return -(curves[name][place] - curves[name][place + 1]) / cost, name
+        return -(curves[name][place] - curves[name][place + 1]) / cost, name, cost
 
     bids = [bid(name) for name in curves] if len(ranks) > 1 else []
     heapq.heapify(bids)
     while bids:
-        gain, name = heapq.heappop(bids)
-        cost = (ranks[places[name] + 1] - ranks[places[name]]) * sides[name]
-        if cost > left or gain == 0:
+        gain, name, cost = heapq.heappop(bids)
+        if cost > budget or gain == 0:
             continue
-        left -= cost
+        budget -= cost
         places[name] += 1
         if places[name] + 1 < len(ranks):
             heapq.heappush(bids, bid(name))
@@ -62,7 +62,7 @@ class LayerRanks:
         self.forget()
 
     def forget(self) -> None:
-        """All matrices have the common rank again."""
+        """Give all matrices the common rank again."""
         self.ranks: dict[str, int] = {}
         self.measured: dict[str, tuple[Curve, int]] = {}
 
@@ -81,13 +81,12 @@ class LayerRanks:
         Args:
             rows: :attr:`measured` of all ranks of this stage, in rank order; equal rows have equal outcomes.
         """
-        found: dict[str, list[Curve]] = {}
+        by_name: dict[str, list[Curve]] = defaultdict(list)
         sides: dict[str, int] = {}
-        for measured in rows:
-            for name, (curve, size) in measured.items():
-                found.setdefault(name, []).append(curve)
-                sides[name] = size
-        curves = {name: mean for name in sorted(found) if (mean := mean_curve(found[name])) is not None}
+        for name, (curve, size) in (item for measured in rows for item in measured.items()):
+            by_name[name].append(curve)
+            sides[name] = size
+        curves = {name: mean for name in sorted(by_name) if (mean := mean_curve(by_name[name])) is not None}
         if common is None or not ranks or common < ranks[0]:
             self.ranks = {}
         elif curves:

@@ -64,7 +64,7 @@ def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...]) -> floa
     return ys[k] + (ys[k + 1] - ys[k]) * ((x - xs[k]) / (xs[k + 1] - xs[k]))
 
 
-def _check_shape(m: int, n: int) -> tuple[int, int]:
+def _sides(m: int, n: int) -> tuple[int, int]:
     if m < 1 or n < 1:
         raise ValueError(f"a matrix has at least one row and one column, not {m} x {n}")
     return min(m, n), max(m, n)
@@ -75,14 +75,14 @@ def error(m: int, n: int, rank: float) -> float:
 
     ``rank`` is real and clamped to [0, min(m, n)]. Decreasing, ``g(0) = sqrt(m n)``, ``g(min(m, n)) = 0``.
     """
-    p, large = _check_shape(m, n)
+    p, large = _sides(m, n)
     shares, tails = _table(p, large)
     return math.sqrt(m * n * _interpolate((p - min(max(rank, 0.0), p)) / p, shares, tails))
 
 
 def rank_for_error(m: int, n: int, value: float) -> float:
-    """The real rank r with ``error(m, n, r) == value``; 0 where value >= g(0), min(m, n) where value <= 0."""
-    p, large = _check_shape(m, n)
+    """Real rank r with ``error(m, n, r) == value``; 0 where value >= g(0), min(m, n) where value <= 0."""
+    p, large = _sides(m, n)
     if not value > 0:
         if math.isnan(value):
             raise ValueError("the error must be a number")
@@ -98,16 +98,16 @@ def rank_for_error(m: int, n: int, value: float) -> float:
 def _nodes_of_sum(terms: tuple[tuple[tuple[int, int], int], ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Nodes (sum of count * g^2, rank) of matrices of several shapes, by rising error."""
     ranks = sorted({p * (1 - share) for (p, large), _ in terms for share in _table(p, large)[0]}, reverse=True)
-    found: dict[float, float] = {}
+    nodes: dict[float, float] = {}
     for rank in ranks:
-        found.setdefault(sum(count * error(p, large, rank) ** 2 for (p, large), count in terms), rank)
+        nodes.setdefault(sum(count * error(p, large, rank) ** 2 for (p, large), count in terms), rank)
     # Rounding can put neighbours out of order.
-    rising = sorted(found.items())
-    return tuple(total for total, _ in rising), tuple(rank for _, rank in rising)
+    totals, ranks_ = zip(*sorted(nodes.items()), strict=True)
+    return totals, ranks_
 
 
 class StageModel:
-    """The error of a pipeline stage: many matrices compressed at one common rank, their squared errors summed.
+    """Error of a pipeline stage: many matrices compressed at one common rank, their squared errors summed.
 
     Args:
         shapes: (rows, columns) of the stage's compressible matrices; a matrix takes rank ``min(r, rows, columns)``.
@@ -120,7 +120,7 @@ class StageModel:
         if not shapes:
             raise ValueError("a stage model needs at least one matrix")
         # Layers repeat: one term per distinct shape keeps an inversion of a deep stage cheap.
-        self._terms = sorted(Counter(_check_shape(m, n) for m, n in shapes).items())
+        self._terms = sorted(Counter(_sides(m, n) for m, n in shapes).items())
         self.max_rank = max(p for (p, _), _ in self._terms)
 
     def error(self, rank: float) -> float:
@@ -128,7 +128,7 @@ class StageModel:
         return math.sqrt(sum(count * error(p, large, rank) ** 2 for (p, large), count in self._terms))
 
     def rank_for_error(self, value: float) -> float:
-        """The real rank r with ``self.error(r) == value``, to rounding: squared errors are linear between the nodes.
+        """Real rank r with ``self.error(r) == value``, to rounding: squared errors are linear between the nodes.
 
         Clamps as :func:`rank_for_error`: 0 where value >= error(0), ``max_rank`` where value <= 0.
         """

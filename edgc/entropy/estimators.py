@@ -88,11 +88,11 @@ def moments(x: Tensor) -> Moments:
     over memory per moment and float64."""
     values = _flat(x)
     count = values.numel()
-    kept = _nonzero(values)
-    zeros = 1 - kept.numel() / count if count else math.nan
-    if not kept.numel() or not _all_finite(kept):
+    nonzero = _nonzero(values)
+    zeros = 1 - nonzero.numel() / count if count else math.nan
+    if not nonzero.numel() or not _all_finite(nonzero):
         return Moments(count, zeros, math.nan, math.nan, math.nan, math.nan)
-    mean, sigma, third, fourth = _standardised(kept, 4)
+    mean, sigma, third, fourth = _standardised(nonzero, 4)
     return Moments(count, zeros, mean, sigma, third, fourth - 3)
 
 

@@ -1,4 +1,4 @@
-"""The estimators of entropy for a GPU: many gradients at once, and the host reads nothing.
+"""Estimators of entropy for a GPU: many gradients at once, and the host reads nothing.
 
 Those of :mod:`edgc.entropy.estimators` ask the device a dozen times for each gradient, and the host waits each time. On
 a CPU that costs nothing. Here nothing depends on a value: entries that are zero get no weight instead of being taken
@@ -73,8 +73,8 @@ def _centre_and_scale(x: Tensor, order: Tensor, count: Tensor) -> tuple[Tensor, 
     stride = torch.div(count + most - 1, most, rounding_mode="floor") | 1
     held = torch.div(count + stride - 1, stride, rounding_mode="floor")
     slots = torch.arange(min(most, x.shape[1]), dtype=torch.int64, device=x.device)
-    wanted = slots * stride[:, None] + 1
-    at = torch.searchsorted(order, wanted.to(order.dtype)).clamp_(max=x.shape[1] - 1)
+    places = slots * stride[:, None] + 1
+    at = torch.searchsorted(order, places.to(order.dtype)).clamp_(max=x.shape[1] - 1)
     valid = slots < held[:, None]
     subset = torch.where(valid, x.gather(1, at), math.inf).sort(1).values.double()
     first, median, _ = estimators.MIDDLE
@@ -103,7 +103,7 @@ def _histogram(x: Tensor, nonzero: Tensor) -> Tensor:
     # As many bins as n entries have, rings of both tails in turn, and a place for what does not count.
     most = 2 * math.ceil(estimators.CORE / (estimators.WIDTH * max(2, x.shape[1]) ** (-1 / 3))) + 2
     counts = torch.zeros(len(x), most + 2 * _RINGS + 1, dtype=order.dtype, device=x.device)
-    one = torch.ones((1, 1), dtype=order.dtype, device=x.device)
+    unit = torch.ones((1, 1), dtype=order.dtype, device=x.device)
     for at in _columns(x):
         z = x[:, at].double()
         if x.dtype in estimators.GRIDS:
@@ -115,13 +115,13 @@ def _histogram(x: Tensor, nonzero: Tensor) -> Tensor:
         core = torch.minimum(z.div_(width).add_(0.5 * bins).long().clamp_(min=0), bins.long() - 1)
         place = torch.where(size >= edge, tail, core)
         place = torch.where(nonzero[:, at], place, counts.shape[1] - 1)
-        counts.scatter_add_(1, place, one.expand_as(place))
-    found = counts[:, :-1].double()
+        counts.scatter_add_(1, place, unit.expand_as(place))
+    filled = counts[:, :-1].double()
     rings = torch.arange(_RINGS, dtype=torch.float64, device=x.device).repeat_interleave(2, output_size=2 * _RINGS)
     tails = (edge * growth).log() + rings * ratio
     log_width = torch.cat([width.log().expand(-1, most), tails], 1)
-    total = (torch.xlogy(found, found / n) - found * log_width).sum(1)
-    occupied = (found > 0).sum(1)
+    total = (torch.xlogy(filled, filled / n) - filled * log_width).sum(1)
+    occupied = (filled > 0).sum(1)
     entropies = scale[:, 0].log() - total / n[:, 0] + (occupied - 1) / (2 * n[:, 0])
     return torch.where(valid, entropies, math.nan)
 

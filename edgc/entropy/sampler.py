@@ -1,4 +1,4 @@
-"""GDS, the gradient data sampler: which iterations and which entries are measured (paper, section on GDS)."""
+"""GDS, the gradient data sampler: iterations and entries that are measured (paper, section on GDS)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_COPIES = 32
 
 
 class Sampler:
-    """Which iterations (rate alpha) and which entries of a gradient (rate beta) are measured.
+    """Iterations (rate alpha) and entries of a gradient (rate beta) are measured.
 
     Every choice is a function of the settings, the iteration and the parameter's key, never of a global
     random state, so all ranks of a job and a resumed job choose alike.
@@ -29,11 +29,11 @@ class Sampler:
         self._rate = exact.limit_denominator(10**9) or exact
 
     def _measured(self, iteration: int) -> int:
-        """How many of the iterations up to this one are measured."""
+        """Number of the iterations up to this one that are measured."""
         return iteration * self._rate.numerator // self._rate.denominator
 
     def measures(self, iteration: int) -> bool:
-        """Whether this iteration (1-based) is measured: at random under ``random``, else as evenly as the rate allows.
+        """Tell whether this iteration (1-based) is measured: under ``random`` at random, else as evenly as possible.
 
         Of the first i iterations floor(alpha i) are measured: every k-th one where alpha is 1/k.
         """
@@ -86,7 +86,7 @@ class Sampler:
 
 
 def _diagonal(matrix: Tensor, stride: int, phase: int) -> Tensor:
-    """The entries (i, j) of ``matrix`` with i + j = ``phase`` modulo ``stride``, as a 1-D copy."""
+    """Entries (i, j) of ``matrix`` with i + j = ``phase`` modulo ``stride``, as a 1-D copy."""
     rows = range(min(stride, matrix.shape[0]))
     return torch.cat([matrix[k::stride, (phase - k) % stride :: stride].reshape(-1) for k in rows])
 

@@ -1,1 +1,1 @@
-"""What a rank measures of its reductions, and what all ranks make of it together."""
+"""Measurements that a rank makes of its reductions, and the report that follows from those of all ranks."""

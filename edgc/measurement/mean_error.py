@@ -1,4 +1,4 @@
-"""The error of the mean, ||mean_w(M_w) - M^||, known to every replica without sending what is missing.
+"""Error of the mean, ||mean_w(M_w) - M^||, known to every replica without sending what is missing.
 
 With error feedback mean_w(M_w) - M^ = mean_w(E_w) at every step. A worker's E_w says little about that mean: the
 differences between workers, which cancel in it, make ||E_w|| large. So every worker draws a linear sketch of its own
@@ -42,7 +42,7 @@ _MANY = 1 << 20  # entries that are converted to another type at a time
 
 @dataclass(frozen=True)
 class Measured:
-    """What a window says, the same on every replica but for matrices of other groups.
+    """Result of a window, the same on every replica but for matrices of other groups.
 
     Attributes:
         error_sq, input_sq: sums over sampled iterations of ||mean(M) - M^||^2 and ||mean(M)||^2; nan if unknown.
@@ -56,18 +56,18 @@ class Measured:
 
 @dataclass
 class _Sums:
-    """Sums over sampled iterations of one matrix's squared singular values, of what the worker's own approximation
-    leaves out, and of its sketch (None: not sketched)."""
+    """Sums over sampled iterations of one matrix: its squared singular values, the squared norm that the worker's own
+    approximation lacks, and its sketch (None: not sketched)."""
 
     shape: Shape
     values: list[float]
-    left: float = 0.0
+    lost: float = 0.0
     count: int = 0
     sketch: Tensor | None = None
 
 
 class MeanError:
-    """One rank's sketches of the current window.
+    """Sketches of one rank in the current window.
 
     Args:
         seed: of the signs; must agree on all replicas.
@@ -91,7 +91,7 @@ class MeanError:
         self._matrices: dict[str, _Sums] = {}
 
     def reduced(self, gradients: Sequence[Gradient], channel: Channel, compressor: Compressor) -> None:
-        """``gradients``, which stay as they are until :meth:`measure`, were reduced with a loss over ``channel``."""
+        """Note a lossy reduction of ``gradients``, which stay as they are until :meth:`measure`, over ``channel``."""
         if channel.world > self._world:
             if self._world > 1:
                 self._start_window()
@@ -103,7 +103,7 @@ class MeanError:
     def measure(
         self, iteration: int, scale: float, skipped: int | Tensor, spectra: Mapping[str, MatrixSpectrum]
     ) -> None:
-        """Take in what the reductions of an iteration have kept.
+        """Take in the error feedback of an iteration's reductions.
 
         Args:
             scale: what the gradients are multiplied by.
@@ -112,49 +112,49 @@ class MeanError:
         """
         if not isinstance(skipped, Tensor) and skipped:
             return
-        kept = [
-            (gradient, error, compressor)
-            for gradients, compressor, group in self._reduced
-            if group is self.group
-            for gradient in gradients
-            if (error := compressor.kept.get(gradient.name)) is not None
-        ]
-        place = {gradient.name: i for i, (gradient, *_) in enumerate(kept)}
-        if kept:
-            keys = [f"{self.seed}/{iteration}/{name}" for name in place]
-            sketched = sketches([error for _, error, _ in kept], keys) / scale
-            found = torch.cat([sketched, torch.stack([_of_result(*one) for one in kept]) / scale**2], 1)
+        errors: dict[str, Tensor] = {}
+        results: list[Tensor] = []
+        for gradients, compressor, group in self._reduced:
+            for gradient in gradients if group is self.group else ():
+                if (error := compressor.kept.get(gradient.name)) is not None:
+                    errors[gradient.name] = error
+                    results.append(_result_norms(gradient, error, compressor))
+        sketched: dict[str, Tensor] = {}
+        if errors:
+            drawn = sketches(list(errors.values()), [f"{self.seed}/{iteration}/{name}" for name in errors]) / scale
+            rows = torch.cat([drawn, torch.stack(results) / scale**2], 1)
             if isinstance(skipped, Tensor):
-                found = torch.where(skipped.to(found.device) == 0, found, 0.0)
-            self._sums = _added(self._sums, found.sum(0))
+                rows = torch.where(skipped.to(rows.device) == 0, rows, 0.0)
+            self._sums = _added(self._sums, rows.sum(0))
+            sketched = dict(zip(errors, rows, strict=True))
         for name, spectrum in spectra.items():
-            mine = found[place[name], :BUCKETS].view(-1, FEWER).sum(0) if name in place else None
-            self._add(name, spectrum, mine, scale**2)
+            sketch = sketched[name][:BUCKETS].view(-1, FEWER).sum(0) if name in sketched else None
+            self._add(name, spectrum, sketch, scale**2)
 
-    def _add(self, name: str, spectrum: MatrixSpectrum, sketched: Tensor | None, unit: float) -> None:
+    def _add(self, name: str, spectrum: MatrixSpectrum, sketch: Tensor | None, unit: float) -> None:
         values = [value / unit for value in spectrum.singular_sq]
-        known = self._matrices.get(name)
+        sums = self._matrices.get(name)
         # Singular values at another rank are not of the same approximation.
-        if known is None or len(known.values) != len(values) or (known.sketch is None) != (sketched is None):
-            known = self._matrices[name] = _Sums(spectrum.shape, [0.0] * len(values))
-        known.values = [a + b for a, b in zip(known.values, values, strict=True)]
-        known.left += max(0.0, spectrum.input_sq / unit - math.fsum(values))
-        known.count += 1
-        if sketched is not None:
-            known.sketch = _added(known.sketch, sketched)
+        if sums is None or len(sums.values) != len(values) or (sums.sketch is None) != (sketch is None):
+            sums = self._matrices[name] = _Sums(spectrum.shape, [0.0] * len(values))
+        sums.values = [a + b for a, b in zip(sums.values, values, strict=True)]
+        sums.lost += max(0.0, spectrum.input_sq / unit - math.fsum(values))
+        sums.count += 1
+        if sketch is not None:
+            sums.sketch = _added(sums.sketch, sketch)
 
     def message(self) -> Tensor | None:
-        """What is to become its mean over :attr:`group` at the window's end, fp64; None on all its ranks if nothing
-        was sketched."""
+        """Vector that is to become its mean over :attr:`group` at the window's end, fp64; None on all its ranks if
+        nothing was sketched."""
         if self._sums is None or self._world == 1:
             return None
-        parts = [item.sketch for _, item in sorted(self._matrices.items()) if item.sketch is not None]
+        parts = [sums.sketch for _, sums in sorted(self._matrices.items()) if sums.sketch is not None]
         on_gpu = dist.is_initialized() and dist.get_backend(self.group) == "nccl"
         device = torch.device("cuda") if on_gpu else self._sums.device
         return torch.cat([part.to(device) for part in (self._sums, *parts)])
 
     def close(self, mean: Tensor | None) -> Measured:
-        """The window's outcome, given the mean of all replicas' :meth:`message`; the next window begins."""
+        """Result of the window, given the mean of all replicas' :meth:`message`; the next window begins."""
         matrices = sorted(self._matrices.items())
         self._start_window()
         values = [] if mean is None else mean.tolist()
@@ -163,19 +163,19 @@ class MeanError:
             error_sq = _square(values[:BUCKETS])
             input_sq = values[BUCKETS] + 2 * values[BUCKETS + 1] + error_sq
         spectra, place = {}, BUCKETS + 2
-        for name, item in matrices:
-            left = item.left
-            if item.sketch is not None:
-                left, place = _square(values[place : place + FEWER]), place + FEWER
-            singular_sq = [value / item.count for value in item.values]
-            spectra[name] = MatrixSpectrum(item.shape, singular_sq, math.fsum(singular_sq) + left / item.count)
+        for name, sums in matrices:
+            lost = sums.lost
+            if sums.sketch is not None:
+                lost, place = _square(values[place : place + FEWER]), place + FEWER
+            singular_sq = [value / sums.count for value in sums.values]
+            spectra[name] = MatrixSpectrum(sums.shape, singular_sq, math.fsum(singular_sq) + lost / sums.count)
         return Measured(error_sq, input_sq, spectra)
 
     def state_dict(self) -> dict[str, Any]:
-        """The window so far, in plain values."""
+        """Window so far, in plain values."""
         matrices = {
-            name: [list(item.shape), item.values, item.left, item.count, _listed(item.sketch)]
-            for name, item in self._matrices.items()
+            name: [list(sums.shape), sums.values, sums.lost, sums.count, _listed(sums.sketch)]
+            for name, sums in self._matrices.items()
         }
         return {"sums": _listed(self._sums), "matrices": matrices, "world": self._world}
 
@@ -186,12 +186,11 @@ class MeanError:
             return
         self.group, self._world = None, int(state.get("world", 1))
         self._sums = _tensor(state["sums"])
-        for name, (shape, values, left, count, sketched) in state["matrices"].items():
-            rows, columns = shape
-            self._matrices[name] = _Sums((rows, columns), list(values), left, count, _tensor(sketched))
+        for name, ((rows, columns), values, lost, count, sketch) in state["matrices"].items():
+            self._matrices[name] = _Sums((rows, columns), list(values), lost, count, _tensor(sketch))
 
 
-def _of_result(gradient: Gradient, error: Tensor, compressor: Compressor) -> Tensor:
+def _result_norms(gradient: Gradient, error: Tensor, compressor: Compressor) -> Tensor:
     """||R||^2 and <R, E> of a gradient's result R."""
     sent_sq = compressor.sent_sq(gradient.name)
     if sent_sq is None:
@@ -200,10 +199,10 @@ def _of_result(gradient: Gradient, error: Tensor, compressor: Compressor) -> Ten
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:
-    """The squared norm of ``x`` and its inner product with ``y``, of the same shape; fp64, on the device of ``y``."""
+    """Squared norm of ``x`` and its inner product with ``y`` of the same shape: [2] in fp64, on the device of ``y``."""
     total = torch.zeros(2, dtype=torch.float64, device=y.device)
-    parts = zip(x.reshape(-1).split(_MANY), y.reshape(-1).split(_MANY), strict=True)
-    for a, b in ((u.double(), v.double()) for u, v in parts):
+    for u, v in zip(x.reshape(-1).split(_MANY), y.reshape(-1).split(_MANY), strict=True):
+        a, b = u.double(), v.double()
         total += torch.stack([a @ a, a @ b])
     return total
 
@@ -220,6 +219,6 @@ def _tensor(values: Sequence[float] | None) -> Tensor | None:
     return None if values is None else torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
-def _added(total: Tensor | None, more: Tensor) -> Tensor:
+def _added(total: Tensor | None, addend: Tensor) -> Tensor:
     # A total that was loaded lies on the CPU.
-    return more if total is None else total.to(more.device) + more
+    return addend if total is None else total.to(addend.device) + addend

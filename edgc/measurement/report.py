@@ -1,16 +1,27 @@
-"""The report that all ranks make of what all have measured, alike: plain arithmetic."""
+"""Measurements of one rank in a window, and the report that all ranks make of what all have measured.
+
+Plain arithmetic: equal rows give equal reports.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
+from edgc.checks import need
+from edgc.compressors.base import Statistics
 from edgc.measurement.spectral import Curve
-from edgc.timing.cost_gate import GateVerdict
+from edgc.timing.benchmark import GateVerdict, seconds
+
+if TYPE_CHECKING:  # needs torch
+    from edgc.entropy.meter import Measured
 
 _COLUMNS = 13  # of a row, before the error curve
+_KINDS = ("layers", "embeddings", "embedding_share")
+_MEANS = ("full", "loss", *_KINDS)
 
 
 @dataclass
@@ -27,13 +38,13 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """nan if there was no value."""
+        """Mean; nan if there was no value."""
         return self.total / self.count if self.count else math.nan
 
 
 @dataclass
 class NoisyMean(Mean):
-    """A running mean whose error is known from how far successive values differ (von Neumann): half the mean square of
+    """Running mean whose error is known from how far successive values differ (von Neumann): half the mean square of
     the differences is the variance of a value, and a slow trend hardly adds to it."""
 
     last: float = math.nan
@@ -69,34 +80,118 @@ def mean_curve(curves: Iterable[Sequence[float]]) -> Curve | None:
     return tuple(mean(points) for points in zip(*finite, strict=True)) or None
 
 
-def stage_seconds(rows: Sequence[tuple[float, Sequence[float]]]) -> float:
-    """What the reductions of one stage took, in seconds, from the times that its ranks have kept.
+def relative(error_sq: float, input_sq: float) -> float:
+    """Root of ``error_sq / input_sq``; nan where nothing came in or it is not known."""
+    return math.sqrt(error_sq / input_sq) if input_sq > 0 else math.nan
 
-    At each iteration the replica that waited least counts, because the last to arrive waits for nobody; of the
-    iterations the median, because what disturbs a few of them is no change of the network; and the mean of what the
-    groups of replicas (one per tensor-parallel rank) say, as of their benchmarks.
+
+class WindowTimes:
+    """Times of this rank's reductions at up to ``MOST`` evenly spread iterations of a window.
+
+    They are kept by place in the window, so that those of several ranks can be compared iteration by iteration. On a
+    GPU the times are read when somebody asks for them.
+    """
+
+    MOST = 64
+
+    def __init__(self, window: int) -> None:
+        self.window, self.stride = window, -(-window // self.MOST)
+        self.clear()
+
+    def clear(self) -> None:
+        self._slots: list[Statistics | float] = [math.nan] * -(-self.window // self.stride)
+
+    def add(self, iteration: int, done: Statistics) -> None:
+        """Take in the statistics of one iteration (1-based), if it is one of those that are kept."""
+        place, rest = divmod((iteration - 1) % self.window, self.stride)
+        if rest == 0:
+            self._slots[place] = done
+
+    @property
+    def values(self) -> list[float]:
+        """Seconds by place, nan where nothing is known: compress + communicate + decompress."""
+        values = [item if isinstance(item, float) else seconds(item) for item in self._slots]
+        self._slots = list(values)
+        return values
+
+    @values.setter
+    def values(self, values: Iterable[float]) -> None:
+        self._slots = [float(value) for value in values]
+
+
+class Window:
+    """Running measurements of one rank since the last window's end.
 
     Args:
-        rows: per rank the number of its group of replicas (nan: it has no other replica) and its times by place.
+        window: length in iterations.
 
-    Returns:
-        nan unless at least half of the iterations are known.
+    Attributes:
+        entropy: in nats, sampled.
+        means: by name, of the losses (nats per token) and of the other fields of the meter's ``Measured``.
+        errors: at the window's end, squared norms of what the replicas' mean lacks and of that mean; nan if unknown.
+        curve: at the window's end, predicted squared relative error of the mean by rank; None if unknown.
+        times: of reductions, in seconds.
     """
-    groups: dict[float, list[Sequence[float]]] = {}
-    for group, times in rows:
-        if math.isfinite(group):
-            groups.setdefault(group, []).append(times)
-    medians = []
-    for replicas in groups.values():
-        least = [min(times) for times in zip(*replicas, strict=True) if all(map(math.isfinite, times))]
-        if least and 2 * len(least) >= len(replicas[0]):
-            medians.append(statistics.median(least))
-    return mean(medians)
+
+    def __init__(self, window: int) -> None:
+        self.times = WindowTimes(window)
+        self.start()
+
+    def start(self) -> None:
+        self.entropy, self.means = NoisyMean(), {name: Mean() for name in _MEANS}
+        self._told = False  # a loss, be it finite or not
+        self.errors = math.nan, math.nan
+        self.curve: Curve | None = None
+        self.times.clear()
+
+    def add_entropy(self, measured: Measured) -> None:
+        """Take in the entropies of one iteration."""
+        self.entropy.add(measured.sampled)
+        for name in ("full", *_KINDS):
+            self.means[name].add(getattr(measured, name))
+
+    def add_loss(self, loss: float) -> None:
+        self.means["loss"].add(loss)
+        self._told = True
+
+    def row(
+        self, stage: int, grid: Sequence[int], watches: bool, probe: float, backward: float, replicas: float
+    ) -> list[float]:
+        """Numbers of this rank for :func:`report`.
+
+        Args:
+            grid: ranks of the error curve.
+            watches: whether times of reductions are asked for.
+            probe, backward: seconds of a timed reduction and of a micro-batch's backward pass; nan if there was none.
+            replicas: number of this rank's group of replicas; nan if it has no other replica.
+        """
+        curve = self.curve or (math.nan,) * len(grid)
+        values = {name: item.value for name, item in self.means.items()}
+        loss = math.inf if self._told and not self.means["loss"].count else values["loss"]
+        row = [float(stage), self.entropy.value, values["full"], probe, backward, replicas, loss]
+        row += [*self.errors, self.entropy.error, *(values[name] for name in _KINDS)]
+        return [*row, *curve, *(self.times.values if watches else [])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "entropy": asdict(self.entropy),
+            "means": [[item.total, item.count] for item in self.means.values()],
+            "times": self.times.values,
+            "told": self._told,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        need(state, ("entropy", "means", "times"), "engine.window")
+        self.entropy = NoisyMean(**state["entropy"])
+        means = (Mean(float(total), int(count)) for total, count in state["means"])
+        self.means = dict(zip(_MEANS, means, strict=True))
+        self._told = bool(state.get("told", self.means["loss"].count))
+        self.times.values = state["times"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured; the same numbers on every rank.
+    """Measurements of all ranks; the same numbers on every rank.
 
     Attributes:
         entropy: per stage, nats, mean over this window's samples so far and over replicas; nan if none.
@@ -110,13 +205,13 @@ class Report:
         error_curve: at a window's end, per stage, predicted squared relative error of the mean of M at every rank of
             :attr:`Controller.rank_grid`, of this window's samples together, mean over the stage's ranks; None for a
             stage without spectra, and as a whole where no policy asks for them.
-        gate: what the cost gate has measured, all stages.
+        gate: verdicts of the cost gate on all stages.
         reduction_seconds: per stage, seconds that a reduction of the training step took in this window (compress +
             communicate + decompress), nan where that is not known; None where it was not asked for.
         loss: mean of the finite training losses of this window that some rank was told; nan if none was told, infinite
             if none that was told is finite.
-        mean_error: at a window's end, per stage, what the replicas' mean lacked relative to it, all shards of the stage
-            together; nan where nothing was compressed with error feedback.
+        mean_error: at a window's end, per stage, the part that the replicas' mean lacked, relative to it, all shards of
+            the stage together; nan where nothing was compressed with error feedback.
     """
 
     entropy: tuple[float, ...]
@@ -142,23 +237,22 @@ def report(
     probed: bool,
     gate: tuple[GateVerdict, ...],
 ) -> tuple[Report, tuple[float, ...]]:
-    """The report on all ranks' :meth:`edgc.measurement.window.Window.row`, in rank order; and the entropies of all
-    entries, per stage."""
+    """Report on all ranks' :meth:`Window.row`, in rank order; and the entropies of all entries, per stage."""
     by_stage = [[row for row in rows if int(row[0]) == stage] for stage in range(stages)]
     entropy, full, probe, backward, errors, inputs, noise, layers, embeddings, share = (
         tuple(mean(row[column] for row in stage) for stage in by_stage) for column in (1, 2, 3, 4, *range(7, 13))
     )
-    end = _COLUMNS + len(grid)
+    losses, end = [row[6] for row in rows], _COLUMNS + len(grid)
     curves = tuple(mean_curve(row[_COLUMNS:end] for row in stage) for stage in by_stage)
     times = tuple(stage_seconds([(row[5], row[end:]) for row in stage]) for stage in by_stage)
-    made = Report(
+    result = Report(
         entropy=entropy,
         probe_seconds=probe if probed else None,
         backward_seconds=backward if any(map(math.isfinite, backward)) else None,
         error_curve=curves if grid else None,
         gate=gate,
         reduction_seconds=times if watches else None,
-        loss=_loss([row[6] for row in rows]),
+        loss=math.inf if math.inf in losses and not any(map(math.isfinite, losses)) else mean(losses),
         # Every shard of a stage has as many replicas, so that these are the sums over shards up to one factor.
         mean_error=tuple(map(relative, errors, inputs)),
         entropy_error=noise,
@@ -166,14 +260,29 @@ def report(
         entropy_embeddings=embeddings,
         embedding_share=share,
     )
-    return made, full
+    return result, full
 
 
-def _loss(losses: Sequence[float]) -> float:
-    """The report's loss of the ranks': infinite, nan or a mean, see :class:`Report`."""
-    return math.inf if math.inf in losses and not any(map(math.isfinite, losses)) else mean(losses)
+def stage_seconds(rows: Sequence[tuple[float, Sequence[float]]]) -> float:
+    """Seconds that the reductions of one stage took, from the times that its ranks have kept.
 
+    At each iteration the replica that waited least counts, because the last to arrive waits for nobody; of the
+    iterations the median, because what disturbs a few of them is no change of the network; and the mean of what the
+    groups of replicas (one per tensor-parallel rank) say, as of their benchmarks.
 
-def relative(error_sq: float, input_sq: float) -> float:
-    """The root of ``error_sq / input_sq``; nan where nothing came in or it is not known."""
-    return math.sqrt(error_sq / input_sq) if input_sq > 0 else math.nan
+    Args:
+        rows: per rank the number of its group of replicas (nan: it has no other replica) and its times by place.
+
+    Returns:
+        nan unless at least half of the iterations are known.
+    """
+    groups: dict[float, list[Sequence[float]]] = {}
+    for group, times in rows:
+        if math.isfinite(group):
+            groups.setdefault(group, []).append(times)
+    medians = []
+    for replicas in groups.values():
+        least = [min(times) for times in zip(*replicas, strict=True) if all(map(math.isfinite, times))]
+        if least and 2 * len(least) >= len(replicas[0]):
+            medians.append(statistics.median(least))
+    return mean(medians)

@@ -24,8 +24,8 @@ _WORD = (1 << 32) - 1
 
 
 def sketches(matrices: Sequence[Tensor], keys: Sequence[str]) -> Tensor:
-    """A linear map of every matrix to ``BUCKETS`` numbers, [matrices, BUCKETS] in fp64, that keeps the norm in the mean
-    over keys.
+    """Map every matrix linearly to ``BUCKETS`` numbers, [matrices, BUCKETS] in fp64, keeping the norm in the mean over
+    keys.
 
     Of a matrix E (m x n), T = U E / sqrt(K) with random signs U (K x m), one product and one pass over E; the K n
     entries of T are then added into S buckets, each with a random sign and every row of T turned by a random number of
@@ -36,26 +36,26 @@ def sketches(matrices: Sequence[Tensor], keys: Sequence[str]) -> Tensor:
     Args:
         matrices: at least one, all on one device.
     """
-    shape_of = [tuple(matrix.shape) for matrix in matrices]
-    order = sorted(range(len(matrices)), key=shape_of.__getitem__)
+    shapes = [tuple(matrix.shape) for matrix in matrices]
+    order = sorted(range(len(matrices)), key=shapes.__getitem__)
     words = torch.tensor([_words(keys[i]) for i in order], dtype=torch.int64, device="cpu")
-    left, right, turns = to_device(words, matrices[0].device).split([2, 2, PROJECTIONS], 1)
-    made: list[Tensor] = []
-    for (rows, columns), alike in groupby(order, shape_of.__getitem__):
+    rows_seeds, columns_seeds, turns = to_device(words, matrices[0].device).split([2, 2, PROJECTIONS], 1)
+    result: list[Tensor] = []
+    for (rows, columns), alike in groupby(order, shapes.__getitem__):
         members = [matrices[i] for i in alike]
-        of = slice(len(made), len(made) + len(members))
-        signs = _signs(rows, left[of]).float()
-        product = torch.stack([_product(own, matrix) for own, matrix in zip(signs, members, strict=True)])
-        signed = product.double() * _signs(columns, right[of])
+        part = slice(len(result), len(result) + len(members))
+        signs = _signs(rows, rows_seeds[part]).float()
+        product = torch.stack([_product(row, matrix) for row, matrix in zip(signs, members, strict=True)])
+        signed = product.double() * _signs(columns, columns_seeds[part])
         padded = torch.nn.functional.pad(signed, (0, -columns % BUCKETS))
         folded = padded.view(len(members), PROJECTIONS, -1, BUCKETS).sum(2)
         places = torch.arange(BUCKETS, dtype=torch.int64, device=folded.device)
-        made += folded.gather(2, (places - turns[of, :, None]) % BUCKETS).sum(1).div_(math.sqrt(PROJECTIONS))
-    return torch.stack([made[order.index(i)] for i in range(len(order))])
+        result += folded.gather(2, (places - turns[part, :, None]) % BUCKETS).sum(1).div_(math.sqrt(PROJECTIONS))
+    return torch.stack([result[order.index(i)] for i in range(len(order))])
 
 
 def _words(key: str) -> list[int]:
-    """What is random in a map: two seeds of two words, and how far each projection is turned."""
+    """Random numbers of a map: two seeds of two words, and how far each projection is turned."""
     digest = hashlib.sha256(key.encode()).digest()
     seeds = [int.from_bytes(digest[at : at + 4], "little") for at in range(0, 16, 4)]
     return seeds + [int.from_bytes(digest[at : at + 2], "little") for at in range(16, 16 + 2 * PROJECTIONS, 2)]
@@ -66,11 +66,11 @@ def _product(signs: Tensor, matrix: Tensor) -> Tensor:
         return signs @ matrix
     step = max(1, _MANY // matrix.shape[1])
     parts = zip(signs.split(step, dim=1), matrix.split(step), strict=True)
-    return torch.stack([own @ block.float() for own, block in parts]).sum(0)
+    return torch.stack([part @ block.float() for part, block in parts]).sum(0)
 
 
 def _signs(count: int, seeds: Tensor) -> Tensor:
-    """``PROJECTIONS`` x ``count`` random signs for each of ``seeds`` [B, 2]: bits of a hash of the place, which no
+    """Random signs, ``PROJECTIONS`` x ``count`` for each of ``seeds`` [B, 2]: bits of a hash of the place, which no
     device computes otherwise."""
     x = torch.arange(count, dtype=torch.int64, device=seeds.device)
     for part in seeds.split(1, 1):

@@ -1,4 +1,4 @@
-"""The error at another rank, predicted from singular values that PowerSGD has for nothing.
+"""Error at another rank, predicted from singular values that PowerSGD has for nothing.
 
 With orthonormal P^ and Q = M^T P^ the eigenvalues of Q^T Q are the squared singular values s_1^2 >= ... >= s_r^2 of the
 approximation, and what it leaves out is R = ||M||^2 - sum s_i^2. M is here the mean over workers; where error feedback
@@ -30,7 +30,7 @@ Curve = tuple[float, ...]
 
 @dataclass(frozen=True)
 class MatrixSpectrum:
-    """What compressed reductions say about a matrix M: M = G + E of a worker, or its mean over workers.
+    """Spectrum of a matrix M, by its compressed reductions: M = G + E of a worker, or its mean over workers.
 
     Attributes:
         shape: rows and columns.
@@ -61,21 +61,21 @@ class MatrixSpectrum:
         At the rank that the values come from it is ``input_sq - sum(singular_sq)``, not a prediction.
         """
         values = sorted((max(0.0, float(value)) for value in self.singular_sq), reverse=True)
-        rank, left = len(values), min(self.shape) - len(values)
-        residual = max(0.0, self.input_sq - math.fsum(values)) if left else 0.0
+        rank, tail = len(values), min(self.shape) - len(values)
+        residual = max(0.0, self.input_sq - math.fsum(values)) if tail else 0.0
         # dropped[k]: energy of the smallest k values, summed from below so that nothing cancels.
         dropped = list(accumulate(reversed(values), initial=0.0))
-        decay = _decay(_anchor(values), left, residual) if residual > 0 else 0.0
+        decay = _decay(_anchor(values), tail, residual) if residual > 0 else 0.0
         return [
-            residual + dropped[rank - max(0, wanted)]
-            if wanted <= rank
-            else residual * _share_left(decay, left, wanted - rank)
-            for wanted in ranks
+            residual + dropped[rank - max(0, target)]
+            if target <= rank
+            else residual * _share_beyond(decay, tail, target - rank)
+            for target in ranks
         ]
 
 
 def _anchor(values: Sequence[float]) -> float:
-    """The line through the logarithms of the smaller half of ``values`` (descending), at the last; 0 if one is 0.
+    """Line through the logarithms of the smaller half of ``values`` (descending), at the last; 0 if one is 0.
 
     A line and not the last value alone: after few power iterations the last one is far too small.
     """
@@ -95,23 +95,23 @@ def _decay(anchor: float, count: int, energy: float) -> float:
     """-log q >= 0 of the tail ``anchor * q^k``, k = 1..``count``, that sums to ``energy``; 0 (flat) where none does."""
     if not anchor > 0 or energy >= count * anchor:
         return 0.0
-    wanted = max(energy / anchor, 1e-300)
+    ratio = max(energy / anchor, 1e-300)
     # An endless tail sums to 1 / (1/q - 1), more than a finite one, so the decay is below the one where that fits.
-    low, high = 0.0, math.log1p(1 / wanted)
+    low, high = 0.0, math.log1p(1 / ratio)
     for _ in range(60):
         middle = 0.5 * (low + high)
         total = math.exp(-middle) * math.expm1(-count * middle) / math.expm1(-middle) if middle > 0 else count
-        low, high = (middle, high) if total > wanted else (low, middle)
+        low, high = (middle, high) if total > ratio else (low, middle)
     return 0.5 * (low + high)
 
 
-def _share_left(decay: float, count: int, taken: int) -> float:
-    """Share of a tail of ``count`` directions that remains when the first ``taken`` of them are gone."""
-    if taken >= count:
+def _share_beyond(decay: float, count: int, first: int) -> float:
+    """Share of a tail of ``count`` directions that remains when the ``first`` of them are gone."""
+    if first >= count:
         return 0.0
     if count * decay < 1e-12:
-        return (count - taken) / count
-    return math.exp(-taken * decay) * math.expm1((taken - count) * decay) / math.expm1(-count * decay)
+        return (count - first) / count
+    return math.exp(-first * decay) * math.expm1((first - count) * decay) / math.expm1(-count * decay)
 
 
 def error_curve(

@@ -18,7 +18,7 @@ from edgc.checkpoints.saved_state import refuse_other_parameters, state_for
 from edgc.checks import need
 from edgc.compressors import Gradient
 from edgc.compressors.base import finite
-from edgc.control.plan import Decision
+from edgc.control.controller import Decision
 from edgc.engine import Engine, Iteration
 from edgc.errors import UserError, copied
 from edgc.megatron.embedding import FusedEmbedding

@@ -66,7 +66,7 @@ class LinearTime:
         return self.seconds_per_rank * rank + self.seconds_fixed
 
     def rank(self, seconds: float) -> float:
-        """The real rank that takes ``seconds``; negative when even rank 0 takes longer.
+        """Real rank that takes ``seconds``; negative when even rank 0 takes longer.
 
         Raises:
             ValueError: the slope is 0, so no time belongs to one rank.
@@ -86,7 +86,7 @@ def align(
     multiple: int = 4,
     r_min: int | None = None,
 ) -> tuple[int | None, ...]:
-    """The rank of every stage when stage 0 has ``first_rank``; None means that the stage sends uncompressed.
+    """Ranks of all stages when stage 0 has ``first_rank``; None means that the stage sends uncompressed.
 
     A stage sends uncompressed where its time budget exceeds its uncompressed time (``inf`` where that is
     unknown), where the budget allows more than ``r_max``, or where the rank it would get is slower than no
@@ -109,21 +109,21 @@ def align(
     low = multiple if r_min is None else r_min
     ranks: list[int | None] = [first_rank]
     for stage in range(1, stages):
-        own, dense = times[stage], uncompressed_seconds[stage] * (1 + _SLACK)
+        line, dense = times[stage], uncompressed_seconds[stage] * (1 + _SLACK)
         budget = times[0].time(first_rank) + math.fsum(backward_seconds[:stage])
         if budget > dense:
             ranks.append(None)
             continue
         rank = first_rank
-        if own.seconds_per_rank > 0:
-            real = own.rank(budget)
-            slack = _SLACK * max(1.0, abs(budget) / own.seconds_per_rank)
+        if line.seconds_per_rank > 0:
+            real = line.rank(budget)
+            slack = _SLACK * max(1.0, abs(budget) / line.seconds_per_rank)
             if real > r_max + slack:
                 ranks.append(None)
                 continue
             rank = math.floor((real + slack) / multiple) * multiple
-            if own.time(first_rank) <= times[0].time(first_rank):
+            if line.time(first_rank) <= times[0].time(first_rank):
                 rank = max(rank, first_rank)
             rank = min(r_max, max(low, rank))
-        ranks.append(rank if own.time(rank) <= dense else None)
+        ranks.append(rank if line.time(rank) <= dense else None)
     return tuple(ranks)

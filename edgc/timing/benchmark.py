@@ -1,33 +1,52 @@
-"""Benchmarks of reductions beside the real ones: on copies, with nothing of the training step hidden or touched.
+"""Benchmarks of reductions beside the real ones, and the verdicts of the cost gate that follow from them.
 
-A benchmark is a generator like a reduction itself, so that it can run while other buckets are in flight; what it sends,
-and when, depends on the calls alone. But it waits for its own collectives before it yields, never after: time that
-another bucket would fill must not be hidden from the measurement, nor the other bucket's time counted in it. What
-counts is the sum of the spans in which this reduction computes or waits.
+Reductions are timed on copies, with nothing of the training step hidden or touched. A benchmark is a generator like a
+reduction itself, so that it can run while other buckets are in flight; what it sends, and when, depends on the calls
+alone. But it waits for its own collectives before it yields, never after: time that another bucket would fill must not
+be hidden from the measurement, nor the other bucket's time counted in it. The sum of the spans in which this reduction
+computes or waits is what counts. While it runs it takes the memory of the gradients' copies and of one more
+compressor's state.
 
-While it runs it takes the memory of the gradients' copies and of one more compressor's state.
+The cost gate compresses a group of gradients only where that was measured to be faster than sending it dense. A group
+is what one call of :meth:`edgc.engine.Engine.exchange` reduces. On the controller's schedule every rank times a
+compressed and a dense reduction of each of its groups. The ranks exchange these times, every rank averages them in the
+same order (:func:`verdicts`), and each follows the verdicts of its own stage (:class:`CostGate`) until the next
+measurement.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from edgc.compressors.base import Compressor, Gradient, Statistics
 from edgc.compressors.dense import flat_view
+from edgc.lazy import Tensor, torch
 from edgc.runtime.channel import Channel
-from edgc.runtime.groups import gather_objects
-from edgc.timing.cost_gate import CostGate, GateVerdict, GroupTimes, label, verdicts
 
-Timed = Generator[None, None, Statistics]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+GroupTimes: TypeAlias = tuple[str, float, float]
+"""A group of one rank, by :func:`label`, with the seconds of its compressed and of its dense reduction."""
 
 
-def timed(compressor: Compressor, gradients: Sequence[Gradient], channel: Channel, rank: int | None) -> Timed:
+@dataclass(frozen=True)
+class GateVerdict:
+    """Outcome for one group of one stage: mean seconds over the stage's ranks, and whether to compress."""
+
+    stage: int
+    group: str
+    seconds_compressed: float
+    seconds_dense: float
+    compress: bool
+
+
+def timed(
+    compressor: Compressor, gradients: Sequence[Gradient], channel: Channel, rank: int | None
+) -> Generator[None, None, Statistics]:
     """Reduce copies of ``gradients`` with ``compressor``, one that the training step does not use.
 
     The ranks meet before the clock starts: waiting for a late one is not a cost of the method. The few bytes of that
@@ -44,105 +63,6 @@ def timed(compressor: Compressor, gradients: Sequence[Gradient], channel: Channe
     return statistics
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One rank's benchmarks of one group of gradients, compressed and dense."""
-
-    compressed: tuple[Statistics, ...]
-    dense: tuple[Statistics, ...]
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Seconds of the fastest compressed and of the fastest dense one; nan where none was completed."""
-        return _fastest(self.compressed), _fastest(self.dense)
-
-
-def compare(
-    build: Callable[[], Compressor], gradients: Sequence[Gradient], channel: Channel, rank: int
-) -> Generator[None, None, Comparison]:
-    """Reduce copies of ``gradients`` compressed and dense in turn, with compressors of their own from ``build``.
-
-    The first round also pays for memory that later ones have; therefore two, of which the faster counts.
-    """
-    compressors = build(), build()
-    made: tuple[list[Statistics], list[Statistics]] = [], []
-    for _ in range(2):
-        for compressor, wanted, results in zip(compressors, (rank, None), made, strict=True):
-            statistics = yield from timed(compressor, gradients, channel, wanted)
-            results.append(statistics)
-    return Comparison(tuple(made[0]), tuple(made[1]))
-
-
-class Benchmark:
-    """One rank's benchmarks in the current iteration, for the search of r_max and for the cost gate, and the verdicts
-    that follow from them.
-
-    Args:
-        make: a new compressor of the run's kind.
-        open_channel: what reductions are sent through.
-
-    Attributes:
-        gate: the verdicts in force; None unless ``gated``, without a cost gate.
-    """
-
-    def __init__(
-        self, make: Callable[[], Compressor], stage: int, gated: bool, open_channel: Callable[..., Channel]
-    ) -> None:
-        self.make, self.stage, self.open_channel = make, stage, open_channel
-        self.gate = CostGate() if gated else None
-        self._compressor: Compressor | None = None
-        self.start_iteration()
-
-    def start_iteration(self) -> None:
-        self._probes: list[Statistics] = []
-        self._compared: list[tuple[tuple[str, ...], Comparison]] = []
-
-    def end_search(self) -> None:
-        """Give back the memory of the compressor that was timed."""
-        self._compressor = None
-
-    def probe(
-        self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int, shards: Sequence[Tensor]
-    ) -> Generator[None, None, int]:
-        """Time a reduction (rank 0: dense); the training step goes on as it is. Returns the bytes sent."""
-        if self._compressor is None:
-            self._compressor = self.make()
-        channel = self._channel(group, shards)
-        statistics = yield from timed(self._compressor, gradients, channel, rank or None)
-        self._probes.append(statistics)
-        return channel.bytes
-
-    def compare(
-        self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int, shards: Sequence[Tensor]
-    ) -> Generator[None, None, int]:
-        """Time a compressed and a dense reduction of this group, for the cost gate. Returns the bytes sent."""
-        channel = self._channel(group, shards)
-        comparison = yield from compare(self.make, gradients, channel, rank)
-        self._compared.append((tuple(gradient.name for gradient in gradients), comparison))
-        return channel.bytes
-
-    def _channel(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor]) -> Channel:
-        return self.open_channel(group, [buffer.clone() for buffer in shards])
-
-    @property
-    def probe_seconds(self) -> float:
-        """What the probes of this iteration took together."""
-        return sum(seconds(statistics) for statistics in self._probes)
-
-    def judge(self, exchange_group: dist.ProcessGroup | None) -> tuple[GateVerdict, ...]:
-        """Verdicts of all stages from the times of all ranks; this rank follows those of its stage from now on."""
-        assert self.gate is not None
-        groups = {label(names): names for names, _ in self._compared}
-        times = [GroupTimes(label(names), *comparison.seconds) for names, comparison in self._compared]
-        made = verdicts(gather_objects((self.stage, times), exchange_group))
-        self.gate.follow([verdict for verdict in made if verdict.stage == self.stage], groups)
-        return made
-
-
-def _fastest(made: Iterable[Statistics]) -> float:
-    return min((time for time in map(seconds, made) if math.isfinite(time)), default=math.nan)
-
-
 def seconds(statistics: Statistics) -> float:
     """Compress + communicate + decompress; nan if the reduction was given up, which says nothing about its time."""
     if statistics.skipped:
@@ -156,7 +76,7 @@ def copies(gradients: Sequence[Gradient]) -> list[Gradient]:
     by_type: dict[torch.dtype, list[int]] = {}
     for index, gradient in enumerate(gradients):
         by_type.setdefault(gradient.tensor.dtype, []).append(index)
-    copied: dict[int, Tensor] = {}
+    copied = list(gradients)
     for indices in by_type.values():
         tensors = [gradients[index].tensor for index in indices]
         flat = flat_view(tensors)
@@ -165,5 +85,148 @@ def copies(gradients: Sequence[Gradient]) -> list[Gradient]:
         else:
             split = torch.split(flat.clone(), [tensor.numel() for tensor in tensors])
             parts = [part.view_as(tensor) for part, tensor in zip(split, tensors, strict=True)]
-        copied.update(zip(indices, parts, strict=True))
-    return [replace(gradient, tensor=copied[index]) for index, gradient in enumerate(gradients)]
+        for index, part in zip(indices, parts, strict=True):
+            copied[index] = replace(gradients[index], tensor=part)
+    return copied
+
+
+class Benchmark:
+    """One rank's benchmarks in the current iteration, for the search of r_max and for the cost gate.
+
+    Args:
+        make: a new compressor of the run's kind.
+        open_channel: opens what reductions are sent through.
+
+    Attributes:
+        gate: the verdicts in force; None unless ``gated``, without a cost gate.
+        probe_seconds: of the probes of this iteration together.
+    """
+
+    def __init__(
+        self, make: Callable[[], Compressor], stage: int, gated: bool, open_channel: Callable[..., Channel]
+    ) -> None:
+        self.make, self.stage, self.open_channel = make, stage, open_channel
+        self.gate = CostGate() if gated else None
+        self._compressor: Compressor | None = None
+        self.start_iteration()
+
+    def start_iteration(self) -> None:
+        self._probes: list[Statistics] = []
+        self._compared: list[tuple[list[str], list[Statistics], list[Statistics]]] = []
+
+    def end_search(self) -> None:
+        """Give back the memory of the compressor that was timed."""
+        self._compressor = None
+
+    def probe(
+        self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int, shards: Sequence[Tensor]
+    ) -> Generator[None, None, int]:
+        """Time a reduction (rank 0: dense); the training step goes on as it is. Returns the bytes sent."""
+        if self._compressor is None:
+            self._compressor = self.make()
+        channel = self._channel(group, shards)
+        self._probes.append((yield from timed(self._compressor, gradients, channel, rank or None)))
+        return channel.bytes
+
+    def compare(
+        self, gradients: Sequence[Gradient], group: dist.ProcessGroup | None, rank: int, shards: Sequence[Tensor]
+    ) -> Generator[None, None, int]:
+        """Time a compressed and a dense reduction of this group, for the cost gate. Returns the bytes sent.
+
+        Each twice, in turn, with a compressor of its own; the first time also pays for memory that the second one has,
+        and the faster one counts.
+        """
+        channel = self._channel(group, shards)
+        compressors = self.make(), self.make()
+        results: tuple[list[Statistics], list[Statistics]] = [], []
+        for _ in range(2):
+            for compressor, common_rank, statistics in zip(compressors, (rank, None), results, strict=True):
+                statistics.append((yield from timed(compressor, gradients, channel, common_rank)))
+        self._compared.append(([gradient.name for gradient in gradients], *results))
+        return channel.bytes
+
+    def _channel(self, group: dist.ProcessGroup | None, shards: Sequence[Tensor]) -> Channel:
+        return self.open_channel(group, [buffer.clone() for buffer in shards])
+
+    @property
+    def probe_seconds(self) -> float:
+        return sum(map(seconds, self._probes))
+
+    @property
+    def group_times(self) -> list[GroupTimes]:
+        """Seconds of this iteration's comparisons, of the faster reduction of a kind; nan where none was completed."""
+        return [(label(names), _fastest(compressed), _fastest(dense)) for names, compressed, dense in self._compared]
+
+    def follow(self, outcome: Sequence[GateVerdict]) -> None:
+        """Take over the verdicts of this rank's stage on the groups of this iteration."""
+        assert self.gate is not None
+        by_group = {verdict.group: verdict.compress for verdict in outcome if verdict.stage == self.stage}
+        for names, *_ in self._compared:
+            if label(names) in by_group:
+                self.gate.compress |= dict.fromkeys(names, by_group[label(names)])
+
+
+def _fastest(statistics: Sequence[Statistics]) -> float:
+    return min((time for time in map(seconds, statistics) if math.isfinite(time)), default=math.nan)
+
+
+def label(names: Sequence[str]) -> str:
+    """Name of a group in verdicts and logs: its first gradient's, which no other group of the rank has, and how many
+    follow."""
+    return names[0] if len(names) == 1 else f"{names[0]} + {len(names) - 1} more"
+
+
+def verdicts(rows: Sequence[tuple[int, Sequence[GroupTimes]]]) -> tuple[GateVerdict, ...]:
+    """Verdicts to compress exactly where the mean compressed time is below the mean dense time.
+
+    Args:
+        rows: per rank, in rank order, its stage and its measurements; times that are not finite do not count, and a
+            group without any gets no verdict.
+
+    Returns:
+        Ordered by stage, then as the first rank of the stage met the groups. Equal rows give equal verdicts, bit for
+        bit.
+    """
+    times: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for stage, measured in rows:
+        for group, *pair in measured:
+            known = times.setdefault((stage, group), [])
+            known += [(pair[0], pair[1])] if all(map(math.isfinite, pair)) else []
+    outcome = []
+    for (stage, group), pairs in sorted(times.items(), key=lambda item: item[0][0]):
+        if pairs:
+            compressed, dense = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
+            outcome.append(GateVerdict(stage, group, compressed, dense, compressed < dense))
+    return tuple(outcome)
+
+
+def summary(outcome: Sequence[GateVerdict]) -> str:
+    """One line for a decision's reason; the verdicts themselves hold the times."""
+    faster = sum(verdict.compress for verdict in outcome)
+    return f"cost gate: compression is faster for {faster} of {len(outcome)} groups"
+
+
+class CostGate:
+    """Verdicts that one rank follows, kept per gradient.
+
+    Per gradient and not per group, because groups may be cut anew: DDP rebuilds its buckets after the first iteration
+    of every process. A group that was never measured as such does what holds for most of its entries, and is
+    compressed where nothing is known.
+
+    Attributes:
+        compress: by name of a gradient; others have no verdict.
+    """
+
+    def __init__(self) -> None:
+        self.compress: dict[str, bool] = {}
+
+    def compresses(self, sizes: Mapping[str, int]) -> bool:
+        """Whether to compress the group of these gradients (name to number of entries)."""
+        dense = sum(size for name, size in sizes.items() if not self.compress.get(name, True))
+        return 2 * dense <= sum(sizes.values())
+
+    def state_dict(self) -> dict[str, bool]:
+        return dict(self.compress)
+
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        self.compress = dict(state)

@@ -1,4 +1,4 @@
-"""Notices that the network has changed: reductions take another time than was predicted (paper: an open question).
+"""Detector of a network that has changed: reductions take another time than was predicted (paper: an open question).
 
 Once a window every stage's measured time of a reduction is compared with T(r) of the rank in use, or with the
 uncompressed time. Where they differ by more than a share, everything is timed anew. Three things would make that go
@@ -21,25 +21,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 PATIENCE = 4
 """Windows after a measurement in which no other one is started."""
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A stage whose reductions took ``measured`` seconds where ``low`` to ``high`` were expected."""
-
-    stage: int
-    measured: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        expected = f"{self.low:.4g}" if self.low == self.high else f"{self.low:.4g} to {self.high:.4g}"
-        return f"stage {self.stage} measured {self.measured:.4g} s, predicted {expected} s"
 
 
 class ChangeDetector:
@@ -60,55 +45,55 @@ class ChangeDetector:
         self._reference: list[tuple[float, float] | None] = [None] * stages
         self._pending = [calibrates] * stages  # whether the next window is to become the reference
 
-    def judge(self, measured: Sequence[float], predicted: Sequence[float]) -> list[Mismatch]:
-        """Stages that call for a new measurement after a window.
+    def judge(self, measured: Sequence[float], predicted: Sequence[float]) -> dict[int, str]:
+        """Stages that call for a new measurement after a window, with their times in words.
 
         Args:
             measured, predicted: per stage, seconds; a stage with a value that is not finite, or with a prediction
                 that is not above 0, is not judged.
         """
-        known = [
-            stage for stage in range(self.stages) if math.isfinite(measured[stage]) and 0 < predicted[stage] < math.inf
-        ]
-        found = []
-        for stage in known:
-            if self._pending[stage]:
-                self._reference[stage], self._pending[stage] = (measured[stage], predicted[stage]), False
+        known, mismatches = False, {}
+        for stage, time, prediction in zip(range(self.stages), measured, predicted, strict=False):
+            if not (math.isfinite(time) and 0 < prediction < math.inf):
                 continue
-            low, high = self._expected(stage, predicted[stage])
-            off = max(low - measured[stage], measured[stage] - high)
-            if off > self.above * (predicted[stage] if self.calibrates else high):
-                found.append(Mismatch(stage, measured[stage], low, high))
+            known = True
+            if self._pending[stage]:
+                self._reference[stage], self._pending[stage] = (time, prediction), False
+                continue
+            low, high = self._expected(stage, prediction)
+            if max(low - time, time - high) > self.above * (prediction if self.calibrates else high):
+                expected = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+                mismatches[stage] = f"stage {stage} measured {time:.4g} s, predicted {expected} s"
                 continue
             reference = self._reference[stage]
-            if self.calibrates and reference is not None and reference[1] != predicted[stage]:
-                self._reference[stage] = measured[stage], predicted[stage]
+            if self.calibrates and reference is not None and reference[1] != prediction:
+                self._reference[stage] = time, prediction
         if known and self._wait > 0:
             self._wait -= 1
-            return []
-        self._suspects = [mismatch.stage for mismatch in found]
-        return found
+            return {}
+        self._suspects = list(mismatches)
+        return mismatches
 
     def _expected(self, stage: int, predicted: float) -> tuple[float, float]:
         reference = self._reference[stage]
         if reference is None:
             return predicted, predicted
-        measured, before = reference
+        measured, earlier = reference
         if not self.calibrates:
-            scaled = measured * predicted / before
+            scaled = measured * predicted / earlier
             return scaled, scaled
-        moved = max(0.0, measured + (predicted - before))
-        return min(measured, moved), max(measured, moved)
+        shifted = max(0.0, measured + (predicted - earlier))
+        return min(measured, shifted), max(measured, shifted)
 
     def remeasured(self, before: Sequence[float], after: Sequence[float]) -> bool:
-        """Times have been measured anew: what was predicted for the ranks in use, and what is predicted now.
+        """Take in a new measurement: times predicted for the ranks in use before and after it.
 
         Returns:
             Whether any stage's time has changed by more than the share.
         """
         changed = [
-            not abs(after[stage] - before[stage]) <= self.above * before[stage]  # nan counts as changed
-            for stage in range(self.stages)
+            not abs(new - old) <= self.above * old  # nan counts as changed
+            for _, old, new in zip(range(self.stages), before, after, strict=False)
         ]
         for stage in range(self.stages):
             if changed[stage]:
@@ -120,7 +105,7 @@ class ChangeDetector:
         return any(changed)
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """State in JSON's types."""
         return {
             "patience": self._patience,
             "wait": self._wait,

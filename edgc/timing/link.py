@@ -1,4 +1,4 @@
-"""A network as two numbers, and what compression gains on it.
+"""Network as two numbers, and the gain of compression on it.
 
 A reduction that computes for c seconds and sends B bytes per rank in k rounds, each of which waits for the one before,
 takes ``c + k * latency + B / bandwidth`` seconds. Bytes are counted as in :class:`edgc.runtime.channel.Channel`, by
@@ -15,7 +15,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Cost:
-    """What one reduction takes on one rank: seconds of its own computing, bytes sent, dependent rounds."""
+    """Cost of one reduction on one rank: seconds of its own computing, bytes sent, dependent rounds."""
 
     seconds: float
     bytes: float
@@ -59,7 +59,7 @@ class Link:
         return cls(latency, 1 / slope if slope > 0 else math.inf, residual)
 
     def seconds(self, cost: Cost) -> float:
-        """The time of a reduction over this link."""
+        """Time of a reduction over this link."""
         return cost.seconds + cost.rounds * self.latency + cost.bytes / self.bandwidth
 
 

@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from edgc.timing.alignment import LinearTime
-
 
 def bytes_limit(
     shapes: Sequence[tuple[int, int]], multiple: int, *, factor_bits: float = 32, gradient_bits: float = 32
@@ -35,7 +33,7 @@ def bytes_limit(
 
 
 class RankSearch:
-    """Which reduction to time next, and what the timings say. Stage 0 decides; times of all stages are kept.
+    """Order of the reductions to time, and the r_max that follows. Stage 0 decides; times of all stages are kept.
 
     Rank 0 stands for the uncompressed reduction. Of repeated timings the shortest counts, the others having
     been disturbed.
@@ -46,10 +44,14 @@ class RankSearch:
         repeats: timings per rank.
         stop_at_crossing: end as soon as stage 0 is slower than uncompressed. Without it all ranks are timed,
             which is wanted when r_max is given and only the line T(r) is asked for.
+
+    Attributes:
+        schedule: ranks in the order of their timings, 0 first.
+        times: per rank timed so far the seconds of every stage.
     """
 
     def __init__(self, limit: int, multiple: int, repeats: int, *, stop_at_crossing: bool) -> None:
-        self.limit, self.repeats, self.stop_at_crossing = limit, repeats, stop_at_crossing
+        self.limit, self.multiple, self.repeats, self.stop_at_crossing = limit, multiple, repeats, stop_at_crossing
         self.schedule = [0]
         rank = multiple
         while rank < limit:
@@ -58,19 +60,19 @@ class RankSearch:
         self.schedule.append(limit)
         if len(self.schedule) == 2 and not stop_at_crossing:
             self.schedule.append(2 * limit)  # a line needs two points
-        self._times: list[list[float]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all timings and begin again."""
+        self.times: list[list[float]] = []
         self._repeat = 0
 
     @property
     def probe(self) -> int | None:
-        """The rank to time next, 0 for uncompressed, None when the search is over."""
-        if self._repeat == 0 and (len(self._times) == len(self.schedule) or self._crossed()):
+        """Rank to time next, 0 for uncompressed, None when the search is over."""
+        if self._repeat == 0 and (len(self.times) == len(self.schedule) or self._crossed()):
             return None
-        return self.schedule[len(self._times) - (self._repeat > 0)]
-
-    @property
-    def started(self) -> bool:
-        return bool(self._times)
+        return self.schedule[len(self.times) - (self._repeat > 0)]
 
     def observe(self, seconds: Sequence[float]) -> None:
         """Add one timing of ``probe``, per stage, in seconds."""
@@ -79,56 +81,37 @@ class RankSearch:
         if not all(math.isfinite(t) and t >= 0 for t in seconds):
             raise ValueError(f"probe times must be finite and at least 0, not {tuple(seconds)}")
         if self._repeat == 0:
-            self._times.append([float(t) for t in seconds])
+            self.times.append([float(t) for t in seconds])
         else:
-            self._times[-1] = [min(old, float(t)) for old, t in zip(self._times[-1], seconds, strict=True)]
+            self.times[-1] = [min(old, float(t)) for old, t in zip(self.times[-1], seconds, strict=True)]
         self._repeat = (self._repeat + 1) % self.repeats
 
     def _crossed(self) -> bool:
-        return self.stop_at_crossing and len(self._times) > 1 and self._times[-1][0] > self._times[0][0]
+        return self.stop_at_crossing and len(self.times) > 1 and self.times[-1][0] > self.times[0][0]
 
-    def r_max(self, multiple: int) -> tuple[int, str]:
+    def r_max(self) -> tuple[int, str]:
         """(r_max, reason) once the search is over; 0 when even the smallest rank is slower than uncompressed.
 
         The crossing is interpolated between the last two ranks and floored to the multiple.
         """
         if not self._crossed():
             return self.limit, f"rank {self.limit}, the last that saves bytes, is not slower than no compression"
-        slow = len(self._times) - 1
+        slow, multiple = len(self.times) - 1, self.multiple
         if slow == 1:
             return 0, f"even rank {self.schedule[1]} is slower than no compression"
-        dense, below, above = self._times[0][0], self._times[slow - 1][0], self._times[slow][0]
-        left, right = self.schedule[slow - 1], self.schedule[slow]
-        crossing = left + (right - left) * (dense - below) / (above - below)
-        rank = max(left // multiple * multiple, math.floor(crossing / multiple + 1e-9) * multiple)
+        dense, fast_time, slow_time = self.times[0][0], self.times[slow - 1][0], self.times[slow][0]
+        low, high = self.schedule[slow - 1], self.schedule[slow]
+        crossing = low + (high - low) * (dense - fast_time) / (slow_time - fast_time)
+        rank = max(low // multiple * multiple, math.floor(crossing / multiple + 1e-9) * multiple)
         return rank, f"compression stops being faster at rank {crossing:.1f}"
 
-    def uncompressed(self) -> list[float]:
-        """Seconds of the uncompressed reduction, per stage."""
-        return list(self._times[0])
-
-    def timed(self, stage: int) -> tuple[tuple[int, float], ...]:
-        """(rank, seconds) of a stage's compressed reductions, ascending."""
-        ranks = self.schedule[1 : len(self._times)]
-        return tuple((rank, times[stage]) for rank, times in zip(ranks, self._times[1:], strict=True))
-
-    def restart(self) -> None:
-        """Forget all timings and begin again."""
-        self._times, self._repeat = [], 0
-
-    def lines(self) -> list[LinearTime] | None:
-        """T(r) of every stage, fitted to the timed ranks; None when fewer than two were timed."""
-        if len(self._times) < 3:
-            return None
-        return [LinearTime.fit(self.timed(stage)) for stage in range(len(self._times[0]))]
-
     def state_dict(self) -> dict[str, Any]:
-        times = [list(row) for row in self._times]
+        times = [list(row) for row in self.times]
         return {"schedule": list(self.schedule), "times": times, "repeat": self._repeat}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`; begin anew if that is of other ranks."""
         self.restart()
         if state["schedule"] == self.schedule:
-            self._times = [[float(t) for t in row] for row in state["times"]]
+            self.times = [[float(t) for t in row] for row in state["times"]]
             self._repeat = int(state["repeat"]) % self.repeats

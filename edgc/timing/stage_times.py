@@ -1,10 +1,11 @@
-"""What a run knows about the times of its stages: measured or given, watched for changes, and made into ranks."""
+"""Times of a run's stages: measured or given, watched for changes, and made into ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from edgc.timing.alignment import LinearTime, align
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # the settings of what stands above
 
 @dataclass(frozen=True)
 class StageTiming:
-    """What one measurement says about the times of one stage, in seconds: all that its rank follows from.
+    """One measurement of the times of one stage, in seconds: all that its rank follows from.
 
     Attributes:
         backward_seconds: t_b, median over the measurement; None if it was not timed.
@@ -44,21 +45,21 @@ class StageTiming:
         return LinearTime(self.seconds_per_rank, self.seconds_fixed)
 
     def seconds(self, rank: int | None) -> float:
-        """Of a reduction at ``rank`` (None: uncompressed), nan where that is not known."""
+        """Time of a reduction at ``rank`` (None: uncompressed), nan where that is not known."""
         if rank is None:
             return self.seconds_uncompressed
         return math.nan if self.line is None else self.line.time(rank)
 
 
 class StageTimes:
-    """The times that one run aligns its stages with, and their measurement (``config.alignment``).
+    """Times that one run aligns its stages with, and their measurement (``config.alignment``).
 
     Args:
         overlapped: whether reductions overlap with backward or with each other.
 
     Attributes:
         search: the measurement, under way or finished; None where nothing is to be measured.
-        timing: what the last finished measurement says, per stage; empty before, and where times are given.
+        timing: result of the last finished measurement, per stage; empty before, and where times are given.
     """
 
     def __init__(self, config: PolicyConfig, stages: int, *, overlapped: bool = False) -> None:
@@ -66,6 +67,7 @@ class StageTimes:
         self.search: RankSearch | None = None
         self.timing: tuple[StageTiming, ...] = ()
         self._detector: ChangeDetector | None = None
+        self._aligned = config.alignment == "measured"
         self._backward: list[list[float]] = [[] for _ in range(stages)]
 
     def measure(self, limit: int, *, find_r_max: bool) -> None:
@@ -79,12 +81,8 @@ class StageTimes:
             self._detector = ChangeDetector(config.remeasure_above, judged, calibrates=calibrates)
 
     @property
-    def _aligned(self) -> bool:
-        return self.config.alignment == "measured"
-
-    @property
     def probe(self) -> int | None:
-        """The rank of the next reduction to time, 0 for uncompressed; None when nothing is to be timed."""
+        """Rank of the next reduction to time, 0 for uncompressed; None when nothing is to be timed."""
         return None if self.search is None else self.search.probe
 
     @property
@@ -96,50 +94,49 @@ class StageTimes:
         """Take in one timing of ``probe`` and of backward, per stage; returns whether it was the last one."""
         assert self.search is not None
         self.search.observe(probe_seconds)
-        for kept, seconds in zip(self._backward, backward_seconds or (), strict=False):
+        for known, seconds in zip(self._backward, backward_seconds or (), strict=False):
             if math.isfinite(seconds):
-                kept.append(max(0.0, seconds))
+                known.append(max(0.0, seconds))
         return self.search.probe is None
 
     def finish(self, ranks: Sequence[int | None]) -> str:
-        """Fit what was timed; from now on that holds. ``ranks`` are those in use.
+        """Fit the times of a finished measurement; from now on they hold.
+
+        Args:
+            ranks: those in use.
 
         Returns:
             For a measurement after the first: whether times have changed, in words.
         """
         assert self.search is not None
-        before, first = self.predicted(ranks), not self.timing
-        lines = self.search.lines()
-        self.timing = tuple(
-            StageTiming(
-                stage,
-                sorted(kept)[len(kept) // 2] if kept else None,
-                self.search.uncompressed()[stage],
-                self.search.timed(stage),
-                *(astuple(lines[stage]) if lines else (None,) * 3),
-            )
-            for stage, kept in enumerate(self._backward)
-        )
+        old, first = self.predicted(ranks), not self.timing
+        dense, *compressed = self.search.times
+        timing = []
+        for stage, backward in enumerate(self._backward):
+            points = tuple((rank, row[stage]) for rank, row in zip(self.search.schedule[1:], compressed, strict=False))
+            line = astuple(LinearTime.fit(points)) if len(points) > 1 else (None, None, None)
+            timing.append(StageTiming(stage, median_high(backward) if backward else None, dense[stage], points, *line))
+        self.timing = tuple(timing)
         self._backward = [[] for _ in range(self.stages)]
         if first or self._detector is None:
             return ""
-        changed = self._detector.remeasured(before, self.predicted(ranks))
+        changed = self._detector.remeasured(old, self.predicted(ranks))
         return "times have changed" if changed else "times have not changed"
 
     def check(self, measured: Sequence[float], ranks: Sequence[int | None]) -> str:
         """Compare a window's measured times with those predicted for its ranks; start a measurement where they differ.
 
         Returns:
-            Which stage took how long, if a measurement was started.
+            Stages and times that differ, if a measurement was started.
         """
         if self._detector is None or self.search is None:
             return ""
-        found = self._detector.judge(measured, self.predicted(ranks))
-        if not found:
+        mismatches = self._detector.judge(measured, self.predicted(ranks))
+        if not mismatches:
             return ""
         self.search.restart()
-        shown = ", ".join(f"{mismatch} at {_words(ranks[mismatch.stage])}" for mismatch in found)
-        return f"times are measured anew: {shown}"
+        names = ["no compression" if rank is None else f"rank {rank}" for rank in ranks]
+        return "times are measured anew: " + ", ".join(f"{why} at {names[stage]}" for stage, why in mismatches.items())
 
     def predicted(self, ranks: Sequence[int | None]) -> tuple[float, ...]:
         """Seconds of a reduction per stage by the last measurement, nan where that does not say."""
@@ -148,15 +145,15 @@ class StageTimes:
         return tuple(timing.seconds(rank) for timing, rank in zip(self.timing, ranks, strict=True))
 
     def ranks(self, first_rank: int, r_min: int | None, r_max: int) -> tuple[tuple[int | None, ...], str]:
-        """The ranks of all stages for stage 0's, and a remark where alignment was asked for in vain."""
+        """Ranks of all stages for stage 0's, and a remark where alignment was asked for in vain."""
         same: tuple[int | None, ...] = (first_rank,) * self.stages
         if self.config.alignment == "off" or self.stages == 1:
             return same, ""
         if self.config.alignment == "given":
-            given = self.config.timing
-            backward = [given.backward_seconds] * self.stages
-            lines = [LinearTime(given.seconds_per_rank, given.seconds_fixed)] * self.stages
-            uncompressed = [given.seconds_uncompressed or math.inf] * self.stages
+            times = self.config.timing
+            backward = [times.backward_seconds] * self.stages
+            lines = [LinearTime(times.seconds_per_rank, times.seconds_fixed)] * self.stages
+            uncompressed = [times.seconds_uncompressed or math.inf] * self.stages
         else:
             lines = [timing.line for timing in self.timing if timing.line is not None]
             if len(lines) < self.stages:
@@ -166,15 +163,14 @@ class StageTimes:
             backward = [timing.backward_seconds or 0.0 for timing in self.timing]
             uncompressed = [timing.seconds_uncompressed for timing in self.timing]
         multiple = self.config.rank_multiple
-        aligned = align(first_rank, self.stages, backward, lines, uncompressed, r_max, multiple, r_min)
-        return aligned, ""
+        return align(first_rank, self.stages, backward, lines, uncompressed, r_max, multiple, r_min), ""
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """State in JSON's types."""
         return {
             "search": self.search.state_dict() if self.search else None,
             "timing": [asdict(timing) for timing in self.timing],
-            "backward": [list(kept) for kept in self._backward],
+            "backward": [list(seconds) for seconds in self._backward],
             "detector": self._detector.state_dict() if self._detector else None,
             "aligned": self._aligned,
         }
@@ -190,12 +186,8 @@ class StageTimes:
             self.search.load_state_dict(state["search"])
         if self._detector is not None:
             self._detector.load_state_dict(state["detector"])
-        self._backward = [[float(seconds) for seconds in kept] for kept in state["backward"]]
+        self._backward = [[float(seconds) for seconds in row] for row in state["backward"]]
         self.timing = tuple(
             StageTiming(**{**item, "timed": tuple((int(rank), float(t)) for rank, t in item["timed"])})
             for item in state["timing"]
         )
-
-
-def _words(rank: int | None) -> str:
-    return "no compression" if rank is None else f"rank {rank}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edgc.config import EDGCConfig
-from edgc.control.adaptive import make_controller
+from edgc.control.controller import make_controller
 from edgc.control.policies.cqm import CQMConfig
 from edgc.measurement.report import Report
 from experiments.analyse.acting import decisions_acting

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from edgc.checks import plain
-from edgc.control.plan import Decision
+from edgc.control.controller import Decision
 from edgc.megatron import cpu_shims
 from edgc.runtime.channel import Mark
 from experiments.bench import terminal, timeline, workers

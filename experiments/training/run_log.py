@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgc.checks import plain
-from edgc.control.adaptive import OF_A_WINDOW
+from edgc.control.controller import WINDOW_FACTS
 from edgc.engine import Engine, Iteration
 from edgc.measurement.report import relative
 from edgc.megatron.activation import Traffic
@@ -29,7 +29,7 @@ PIPELINE_SUMS = ("pipeline_bytes", "pipeline_bytes_dense")
 SCALARS = {"train/loss": "loss", "train/lr": "lr", "train/grad_norm": "grad_norm", "communication/bytes": "bytes"}
 STAGE_SCALARS = ("rank", "entropy", "worker_error", "mean_error")
 DECISION = (
-    "iteration", "phase", "reason", "ranks", "r_min", "r_max", "target", "target_low", "target_high", *OF_A_WINDOW
+    "iteration", "phase", "reason", "ranks", "r_min", "r_max", "target", "target_low", "target_high", *WINDOW_FACTS
 )  # fmt: skip
 
 

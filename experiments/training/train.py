@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from edgc.checks import plain
 from edgc.compressors.base import compressible
-from edgc.control.plan import Plan
+from edgc.control.controller import Plan
 from edgc.runtime.channel import all_reduce_bytes
 from edgc.runtime.groups import gather_objects
 from experiments.data.batches import MicroBatch, train_batches, validation_batches

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from edgc.control.plan import Decision
+from edgc.control.controller import Decision
 from edgc.timing.stage_times import StageTiming
 from experiments.bench import stages
 from tests.integration import dac_cases

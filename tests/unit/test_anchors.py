@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgc.control.adaptive import make_controller
+from edgc.control.controller import make_controller
 from edgc.control.policies.cqm import CQMConfig
 from edgc.measurement.report import Report
 from experiments.analyse.anchors import anchors, entropy, matrices

@@ -132,8 +132,8 @@ def test_first_windows_hold_zeros() -> None:
     # After the search, one sampled iteration is compressed in the whole run.
     sampled = range(WARM_UP, ITERATIONS, published.SAMPLED_EVERY)
     assert [t for t in sampled if published.compressed_after_search(t)] == [WARM_UP]
-    target = by_change("entropy", 16, 64, 0.0, 0.0, 0.0, 5.0)
-    assert target.rank is None  # ours leaves the rank where the published formula divides by zero
+    target = by_change("entropy", 16, 64, [0.0, 0.0], 0.0, 5.0)
+    assert target.target is None  # ours leaves the rank where the published formula divides by zero
 
 
 # ------------------------------------------------------------------------------------------ 4: the linear rule
@@ -145,13 +145,13 @@ HEIGHTS = st.floats(-8, 8).map(lambda h: round(h, 3))
 @given(st.lists(HEIGHTS, min_size=3, max_size=8), st.integers(2, 16).map(lambda k: 8 * k))
 def test_policy_released_is_the_linear_rule(windows: list[float], r_max: int) -> None:
     first, second, previous, last = *windows[:2], *windows[-2:]
-    ours = by_change("entropy", r_max // 4, r_max, first, second, previous, last)
+    ours = by_change("entropy", r_max // 4, r_max, [first, second], previous, last)
     if first == second:
-        assert ours.rank is None
+        assert ours.target is None
         return
-    assert ours.rank is not None
+    assert ours.target is not None
     theirs = published.linear_rank(r_max // 4, r_max, windows, [r_max], step=r_max)
-    assert -2.5 <= theirs - ours.rank <= 0.5 + 1e-9  # rounded to whole ranks, then down to an even one
+    assert -2.5 <= theirs - ours.target <= 0.5 + 1e-9  # rounded to whole ranks, then down to an even one
 
 
 def test_linear_rule_has_no_direction_and_no_shape() -> None:
@@ -233,7 +233,7 @@ def test_search_over_equal_times_ends_by_chance() -> None:
         search = RankSearch(512, 4, 2, stop_at_crossing=True)
         while (rank := search.probe) is not None:
             search.observe([1.0 if rank == 0 else 0.2 + 0.8 * rank / crossing])
-        assert search.r_max(4)[0] == crossing // 4 * 4
+        assert search.r_max()[0] == crossing // 4 * 4
 
 
 @given(st.integers(4, 512).map(lambda k: 4 * k))

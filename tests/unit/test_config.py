@@ -15,7 +15,7 @@ import torch
 from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.config import EDGCConfig, methods, users
 from edgc.control.policies.cqm import CQMConfig
-from edgc.control.policies.fixed import FixedConfig
+from edgc.control.policies.given import FixedConfig
 from edgc.errors import UserError
 from edgc.sections import EntropyConfig, PipelineConfig, TimingConfig
 from tests import examples

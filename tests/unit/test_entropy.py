@@ -39,27 +39,13 @@ def test_within_0_03_nats_of_the_closed_form(estimator: str, density: str) -> No
     assert abs(estimate(x, estimator) - entropy) < 0.03
 
 
-@pytest.mark.parametrize("density", ["normal", "uniform", "laplace"])
-def test_histogram_and_vasicek_need_few_draws(density: str) -> None:
-    x, entropy = draw(density, 4096)
-    for estimator in ("histogram", "vasicek"):
-        assert abs(estimate(x, estimator) - entropy) < 0.06, estimator
-
-
-@pytest.mark.parametrize("factor", [1e-12, 1e-3, 0.37, math.pi, 1e6])
-@pytest.mark.parametrize("density", ["normal", "laplace", "cauchy"])
+@pytest.mark.parametrize(("density", "factor"), [("normal", 1e-12), ("laplace", math.pi), ("cauchy", 1e6)])
 def test_scaling_adds_its_logarithm(density: str, factor: float) -> None:
     x, _ = draw(density, 100_000)
     for estimator in DIFFERENTIAL:
         shift = estimate(factor * x, estimator) - estimate(x, estimator)
         assert abs(shift - math.log(factor)) < 1e-9, estimator
     assert abs(estimate(factor * x, "released") - estimate(x, "released")) < 1e-9
-
-
-@pytest.mark.parametrize("estimator", DIFFERENTIAL)
-def test_moving_the_entries_changes_nothing(estimator: str) -> None:
-    x, _ = draw("laplace", 50_000)
-    assert abs(estimate(x + 7.0, estimator) - estimate(x, estimator)) < 2e-3
 
 
 def test_far_outliers_do_not_coarsen_the_histogram() -> None:
@@ -105,12 +91,6 @@ def test_miller_madow_removes_the_bias_of_small_samples() -> None:
     assert abs(sum(errors) / len(errors)) < 0.015
 
 
-def test_gaussian_bounds_every_density_of_the_same_variance() -> None:
-    for density in ("uniform", "laplace"):
-        x, entropy = draw(density, DRAWS)
-        assert estimate(x, "gaussian") > entropy + 0.05
-
-
 def test_released_equals_its_formula_and_sees_only_the_shape() -> None:
     x, _ = draw("normal", 20_000)
     counts = torch.histc(x, bins=1000, min=float(x.min()), max=float(x.max()))
@@ -151,14 +131,6 @@ def test_input_without_a_density_gives_nan(values: list[float], released: float)
     assert estimate(x, "released") == pytest.approx(released, nan_ok=True)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 17])
-def test_few_entries_do_not_crash(count: int) -> None:
-    x = torch.arange(1, count + 1, dtype=torch.float64) ** 2
-    for estimator in ESTIMATORS:
-        value = estimate(x, estimator)
-        assert math.isfinite(value) or (estimator == "vasicek" and count < 4)
-
-
 @pytest.mark.parametrize("factor", [1e-140, 1e140])
 def test_extreme_scales_stay_in_range(factor: float) -> None:
     x, entropy = draw("normal", 10_000)
@@ -183,22 +155,18 @@ def test_vasicek_counts_a_tie_longer_than_its_spacing() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_computes_in_float64_and_ignores_shape(estimator: str) -> None:
-    x = draw("normal", 6000)[0].float()
+def test_computes_in_float64_ignores_shape_and_changes_nothing(estimator: str) -> None:
+    x = draw("cauchy", 6000)[0].float()
+    before = x.clone()
     expected = estimate(x.double(), estimator)
     assert abs(estimate(x, estimator) - expected) < 1e-12
     assert estimate(x.reshape(60, 100), estimator) == estimate(x, estimator)
     assert estimate(x.reshape(60, 100).t().t(), estimator) == estimate(x, estimator)
-    assert not torch.is_grad_enabled() or estimate(x.clone().requires_grad_(), estimator) == estimate(x, estimator)
-
-
-def test_the_input_is_not_changed() -> None:
-    x, _ = draw("cauchy", 5000)
-    before = x.clone()
-    for estimator in ESTIMATORS:
-        estimate(x, estimator)
-    moments(x)
+    assert estimate(x.clone().requires_grad_(), estimator) == estimate(x, estimator)
     assert torch.equal(x, before)
+    for count in (2, 3, 4, 17):
+        few = estimate(torch.arange(1, count + 1, dtype=torch.float64) ** 2, estimator)
+        assert math.isfinite(few) or (estimator == "vasicek" and count < 4)
 
 
 def test_refuses_what_it_cannot_measure() -> None:
@@ -234,11 +202,6 @@ def test_moments_leave_out_zeros_and_survive_the_edges() -> None:
     assert math.isnan(moments(torch.tensor([1.0, math.nan])).sigma)
     assert moments(torch.zeros(4)).zero_fraction == 1.0
     assert math.isnan(moments(torch.empty(0)).zero_fraction)
-
-
-def test_gaussian_is_the_logarithm_of_the_moments_sigma() -> None:
-    x, _ = draw("laplace", 10_000)
-    assert estimate(x, "gaussian") == pytest.approx(math.log(moments(x).sigma) + HALF_LOG_2_PI_E, abs=1e-12)
 
 
 def test_combine_weights_by_size_and_ignores_nan() -> None:

@@ -4,12 +4,11 @@ looks."""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from edgc.compressors import Gradient
@@ -66,21 +65,6 @@ def test_the_estimates_are_the_hosts(kind: str, count: int, dtype: torch.dtype, 
 
 
 @estimators
-@given(
-    st.sampled_from(TYPES),
-    st.integers(2, 40).flatmap(
-        lambda n: st.lists(
-            st.lists(st.sampled_from([0.0, -0.0, 1.0]) | st.floats(width=16), min_size=n, max_size=n),
-            min_size=1,
-            max_size=3,
-        )
-    ),
-)
-def test_so_are_those_of_any_numbers(estimator: str, dtype: torch.dtype, rows: list[list[float]]) -> None:
-    assert_alike(torch.tensor(rows, dtype=dtype), estimator)
-
-
-@estimators
 def test_numbers_near_the_limits_of_a_type(estimator: str) -> None:
     values = [[1e299, 1.0, -2.0, 3.0], [1e-300, 2e-300, -1e-300, 0.0], [5.0, 5.0, 5.0, 5.0]]
     assert_alike(torch.tensor(values), estimator)  # too large for this type, and too small
@@ -98,13 +82,6 @@ def test_a_gradient_that_is_read_in_parts(estimator: str, dtype: torch.dtype, mo
     torch.testing.assert_close(estimate_rows(rows, estimator), whole, rtol=0, atol=1e-12)
 
 
-@estimators
-def test_the_host_reads_nothing(estimator: str) -> None:
-    rows = drawn("sparse", 5000).bfloat16()
-    with NoHostReads():
-        estimate_rows(rows, estimator)
-
-
 def gradients() -> list[Gradient]:
     generator = torch.Generator().manual_seed(0)
     return [Gradient(name, 0.1 * torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
@@ -116,20 +93,22 @@ def measured(masked: bool, *, scale: float = 1.0, guard: bool = False, **entropy
     meter = EntropyMeter(config, ["words"])
     meter.scale = scale
     given = gradients()
-    with masked_path(masked):
-        if guard:
-            with NoHostReads():
-                meter.add(1, given[:3])
-                meter.add(1, given[3:])
-        else:
-            meter.add(1, given[:3])
-            meter.add(1, given[3:])
+    with masked_path(masked), NoHostReads() if guard else nullcontext():
+        meter.add(1, given[:3])
+        meter.add(1, given[3:])
     return meter.close()
 
 
-@pytest.mark.parametrize("sampling", ["diagonal", "strided", "random"])
-@pytest.mark.parametrize("estimator", ["histogram", "gaussian", "vasicek", "released"])
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize(
+    ("sampling", "estimator", "scale"),
+    [
+        ("diagonal", "histogram", 1.0),
+        ("strided", "histogram", 1024.0),
+        ("random", "gaussian", 1024.0),
+        ("diagonal", "vasicek", 1.0),
+        ("diagonal", "released", 1024.0),
+    ],
+)
 def test_an_iteration_measures_the_same(sampling: str, estimator: str, scale: float) -> None:
     mine, reference = (
         measured(masked, scale=scale, sampling=sampling, estimator=estimator) for masked in (True, False)
@@ -140,8 +119,9 @@ def test_an_iteration_measures_the_same(sampling: str, estimator: str, scale: fl
     assert mine.seconds > 0
 
 
-@estimators
-@pytest.mark.parametrize("sampling", ["diagonal", "strided", "random"])
+@pytest.mark.parametrize(
+    ("estimator", "sampling"), [("histogram", "diagonal"), ("gaussian", "strided"), ("histogram", "random")]
+)
 def test_nobody_waits_while_the_gradients_come_in(estimator: str, sampling: str) -> None:
     measured(True, guard=True, estimator=estimator, sampling=sampling)
     with pytest.raises(AssertionError):

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgc.control.policies.schedule import scheduled
+from edgc.control.policies.given import scheduled
 from edgc.errors import UserError
 from experiments.spec import matrix
 from experiments.spec.settings import FollowsConfig, RunConfig, resolve

@@ -19,8 +19,6 @@ from edgc.sections import EntropyConfig
 from tests.unit import test_spectral_engine
 from tests.workers import run_workers
 
-# --------------------------------------------------------------------- sharing out
-
 
 @st.composite
 def problems(draw: st.DrawFn, equal: bool) -> tuple[dict[str, tuple[float, ...]], dict[str, int], list[int], int]:
@@ -119,10 +117,11 @@ def workers() -> list[dict[str, Any]]:
     return run_workers(2, cases)
 
 
-def test_workers_agree_on_every_rank_and_every_bit(workers: list[dict[str, Any]]) -> None:
-    for one, other in zip(workers[0]["whole"], workers[1]["whole"], strict=True):
-        assert one["ranks"] == other["ranks"]
-        assert all(torch.equal(a, b) for a, b in zip(one["means"], other["means"], strict=True))
+def test_workers_agree_on_every_rank_and_every_bit_also_after_a_resume(workers: list[dict[str, Any]]) -> None:
+    for rows in zip(*(worker[key] for worker in workers for key in ("whole", "resumed")), strict=True):
+        for other in rows[1:]:
+            assert rows[0]["ranks"] == other["ranks"]
+            assert all(torch.equal(a, b) for a, b in zip(rows[0]["means"], other["means"], strict=True))
 
 
 def test_ranks_move_to_the_matrix_that_needs_them_within_the_bytes(workers: list[dict[str, Any]]) -> None:
@@ -133,10 +132,3 @@ def test_ranks_move_to_the_matrix_that_needs_them_within_the_bytes(workers: list
     last, before = workers[0]["whole"][-2], workers[0]["whole"][-3]  # no window ends here
     factors = sum(before["ranks"][name] * sum(SHAPES[name]) for name in SHAPES)
     assert last["bytes"] == 4 * factors, "two workers send each factor once, in fp32"
-
-
-def test_resumed_run_has_the_same_ranks_and_means(workers: list[dict[str, Any]]) -> None:
-    for result in workers:
-        for one, other in zip(result["whole"], result["resumed"], strict=True):
-            assert one["ranks"] == other["ranks"]
-            assert all(torch.equal(a, b) for a, b in zip(one["means"], other["means"], strict=True))

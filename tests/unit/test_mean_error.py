@@ -37,21 +37,15 @@ RANK = 8
 SAMPLES = 10
 METHODS: dict[str, Callable[[], Compressor]] = {
     "fp32": power_sgd,
-    "bf16": lambda: power_sgd(factor_dtype="bf16"),
     "int8": lambda: power_sgd(factor_dtype="int8"),
-    "int6": lambda: power_sgd(factor_dtype="int6"),
     "int4": lambda: power_sgd(factor_dtype="int4"),
     "bf16 errors": lambda: power_sgd(error_dtype="bf16"),
-    "one-sided": lambda: power_sgd(one_sided=True),
     "one-sided int4": lambda: power_sgd(one_sided=True, factor_dtype="int4"),
-    "quantize 8": QuantizeConfig(bits=8).build,
     "quantize 2": QuantizeConfig(bits=2).build,
     "topk": TopKConfig(density=0.05).build,
     "randomk": RandomKConfig(density=0.05).build,
     "sign": SignConfig().build,
 }
-
-# --------------------------------------------------------------------- gradients
 
 
 @cache
@@ -85,9 +79,6 @@ def _drawn(worker: int, step: int, noise: float) -> list[Tensor]:
         size = 10.0 ** (i - 2)  # matrices of very different norms, as layers have
         found.append(size * (signal + noise * own / own.norm()))
     return found
-
-
-# --------------------------------------------------------------------- simulated workers
 
 
 @dataclass
@@ -165,7 +156,7 @@ def test_estimate_is_within_a_tenth_of_the_truth(method: str, world: int, regime
     truth, measured = window(METHODS[method], world, REGIMES[regime], seeds=seeds)
     true = relative(truth.error_sq, truth.input_sq)
     worker = relative(truth.worker_error_sq, truth.worker_input_sq)
-    apart = regime == "late" and method in ("fp32", "bf16", "int8", "int6", "int4", "bf16 errors")
+    apart = regime == "late" and method in ("fp32", "int8", "int4", "bf16 errors")
     for seed in seeds:
         replicas = measured[seed * world : (seed + 1) * world]
         assert len({(item.error_sq, item.input_sq) for item in replicas}) == 1, "replicas say the same"
@@ -182,7 +173,7 @@ def test_estimate_is_within_a_tenth_of_the_truth(method: str, world: int, regime
         assert worker == pytest.approx(true, rel=0.02), "workers that see the same keep what the mean lacks"
 
 
-@pytest.mark.parametrize("method", ["fp32", "int4", "one-sided"])
+@pytest.mark.parametrize("method", ["fp32", "one-sided int4"])
 def test_estimate_where_nobody_may_look(method: str) -> None:
     """The way of a GPU, on a CPU."""
     with masked_path():
@@ -249,9 +240,6 @@ def test_without_error_feedback_it_is_not_known(make: Callable[[], Compressor]) 
     assert all(math.isnan(item.error_sq) and math.isnan(item.input_sq) for item in measured)
 
 
-# --------------------------------------------------------------------- sketches
-
-
 def sketch(matrix: Tensor, key: str) -> Tensor:
     [found] = sketches([matrix], [key])
     return found
@@ -280,28 +268,16 @@ def test_a_sketch_is_linear_and_follows_from_its_key() -> None:
     assert torch.allclose(sketch(a, "k") + sketch(b, "k"), sketch(a + b, "k"), atol=1e-3)
     assert torch.equal(sketch(a, "k"), sketch(a.clone(), "k"))
     assert torch.equal(sketch(a * 2.0**40, "k"), sketch(a, "k") * 2.0**40)
+    matrices = [a, a.T.contiguous(), b, a.bfloat16(), torch.ones(1, 5)]
+    for row, matrix, key in zip(sketches(matrices, "klmno"), matrices, "klmno", strict=True):
+        assert torch.equal(row, sketch(matrix, key)), "together as alone"
     assert not torch.allclose(sketch(a, "k"), sketch(a, "l"))
     half = a.bfloat16()
     assert torch.allclose(sketch(half, "k"), sketch(half.float(), "k"), atol=1e-3)
     assert len(sketch(a, "k")) == BUCKETS and BUCKETS % FEWER == 0
 
 
-def test_sketches_of_several_matrices_are_those_of_each() -> None:
-    shapes = [(70, 600), (30, 40), (70, 600), (600, 70), (30, 40), (1, 5)]
-    generator = torch.Generator().manual_seed(0)
-    matrices = [torch.randn(shape, generator=generator) for shape in shapes]
-    matrices[4] = matrices[4].bfloat16()
-    keys = [f"{i}" for i in range(len(shapes))]
-    found = sketches(matrices, keys)
-    assert found.shape == (len(shapes), BUCKETS)
-    for i, (matrix, key) in enumerate(zip(matrices, keys, strict=True)):
-        assert torch.equal(found[i], sketch(matrix, key)), shapes[i]
-
-
-# --------------------------------------------------------------------- the spectral policy
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 8])
 def test_the_chosen_rank_meets_the_target_on_the_mean(world: int) -> None:
     """Of a low-rank signal under independent noise; what a worker keeps of its own would ask for more."""
     grid, target, noise = tuple(range(4, 33, 4)), 0.6, 1.5
@@ -313,9 +289,9 @@ def test_the_chosen_rank_meets_the_target_on_the_mean(world: int) -> None:
     assert curve is not None
     found = relative(measured[0].error_sq, measured[0].input_sq)
     assert math.sqrt(curve[grid.index(16)]) == pytest.approx(found, rel=0.1)
-    chosen = spectral(curve, grid, target).rank
-    assert chosen is not None and grid[0] < chosen < grid[-1]
-    truth, lower = (window(power_sgd, world, noise, rank=int(chosen) - less)[0] for less in (0, 4))
+    chosen, _ = spectral(curve, grid, target)
+    assert grid[0] < chosen < grid[-1]
+    truth, lower = (window(power_sgd, world, noise, rank=chosen - less)[0] for less in (0, 4))
     assert relative(truth.error_sq, truth.input_sq) <= 1.05 * target
     assert relative(lower.error_sq, lower.input_sq) > 0.95 * target, "and no rank is given away"
     assert relative(truth.worker_error_sq, truth.worker_input_sq) > 1.05 * target
@@ -325,6 +301,7 @@ def test_the_chosen_rank_meets_the_target_on_the_mean(world: int) -> None:
 
 WINDOW, ITERATIONS = 5, 20
 MATRICES = SHAPES[:4]
+SPECTRAL = {"method": "edgc", "policy": "spectral", "r_max": 32, "r_min": 4, "target_error": 0.6}
 SETTINGS: dict[str, dict[str, Any]] = {
     "powersgd": {"method": "powersgd", "rank": 8},
     "int4": {"method": "powersgd", "rank": 8, "factor_dtype": "int4"},
@@ -333,15 +310,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sign": {"method": "sign"},
     "cqm": {"method": "edgc", "r_max": 16, "r_min": 8},
     "int8 warm-up": {"method": "edgc", "r_max": 16, "r_min": 8, "warmup_bits": 8, "warmup_fraction": 0.5},
-    "spectral": {"method": "edgc", "policy": "spectral", "r_max": 32, "r_min": 4, "target_error": 0.6},
-    "per layer": {
-        "method": "edgc",
-        "policy": "spectral",
-        "per_layer": True,
-        "r_max": 32,
-        "r_min": 4,
-        "target_error": 0.6,
-    },
+    "spectral": SPECTRAL,
+    "per layer": SPECTRAL | {"per_layer": True},
     "none": {"method": "none"},
     "bf16": {"method": "bf16"},
     "no feedback": {"method": "powersgd", "rank": 8, "error_feedback": False},
@@ -376,28 +346,20 @@ def drive(
     scales: Sequence[float] = (1.0,),
     resume_at: int | None = None,
     skip: int | None = None,
-    experts: dist.ProcessGroup | None = None,
-    experts_first: bool = False,
 ) -> list[dict[str, Any]]:
     """What an engine says of each iteration; gradients are of this worker.
 
     Args:
         scales: loss scales, one after another in turn.
         skip: iteration whose step is given up.
-        experts: reduce another matrix, whose error is large, over this group.
     """
     engine, told = engine_of(key, deferred=skip is not None), []
     for iteration in range(1, ITERATIONS + 1):
         scale = scales[iteration % len(scales)]
         engine.rescale(scale)
         gradients = drawn(dist.get_rank(), iteration, 1.5, scale)
-        own = [Gradient("expert", 1e3 * gradients[0].tensor.clone())] if experts is not None else []
-        if own and experts_first:
-            engine.reduce(own, experts)
         engine.reduce(gradients[:2], None)  # two buckets
         engine.reduce(gradients[2:], None)
-        if own and not experts_first:
-            engine.reduce(own, experts)
         engine.end_iteration(skipped=iteration == skip)
         last = engine.last
         assert last is not None
@@ -420,15 +382,11 @@ def drive(
 def cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     powers = (1.0, 2.0**16, 2.0**-20)
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = groups[dist.get_rank() % 2]
     for key in SETTINGS:
         found[key] = drive(key)
         if key in RESUMED:
             found[key, "scaled"] = drive(key, scales=powers)
             found[key, "resumed"] = drive(key, resume_at=13)
-    for first in (False, True):
-        found["powersgd", "experts", first] = drive("powersgd", experts=mine, experts_first=first)
     for key in ("powersgd", "spectral"):
         found[key, "skip inside"] = drive(key, skip=13)
         found[key, "skip at the end"] = drive(key, skip=15)
@@ -457,13 +415,6 @@ def test_replicas_agree_on_every_bit_and_speak_at_window_ends(workers: list[dict
             assert not known or 0 < error < 1.5
 
 
-def test_decisions_tell_the_error_of_the_stage(workers: list[dict[Any, Any]]) -> None:
-    for key in ("cqm", "spectral", "int8 warm-up"):
-        for item in workers[0][key]:
-            if item["decision"] is not None:
-                assert repr(item["decision"].mean_error) == repr((item["mean"][0],))
-
-
 def test_the_small_message_counts(workers: list[dict[Any, Any]]) -> None:
     size = 8 * (BUCKETS + 2)
     for key in ("powersgd", "topk", "none", "no feedback"):
@@ -487,12 +438,6 @@ def test_neither_a_loss_scale_nor_a_resume_changes_a_bit(workers: list[dict[Any,
                 assert repr(mine) == repr(other), (key, field)
 
 
-def test_experts_are_left_out_in_any_order(workers: list[dict[Any, Any]]) -> None:
-    for result in workers:
-        for first in (False, True):
-            assert repr(means(result["powersgd"])) == repr(means(result["powersgd", "experts", first]))
-
-
 def test_a_skipped_step_does_not_count(workers: list[dict[Any, Any]]) -> None:
     for result in workers:
         for key in ("powersgd", "spectral"):
@@ -501,10 +446,3 @@ def test_a_skipped_step_does_not_count(workers: list[dict[Any, Any]]) -> None:
                 found = means(result[key, how])
                 assert repr(found[:12]) == repr(whole[:12])
                 assert math.isfinite(found[14][0]) and found[14] != whole[14]
-
-
-def test_the_rank_of_the_spectral_policy_meets_the_target_on_the_mean(workers: list[dict[Any, Any]]) -> None:
-    last = workers[0]["spectral"][-1]
-    assert last["mean"][0] <= 1.05 * 0.6
-    assert last["worker"] > 1.05 * 0.6
-    assert 4 < last["rank"] < 32

@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 
 from edgc.compressors import Statistics
-from edgc.measurement.report import stage_seconds
-from edgc.measurement.window import WindowTimes
+from edgc.measurement.report import WindowTimes, stage_seconds
 from edgc.runtime.channel import Stopwatch
 
 NAN = math.nan

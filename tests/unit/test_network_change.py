@@ -15,19 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from edgc.control.adaptive import make_controller
-from edgc.control.controller import Controller
-from edgc.control.plan import Decision, Plan
+from edgc.control.controller import Controller, Decision, Plan, make_controller
 from edgc.control.settings import PolicyConfig
 from edgc.errors import UserError
 from edgc.measurement.report import Report
 from edgc.sections import EntropyConfig
 from edgc.timing.change_detector import PATIENCE, ChangeDetector
 from edgc.timing.stage_times import StageTiming
-from tests import examples
 
 SHAPES = [(256, 256), (256, 1024)]
 NAN = math.nan
@@ -139,9 +134,6 @@ def by_formula(
     return tuple(ranks)
 
 
-# --------------------------------------------------------------------- a drop of the bandwidth
-
-
 def test_a_drop_of_bandwidth_is_measured_once_and_the_ranks_follow() -> None:
     before, after = Network(), Network().slower(3.0)
     run = Run(make_controller(measured(), [SHAPES] * 3, 2000), lambda i: before if i <= 1000 else after).to(2000)
@@ -152,12 +144,10 @@ def test_a_drop_of_bandwidth_is_measured_once_and_the_ranks_follow() -> None:
     assert all(plan.ranks == (16, 20, 24) for plan in run.plans[20:1016]), "training goes on compressed"
     assert run.plans[1016].ranks == run.plans[-1].ranks == (16, 16, 16 + 4 * (0.1 / 0.03 >= 4))
     for decision in (first, second):
+        network = before if decision is first else after
         for stage, timing in enumerate(decision.timing):
-            network = before if decision is first else after
-            assert timing.stage == stage
-            assert timing.seconds_per_rank == pytest.approx(network.slope[stage])
-            assert timing.seconds_fixed == pytest.approx(0.1)
-            assert timing.residual == pytest.approx(0, abs=1e-9)
+            times = timing.seconds_per_rank, timing.seconds_fixed, timing.residual
+            assert times == pytest.approx((network.slope[stage], 0.1, 0), abs=1e-9)
             assert timing.seconds_uncompressed == network.dense[stage]
             assert timing.backward_seconds == network.backward[stage]
     for decision in run.decisions:
@@ -174,17 +164,6 @@ def test_a_drop_of_bandwidth_is_measured_once_and_the_ranks_follow() -> None:
     assert "times have changed" in second.reason and "ranks 16/20/24 -> 16/16/16" in second.reason
 
 
-def test_one_stage_alone_is_enough() -> None:
-    before = Network()
-    after = replace(before, slope=(0.03, 0.01, 0.01))
-    run = Run(make_controller(measured(), [SHAPES] * 3, 400), lambda i: before if i <= 200 else after).to(400)
-    triggers = [d for d in run.decisions if "measured anew" in d.reason]
-    assert [d.iteration for d in triggers] == [210]
-    assert "stage 0" in triggers[0].reason and "stage 1" not in triggers[0].reason
-    # T_0(16) is now 0.58 s: 48, 52 with the earlier stages' 0.04 s, and 58 with their 0.1 s.
-    assert run.plans[-1].ranks == (16, 52, 56)
-
-
 def test_an_uncompressed_stage_is_watched_too() -> None:
     before = Network(dense=(2.0, 2.0, 0.3))
     after = replace(before, dense=(2.0, 2.0, 0.9))
@@ -192,14 +171,6 @@ def test_an_uncompressed_stage_is_watched_too() -> None:
     assert run.plans[199].ranks == (16, 20, None)
     [trigger] = [d for d in run.decisions if "measured anew" in d.reason]
     assert "stage 2 measured 0.9 s, predicted 0.3 s at no compression" in trigger.reason
-    assert run.plans[-1].ranks == (16, 20, 24)
-
-
-def test_a_faster_network_is_a_change_too() -> None:
-    slow, fast = Network().slower(3.0), Network()
-    run = Run(make_controller(measured(), [SHAPES] * 3, 400), lambda i: slow if i <= 200 else fast).to(400)
-    assert len(run.measurements) == 2
-    assert run.plans[199].ranks == (16, 16, 16)
     assert run.plans[-1].ranks == (16, 20, 24)
 
 
@@ -226,12 +197,8 @@ def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed() -> None:
         return bad if 200 < iteration <= 600 else good
 
     # Stage 0's compressed times did not change; it is noticed because they did for a moment.
-    run = Run(
-        make_controller(settings_, [SHAPES] * 3, 1000),
-        network,
-        step=lambda seconds: seconds,
-        noise=iter([*[1.0] * 54, *[2.0] * 6, *[1.0] * 1000]).__next__,
-    ).to(1000)
+    noise = iter([*[1.0] * 54, *[2.0] * 6, *[1.0] * 1000]).__next__
+    run = Run(make_controller(settings_, [SHAPES] * 3, 1000), network, noise=noise).to(1000)
     paused = next(d for d in run.decisions if "nothing is compressed until" in d.reason)
     assert paused.phase == "active" and paused.ranks == (None,) * 3
     assert "even rank 4 is slower" in paused.reason
@@ -245,7 +212,7 @@ def test_while_even_the_lowest_rank_is_slower_nothing_is_compressed() -> None:
     assert any("compression would not pay" in d.reason for d in run.decisions)
 
 
-@pytest.mark.parametrize("policy", ["cqm", "released", "spectral"])
+@pytest.mark.parametrize("policy", ["cqm", "spectral"])
 def test_other_settings_go_on_where_nothing_is_compressed(policy: str) -> None:
     good = Network(dense=(0.7,) * 3)
     bad = replace(good, dense=(0.05,) * 3)
@@ -254,32 +221,18 @@ def test_other_settings_go_on_where_nothing_is_compressed(policy: str) -> None:
         return bad if 200 < iteration <= 600 else good
 
     noise = iter([*[1.0] * 54, *[2.0] * 6, *[1.0] * 2000]).__next__
-    of_policy: dict[str, dict[str, Any]] = {"cqm": {"step_limit": 4}, "spectral": {"target_error": 0.2}}
     trunk = make_controller(measured(policy="cqm", r_max=None), [SHAPES] * 3, 1000)
-    Run(trunk, network, step=lambda seconds: seconds, noise=noise).to(400)
+    Run(trunk, network, noise=noise).to(400)
     state = json.loads(json.dumps(trunk.state_dict()))
     assert state["ranks"] == [None] * 3 and state["paused"]
-    settings_ = measured(policy=policy, r_max=None, **of_policy.get(policy, {}))
+    settings_ = measured(policy=policy, r_max=None, step_limit=4)
     other = make_controller(settings_, [SHAPES] * 3, 1000)
     other.load_state_dict(state, iteration=400, changed_settings=True)
-    run = Run(other, network, step=lambda seconds: seconds, noise=noise).to(1000, start=401)
+    run = Run(other, network, noise=noise).to(1000, start=401)
     again = next(decision for decision in run.decisions if decision.timing)
     assert again.iteration > 600
     assert all(plan.ranks == (None,) * 3 for plan in run.plans[: again.iteration - 400])
     assert run.plans[-1].ranks[0] is not None
-
-
-def test_other_settings_in_warm_up_keep_the_r_max_that_was_found() -> None:
-    network = Network(dense=(0.7,) * 3)
-    warm: dict[str, Any] = {"policy": "cqm", "r_max": None, "warmup_fraction": 0.2, "warmup_limit_fraction": 0.2}
-    trunk = make_controller(measured(**warm), [SHAPES] * 3, 1000)
-    Run(trunk, lambda i: network).to(100)
-    state = json.loads(json.dumps(trunk.state_dict()))
-    assert state["phase"] == "warmup" and state["r_max"] == 60
-    other = make_controller(measured(**warm, step_limit=4), [SHAPES] * 3, 1000)
-    other.load_state_dict(state, iteration=100, changed_settings=True)
-    run = Run(other, lambda i: network).to(400, start=101)
-    assert run.plans[-1].ranks[0] is not None and {(d.r_min, d.r_max) for d in run.decisions} == {(12, 60)}
 
 
 @pytest.mark.parametrize("remeasure", [0.25, None])
@@ -314,9 +267,6 @@ def test_ranks_follow_the_policy_and_the_new_times(policy: str) -> None:
             assert first is not None and decision.r_min is not None and decision.r_max is not None
             assert decision.ranks == by_formula(timing, first, decision.r_min, decision.r_max)
     assert active > 20 and len(run.measurements) == 2
-
-
-# --------------------------------------------------------------------- noise, and differences that are no change
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -360,20 +310,6 @@ def test_measurements_that_find_nothing_become_rarer() -> None:
     assert all(gap >= PATIENCE * WINDOW * 2 ** (k + 1) for k, gap in enumerate(gaps))
 
 
-def test_a_change_during_the_wait_is_seen_after_it() -> None:
-    def network(iteration: int) -> Network:
-        return Network().slower(1.0 if iteration <= 200 else 3.0 if iteration <= 240 else 9.0)
-
-    run = Run(make_controller(measured(), [SHAPES] * 3, 400), network).to(400)
-    _, second, third = run.measurements
-    assert 210 < second < 220
-    # Windows end at 220, 230, ...; the first PATIENCE after the measurement are not judged.
-    assert 210 + (PATIENCE + 1) * WINDOW < third <= 210 + (PATIENCE + 2) * WINDOW + 6
-
-
-# --------------------------------------------------------------------- runs that hide communication
-
-
 def test_overlapped_runs_are_compared_with_their_own_first_window() -> None:
     settings_ = measured(policy="cqm", r_min=8)
 
@@ -400,36 +336,29 @@ def test_overlapped_runs_are_compared_with_their_own_first_window() -> None:
 
 def test_the_reference_of_an_overlapped_run() -> None:
     detector = ChangeDetector(0.2, 1, calibrates=True)
-    assert detector.judge([0.3], [1.0]) == []  # becomes the reference: 0.7 s are hidden
-    assert detector.judge([0.49], [1.0]) == []
-    [mismatch] = detector.judge([0.51], [1.0])
-    assert (mismatch.low, mismatch.high) == (0.3, 0.3)
+    assert not detector.judge([0.3], [1.0])  # becomes the reference: 0.7 s are hidden
+    assert not detector.judge([0.49], [1.0])
+    assert detector.judge([0.51], [1.0]) == {0: "stage 0 measured 0.51 s, predicted 0.3 s"}
     # T changes by 1 s or 0.5 s: all of that may show (at least 0 is left), or nothing of it.
-    assert [(m.low, m.high) for m in detector.judge([0.41], [0.5])] == [(0.0, 0.3)]
-    assert [(m.low, m.high) for m in detector.judge([1.75], [2.0])] == [(0.3, 1.3)]
-    assert detector.judge([0.39], [0.5]) == []  # the reference at this rank from now on
-    assert [(m.low, m.high) for m in detector.judge([0.5], [0.5])] == [(0.39, 0.39)]
-    assert str(mismatch) == "stage 0 measured 0.51 s, predicted 0.3 s"
+    assert detector.judge([0.41], [0.5]) == {0: "stage 0 measured 0.41 s, predicted 0 to 0.3 s"}
+    assert detector.judge([1.75], [2.0]) == {0: "stage 0 measured 1.75 s, predicted 0.3 to 1.3 s"}
+    assert not detector.judge([0.39], [0.5])  # the reference at this rank from now on
+    assert detector.judge([0.5], [0.5]) == {0: "stage 0 measured 0.5 s, predicted 0.39 s"}
 
 
-def test_what_is_not_known_is_not_judged() -> None:
+def test_times_that_are_not_known_are_not_judged() -> None:
     detector = ChangeDetector(0.2, 3, calibrates=False)
-    assert detector.judge([NAN, 9.0, 9.0], [1.0, NAN, 0.0]) == []
-    assert [m.stage for m in detector.judge([1.3, 0.7, 1.0], [1.0, 1.0, 1.0])] == [0, 1]
-    assert detector.judge([1.2, 0.8, 1.0], [1.0, 1.0, 1.0]) == []
-
-
-# --------------------------------------------------------------------- where nothing is measured
+    assert not detector.judge([NAN, 9.0, 9.0], [1.0, NAN, 0.0])
+    assert list(detector.judge([1.3, 0.7, 1.0], [1.0, 1.0, 1.0])) == [0, 1]
+    assert not detector.judge([1.2, 0.8, 1.0], [1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(
     ("overrides", "stages"),
     [
         ({}, 1),
-        ({"alignment": "off"}, 3),
-        ({"alignment": "off", "policy": "cqm", "rank": None}, 3),
-        ({"alignment": "off", "policy": "cqm", "rank": None}, 1),
-        ({"alignment": "off", "policy": "spectral", "rank": None}, 2),
+        ({"alignment": "off", "policy": "cqm"}, 3),
+        ({"alignment": "off", "policy": "spectral"}, 2),
     ],
 )
 def test_one_stage_and_no_alignment_measure_nothing(overrides: dict[str, Any], stages: int) -> None:
@@ -455,86 +384,6 @@ def test_a_searched_r_max_alone_depends_on_stage_0(alignment: str, stages: int) 
     assert slower.plans[-1].ranks == (28,) * stages
     if stages > 1:
         assert len(drive(replace(before, slope=(0.01, 0.02, 0.02))).measurements) == 1
-
-
-def test_switched_off() -> None:
-    controller = make_controller(measured(remeasure_above=None), [SHAPES] * 3, 400)
-    run = Run(controller, lambda i: Network().slower(1.0 if i < 100 else 9.0)).to(400)
-    assert len(run.measurements) == 1
-    assert not any(controller.watches(i) for i in range(1, 401))
-
-
-# --------------------------------------------------------------------- equal decisions, resume
-
-
-@st.composite
-def stories(draw: st.DrawFn) -> tuple[PolicyConfig, int, bool, int]:
-    """Settings, stages, whether reductions overlap, and the seed of everything that is reported."""
-    policy = draw(st.sampled_from(examples.POLICIES))
-    searched = policy not in ("fixed", "schedule") and draw(st.booleans())
-    settings_ = measured(
-        policy=policy,
-        rank=8,
-        schedule=[[0.0, 16], [0.3, 8], [0.6, 32]] if policy == "schedule" else (),
-        r_max=None if searched else 64,
-        window=draw(st.integers(1, 7)),
-        search_repeats=draw(st.integers(1, 2)),
-        alignment=draw(st.sampled_from(["measured", "measured", "off"])),
-        remeasure_above=draw(st.sampled_from([0.05, 0.2, 1.0, None])),
-        cost_gate=draw(st.booleans()),
-        stability_tolerance=draw(st.sampled_from([0.1, 10.0])),
-    )
-    return settings_, draw(st.integers(1, 4)), draw(st.booleans()), draw(st.integers(0, 2**32))
-
-
-def anything(controller: Controller, iteration: int, seed: int) -> Report:
-    """Some report that fits the plan: times jump about, some are missing."""
-    generator = random.Random(f"{seed} {iteration}")
-    plan, stages = controller.plan(iteration), range(controller.stages)
-
-    def time() -> float:
-        return generator.choice([0.0, 0.1, 0.1, 1.0]) + 0.02 * generator.random()
-
-    def perhaps() -> float:
-        return NAN if generator.random() < 0.1 else time()
-
-    grid = controller.rank_grid
-    curve = tuple(1 / (1 + rank) ** generator.uniform(0.5, 1.5) for rank in grid)
-    return Report(
-        tuple(generator.uniform(0, 0.2) for _ in stages),
-        None if plan.probe_rank is None else tuple(perhaps() for _ in stages),
-        None if generator.random() < 0.1 else tuple(perhaps() for _ in stages),
-        error_curve=(curve,) * controller.stages if grid else None,
-        reduction_seconds=tuple(perhaps() for _ in stages) if controller.watches(iteration) else None,
-        loss=generator.choice([math.inf, generator.uniform(2, 9)]),
-    )
-
-
-@settings(max_examples=150, deadline=None)
-@given(story=stories(), cut=st.integers(0, 200))
-def test_all_controllers_agree_and_go_on_from_a_saved_state(
-    story: tuple[PolicyConfig, int, bool, int], cut: int
-) -> None:
-    settings_, stages, overlapped, seed = story
-    shapes = [SHAPES] * stages
-    first, second = (make_controller(settings_, shapes, 200, overlapped=overlapped) for _ in range(2))
-    for iteration in range(1, 201):
-        if iteration == cut:
-            saved = json.dumps(second.state_dict(), allow_nan=False)
-            second = make_controller(settings_, shapes, 200, overlapped=overlapped)
-            second.load_state_dict(json.loads(saved))
-            assert json.dumps(second.state_dict()) == saved
-        plan = first.plan(iteration)
-        assert second.plan(iteration) == plan
-        assert first.rank_grid == second.rank_grid
-        if plan.phase == "active" and plan.ranks[0] is not None:
-            low, high = first.r_min, first.r_max
-            assert low is not None and high is not None
-            assert all(rank is None or low <= rank <= high for rank in plan.ranks)
-        if plan.exchange:
-            report = anything(first, iteration, seed)
-            assert first.watches(iteration) == second.watches(iteration)
-            assert repr(first.observe(iteration, report)) == repr(second.observe(iteration, report))
 
 
 def test_a_state_of_a_run_that_measures_otherwise_is_refused() -> None:

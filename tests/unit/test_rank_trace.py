@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgc.config import EDGCConfig
-from edgc.control.adaptive import make_controller
-from edgc.control.plan import Ranks
+from edgc.control.controller import Ranks, make_controller
 from experiments.analyse.entropy_trend import grouped, trajectories
 from experiments.analyse.runs import load_run
 from experiments.simulation import cluster_step, rank_trace

@@ -26,7 +26,7 @@ def test_iterations_are_evenly_spaced() -> None:
     assert [i for i in range(1, 11) if sampler(alpha=0.6).measures(i)] == [2, 4, 5, 7, 9, 10]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 10, 49, 1000])
+@pytest.mark.parametrize("k", [1, 3, 10, 49, 1000])
 def test_every_kth_iteration_and_every_entry_in_turn_at_rates_of_one_in_k(k: int) -> None:
     gds, x = sampler("strided", alpha=1 / k), torch.arange(64.0)
     iterations = [*range(1, 3 * k + 2), *range(230_000 - k, 230_001)]
@@ -45,14 +45,6 @@ def test_any_rate_is_kept_in_any_stretch_of_iterations(alpha: float, start: int,
     assert count > 0 or alpha * window < 1
 
 
-@pytest.mark.parametrize("alpha", [0.6, 0.67, 0.9, 0.35])
-def test_the_phase_moves_by_one_at_each_measured_iteration(alpha: float) -> None:
-    gds, x = sampler("strided", alpha=alpha), torch.arange(64.0)
-    phases = [int(gds.take(x, i, "w")[0]) for i in range(1, 101) if gds.measures(i)]
-    assert len(phases) == math.floor(100 * alpha + 1e-9)
-    assert all((b - a) % 4 == 1 for a, b in pairwise(phases))
-
-
 def test_random_iterations_follow_rate_and_seed() -> None:
     chosen = [i for i in range(1, 20_001) if sampler("random").measures(i)]
     assert 0.09 < len(chosen) / 20_000 < 0.11
@@ -62,9 +54,8 @@ def test_random_iterations_follow_rate_and_seed() -> None:
     assert all(sampler("random", alpha=1.0).measures(i) for i in range(1, 100))
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.25, 1.0])
 @pytest.mark.parametrize("sampling", ["diagonal", "strided"])
-@pytest.mark.parametrize("shape", [(1003,), (17, 59), (3, 5, 7), (2, 50)])
+@pytest.mark.parametrize(("alpha", "shape"), [(0.1, (1003,)), (0.25, (17, 59)), (0.67, (3, 5, 7)), (1.0, (2, 50))])
 def test_entries_take_turns(alpha: float, sampling: str, shape: tuple[int, ...]) -> None:
     x = torch.arange(float(math.prod(shape))).reshape(shape)
     gds = sampler(sampling, alpha=alpha, beta=0.25)
@@ -163,8 +154,3 @@ def test_a_quarter_of_the_entries_is_enough(sampling: str) -> None:
     assert taken.numel() == 100_000
     for estimator in ("histogram", "gaussian", "vasicek"):
         assert abs(estimate(taken, estimator) - estimate(x, estimator)) < 0.02, estimator
-
-
-def test_full_rate_reads_everything() -> None:
-    x = torch.arange(12.0).reshape(3, 4)
-    assert torch.equal(sampler("random", beta=1.0).take(x, 1, "w"), x.flatten())

@@ -1,4 +1,4 @@
-"""The contract of policies: the rank of stage 0 after warm-up, and what a window's end makes of ranks.
+"""Contract of policies: the rank of stage 0 after warm-up, and the ranks that follow from the end of a window.
 
 Plain arithmetic: equal numbers give equal answers, so all ranks of a job decide alike.
 """
@@ -11,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
-from edgc.control.plan import Ranks
-from edgc.control.settings import SteppedConfig
+from edgc.control.settings import PolicyConfig, SteppedConfig
 from edgc.measurement.spectral import Curve
+
+Ranks = tuple[int | None, ...]
+"""One per stage; None: uncompressed."""
 
 
 @dataclass
 class Means:
-    """Of one quantity, window by window; None where a window has none.
+    """Means of one quantity, window by window; None where a window has none.
 
     Attributes:
         first: of the first two windows that have one.
@@ -59,21 +61,22 @@ class History:
             mean = math.fsum(value for value, _ in last) / len(last)
             self.reference = rank, mean, math.sqrt(math.fsum(error**2 for _, error in last)) / len(last)
 
-    def state_dict(self) -> dict[str, Any]:
-        """In JSON's types."""
-        state = asdict(self) | {"reference": list(self.reference) if self.reference else None}
-        return state | {"warm_up": [list(item) for item in self.warm_up]}
-
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """History of its fields in JSON's types."""
         reference = tuple(state["reference"]) if state["reference"] else None
         warm_up = [(float(entropy), float(error)) for entropy, error in state["warm_up"]]
         return cls(Means(**state["entropy"]), Means(**state["loss"]), warm_up, reference)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Fields in JSON's types."""
+        state = asdict(self) | {"reference": list(self.reference) if self.reference else None}
+        return state | {"warm_up": [list(item) for item in self.warm_up]}
+
 
 @dataclass(frozen=True)
 class WindowEnd:
-    """What a policy is told when a window has ended, after warm-up.
+    """End of a window after warm-up, as a policy sees it.
 
     Attributes:
         iteration: the last one of the window.
@@ -93,12 +96,12 @@ class WindowEnd:
 
 
 class Move(NamedTuple):
-    """What a window's end makes of the ranks.
+    """Ranks after the end of a window.
 
     Attributes:
-        ranks: after it, of as many stages as were given or of stage 0 alone; None: they stay.
-        target: what the policy asked for on stage 0 before rounding and limits; None where it asks for no rank.
-        low, high: what it would have asked for one standard error away; None where that is not known.
+        ranks: of as many stages as were given or of stage 0 alone; None: they stay.
+        target: rank that the policy asked for on stage 0 before rounding and limits; None where it asks for none.
+        low, high: targets one standard error away; None where that is not known.
     """
 
     ranks: Ranks | None
@@ -108,17 +111,8 @@ class Move(NamedTuple):
     high: float | None = None
 
 
-class Target(NamedTuple):
-    """A real rank that is asked for, or None for "leave it", and why; ``low`` and ``high`` as of :class:`Move`."""
-
-    rank: float | None
-    reason: str
-    low: float | None = None
-    high: float | None = None
-
-
 class Policy(ABC):
-    """The rule of one run; made by :meth:`edgc.control.settings.PolicyConfig.start`.
+    """Rule of one run; built by :meth:`edgc.control.settings.PolicyConfig.start`.
 
     Attributes:
         uses_curves: whether reports are to have error curves.
@@ -128,23 +122,29 @@ class Policy(ABC):
     uses_curves: ClassVar[bool] = False
     reference_windows = 1
 
+    def __init__(self, config: PolicyConfig) -> None:
+        self.config = config
+
     def begin(self, iteration: int, r_max: int) -> int:
-        """The rank of stage 0 after warm-up, which ``iteration`` ends."""
+        """Rank of stage 0 after warm-up, which ``iteration`` ends."""
         return r_max
 
     @abstractmethod
     def move(self, end: WindowEnd) -> Move:
-        """What the end of a window makes of ``end.ranks``."""
+        """Ranks after the end of a window."""
 
     def check_loss(self, iteration: int, loss: float, history: History) -> None:  # noqa: B027  (most need none)
-        """Refuse to go on without what the policy follows; ``loss`` as in :class:`edgc.measurement.report.Report`.
+        """Refuse to go on without a loss, if the policy follows it.
+
+        Args:
+            loss: as in :class:`edgc.measurement.report.Report`.
 
         Raises:
-            UserError: nobody has told it.
+            UserError: no rank was told any.
         """
 
     def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
-        """The rank of stage 0 to go on with from a state of other settings, in which it had ``rank``.
+        """Rank of stage 0 to go on with from a state of other settings, in which it had ``rank``.
 
         Args:
             iteration: the last one of the last window.
@@ -152,50 +152,41 @@ class Policy(ABC):
         Raises:
             UserError: ``history`` lacks what the policy compares with.
         """
-        return rank
+        multiple = self.config.rank_multiple
+        return self.config.clamped(rank // multiple * multiple, r_min, r_max)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next moves depend on beside the history, in JSON's types."""
+        """State beside the history that the next moves depend on, in JSON's types."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most keep nothing)
         """Go on from :meth:`state_dict`."""
 
 
-class SteppedPolicy(Policy):
-    """Moves ranks in steps between limits."""
-
-    def __init__(self, config: SteppedConfig) -> None:
-        self.config = config
-
-    def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
-        multiple = self.config.rank_multiple
-        return self.config.clamped(rank // multiple * multiple, r_min, r_max)
-
-
-class MeansPolicy(SteppedPolicy):
+class MeansPolicy(Policy):
     """Moves stage 0 towards a target that follows from window means.
 
     Attributes:
         follows: whose means: ``entropy`` or ``loss``.
     """
 
+    config: SteppedConfig
     follows: ClassVar[str] = "entropy"
 
     @abstractmethod
-    def target(self, now: float, end: WindowEnd) -> Target:
-        """The rank asked for by the mean of the window that has ended."""
+    def target(self, now: float, end: WindowEnd) -> Move:
+        """Target by the mean of the window that has ended, without ranks yet; no target: ranks stay."""
 
     def means(self, history: History) -> Means:
         return getattr(history, self.follows)
 
     def move(self, end: WindowEnd) -> Move:
-        now, [old, *_] = self.means(end.history).now, end.ranks
+        now, old = self.means(end.history).now, end.ranks[0]
         assert old is not None
         if now is None:
             return Move(None, f"no {self.follows} was measured in this window; ranks unchanged")
-        target = self.target(now, end)
-        if target.rank is None:
-            return Move(None, f"{target.reason}; ranks unchanged")
-        new = self.config.step(old, target.rank, end.r_min, end.r_max)
-        return Move((new,), f"{target.reason}; rank {old} -> {new}", target.rank, target.low, target.high)
+        move = self.target(now, end)
+        if move.target is None:
+            return move._replace(reason=f"{move.reason}; ranks unchanged")
+        new = self.config.step(old, move.target, end.r_min, end.r_max)
+        return move._replace(ranks=(new,), reason=f"{move.reason}; rank {old} -> {new}")

@@ -1,4 +1,4 @@
-"""The paper's policy: the rank that keeps the error of the end of warm-up, by the entropy since then (CQM)."""
+"""Policy of the paper: the rank that keeps the error of the end of warm-up, by the entropy since then (CQM)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgc.checks import number
-from edgc.control.policies.base import History, MeansPolicy, Target, WindowEnd
+from edgc.control.policies.base import History, MeansPolicy, Move, WindowEnd
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.control.settings import SteppedConfig
 from edgc.errors import UserError
@@ -44,37 +44,37 @@ class CQMConfig(SteppedConfig):
 class CQM(MeansPolicy):
     """Follows entropy by :func:`edgc.control.rank_model.next_rank`."""
 
+    config: CQMConfig
+
     def __init__(self, config: CQMConfig, model: StageModel) -> None:
         super().__init__(config)
-        self._model = model
-        self._hysteresis, self.reference_windows = config.hysteresis, config.reference_windows
+        self._model, self.reference_windows = model, config.reference_windows
         self._moved_at: tuple[float, float] | None = None  # entropy when the rank last moved, and its standard error
 
-    def target(self, now: float, end: WindowEnd) -> Target:
+    def target(self, now: float, end: WindowEnd) -> Move:
         assert end.history.reference is not None
-        reference_rank, reference, of_reference = end.history.reference
-        here = end.history.entropy.error or 0.0
-        noise = math.hypot(here, of_reference)
+        reference_rank, reference, reference_error = end.history.reference
+        error, hysteresis = end.history.entropy.error or 0.0, self.config.hysteresis
+        noise = math.hypot(error, reference_error)
         rank, low, high = (
             next_rank(self._model, reference_rank, reference, now + shift) for shift in (0.0, -noise, noise)
         )
         why = f"entropy {now - reference:+.4f} nats from the reference asks for rank {rank:.1f}"
         if noise:
             why += f" ({low:.1f} to {high:.1f} within a standard error of {noise:.4f})"
-        if self._hysteresis:
-            moved_at, of_move = self._moved_at or (reference, of_reference)
-            least = self._hysteresis * math.hypot(here, of_move)
+        if hysteresis:
+            moved_at, moved_error = self._moved_at or (reference, reference_error)
+            least = hysteresis * math.hypot(error, moved_error)
             if abs(now - moved_at) <= least:
-                return Target(None, f"{why}; {now - moved_at:+.4f} nats since it last moved is within {least:.4f}")
-            self._moved_at = now, here
-        return Target(rank, why, low, high)
+                return Move(None, f"{why}; {now - moved_at:+.4f} nats since it last moved is within {least:.4f}")
+            self._moved_at = now, error
+        return Move(None, why, rank, low, high)
 
     def state_dict(self) -> dict[str, Any]:
         return {"moved_at": list(self._moved_at) if self._moved_at else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        entropy_and_error = state["moved_at"]
-        self._moved_at = tuple(entropy_and_error) if entropy_and_error else None
+        self._moved_at = tuple(state["moved_at"]) if state["moved_at"] else None
 
     def go_on(self, iteration: int, rank: int, history: History, r_min: int, r_max: int) -> int:
         if history.reference is None:

@@ -1,13 +1,15 @@
-"""The rule of the authors' public code: ranks by how much the entropy has changed since the last window."""
+"""Rules of public codes: ranks by how much the entropy, or the training loss, has changed since the last window."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from edgc.control.policies.base import MeansPolicy, Target, WindowEnd
+from edgc.control.policies.base import History, MeansPolicy, Move, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
 from edgc.description import Look
+from edgc.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,29 +24,52 @@ class ReleasedConfig(SteppedConfig):
         return Released(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossConfig(SteppedConfig):
+    """Ranks by the change of the training loss, which must be told with ``add_loss``.
+
+    The rule of the public code HYGON-AI/Megatron-LM-das, commit 46178f3.
+    """
+
+    policy: str = "loss"
+
+    look = Look("follows the loss", "#CC3311", "2", ":")
+
+    def start(self, model: StageModel, stages: int, iterations: int) -> Loss:
+        return Loss(self)
+
+
 class Released(MeansPolicy):
     """Follows entropy by :func:`by_change`."""
 
-    def target(self, now: float, end: WindowEnd) -> Target:
+    def target(self, now: float, end: WindowEnd) -> Move:
         means = self.means(end.history)
-        first, second = means.first if len(means.first) == 2 else (None, None)
-        return by_change(self.follows, end.r_min, end.r_max, first, second, means.previous, now)
+        return by_change(self.follows, end.r_min, end.r_max, means.first, means.previous, now)
 
 
-def by_change(
-    what: str, r_min: int, r_max: int, first: float | None, second: float | None, previous: float | None, now: float
-) -> Target:
-    """The rule of the public codes: ``r_min + (r_max - r_min) |x_k - x_(k-1)| / |x_2 - x_1|``, at most r_max.
+class Loss(Released):
+    """Follows the loss by :func:`by_change`."""
 
-    x_k is the mean of window k: of the ``entropy``, or of the training ``loss``; x_1 and x_2 are of the first two
-    windows of the run that have one. That code divides by their difference unguarded; here a difference of 0, like a
-    window that has no measurement (None), leaves the rank as it is. It rounds down to even ranks, the steps here to
-    the multiple.
+    follows = "loss"
+
+    def check_loss(self, iteration: int, loss: float, history: History) -> None:
+        # A window that iteration 1 ends is over before its loss can be told.
+        if iteration > 1 and not history.loss.first and math.isnan(loss):
+            problem = f"policy loss was not told a training loss in the first {iteration} iterations"
+            raise UserError(problem, fix="call add_loss(loss) after every backward, on at least one rank")
+
+
+def by_change(quantity: str, r_min: int, r_max: int, first: list[float], previous: float | None, now: float) -> Move:
+    """Target by the rule of the public codes: ``r_min + (r_max - r_min) |x_k - x_(k-1)| / |x_2 - x_1|``, at most r_max.
+
+    x_k is the mean of window k: of the ``entropy``, or of the training ``loss``; x_1 and x_2 are the ``first`` two of
+    the run that are known. That code divides by their difference unguarded; here a difference of 0, like a window that
+    has no measurement (None), leaves the rank as it is. It rounds down to even ranks, the steps here to the multiple.
     """
-    if first is None or second is None or previous is None:
-        return Target(None, f"the window before has no {what}")
-    if first == second:
-        return Target(None, f"the first two windows have equal {'losses' if what == 'loss' else 'entropies'}")
-    ratio = abs(now - previous) / abs(second - first)
+    if len(first) < 2 or previous is None:
+        return Move(None, f"the window before has no {quantity}")
+    if first[0] == first[1]:
+        return Move(None, f"the first two windows have equal {'losses' if quantity == 'loss' else 'entropies'}")
+    ratio = abs(now - previous) / abs(first[1] - first[0])
     rank = r_min + (r_max - r_min) * min(1.0, ratio)
-    return Target(rank, f"{what} change of {ratio:.3f} times the first one asks for rank {rank:.1f}")
+    return Move(None, f"{quantity} change of {ratio:.3f} times the first one asks for rank {rank:.1f}", rank)

@@ -1,4 +1,4 @@
-"""Ours: the smallest rank whose predicted relative error of the mean is small enough, by what the factors show."""
+"""Policy of our own: the smallest rank whose predicted relative error of the mean is small enough."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgc.checks import number
-from edgc.control.policies.base import Move, SteppedPolicy, Target, WindowEnd
+from edgc.control.policies.base import Move, Policy, WindowEnd
 from edgc.control.rank_model import StageModel
 from edgc.control.settings import SteppedConfig
 from edgc.description import Look
@@ -44,7 +44,7 @@ class SpectralConfig(SteppedConfig):
         return Spectral(self, stages)
 
 
-class Spectral(SteppedPolicy):
+class Spectral(Policy):
     """Follows the running means of error curves by :func:`spectral`."""
 
     config: SpectralConfig
@@ -53,29 +53,24 @@ class Spectral(SteppedPolicy):
     def __init__(self, config: SpectralConfig, stages: int) -> None:
         super().__init__(config)
         self.stages = stages
-        self._begin_anew(())
-
-    def _begin_anew(self, grid: Sequence[int]) -> None:
-        self._grid = tuple(grid)
-        self._curves: list[Curve | None] = [None] * self.stages
+        self._grid: tuple[int, ...] = ()
+        self._curves: list[Curve | None] = [None] * stages
 
     def move(self, end: WindowEnd) -> Move:
         if self._grid != tuple(end.grid):  # r_max has changed: curves have other points
-            self._begin_anew(end.grid)
+            self._grid, self._curves = tuple(end.grid), [None] * self.stages
         curves = self.smoothed(end.curves or (None,) * self.stages)
-        moved, reasons = list(end.ranks), []
-        for stage, old in enumerate(end.ranks):
-            curve = curves[stage]
-            where = f"stage {stage}: " if len(end.ranks) > 1 else ""
+        ranks, reasons = list(end.ranks), []
+        for stage, (old, curve) in enumerate(zip(end.ranks, curves, strict=False)):
+            name = f"stage {stage}: " if len(end.ranks) > 1 else ""
             if curve is None or old is None:
-                reasons.append(f"{where}no spectra in this window, rank unchanged")
+                reasons.append(f"{name}no spectra in this window, rank unchanged")
                 continue
-            target = spectral(curve, end.grid, self.config.target_error)
-            assert target.rank is not None
-            new = self.config.step(old, target.rank, end.r_min, end.r_max)
-            moved[stage] = min(new, old) if self.config.monotone else new
-            reasons.append(f"{where}{target.reason}; rank {old} -> {moved[stage]}")
-        return Move(tuple(moved), "; ".join(reasons))
+            target, why = spectral(curve, end.grid, self.config.target_error)
+            new = self.config.step(old, target, end.r_min, end.r_max)
+            ranks[stage] = min(new, old) if self.config.monotone else new
+            reasons.append(f"{name}{why}; rank {old} -> {ranks[stage]}")
+        return Move(tuple(ranks), "; ".join(reasons))
 
     def smoothed(self, curves: Sequence[Curve | None]) -> list[Curve | None]:
         """Every stage's running mean over windows, given one window's ``curves``; None where these say nothing.
@@ -85,14 +80,13 @@ class Spectral(SteppedPolicy):
         Raises:
             ValueError: another number of stages, or a curve of another length than the stage's before.
         """
-        shown, weight = [], self.config.smoothing
+        means, weight = [], self.config.smoothing
         for stage, (old, new) in enumerate(zip(self._curves, curves, strict=True)):
             if new is not None and old is not None:
                 new = tuple(weight * b + (1 - weight) * a for a, b in zip(old, new, strict=True))
-            if new is not None:
-                self._curves[stage] = new
-            shown.append(new)
-        return shown
+            self._curves[stage] = old if new is None else new
+            means.append(new)
+        return means
 
     def state_dict(self) -> dict[str, Any]:
         return {"grid": list(self._grid), "curves": [None if c is None else list(c) for c in self._curves]}
@@ -102,15 +96,14 @@ class Spectral(SteppedPolicy):
         self._curves = [None if curve is None else tuple(map(float, curve)) for curve in state["curves"]]
 
 
-def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> Target:
-    """The smallest of ``ranks`` (ascending) whose predicted relative error is at most ``target_error``.
+def spectral(curve: Sequence[float], ranks: Sequence[int], target_error: float) -> tuple[int, str]:
+    """Smallest of ``ranks`` (ascending) whose predicted relative error is at most ``target_error``, and why.
 
     ``curve`` holds the squared relative error of the mean over workers at each of them
     (:func:`edgc.measurement.spectral.error_curve`). The largest rank where none is enough.
     """
     for rank, error_sq in zip(ranks, curve, strict=True):
         if error_sq <= target_error**2:
-            why = f"predicted error {math.sqrt(error_sq):.4f} at rank {rank} meets {target_error:g}"
-            return Target(rank, why)
+            return rank, f"predicted error {math.sqrt(error_sq):.4f} at rank {rank} meets {target_error:g}"
     why = f"predicted error {math.sqrt(curve[-1]):.4f} at rank {ranks[-1]} does not meet {target_error:g}"
-    return Target(ranks[-1], why)
+    return ranks[-1], why
