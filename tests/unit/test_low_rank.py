@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edgc.compressors import Gradient
-from edgc.compressors import passes as module
 from edgc.compressors.base import square_sum, square_sums
-from edgc.compressors.batched import Batched
-from edgc.compressors.passes import Matrices, RowBlocks, batch_view
+from edgc.compressors.powersgd import passes as module
+from edgc.compressors.powersgd.passes import Batched, Group, RowBlocks, batch_view
 
 BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
 OK = torch.tensor(True)
@@ -31,14 +30,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def matrices(
-    count: int, rows: int, columns: int, rank: int, error_dtype: torch.dtype | None = torch.float32
-) -> Matrices:
+def matrices(count: int, rows: int, columns: int, rank: int, error_dtype: torch.dtype | None = torch.float32) -> Group:
     error = None if error_dtype is None else draw(count, rows, columns, seed=1).to(error_dtype)
-    return Matrices([f"w{i}" for i in range(count)], (rows, columns), rank, error)
+    return Group([f"w{i}" for i in range(count)], (rows, columns), rank, error)
 
 
-def named(x: Matrices, tensors: list[Tensor]) -> list[Gradient]:
+def named(x: Group, tensors: list[Tensor]) -> list[Gradient]:
     return [Gradient(name, tensor) for name, tensor in zip(x.names, tensors, strict=True)]
 
 
@@ -114,7 +111,7 @@ def test_a_reduction_of_one_worker(
 def test_small_errors_are_measured_and_not_a_difference() -> None:
     left, right = torch.linalg.qr(draw(50, 3)).Q, 10 * draw(3, 40)
     noise = 1e-4 * draw(50, 40, seed=5)
-    x = Matrices(["w"], (50, 40), 3, torch.zeros(1, 50, 40))
+    x = Group(["w"], (50, 40), 3, torch.zeros(1, 50, 40))
     basis = left[None]
     run = RowBlocks()
     run.load([x], [named(x, [left @ right + noise])], [None], [None])
@@ -147,7 +144,7 @@ def test_not_finite_on_a_gpu_leaves_the_error_and_ruins_the_gradient(
 
 def test_what_a_narrow_gradient_cannot_hold_is_clamped_and_kept() -> None:
     for run in (RowBlocks(), Batched()):
-        x = Matrices(["w"], (4, 4), 1, torch.zeros(1, 4, 4))
+        x = Group(["w"], (4, 4), 1, torch.zeros(1, 4, 4))
         gradient = torch.zeros(4, 4, dtype=torch.float16)
         run.load([x], [named(x, [gradient])], [None], [None])
         large = (torch.full((1, 4, 1), 1e3), torch.full((1, 1, 4), 1e3))

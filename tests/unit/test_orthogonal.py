@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgc.compressors.powersgd.orthogonal import Orthonormal
+from edgc.compressors.powersgd.passes import Batched, RowBlocks
 
 
 def decide(x: Tensor) -> Tensor:
     out = torch.full_like(x, torch.nan)
-    Orthonormal()([x], [out])
+    RowBlocks().orthonormalise([x], [out])
     return out
 
 
 def blind(x: Tensor) -> Tensor:
     out = torch.full_like(x, torch.nan)
-    Orthonormal().without_decisions([x], [out])
+    Batched().orthonormalise([x], [out])
     return out
 
 
@@ -161,7 +161,7 @@ def test_matrices_of_several_shapes_are_one_batch_and_do_not_touch_each_other() 
     shapes = [(2, 40, 4), (1, 130, 4), (3, 17, 4), (1, 60, 9)]
     xs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)]
     together = [torch.full_like(x, torch.nan) for x in xs]
-    Orthonormal().without_decisions(xs, together)
+    Batched().orthonormalise(xs, together)
     for x, basis in zip(xs, together, strict=True):
         assert departure(basis) < 1e-6
         assert max(outside(*pair) for pair in zip(x, basis, strict=True)) < 1e-6
@@ -170,7 +170,7 @@ def test_matrices_of_several_shapes_are_one_batch_and_do_not_touch_each_other() 
     # What is not finite in one of them stays there.
     xs[2][1, 3, 2] = torch.inf
     spoiled = [torch.zeros_like(x) for x in xs]
-    Orthonormal().without_decisions(xs, spoiled)
+    Batched().orthonormalise(xs, spoiled)
     assert spoiled[2][1].isnan().all()
     spoiled[2][1] = together[2][1]
     assert all(torch.equal(a, b) for a, b in zip(spoiled, together, strict=True))

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from edgc.compressors import Channel, Gradient
 from edgc.compressors.base import compressible
-from edgc.compressors.passes import RowBlocks
 from edgc.compressors.powersgd import saves_bytes
+from edgc.compressors.powersgd.passes import RowBlocks
 from edgc.compressors.powersgd.state import random_factor
 from tests.lockstep import reduce_together
 from tests.low_rank import power_sgd

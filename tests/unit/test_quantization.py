@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import edgc.compressors.quantization as blocks_module
 from edgc.compressors import Channel
-from edgc.compressors.powersgd.wire import Wire
+from edgc.compressors.powersgd.algorithm import Wire
 from edgc.compressors.quantization import FACTORS, Blocks, QuantisedMean
 from tests.workers import run_workers
 
