@@ -84,12 +84,7 @@ def variants() -> Mapping[str, EDGCConfig]:
     for name in {kind.method: next(iter(kind.examples)) for kind, _ in examples.FOUND.values()}.values():
         kind, _ = examples.FOUND[name]
         known = {field.name: field.default for field in fields(kind)}
-        for key, value in {
-            "error_feedback": False,
-            "warm_start": False,
-            "one_sided": True,
-            "error_dtype": "bf16",
-        }.items():
+        for key, value in SWITCHES.items():
             if name != "edgc" and known.get(key, value) != value:
                 settings[f"{name}, {key} {value}"] = {**settings[name], key: value}
     more = {"one_sided": True, "warm_start": False}, {"one_sided": True, "factor_dtype": "int4"}

@@ -85,7 +85,7 @@ def test_installed_versions_are_those_of_the_lock() -> None:
 def test_another_torch_is_tried_with_the_tests_of_the_library() -> None:
     names = {path.stem for path in library_tests()}
     assert {
-        "test_compressors",
+        "test_entrywise",
         "test_powersgd",
         "test_entropy",
         "test_ddp",

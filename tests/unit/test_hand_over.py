@@ -83,7 +83,7 @@ def conservation() -> list[dict[str, Any]]:
                 "rank": plan.ranks[0],
                 "bytes": last.statistics.bytes,
                 "error": last.statistics.worker_error,
-                "memory": found.warm_up is not None and len(found.warm_up.compressor._flats),
+                "memory": len(getattr(found.warm_up, "_flats", ())),
                 "names": sorted(after),
             }
         )

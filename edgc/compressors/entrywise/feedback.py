@@ -146,24 +146,14 @@ class Velocities:
             out.add_(kept_of(self.tensors, gradient, "the velocity"), alpha=self.momentum)
         return out
 
-    def stay(self, gradient: Gradient, out: Tensor) -> None:
-        """Write the last velocity of a gradient to ``out``; zeros if it has none."""
-        if gradient.name in self.tensors:
-            out.copy_(kept_of(self.tensors, gradient, "the velocity"))
-        else:
-            out.zero_()
-
     def replace(self, gradients: Iterable[Gradient]) -> dict[str, Tensor]:
-        """Put the next velocities in the places of all gradients but unused ones; returns them by name, to be
-        adopted."""
-        if not self.momentum:
-            return {}
+        """Put the next velocities in the places of all gradients but unused ones; returns them by name."""
         advanced: dict[str, Tensor] = {}
-        for gradient in (gradient for gradient in gradients if not gradient.unused):
-            dtype = torch.promote_types(torch.float32, gradient.tensor.dtype)
-            room = torch.empty(gradient.tensor.shape, dtype=dtype, device=gradient.tensor.device)
-            advanced[gradient.name] = self.advance(gradient, room)
-            gradient.tensor.copy_(room)
+        for gradient in gradients:
+            if self.momentum and not gradient.unused:
+                dtype = torch.promote_types(torch.float32, gradient.tensor.dtype)
+                advanced[gradient.name] = self.advance(gradient, torch.empty_like(gradient.tensor, dtype=dtype))
+                gradient.tensor.copy_(advanced[gradient.name])
         return advanced
 
     def keep_old(self, advanced: Mapping[str, Tensor], ok: Tensor) -> None:
@@ -310,11 +300,13 @@ class Feedback(KeepsErrors):
         return held
 
     def _take_in(self, held: Iterable[tuple[Gradient, Tensor, Tensor]], advanced: Mapping[str, Tensor]) -> None:
-        """Keep what was held, and the velocities as they were."""
+        """Keep what was held, and the velocities as they were: zeros where there was none."""
         for gradient, part, own in held:
             part.add_(own)
             if gradient.name in advanced:
-                self.velocities.stay(gradient, advanced[gradient.name])
+                velocity = advanced[gradient.name].zero_()
+                if gradient.name in self.velocities.tensors:
+                    velocity.copy_(kept_of(self.velocities.tensors, gradient, "the velocity"))
 
     def _finish(
         self,
