@@ -133,7 +133,7 @@ class Compressor(ABC):
     """
 
     deferred = False
-    _changes: list[Callable[[], None]] | None = None
+    _changes: Sequence[Callable[[], object]] = ()
 
     @abstractmethod
     def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
@@ -226,20 +226,18 @@ class Compressor(ABC):
     def rescale(self, factor: float) -> None:  # noqa: B027
         """Gradients come multiplied by ``factor`` from now on, as when a loss scale changes: state follows."""
 
-    def _then(self, change: Callable[[], None]) -> None:
+    def _then(self, change: Callable[[], object]) -> None:
         """Change the state, now or when :meth:`settle` says so."""
-        if not self.deferred:
-            change()
-        elif self._changes is None:
-            self._changes = [change]
+        if self.deferred:
+            self._changes = [*self._changes, change]
         else:
-            self._changes.append(change)
+            change()
 
     def settle(self, keep: bool) -> None:
         """Make the deferred changes of all reductions since the last call, or drop them as if these had not been."""
-        changes, self._changes = self._changes, None
+        changes, self._changes = self._changes, ()
         if keep:
-            for change in changes or ():
+            for change in changes:
                 change()
 
     def state_dict(self) -> dict[str, Any]:

@@ -115,8 +115,7 @@ class Flat:
 
     def clear_gaps(self) -> None:
         """Zeros between the gradients of ``work``."""
-        ends = [*self.offsets[1:], len(self.work)]
-        for offset, shape, end in zip(self.offsets, self.shapes, ends, strict=True):
+        for offset, shape, end in zip(self.offsets, self.shapes, [*self.offsets[1:], len(self.work)], strict=True):
             self.work[offset + shape.numel() : end].zero_()
 
 
@@ -255,7 +254,7 @@ class Feedback(KeepsErrors):
         for gradient in dense:
             gradient.tensor.masked_fill_(~ok, math.nan)
         for gradient in drained:
-            self._then(partial(self._sent, gradient.name, ok))
+            self._then(partial(self._error(gradient).masked_fill_, ok, 0))
         statistics.gradient_sq, statistics.input_sq = (
             torch.where(ok, norm, 0.0) if isinstance(norm, torch.Tensor) else norm
             for norm in (statistics.gradient_sq, statistics.input_sq)
@@ -270,7 +269,7 @@ class Feedback(KeepsErrors):
         if flat is None:
             # Names that are now called in other company do not come back in the old one.
             names = {gradient.name for gradient in gradients}
-            self._flats = {old: kept for old, kept in self._flats.items() if names.isdisjoint(kept.names)}
+            self._flats = {old: other for old, other in self._flats.items() if names.isdisjoint(other.names)}
             flat = self._flats[key] = Flat.of(gradients, self.align, self.velocities.momentum > 0)
         flat.clear_gaps()
         advanced = flat.velocities
@@ -319,8 +318,12 @@ class Feedback(KeepsErrors):
         decides = host_decides(ok.device)
         if not decides and self.error_feedback:
             # Before the result takes the place of the errors of last time.
-            for gradient, kept in zip(gradients, flat.parts(flat.work), strict=True):
-                self._keep_old(gradient, kept.view(gradient.tensor.shape), ok)
+            for gradient, part in zip(gradients, flat.parts(flat.work), strict=True):
+                if gradient.name in self.errors:
+                    error = part.view(gradient.tensor.shape)
+                    torch.where(ok, error, self._error(gradient), out=error)
+                else:
+                    part.masked_fill_(~ok, 0)
         into = flat.spare
         if self.deferred:
             # The errors of last time must stay until the new ones are settled.
@@ -347,22 +350,11 @@ class Feedback(KeepsErrors):
                 self._then(partial(self.held.__setitem__, gradient.name, ok))
         self._then(flat.swap)
 
-    def _keep_old(self, gradient: Gradient, kept: Tensor, ok: Tensor) -> None:
-        """``kept`` becomes the error of last time where the result is not finite."""
-        if gradient.name in self.errors:
-            torch.where(ok, kept, self._error(gradient), out=kept)
-        else:
-            kept.masked_fill_(~ok, 0)
-
     def _adopt(self, name: str, kept: Tensor) -> None:
         if self.error_feedback:
             self.errors[name] = kept
         if self.counts_reductions:
             self.counts[name] = self.counts.get(name, 0) + 1
-
-    def _sent(self, name: str, ok: Tensor) -> None:
-        """:meth:`_forget` where nobody looks whether the result was finite."""
-        self.errors[name] = self.errors[name].to(ok.device).masked_fill_(ok, 0)
 
     def _generator(self, name: str, *parts: object) -> torch.Generator:
         """Random numbers of this method, step, name and ``parts``; the same wherever those are."""

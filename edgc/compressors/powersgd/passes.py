@@ -185,7 +185,6 @@ class RowBlocks:
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._small: dict[int, _Small] = {}
 
     @staticmethod
     def square_sums(batches: Sequence[Tensor]) -> list[Tensor]:
@@ -310,16 +309,15 @@ class RowBlocks:
         """Cholesky-QR in one or two passes; False if that would not be accurate."""
         if reduced_products():
             return False
-        rank = x.shape[1]
-        small = self._small[rank] = self._small.get(rank) or _Small(rank)
-        inverse = small.factor(x)
+        transform, inverse = _cholesky_factor(x)
         if not inverse <= _TWO_PASSES:
             return False
-        torch.mm(x, small.transform, out=out)
+        torch.mm(x, transform, out=out)
         if inverse > _ONE_PASS:
-            if not small.factor(out) <= _ONE_PASS:
+            transform, inverse = _cholesky_factor(out)
+            if not inverse <= _ONE_PASS:
                 return False
-            out.copy_(torch.mm(out, small.transform, out=self._room(x)))
+            out.copy_(torch.mm(out, transform, out=self._room(x)))
         return True
 
     def _room(self, block: Tensor) -> Tensor:
@@ -339,38 +337,22 @@ def _blocks(x: Group) -> Iterator[tuple[int, slice]]:
     return ((i, slice(at, min(at + height, rows))) for i in range(len(x.names)) for at in range(0, rows, height))
 
 
-class _Small:
-    """Matrices r x r of Cholesky-QR. LAPACK takes its matrices by columns, hence the transposes."""
-
-    def __init__(self, rank: int) -> None:
-        self.gram, self.transform = (torch.empty(rank, rank, dtype=torch.float32, device="cpu") for _ in range(2))
-        self.scaled, self.lower, self.inverse = (
-            torch.empty(rank, rank, dtype=torch.float64, device="cpu").t() for _ in range(3)
-        )
-        self.eye = torch.eye(rank, dtype=torch.float64, device="cpu")
-        self.scale = torch.empty(rank, dtype=torch.float64, device="cpu")
-        self.info = torch.empty((), dtype=torch.int32, device="cpu")
-
-    def factor(self, x: Tensor) -> float:
-        """``transform`` becomes the T for which ``x @ T`` is orthonormal.
-
-        Returns the mean diagonal entry of the inverse of the scaled C; nan if there is none, or for norms out of range.
-        """
-        torch.mm(x.t(), x, out=self.gram)
-        self.scaled.copy_(self.gram)
-        low, high = self.scaled.diagonal().aminmax()
-        if not (float(low) > _SMALLEST and float(high) < _LARGEST):
-            return math.nan
-        torch.rsqrt(self.scaled.diagonal(), out=self.scale)
-        self.scaled.mul_(self.scale).mul_(self.scale[:, None])
-        torch.linalg.cholesky_ex(self.scaled, out=(self.lower, self.info))
-        if self.info:
-            return math.nan
-        torch.linalg.solve_triangular(self.lower, self.eye, upper=False, out=self.inverse)
-        flat = self.inverse.t().reshape(-1)
-        mean = float(torch.dot(flat, flat)) / len(self.scale)
-        self.transform.copy_(self.inverse.t().mul_(self.scale[:, None]))
-        return mean
+def _cholesky_factor(x: Tensor) -> tuple[Tensor, float]:
+    """T, r x r, for which ``x @ T`` is orthonormal, and the mean diagonal entry of the inverse of the scaled C; nan if
+    there is none, or for norms out of range."""
+    gram = torch.mm(x.t(), x).double()
+    low, high = gram.diagonal().aminmax()
+    if not (float(low) > _SMALLEST and float(high) < _LARGEST):
+        return gram, math.nan
+    scale = gram.diagonal().rsqrt()
+    lower, failed = torch.linalg.cholesky_ex(gram.mul_(scale).mul_(scale[:, None]))
+    if failed:
+        return gram, math.nan
+    eye = torch.eye(len(scale), dtype=torch.float64, device="cpu")
+    transform = torch.linalg.solve_triangular(lower, eye, upper=False).t()
+    flat = transform.reshape(-1)
+    mean = float(torch.dot(flat, flat)) / len(scale)
+    return (transform * scale[:, None]).float(), mean
 
 
 class Batched(RowBlocks):
