@@ -115,7 +115,7 @@ class BucketWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether an iteration has begun and not ended."""
+        """True if an iteration has begun and not ended."""
         return bool(self._seen) and self.error is None
 
     def replay(self, layout: Layout) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EDGCConfig(Settings):
-    """Everything that decides how gradients are reduced; of this class are the settings that every method has.
+    """Settings of how gradients are reduced; of this class are those that every method has.
 
     ``EDGCConfig(method="powersgd", rank=32)`` and ``EDGCConfig.from_dict({"method": "powersgd", "rank": 32})`` are
     of the method's own type, as is ``PowerSGDConfig(rank=32)``. A setting of another method is refused, and so is one
@@ -116,7 +116,7 @@ class EDGCConfig(Settings):
 
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
-        """Own settings that have no effect beside ``values``, each with what would give it one."""
+        """Settings of this type that have no effect beside ``values``, each with what would give it one."""
         return {}
 
     @classmethod
@@ -127,7 +127,7 @@ class EDGCConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
-        """As of all settings; a ``preset`` (:mod:`edgc.presets`) among them is laid under the other keys."""
+        """Build from a mapping; a ``preset`` (:mod:`edgc.presets`) among its keys is laid under the others."""
         values = presets.resolved(values, where=where, prefix=prefix)
         kind = cls._type_for(values, where=where, prefix=prefix)
         kind._check_keys(values, where=where, prefix=prefix)
@@ -206,7 +206,7 @@ class EDGCConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressingConfig(EDGCConfig):
-    """What every method but ``none`` has.
+    """Settings of every method but ``none``.
 
     Attributes:
         compress_experts: under Megatron's expert parallelism, whether the experts' gradients are compressed too (ours).
@@ -230,7 +230,7 @@ class CompressingConfig(EDGCConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantConfig(CompressingConfig):
-    """What the methods have that compress alike from the first iteration to the last: all but ``none`` and ``edgc``.
+    """Settings of the methods that compress alike from the first iteration to the last: all but ``none`` and ``edgc``.
 
     Attributes:
         compressed_stages: share of the pipeline stages, from stage 0 on, that compress their gradients, in whole stages
@@ -245,7 +245,7 @@ class ConstantConfig(CompressingConfig):
         number("compressed_stages", self.compressed_stages, 0, 1, open_low=True)
 
     def stages_compressed(self, stages: int) -> int:
-        """How many of ``stages`` pipeline stages are compressed under ``compressed_stages``."""
+        """Number of pipeline stages, of ``stages``, that are compressed under ``compressed_stages``."""
         # 0.7 * 10 is to be 7 whatever its last bit.
         return max(1, math.floor(self.compressed_stages * stages + 1e-9))
 

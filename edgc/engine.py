@@ -134,12 +134,12 @@ class Engine:
 
     @property
     def closes_at_once(self) -> bool:
-        """Whether this iteration must be closed before the next thing happens, even if the host waits for a GPU."""
+        """True if this iteration must be closed before the next thing happens, even if the host waits for a GPU."""
         return self._due and (self.plan.exchange or self.monitor.closes_at_once or self._unused)
 
     @property
     def given_up(self) -> bool:
-        """Whether a reduction of this iteration has met a gradient that was not finite; on a GPU the host waits."""
+        """True if a reduction of this iteration has met a gradient that was not finite; on a GPU the host waits."""
         return bool(self._statistics.skipped)
 
     @property
@@ -188,7 +188,7 @@ class Engine:
         return gradients, channel, self.compressor, rank
 
     def _observed(self, local: Gradients, group: Group, compress: bool, shards: Shards) -> Steps:
-        """The same in an iteration in which something is due, with what is measured before and after."""
+        """Reduction in an iteration in which something is due, with what is measured before and after."""
         # The result of an unused matrix is compared with what is kept of it while both are there.
         self._unused |= any(gradient.unused for gradient in local)
         self._look_at(local, "local")
@@ -294,7 +294,7 @@ class Engine:
 
     @in_own_modes
     def state_dict(self) -> dict[str, Any]:
-        """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
+        """State that this rank needs to go on exactly after a whole iteration: tensors and plain values."""
         compressor = self.compressor.state_dict()
         if self.warm_up is not None:
             # By parameter name, as the method itself keeps it: a state means the same whichever of the two holds it.

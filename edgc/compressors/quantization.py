@@ -132,7 +132,7 @@ class QuantisedMean:
         yield
 
     def finite(self) -> Tensor:
-        """Whether the result is finite, a 0-dim tensor, the same on every rank."""
+        """True, a 0-dim tensor, if the result is finite; the same on every rank."""
         return torch.stack([self.blocks.finite(message) for message in self._received]).all()
 
     def unpack(self, out: Tensor) -> None:
@@ -244,7 +244,7 @@ class Blocks:
                 torch.mul(levels, step[:, None], out=target.view(-1, self.size))
 
     def finite(self, message: Tensor) -> Tensor:
-        """Whether everything in a message is finite, a 0-dim tensor; it takes only the steps to know."""
+        """True, a 0-dim tensor, if everything in a message is finite; it takes only the steps to know."""
         return self._views(message)[0].amax().isfinite()
 
     def _views(self, message: Tensor) -> tuple[Tensor, Tensor]:

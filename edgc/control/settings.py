@@ -58,7 +58,7 @@ class PolicyConfig(LowRankConfig):
 
     look = Look("EDGC", "#D55E00", "D")
     gives_ranks: ClassVar[bool] = False
-    """Whether the settings give the ranks of stage 0, so that no entropy and no search is needed for them."""
+    """True if the settings give the ranks of stage 0, so that no entropy and no search is needed for them."""
 
     def _check(self) -> None:
         super()._check()
@@ -118,7 +118,7 @@ class PolicyConfig(LowRankConfig):
     def warm_up_ends(
         self, iterations: int, iteration: int, previous: float | None, entropy: float | None, *, measuring: bool
     ) -> tuple[bool, str]:
-        """Whether warm-up ends with the window that ``iteration`` closes, and why or why not.
+        """Decide whether warm-up ends with the window that ``iteration`` closes, and why or why not.
 
         Args:
             iterations: length of the run.

@@ -1,4 +1,4 @@
-"""What the entrywise methods (topk, randomk, quantize, sign) share: which gradients, error feedback, skipped steps.
+"""Error feedback of the entrywise methods (topk, randomk, quantize, sign, natural), and steps that are given up.
 
 Every matrix with enough entries goes through the method, in one flat fp32 vector a call; vectors and small matrices
 go dense in messages of their own at the same time. For worker w with gradient G_w and error E_w::
@@ -56,7 +56,7 @@ from edgc.runtime.device import host_decides
 
 @dataclass(frozen=True, kw_only=True)
 class EntrywiseConfig(ConstantConfig):
-    """What the entrywise methods have in common.
+    """Settings that the entrywise methods have in common.
 
     Attributes:
         error_feedback: off only for ablations, and for methods that are unbiased without.
@@ -109,7 +109,7 @@ class Flat:
         return {name: part.view(shape) for name, shape, part in named}
 
     def swap(self) -> None:
-        """What is left in ``work`` is kept until the next call has brought what follows from it."""
+        """Keep the rest in ``work`` until the next call has brought what follows from it."""
         self.work, self.spare = self.spare, self.work
         self.velocity, self.last_velocity = self.last_velocity, self.velocity
 

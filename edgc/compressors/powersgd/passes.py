@@ -107,7 +107,7 @@ class Group:
 
     @property
     def side(self) -> int:
-        """Of the factor that the next call begins with; on a GPU the host may wait here."""
+        """Side of the factor that the next call begins with; on a GPU the host may wait here."""
         turns, self._turns = self._turns, None
         if turns is not None and turns.read():
             self._side = self.other
@@ -434,7 +434,7 @@ class Batched(RowBlocks):
             self._orthonormalise([xs[i] for i in places], [outs[i] for i in places])
 
     def _orthonormalise(self, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Of matrices with as many columns. Rows of zeros below the shorter ones change neither products nor bases."""
+        """One batch of matrices with as many columns. Rows of zeros below the shorter ones change neither products nor bases."""
         counts, rank = [len(x) for x in xs], xs[0].shape[-1]
         rows = max(x.shape[-2] for x in xs)
         basis = torch.zeros((sum(counts), rows, rank), dtype=torch.float64, device=xs[0].device)

@@ -1,4 +1,4 @@
-"""What PowerSGD keeps from step to step: error feedback, and the factor that its power iteration begins with."""
+"""State of PowerSGD from step to step: error feedback, and the factor that its power iteration begins with."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class State:
         return [self._group(group, group[0].rank or rank, deferred) for group in members]
 
     def _side(self, name: str) -> int:
-        """Of the factor to begin with."""
+        """Side of the factor to begin with."""
         return self.sides.get(name, RIGHT)
 
     def _group(self, members: Sequence[Gradient], rank: int, deferred: bool) -> Group:
