@@ -434,7 +434,7 @@ class Batched(RowBlocks):
             self._orthonormalise([xs[i] for i in places], [outs[i] for i in places])
 
     def _orthonormalise(self, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """One batch of matrices with as many columns. Rows of zeros below the shorter ones change neither products nor bases."""
+        """Matrices with as many columns; rows of zeros below the shorter ones change neither products nor bases."""
         counts, rank = [len(x) for x in xs], xs[0].shape[-1]
         rows = max(x.shape[-2] for x in xs)
         basis = torch.zeros((sum(counts), rows, rank), dtype=torch.float64, device=xs[0].device)
