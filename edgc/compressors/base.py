@@ -133,7 +133,7 @@ class Compressor(ABC):
     """
 
     deferred = False
-    _changes: Sequence[Callable[[], object]] = ()
+    _changes: list[Callable[[], object]] | None = None
 
     @abstractmethod
     def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
@@ -229,13 +229,14 @@ class Compressor(ABC):
     def _then(self, change: Callable[[], object]) -> None:
         """Change the state, now or when :meth:`settle` says so."""
         if self.deferred:
-            self._changes = [*self._changes, change]
+            self._changes = self._changes or []
+            self._changes.append(change)
         else:
             change()
 
     def settle(self, keep: bool) -> None:
         """Make the deferred changes of all reductions since the last call, or drop them as if these had not been."""
-        changes, self._changes = self._changes, ()
+        changes, self._changes = self._changes or [], None
         if keep:
             for change in changes:
                 change()
