@@ -36,11 +36,7 @@ from edgc.runtime.device import host_decides, own_modes
 
 Log = Callable[[Iteration, Decision | None], None]
 Layout = list[list[str]]
-_END = object()
-
-
-class Flush:
-    """In the queue: see :meth:`BucketWorker.flush`."""
+_END, _FLUSH = object(), object()
 
 
 @dataclass(eq=False)
@@ -95,16 +91,12 @@ class BucketWorker:
         *,
         closes: bool = True,
     ) -> None:
-        self.engine = engine
-        self.closes = closes
-        self.group = group
-        self.parameters = parameters
+        self.engine, self.closes, self.group, self.parameters = engine, closes, group, parameters
         self.log: Log | None = None
         self.error: Exception | None = None
         self.skipped: int | Tensor = 0
         self.layout: Layout = []
-        self._replay: Layout = []
-        self._replays = 0
+        self._replay, self._replays = list[list[str]](), 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._running: list[tuple[Steps, Bucket | None]] = []  # oldest first
         self._held: list[Bucket] = []
@@ -114,7 +106,7 @@ class BucketWorker:
         self._unsettled = False  # whether an iteration has ended and is not closed
         self._left: list[tuple[str, Tensor]] = []  # to be taken back once it is
         self._stopped = False
-        self._queue: queue.SimpleQueue[Bucket | Flush | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.inline = not host_decides(device)
         self._thread: threading.Thread | None = None
         if not self.inline:
@@ -123,7 +115,7 @@ class BucketWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether an iteration has begun and not ended."""
+        """True if an iteration has begun and not ended."""
         return bool(self._seen) and self.error is None
 
     def replay(self, layout: Layout) -> None:
@@ -142,7 +134,7 @@ class BucketWorker:
         else:
             self._do(bucket)
 
-    def _do(self, item: Bucket | Flush) -> None:
+    def _do(self, item: object) -> None:
         if not self.inline:
             self._queue.put(item)
             return
@@ -166,7 +158,7 @@ class BucketWorker:
         The order of collectives then depends on where among the buckets this is called: the same on every rank.
         """
         if not self._stopped:
-            self._do(Flush())
+            self._do(_FLUSH)
 
     def stop(self) -> None:
         """Take no more buckets; the thread ends after those it has. Waits at most a second, for a peer may be lost."""
@@ -180,7 +172,7 @@ class BucketWorker:
             while (item := self._queue.get()) is not None:
                 self._process(item)
 
-    def _process(self, item: Bucket | Flush) -> None:
+    def _process(self, item: object) -> None:
         if isinstance(item, Bucket):
             self._unfinished.append(item)
         stopping: BaseException | None = None
@@ -231,19 +223,17 @@ class BucketWorker:
         self._running.append(new)
         # Backward may be long in bringing the next bucket; until then only this one's transfers can use the link.
         for task in (new, *older, *[new] * (self.engine.waits - 1)):
-            if next(task[0], _END) is _END:
-                self._ended(task)
+            self._advance(task)
 
     def _drain(self) -> None:
         """Advance all reductions in turn until none is left."""
         while self._running:
             for task in list(self._running):
-                if next(task[0], _END) is _END:
-                    self._ended(task)
+                self._advance(task)
 
-    def _ended(self, task: tuple[Steps, Bucket | None]) -> None:
-        """Hand over an averaged bucket, but for the last of the iteration; a generator may end more than once."""
-        if task in self._running:
+    def _advance(self, task: tuple[Steps, Bucket | None]) -> None:
+        """Take a reduction a step further; one that ends hands over its bucket, but for the last of the iteration."""
+        if next(task[0], _END) is _END and task in self._running:
             self._running.remove(task)
             bucket = task[1]
             if bucket is not None and not bucket.last:

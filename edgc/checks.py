@@ -1,4 +1,4 @@
-"""What the settings of the library have in common: checks of values, and ``from_dict`` / ``to_dict``.
+"""Base of the settings of the library: checks of values, and ``from_dict`` / ``to_dict``.
 
 Every check raises :class:`edgc.errors.UserError` naming the key, the value and the fix.
 """

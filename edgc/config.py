@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -24,12 +24,12 @@ from edgc.errors import UserError
 from edgc.sections import EntropyConfig, PipelineConfig
 
 if TYPE_CHECKING:
-    from edgc.compressors.base import Compressor
+    from edgc.compressors.base import Compressor, KeepsErrors
 
 
 @dataclass(frozen=True, kw_only=True)
 class EDGCConfig(Settings):
-    """Everything that decides how gradients are reduced; of this class are the settings that every method has.
+    """Settings of how gradients are reduced; of this class are those that every method has.
 
     ``EDGCConfig(method="powersgd", rank=32)`` and ``EDGCConfig.from_dict({"method": "powersgd", "rank": 32})`` are
     of the method's own type, as is ``PowerSGDConfig(rank=32)``. A setting of another method is refused, and so is one
@@ -84,13 +84,13 @@ class EDGCConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         for key, fix in self.idle(vars(self)).items():
-            [own] = [f for f in fields(self) if f.name == key]
-            default = own.default if own.default_factory is MISSING else vars(own.default_factory())
-            before, now = dotted({key: default}), dotted({key: self.to_dict()[key]})
-            for name in (name for name in now if now[name] != before[name]):
-                what = f"{name} = {now[name]!r} is not used with {self.title()}"
-                raise UserError(what, fix=f"leave it out, or {fix}")
+            value, default = self.to_dict()[key], defaults[key]
+            before = dotted({key: vars(default) if is_dataclass(default) else default})
+            for name, given in dotted({key: value}).items():
+                if given != before[name]:
+                    raise self._unused(name, given, fix)
 
     def _check(self) -> None:
         self._whole("window", 1)
@@ -100,6 +100,10 @@ class EDGCConfig(Settings):
     def build(self) -> Compressor:
         """A new compressor of this method."""
         raise NotImplementedError
+
+    def build_warm_up(self) -> KeepsErrors | None:
+        """A new compressor for the warm-up of method ``edgc`` if that is compressed; what it keeps is handed over."""
+        return None
 
     def build_to_time(self) -> Compressor:
         """A new compressor as it is after any warm-up of its own: for measuring what a reduction takes."""
@@ -112,7 +116,7 @@ class EDGCConfig(Settings):
 
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
-        """Own settings that have no effect beside ``values``, each with what would give it one."""
+        """Settings of this type that have no effect beside ``values``, each with what would give it one."""
         return {}
 
     @classmethod
@@ -123,7 +127,7 @@ class EDGCConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: object = None, prefix: str = "") -> Self:
-        """As of all settings; a ``preset`` (:mod:`edgc.presets`) among them is laid under the other keys."""
+        """Build from a mapping; a ``preset`` (:mod:`edgc.presets`) among its keys is laid under the others."""
         values = presets.resolved(values, where=where, prefix=prefix)
         kind = cls._type_for(values, where=where, prefix=prefix)
         kind._check_keys(values, where=where, prefix=prefix)
@@ -159,17 +163,20 @@ class EDGCConfig(Settings):
         Raises:
             UserError: there is no such method or policy.
         """
-        found = [kind for kind in methods() if issubclass(kind, cls)]
+        kinds = [kind for kind in methods() if issubclass(kind, cls)]
         for key, usual in (("method", "none"), ("policy", "cqm")):
-            names = list(dict.fromkeys(getattr(kind, key, "") for kind in found))
-            if names != [""]:
-                name = values.get(key, getattr(cls, key, "") or usual)
-                if name not in names:
-                    known = [kind for kind in found if isinstance(name, str) and name in kind.examples]
-                    fix = _as_example(known[0], name) if known else f"use one of {', '.join(names)}"
-                    raise UserError(f"{prefix}{key} = {name!r} is not valid", where=where, fix=fix)
-                found = [kind for kind in found if getattr(kind, key) == name]
-        [kind] = found
+            names = dict.fromkeys(getattr(kind, key, "") for kind in kinds)
+            if list(names) == [""]:
+                break  # a method without policies
+            name = values.get(key, getattr(cls, key, "") or usual)
+            if not isinstance(name, str) or name not in names:
+                meant = [{"method": k.method, **k.examples[name].settings} for k in kinds if name in [*k.examples]]
+                fix = f"use one of {', '.join(names)}"
+                if meant:
+                    fix = f"did you mean {', '.join(f'{k}: {v}' for k, v in meant[0].items())}?"
+                raise UserError(f"{prefix}{key} = {name!r} is not valid", where=where, fix=fix)
+            kinds = [kind for kind in kinds if getattr(kind, key) == name]
+        [kind] = kinds
         return kind
 
     @classmethod
@@ -177,20 +184,29 @@ class EDGCConfig(Settings):
         """Refuse an unknown key, one of another method, and the lack of one that has no default."""
         own = {f.name: f for f in fields(cls)}
         for key in (key for key in values if key not in own):
-            if not users(key):
+            kinds = users(key)
+            if not kinds:
                 raise unknown(key, own, where, prefix)
             name, value = next(iter(dotted({key: values[key]}).items()))
-            what = f"{prefix}{name} = {value!r} is not used with {cls.title()}"
-            raise UserError(what, where=where, fix=f"leave it out, or set {_either(users(key))}")
+            # A method that has the setting under every policy is named once.
+            whole = {kind.method for kind in kinds} - {kind.method for kind in methods() if kind not in kinds}
+            titles = dict.fromkeys(f"method: {k.method}" if k.method in whole else k.title() for k in kinds)
+            raise cls._unused(prefix + name, value, f"set {' or '.join(titles)}", where)
         for f in own.values():
             if f.name not in values and f.default is f.default_factory is MISSING:
                 what = f"{prefix}{f.name} is missing: {cls.title()} has no default for it"
                 raise UserError(what, where=where, fix=f"give the {f.name}")
 
+    @classmethod
+    def _unused(cls, name: str, value: object, fix: str, where: object = None) -> UserError:
+        return UserError(
+            f"{name} = {value!r} is not used with {cls.title()}", where=where, fix=f"leave it out, or {fix}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompressingConfig(EDGCConfig):
-    """What every method but ``none`` has.
+    """Settings of every method but ``none``.
 
     Attributes:
         compress_experts: under Megatron's expert parallelism, whether the experts' gradients are compressed too (ours).
@@ -214,7 +230,7 @@ class CompressingConfig(EDGCConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantConfig(CompressingConfig):
-    """What the methods have that compress alike from the first iteration to the last: all but ``none`` and ``edgc``.
+    """Settings of the methods that compress alike from the first iteration to the last: all but ``none`` and ``edgc``.
 
     Attributes:
         compressed_stages: share of the pipeline stages, from stage 0 on, that compress their gradients, in whole stages
@@ -229,7 +245,7 @@ class ConstantConfig(CompressingConfig):
         number("compressed_stages", self.compressed_stages, 0, 1, open_low=True)
 
     def stages_compressed(self, stages: int) -> int:
-        """How many of ``stages`` pipeline stages are compressed under ``compressed_stages``."""
+        """Number of pipeline stages, of ``stages``, that are compressed under ``compressed_stages``."""
         # 0.7 * 10 is to be 7 whatever its last bit.
         return max(1, math.floor(self.compressed_stages * stages + 1e-9))
 
@@ -242,8 +258,8 @@ def methods() -> tuple[type[EDGCConfig], ...]:
     """
     _import_all("edgc.compressors")
     _import_all("edgc.control.policies")
-    found = [kind for kind in dict.fromkeys(_below(EDGCConfig)) if kind.method and getattr(kind, "policy", "-")]
-    return tuple(sorted(found, key=lambda kind: (kind.method != "none", kind.title())))
+    kinds = [kind for kind in dict.fromkeys(_subclasses(EDGCConfig)) if kind.method and getattr(kind, "policy", "-")]
+    return tuple(sorted(kinds, key=lambda kind: (kind.method != "none", kind.title())))
 
 
 def users(key: str) -> list[type[EDGCConfig]]:
@@ -256,31 +272,11 @@ def _import_all(package: str) -> None:
     for info in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
         module = importlib.import_module(info.name)
         # A package that is a method itself imports the rest of it when it is built.
-        if info.ispkg and not any(kind.__module__ == module.__name__ for kind in _below(EDGCConfig)):
+        if info.ispkg and not any(kind.__module__ == module.__name__ for kind in _subclasses(EDGCConfig)):
             _import_all(info.name)
 
 
-def _below(kind: type[EDGCConfig]) -> Iterator[type[EDGCConfig]]:
+def _subclasses(kind: type[EDGCConfig]) -> Iterator[type[EDGCConfig]]:
     for other in kind.__subclasses__():
         yield other
-        yield from _below(other)
-
-
-def _as_example(kind: type[EDGCConfig], name: str) -> str:
-    """The settings that are meant by the name of an example of a method."""
-    return f"did you mean {', '.join([kind.title(), *(f'{k}: {v}' for k, v in kind.examples[name].settings.items())])}?"
-
-
-def _either(kinds: Sequence[type[EDGCConfig]]) -> str:
-    """Methods and policies to choose from, in words."""
-    policies = [kind.policy for kind in kinds if hasattr(kind, "policy")]
-    everywhere = len(policies) == sum(hasattr(kind, "policy") for kind in methods())
-    names = dict.fromkeys(kind.method for kind in kinds if everywhere or not hasattr(kind, "policy"))
-    parts = [f"method: {_or(list(names))}"] if names else []
-    if policies and not everywhere:
-        parts.append(f"method: edgc with policy: {_or(policies)}")
-    return ", or ".join(parts)
-
-
-def _or(words: Sequence[str]) -> str:
-    return " or ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
+        yield from _subclasses(other)

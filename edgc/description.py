@@ -1,4 +1,4 @@
-"""What the file of a method says about it beside settings and algorithm: how it is drawn, and what tests of it run."""
+"""Look of a method in figures, and examples of it for the tests of all methods; they stand in the method's file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Look(NamedTuple):
-    """How a method is drawn in every figure: in a legend, in matplotlib's words for colour, marker and line."""
+    """Look of a method in every figure: its legend, and in matplotlib's words for colour, marker and line."""
 
     label: str
     colour: str

@@ -19,10 +19,8 @@ from edgc.checks import need
 from edgc.compressors import Channel, Compressor, Gradient, Statistics
 from edgc.compressors.base import Steps
 from edgc.compressors.powersgd.algorithm import PowerSGD
-from edgc.compressors.quantised_warm_up import THROUGH, WarmUp
 from edgc.config import EDGCConfig
 from edgc.control.controller import Decision, Plan
-from edgc.control.settings import PolicyConfig
 from edgc.monitor import Iteration, Monitor, Shape
 from edgc.runtime.channel import Stopwatch
 from edgc.runtime.device import in_own_modes
@@ -32,6 +30,7 @@ Observer = Callable[[int, Gradients], None]
 Group = dist.ProcessGroup | None
 Shards = Sequence[torch.Tensor]
 Reduction = tuple[Gradients, Channel, Compressor, int | None]
+_THROUGH = 1  # to a method without ranks the number says only that it is to compress
 _STATE = ("settings", "iteration", "scale", "controller", "compressor", "window", "gate", "layer_ranks")
 
 
@@ -55,6 +54,7 @@ class Engine:
 
     Attributes:
         monitor: what is measured and decided.
+        warm_up: compressor of warm-up, until it is over; None where warm-up is uncompressed.
         plan: what to do in this iteration.
         waits: how often a reduction of this iteration waits for its collectives, measurements aside.
         last: what was done in the last iteration; None before the first.
@@ -81,11 +81,10 @@ class Engine:
         self.config = config
         self.stage, self.stages = stage, len(shapes)
         self.compressor = config.build()
-        self.deferred = self.compressor.deferred = deferred
-        self.warm_up: WarmUp | None = None
-        if isinstance(config, PolicyConfig) and config.warmup_bits is not None:
-            assert isinstance(self.compressor, PowerSGD)
-            self.warm_up = WarmUp(config, config.warmup_bits, self.compressor)
+        self.warm_up = config.build_warm_up()
+        self.deferred = deferred
+        for compressor in self._compressors:
+            compressor.deferred = deferred
         self.observer, self.open_channel = observer, open_channel
         self.monitor = Monitor(
             config,
@@ -110,11 +109,13 @@ class Engine:
         """Plan this iteration, and all that follow until something is due."""
         self.plan: Plan = self.controller.plan(self.iteration)
         self.entropy.follow(self.plan.in_warm_up)
-        if self.warm_up is not None:
-            self.warm_up.follow(self.plan.in_warm_up)
+        if self.warm_up is not None and not self.plan.in_warm_up:
+            assert isinstance(self.compressor, PowerSGD)
+            self.compressor.adopt_errors(self.warm_up)
+            self.warm_up = None
         self.waits = self.compressor.waits(self.rank)
-        if self.warm_up is not None and self.warm_up.on:
-            self.waits = max(self.waits, self.warm_up.compressor.waits(THROUGH))
+        if self.warm_up is not None:
+            self.waits = max(self.waits, self.warm_up.waits(_THROUGH))
         self._next_due = self.monitor.next_due(self.iteration)
         self._statistics = Statistics()
         self._due = self._unused = False
@@ -133,17 +134,17 @@ class Engine:
 
     @property
     def closes_at_once(self) -> bool:
-        """Whether this iteration must be closed before the next thing happens, even if the host waits for a GPU."""
+        """True if this iteration must be closed before the next thing happens, even if the host waits for a GPU."""
         return self._due and (self.plan.exchange or self.monitor.closes_at_once or self._unused)
 
     @property
     def given_up(self) -> bool:
-        """Whether a reduction of this iteration has met a gradient that was not finite; on a GPU the host waits."""
+        """True if a reduction of this iteration has met a gradient that was not finite; on a GPU the host waits."""
         return bool(self._statistics.skipped)
 
     @property
     def _compressors(self) -> tuple[Compressor, ...]:
-        return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up.compressor)
+        return (self.compressor,) if self.warm_up is None else (self.compressor, self.warm_up)
 
     @in_own_modes
     def reduce(self, gradients: Gradients, group: Group, *, compress: bool = True, shards: Shards = ()) -> None:
@@ -168,38 +169,38 @@ class Engine:
         return compressor.exchange(gradients, channel, rank, self._statistics)
 
     def _open(self, gradients: Gradients, group: Group, compress: bool, shards: Shards) -> Reduction:
-        """What a reduction is made of: the gradients, with ranks of their own where single matrices have some; its
-        channel; what they are compressed with, and the common rank."""
+        """Gradients of a reduction, with ranks of their own where single matrices have some; its channel, compressor
+        and common rank."""
         channel = self.open_channel(group, shards)
         size, ways = sum(gradient.tensor.nbytes for gradient in gradients), 1 if shards else 2
         self._statistics.dense_bytes += ways * (channel.world - 1) * size // channel.world
         # With one replica there is nothing to send, so there is nothing to gain and an error to lose.
         compress = compress and channel.world > 1
         rank = self.plan.ranks[self.stage] if compress else None
-        own, gate = self.monitor.layer_ranks, self.monitor.benchmark.gate
-        if rank is not None and own is not None:
-            gradients = [replace(gradient, rank=own.ranks.get(gradient.name)) for gradient in gradients]
+        layers, gate = self.monitor.layer_ranks, self.monitor.benchmark.gate
+        if rank is not None and layers is not None:
+            gradients = [replace(gradient, rank=layers.ranks.get(gradient.name)) for gradient in gradients]
         if rank is not None and gate is not None:
             sizes = {gradient.name: gradient.tensor.numel() for gradient in gradients}
             rank = rank if gate.compresses(sizes) else None
-        if rank is None and compress and self.warm_up is not None and self.warm_up.on:
-            return gradients, channel, self.warm_up.compressor, THROUGH
+        if rank is None and compress and self.warm_up is not None:
+            return gradients, channel, self.warm_up, _THROUGH
         return gradients, channel, self.compressor, rank
 
     def _observed(self, local: Gradients, group: Group, compress: bool, shards: Shards) -> Steps:
-        """The same in an iteration in which something is due, with what is measured before and after."""
+        """Reduction in an iteration in which something is due, with what is measured before and after."""
         # The result of an unused matrix is compared with what is kept of it while both are there.
         self._unused |= any(gradient.unused for gradient in local)
         self._look_at(local, "local")
         benchmark, plan = self.monitor.benchmark, self.plan
         if plan.probe_rank is not None and local and compress:
             # Added after the yields, between which other buckets add theirs; so below.
-            sent = yield from benchmark.probe(local, group, plan.probe_rank, shards)
-            self._statistics.bytes += sent
+            bytes_sent = yield from benchmark.probe(local, group, plan.probe_rank, shards)
+            self._statistics.bytes += bytes_sent
         gradients, channel, compressor, rank = self._open(local, group, compress, shards)
         if plan.gate and self.rank is not None and gradients and compress and channel.world > 1:
-            sent = yield from benchmark.compare(gradients, group, self.rank, shards)
-            self._statistics.bytes += sent
+            bytes_sent = yield from benchmark.compare(gradients, group, self.rank, shards)
+            self._statistics.bytes += bytes_sent
         yield from compressor.exchange(gradients, channel, rank, self._statistics)
         if self._due:
             self.monitor.reduced(gradients, channel, compressor if rank is not None else None)
@@ -218,9 +219,9 @@ class Engine:
         Its bytes count; its times do not: they are mostly those of waiting for the other stages.
         """
         self._look_at(gradients, "local")
-        sent = self.compressor.reduce(gradients, self.open_channel(group), None).bytes
-        self._statistics.bytes += sent
-        self._statistics.dense_bytes += sent
+        bytes_sent = self.compressor.reduce(gradients, self.open_channel(group), None).bytes
+        self._statistics.bytes += bytes_sent
+        self._statistics.dense_bytes += bytes_sent
         self._look_at(gradients, "reduced")
 
     def add_loss(self, loss: float) -> None:
@@ -270,11 +271,10 @@ class Engine:
         if monitor.keeps_times and not (skipped or plan.probe_rank is not None or plan.gate):
             monitor.window.times.add(self.iteration, self._statistics)
         self._statistics.unscale(self.entropy.scale)
-        compressors, rank = self._compressors, self.rank if isinstance(self.compressor, PowerSGD) else None
-        rank = rank if self._statistics.lossy else None
+        rank = self.rank if isinstance(self.compressor, PowerSGD) and self._statistics.lossy else None
         self.last = Iteration(self.iteration, rank, self._statistics, exposed=exposed, skipped=skipped)
         self.decision = None
-        for compressor in compressors:
+        for compressor in self._compressors:
             compressor.settle(not skipped)
         if not self._due:
             self.iteration += 1
@@ -294,12 +294,15 @@ class Engine:
 
     @in_own_modes
     def state_dict(self) -> dict[str, Any]:
-        """Everything this rank needs to go on exactly after a whole iteration: tensors and plain values."""
+        """State that this rank needs to go on exactly after a whole iteration: tensors and plain values."""
         compressor = self.compressor.state_dict()
+        if self.warm_up is not None:
+            # By parameter name, as the method itself keeps it: a state means the same whichever of the two holds it.
+            compressor["errors"] |= self.warm_up.state_dict()["errors"]
         return {
             "settings": self.config.to_dict(),
             "iteration": self.iteration,
-            "compressor": compressor if self.warm_up is None else self.warm_up.state_dict(compressor),
+            "compressor": compressor,
             **self.monitor.state_dict(),
         }
 
@@ -318,8 +321,12 @@ class Engine:
         changed = compare_settings(state["settings"], self.config, allowed=changed_settings)
         self.monitor.load_state_dict(state, changed_settings=changed)
         self.iteration = int(state["iteration"])
-        kept = state["compressor"]
+        compressor = state["compressor"]
+        in_warm_up = self.controller.plan(self.iteration).in_warm_up
+        self.warm_up = self.config.build_warm_up() if in_warm_up else None
         if self.warm_up is not None:
-            kept = self.warm_up.load_state_dict(kept, self.controller.plan(self.iteration).in_warm_up)
-        self.compressor.load_state_dict(kept)
+            self.warm_up.deferred = self.deferred
+            self.warm_up.load_state_dict({"errors": compressor["errors"], "counts": {}})
+            compressor = {**compressor, "errors": {}}
+        self.compressor.load_state_dict(compressor)
         self._look_ahead()

@@ -28,7 +28,7 @@ class UserError(Exception):
 
 
 def nearest(name: object, known: Iterable[str], otherwise: str = "known") -> str:
-    """What may have been meant by ``name``, as a ``fix``: the closest of ``known``, or else all of them."""
+    """Name that may have been meant by ``name``, as a ``fix``: the closest of ``known``, or else all of them."""
     names = list(known)
     close = difflib.get_close_matches(str(name), names, n=1)
     return f"did you mean {close[0]}?" if close else f"{otherwise}: {', '.join(names)}"

@@ -14,7 +14,7 @@ PIPELINE_FACTOR_DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyConfig(Settings):
-    """What GDS measures (paper, section on the gradient data sampler).
+    """Measurement of the entropy by GDS (paper, section on the gradient data sampler).
 
     Attributes:
         estimator: entropy in nats; differential except ``released`` (see :mod:`edgc.entropy`).

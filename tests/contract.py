@@ -26,6 +26,7 @@ from edgc.errors import UserError
 from edgc.runtime.device import masked_path
 from tests import examples
 from tests.lockstep import Room, reduce_together
+from tests.workers import same
 
 CPU = torch.device("cpu")
 SMALLEST = 64
@@ -84,12 +85,7 @@ def variants() -> Mapping[str, EDGCConfig]:
     for name in {kind.method: next(iter(kind.examples)) for kind, _ in examples.FOUND.values()}.values():
         kind, _ = examples.FOUND[name]
         known = {field.name: field.default for field in fields(kind)}
-        for key, value in {
-            "error_feedback": False,
-            "warm_start": False,
-            "one_sided": True,
-            "error_dtype": "bf16",
-        }.items():
+        for key, value in SWITCHES.items():
             if name != "edgc" and known.get(key, value) != value:
                 settings[f"{name}, {key} {value}"] = {**settings[name], key: value}
     more = {"one_sided": True, "warm_start": False}, {"one_sided": True, "factor_dtype": "int4"}
@@ -166,17 +162,6 @@ def _strided(part: Tensor) -> Tensor:
         return part
     wide = torch.zeros((*part.shape[:-1], 2 * part.shape[-1] + 1), dtype=part.dtype, device=part.device)
     return wide[..., 1::2].copy_(part)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal bit for bit, in nested containers; not a number equals itself."""
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def double(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -101,7 +101,7 @@ class Statistics:
 
     @property
     def compressed(self) -> bool:
-        """Whether anything was compressed with a loss."""
+        """True if anything was compressed with a loss."""
         return float(self.input_sq) > 0
 
     @property
@@ -133,7 +133,7 @@ class Compressor(ABC):
     """
 
     deferred = False
-    _changes: list[Callable[[], None]] | None = None
+    _changes: list[Callable[[], object]] | None = None
 
     @abstractmethod
     def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
@@ -148,7 +148,7 @@ class Compressor(ABC):
         """
 
     def waits(self, rank: int | None) -> int:
-        """How often :meth:`steps` yields with ``rank``, at most, in a group of several workers."""
+        """Number of times that :meth:`steps` yields with ``rank``, at most, in a group of several workers."""
         return 1
 
     def exchange(
@@ -226,24 +226,23 @@ class Compressor(ABC):
     def rescale(self, factor: float) -> None:  # noqa: B027
         """Gradients come multiplied by ``factor`` from now on, as when a loss scale changes: state follows."""
 
-    def _then(self, change: Callable[[], None]) -> None:
+    def _then(self, change: Callable[[], object]) -> None:
         """Change the state, now or when :meth:`settle` says so."""
-        if not self.deferred:
-            change()
-        elif self._changes is None:
-            self._changes = [change]
-        else:
+        if self.deferred:
+            self._changes = self._changes or []
             self._changes.append(change)
+        else:
+            change()
 
     def settle(self, keep: bool) -> None:
         """Make the deferred changes of all reductions since the last call, or drop them as if these had not been."""
-        changes, self._changes = self._changes, None
+        changes, self._changes = self._changes or [], None
         if keep:
-            for change in changes or ():
+            for change in changes:
                 change()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this replica must keep to go on exactly: error feedback, warm start."""
+        """State that this replica must keep to go on exactly: error feedback, warm start."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -255,7 +254,7 @@ class Compressor(ABC):
 
 
 def kept_of(kept: dict[str, Tensor], gradient: Gradient, what: str) -> Tensor:
-    """What ``kept`` has of a gradient, moved to its device; ``what`` it is, for the error if the shapes differ."""
+    """Tensor of a gradient in ``kept``, moved to its device; ``what`` it is, for the error if the shapes differ."""
     found, tensor = kept[gradient.name], gradient.tensor
     if found.shape != tensor.shape:
         problem = f"{what} of {gradient.name} is {tuple(found.shape)}, its gradient {tuple(tensor.shape)}"
@@ -293,7 +292,7 @@ class KeepsErrors(Compressor):
             self.errors[name].sub_(torch.where(ok, gradient, 0))
 
     def _owed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Those that something is kept of which is to be sent."""
+        """Gradients with error feedback that is to be sent."""
         return [gradient for gradient in gradients if gradient.name in self.errors and not gradient.unused]
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:
@@ -307,11 +306,11 @@ class KeepsErrors(Compressor):
             gradient.tensor.add_(self._error(gradient))
 
     def _error(self, gradient: Gradient) -> Tensor:
-        """What is kept of a gradient, on its device: a state may have been loaded on another one."""
+        """Error feedback of a gradient, on its device: a state may have been loaded on another one."""
         return kept_of(self.errors, gradient, "error feedback")
 
     def _forget(self, gradients: Sequence[Gradient], ok: Tensor) -> None:
-        """What was kept of ``gradients`` has been sent, if ``ok``."""
+        """Clear the error feedback of ``gradients``, which has been sent, if ``ok``."""
         for gradient in gradients:
             if self.deferred or self._decides(ok.device):
                 self._then(partial(self.errors.__delitem__, gradient.name))
@@ -320,7 +319,7 @@ class KeepsErrors(Compressor):
 
 
 def compressible(shape: Sequence[int], min_elements: int, bits: int = 32) -> bool:
-    """Whether a parameter of this shape is compressed at all: a matrix with at least ``min_elements`` entries, of so
+    """True if a parameter of this shape is compressed at all: a matrix with at least ``min_elements`` entries, of so
     many bits. Whoever works in 64 wants all of them, and the range of them, which fp32 has not."""
     return len(shape) == 2 and min(shape) > 1 and shape[0] * shape[1] >= min_elements and bits < 64
 
@@ -367,7 +366,7 @@ def square_sums_on_gpu(batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether every entry is finite, a 0-dim tensor; the same on every worker for messages that were averaged.
+    """True, a 0-dim tensor, if every entry is finite; the same on every worker for messages that were averaged.
 
     Args:
         device: of all of them, and of the answer where there are none: what masks must lie beside what it masks.

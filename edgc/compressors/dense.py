@@ -158,18 +158,18 @@ class BF16(Compressor):
         if channel.shards and rank is not None:
             yield from self._scattered_halves(channel)
             return
-        wide = [gradient for gradient in gradients if gradient.tensor.element_size() == 4 and rank is not None]
+        wide = [gradient.tensor for gradient in gradients if gradient.tensor.element_size() == 4 and rank is not None]
         rest = [gradient.tensor for gradient in gradients if gradient.tensor.element_size() != 4 or rank is None]
-        parts: list[Tensor] = []
+        halves: list[Tensor] = []
         if wide:
-            message = self._message(wide)
-            parts = list(torch.split(message, [gradient.tensor.numel() for gradient in wide]))
-            for gradient, part in zip(wide, parts, strict=True):
-                part.view(gradient.tensor.shape).copy_(gradient.tensor)
+            message = self._message(tuple(gradient.name for gradient in gradients), wide)
+            parts = message.split([tensor.numel() for tensor in wide])
+            halves = [part.view(tensor.shape) for part, tensor in zip(parts, wide, strict=True)]
+            torch._foreach_copy_(halves, wide)
             channel.mean_(message)
         yield from dense_steps(rest, channel)
-        for gradient, part in zip(wide, parts, strict=True):
-            gradient.tensor.copy_(part.view(gradient.tensor.shape))
+        if wide:
+            torch._foreach_copy_(wide, halves)
 
     def _scattered_halves(self, channel: Channel) -> Steps:
         """The shards themselves, which hold all gradients, rounded and reduce-scattered."""
@@ -180,13 +180,11 @@ class BF16(Compressor):
         for buffer, half in zip(wide, halves, strict=True):
             channel.own_part(buffer).copy_(channel.own_part(half))
 
-    def _message(self, gradients: Sequence[Gradient]) -> Tensor:
-        """The buffer of these gradients' message, the same memory at every step."""
-        names = tuple(gradient.name for gradient in gradients)
-        total = sum(gradient.tensor.numel() for gradient in gradients)
+    def _message(self, names: tuple[str, ...], tensors: Sequence[Tensor]) -> Tensor:
+        """Message of these gradients, the same memory at every step; of buckets that are gone it is given back."""
+        total, device = sum(tensor.numel() for tensor in tensors), tensors[0].device
         message = self._messages.get(names)
-        if message is None or message.numel() != total or message.device != gradients[0].tensor.device:
+        if message is None or message.numel() != total or message.device != device:
             self._messages = {key: old for key, old in self._messages.items() if set(names).isdisjoint(key)}
-            message = torch.empty(total, dtype=torch.bfloat16, device=gradients[0].tensor.device)
-            self._messages[names] = message
+            message = self._messages[names] = torch.empty(total, dtype=torch.bfloat16, device=device)
         return message

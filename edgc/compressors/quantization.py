@@ -44,7 +44,7 @@ import math
 import threading
 import weakref
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from edgc.compressors.base import Steps
 from edgc.lazy import Tensor, torch
@@ -132,7 +132,7 @@ class QuantisedMean:
         yield
 
     def finite(self) -> Tensor:
-        """Whether the result is finite, a 0-dim tensor, the same on every rank."""
+        """True, a 0-dim tensor, if the result is finite; the same on every rank."""
         return torch.stack([self.blocks.finite(message) for message in self._received]).all()
 
     def unpack(self, out: Tensor) -> None:
@@ -244,7 +244,7 @@ class Blocks:
                 torch.mul(levels, step[:, None], out=target.view(-1, self.size))
 
     def finite(self, message: Tensor) -> Tensor:
-        """Whether everything in a message is finite, a 0-dim tensor; it takes only the steps to know."""
+        """True, a 0-dim tensor, if everything in a message is finite; it takes only the steps to know."""
         return self._views(message)[0].amax().isfinite()
 
     def _views(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -378,14 +378,7 @@ class Blocks:
         return scratch
 
 
-class _Own(threading.local):
-    """What the current thread has shared; it goes with its last user."""
-
-    def __init__(self) -> None:
-        self.scratch: weakref.WeakValueDictionary[tuple[Any, ...], Scratch] = weakref.WeakValueDictionary()
-
-
-_own = _Own()
+_own = threading.local()  # what a thread has shared; it goes with its last user
 
 
 @dataclass(eq=False)
@@ -422,26 +415,24 @@ class Scratch:
         """
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         key = (groups, per_word, size, word, device, stream)
-        scratch = _own.scratch.get(key)
+        every = vars(_own).setdefault("scratch", weakref.WeakValueDictionary())
+        scratch: Scratch | None = every.get(key)
         if scratch is None:
-            scratch = _own.scratch[key] = cls.new(groups, per_word, size, word, device)
+
+            def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+                return torch.empty(shape, dtype=dtype, device=device)
+
+            blocks = groups * per_word
+            scratch = every[key] = cls(
+                **{name: buffer(blocks, size) for name in ("padded", "magnitude", "levels")},
+                folded=buffer(groups, size),
+                **{name: buffer(groups, size, dtype=word) for name in ("rest", "digit")},
+                **{name: buffer(blocks) for name in ("step", "inverse", "error", "least", "factor", "broken")},
+                better=buffer(blocks, dtype=torch.bool),
+                spoiled=buffer(groups),
+                ones=buffer(size).fill_(1),
+            )
         return scratch
-
-    @classmethod
-    def new(cls, groups: int, per_word: int, size: int, word: torch.dtype, device: torch.device) -> Scratch:
-        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        blocks = groups * per_word
-        return cls(
-            **{name: buffer(blocks, size) for name in ("padded", "magnitude", "levels")},
-            folded=buffer(groups, size),
-            **{name: buffer(groups, size, dtype=word) for name in ("rest", "digit")},
-            **{name: buffer(blocks) for name in ("step", "inverse", "error", "least", "factor", "broken")},
-            better=buffer(blocks, dtype=torch.bool),
-            spoiled=buffer(groups),
-            ones=buffer(size).fill_(1),
-        )
 
     def cut(self, blocks: int) -> Scratch:
         """The part of it for at most so many blocks, whole groups of them."""

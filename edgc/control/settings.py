@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from edgc.checks import number, one_of, require
+from edgc.compressors.entrywise.quantize import QuantizeConfig
 from edgc.compressors.powersgd import LowRankConfig
 from edgc.description import Look
 from edgc.errors import UserError
 from edgc.sections import TimingConfig
 
 if TYPE_CHECKING:
+    from edgc.compressors.base import KeepsErrors
     from edgc.control.policies.base import Policy
     from edgc.control.rank_model import StageModel
 
@@ -56,7 +58,7 @@ class PolicyConfig(LowRankConfig):
 
     look = Look("EDGC", "#D55E00", "D")
     gives_ranks: ClassVar[bool] = False
-    """Whether the settings give the ranks of stage 0, so that no entropy and no search is needed for them."""
+    """True if the settings give the ranks of stage 0, so that no entropy and no search is needed for them."""
 
     def _check(self) -> None:
         super()._check()
@@ -79,13 +81,23 @@ class PolicyConfig(LowRankConfig):
 
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, str]:
-        found = super().idle(values)
+        unused = super().idle(values)
         if values["alignment"] != "given":
-            found["timing"] = "set alignment: given"
+            unused["timing"] = "set alignment: given"
         if values["alignment"] != "measured" and (cls.gives_ranks or values["r_max"] is not None):
             fix = "have times measured, with alignment: measured" + ("" if cls.gives_ranks else " or without r_max")
-            found |= dict.fromkeys(("search_start", "search_repeats"), fix)
-        return found
+            unused |= dict.fromkeys(("search_start", "search_repeats"), fix)
+        return unused
+
+    def build_warm_up(self) -> KeepsErrors | None:
+        if self.warmup_bits is None:
+            return None
+        return QuantizeConfig(
+            bits=self.warmup_bits,
+            min_compression_elements=self.min_compression_elements,
+            error_feedback=self.error_feedback,
+            seed=self.seed,
+        ).build()
 
     def start(self, model: StageModel, stages: int, iterations: int) -> Policy:
         """The policy of a run of ``iterations`` with so many stages; ``model`` is of the first one's errors."""
@@ -106,7 +118,7 @@ class PolicyConfig(LowRankConfig):
     def warm_up_ends(
         self, iterations: int, iteration: int, previous: float | None, entropy: float | None, *, measuring: bool
     ) -> tuple[bool, str]:
-        """Whether warm-up ends with the window that ``iteration`` closes, and why or why not.
+        """Decide whether warm-up ends with the window that ``iteration`` closes, and why or why not.
 
         Args:
             iterations: length of the run.
@@ -114,10 +126,9 @@ class PolicyConfig(LowRankConfig):
             measuring: whether times are still being measured, which warm-up waits for.
         """
 
-        def over(fraction: float) -> bool:  # rounded: 0.1 * 30 is above 3 in floating point
-            return iteration + 1 > round(fraction * iterations, 6)
-
-        if not over(self.warmup_fraction):
+        # Rounded: 0.1 * 30 is above 3 in floating point.
+        least, most = (round(f * iterations, 6) for f in (self.warmup_fraction, self.warmup_limit_fraction))
+        if iteration + 1 <= least:
             return False, "before warmup_fraction"
         if measuring:
             return False, "the search of r_max is not finished"
@@ -126,7 +137,7 @@ class PolicyConfig(LowRankConfig):
         change = abs(entropy - previous) if entropy is not None and previous is not None else math.inf
         if change <= self.stability_tolerance:
             return True, f"entropy stable within {change:.4f} nats"
-        if over(self.warmup_limit_fraction):
+        if iteration + 1 > most:
             return True, "warmup_limit_fraction reached"
         return False, "entropy is not stable yet"
 
@@ -172,8 +183,7 @@ class SteppedConfig(PolicyConfig):
         """r_min for an upper rank ``r_max``: the configured one, or r_max/4 in whole multiples, at least one."""
         if self.r_min is not None:
             return min(self.r_min, r_max)
-        m = self.rank_multiple
-        return min(r_max, max(m, r_max // 4 // m * m))
+        return min(r_max, max(self.rank_multiple, r_max // 4 // self.rank_multiple * self.rank_multiple))
 
     def step(self, current: int, target: float, r_min: int, r_max: int) -> int:
         """The rank after one window, at most ``step_limit`` away from ``current``.
@@ -181,9 +191,9 @@ class SteppedConfig(PolicyConfig):
         ``target`` (finite) is rounded to the nearest multiple, half up, and clamped to [r_min, r_max]. ``current``,
         ``r_min`` and ``r_max`` are multiples of ``rank_multiple``, and so is the answer.
         """
-        wanted = math.floor(target / self.rank_multiple + 0.5) * self.rank_multiple
+        nearest = math.floor(target / self.rank_multiple + 0.5) * self.rank_multiple
         reach = self.step_limit // self.rank_multiple * self.rank_multiple
-        return min(max(wanted, current - reach, r_min), current + reach, r_max)
+        return min(max(nearest, current - reach, r_min), current + reach, r_max)
 
     def check_run(self, model: StageModel, iterations: int) -> None:
         super().check_run(model, iterations)

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from edgc.compressors.base import Statistics, square_sums, within
+from edgc.compressors.powersgd.passes import Batched, RowBlocks
 from edgc.compressors.powersgd.state import of_rank, random_factor
-from edgc.compressors.powersgd.workspace import ways
 from edgc.errors import UserError
 from edgc.runtime.channel import mark
 from edgc.runtime.device import host_decides
@@ -115,7 +115,7 @@ class ActivationCompressor:
         self.error_feedback, self.seed = config.error_feedback, seed
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
-        self._on_cpu, self._on_gpu = ways()
+        self._on_cpu, self._on_gpu = RowBlocks(), Batched()
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> Layout | None:
@@ -170,7 +170,7 @@ class ActivationCompressor:
         error_sq = square_sums(m.sub_(received)[None])[0]
         if error is not None:
             self.errors[name] = torch.where(ok, m, error, out=error)
-        way.passes.keep([right[None]], [factor[None]], ok)
+        way.keep([right[None]], [factor[None]], ok)
         self.factors[name] = factor
         norms = gradient_sq, input_sq, error_sq
         statistics.add_norms(*(float(x) if way.decides else torch.where(ok, x, 0.0) for x in norms))

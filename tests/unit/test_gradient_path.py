@@ -13,13 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import edgc
 from edgc import EDGCConfig
 from edgc.ddp import register
+from tests import examples
 from tests.workers import run_workers
 
 ROOT = Path(edgc.__file__).parent
@@ -60,12 +60,18 @@ def passed(threads: list[list[Call]]) -> set[str]:
     return {file for calls in threads for file, _ in calls}
 
 
-@pytest.mark.parametrize("settings", [{"method": "powersgd", "rank": 4}, {"method": "none"}], ids=["powersgd", "none"])
-def test_a_gradient_passes_few_files(settings: dict[str, Any]) -> None:
-    for threads in run_workers(2, calls_of, settings, QUIET):
-        files = passed(threads)
-        assert {"ddp/hook.py", "buckets.py", "engine.py", "runtime/channel.py", "compressors/base.py"} < files
-        assert len(files) <= 10
+def paths() -> dict[str, set[str]]:
+    """The files that a gradient of every method passes, by the name of its example."""
+    settings = {name: {**examples.settings_of(name), "window": 50} for name in examples.FOUND}
+    settings["powersgd one-sided int4"] = {**settings["powersgd one-sided"], "factor_dtype": "int4"}
+    return {name: passed(calls_of(values, QUIET)) for name, values in settings.items()}
+
+
+def test_a_gradient_of_every_method_passes_few_files() -> None:
+    for files_of in run_workers(2, paths):
+        for name, files in files_of.items():
+            assert {"ddp/hook.py", "buckets.py", "engine.py", "runtime/channel.py", "compressors/base.py"} < files
+            assert len(files) <= 10, name
 
 
 def test_only_an_iteration_in_which_something_is_due_asks_what_measures() -> None:

@@ -44,8 +44,7 @@ def measured(dtype: torch.dtype, deferred: bool, **options: str | bool) -> int:
         compressor.reduce(gradients, Channel(None), RANK)
         compressor.settle(keep=True)
     kept = sum(size for place, size in storages().items() if place not in before)
-    scratch = {id(t): t for t in (compressor._on_cpu.passes._scratch, compressor._on_cpu.orthonormalise._spare)}
-    return kept - sum(tensor.untyped_storage().nbytes() for tensor in scratch.values())
+    return kept - int(compressor._on_cpu._scratch.untyped_storage().nbytes())
 
 
 def formula(*, deferred: bool, error_bytes: int, gradient_copy: bool = False, factor_dtype: str = "fp32") -> int:

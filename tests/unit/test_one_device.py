@@ -77,13 +77,8 @@ def test_reductions_stay_on_the_device(name: str, deferred: bool) -> None:
         reduce_together(workers, [gradients() for _ in workers], rank)
         for worker in workers:
             worker.settle(True)
-
-
-@pytest.mark.parametrize("name", variants())
-def test_a_bucket_without_a_matrix_stays_there_too(name: str) -> None:
-    """A vector, what is too small, and what is empty."""
-    shapes: tuple[list[tuple[int, ...]], ...] = [(17,)], [(3, 5), (31,)], [(0, 5)]
-    for bucket in shapes:
+    shapes: tuple[list[tuple[int, ...]], ...] = ([(17,)], [(3, 5), (31,)], [(0, 5)])
+    for bucket in shapes:  # without a matrix, too small, empty
         workers = built(name)
         for rank in (4, None):
             reduce_together(workers, [gradients(bucket) for _ in workers], rank)

@@ -140,3 +140,16 @@ def test_the_committed_records_are_read(tmp_path: Path) -> None:
                 run = load_run(tmp_path)
                 assert run.edgc.method == run.method
                 assert read_config(tmp_path / "run.yaml").edgc == run.edgc
+
+
+def test_runs_hold_what_the_preset_stands_for() -> None:
+    runs = {run.variant: run for run in matrix.runs("optimus_cc", "ci")}
+    assert {run.seed for run in matrix.runs("optimus_cc", "ci")} == {1, 2}
+    for run in runs.values():
+        recorded = run.model_dump(mode="json")
+        assert "preset" not in recorded["compression"]
+        assert resolve(recorded, "run.yaml") == run
+    assert runs["optimus_cc"].compression["method"] == "powersgd"
+    assert runs["optimus_cc"].edgc.compressed_stages == 0.75
+    with pytest.raises(UserError, match=r"compression\.preset = 'bets' .* \(in s\.yaml\); did you mean best\?"):
+        resolve({**recorded, "compression": {"preset": "bets"}}, "s.yaml")

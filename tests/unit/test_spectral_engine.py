@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from edgc.compressors import Gradient
 from edgc.compressors.powersgd.algorithm import PowerSGD
-from edgc.compressors.powersgd.workspace import Spectrum
+from edgc.compressors.powersgd.passes import Spectrum
 from edgc.config import EDGCConfig
 from edgc.control.policies.spectral import SpectralConfig, spectral
 from edgc.engine import Engine

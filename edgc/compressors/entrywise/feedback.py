@@ -1,4 +1,4 @@
-"""What the entrywise methods (topk, randomk, quantize, sign) share: which gradients, error feedback, skipped steps.
+"""Error feedback of the entrywise methods (topk, randomk, quantize, sign, natural), and steps that are given up.
 
 Every matrix with enough entries goes through the method, in one flat fp32 vector a call; vectors and small matrices
 go dense in messages of their own at the same time. For worker w with gradient G_w and error E_w::
@@ -56,7 +56,7 @@ from edgc.runtime.device import host_decides
 
 @dataclass(frozen=True, kw_only=True)
 class EntrywiseConfig(ConstantConfig):
-    """What the entrywise methods have in common.
+    """Settings that the entrywise methods have in common.
 
     Attributes:
         error_feedback: off only for ablations, and for methods that are unbiased without.
@@ -109,14 +109,13 @@ class Flat:
         return {name: part.view(shape) for name, shape, part in named}
 
     def swap(self) -> None:
-        """What is left in ``work`` is kept until the next call has brought what follows from it."""
+        """Keep the rest in ``work`` until the next call has brought what follows from it."""
         self.work, self.spare = self.spare, self.work
         self.velocity, self.last_velocity = self.last_velocity, self.velocity
 
     def clear_gaps(self) -> None:
         """Zeros between the gradients of ``work``."""
-        ends = [*self.offsets[1:], len(self.work)]
-        for offset, shape, end in zip(self.offsets, self.shapes, ends, strict=True):
+        for offset, shape, end in zip(self.offsets, self.shapes, [*self.offsets[1:], len(self.work)], strict=True):
             self.work[offset + shape.numel() : end].zero_()
 
 
@@ -146,24 +145,14 @@ class Velocities:
             out.add_(kept_of(self.tensors, gradient, "the velocity"), alpha=self.momentum)
         return out
 
-    def stay(self, gradient: Gradient, out: Tensor) -> None:
-        """Write the last velocity of a gradient to ``out``; zeros if it has none."""
-        if gradient.name in self.tensors:
-            out.copy_(kept_of(self.tensors, gradient, "the velocity"))
-        else:
-            out.zero_()
-
     def replace(self, gradients: Iterable[Gradient]) -> dict[str, Tensor]:
-        """Put the next velocities in the places of all gradients but unused ones; returns them by name, to be
-        adopted."""
-        if not self.momentum:
-            return {}
+        """Put the next velocities in the places of all gradients but unused ones; returns them by name."""
         advanced: dict[str, Tensor] = {}
-        for gradient in (gradient for gradient in gradients if not gradient.unused):
-            dtype = torch.promote_types(torch.float32, gradient.tensor.dtype)
-            room = torch.empty(gradient.tensor.shape, dtype=dtype, device=gradient.tensor.device)
-            advanced[gradient.name] = self.advance(gradient, room)
-            gradient.tensor.copy_(room)
+        for gradient in gradients:
+            if self.momentum and not gradient.unused:
+                dtype = torch.promote_types(torch.float32, gradient.tensor.dtype)
+                advanced[gradient.name] = self.advance(gradient, torch.empty_like(gradient.tensor, dtype=dtype))
+                gradient.tensor.copy_(advanced[gradient.name])
         return advanced
 
     def keep_old(self, advanced: Mapping[str, Tensor], ok: Tensor) -> None:
@@ -265,7 +254,7 @@ class Feedback(KeepsErrors):
         for gradient in dense:
             gradient.tensor.masked_fill_(~ok, math.nan)
         for gradient in drained:
-            self._then(partial(self._sent, gradient.name, ok))
+            self._then(partial(self._error(gradient).masked_fill_, ok, 0))
         statistics.gradient_sq, statistics.input_sq = (
             torch.where(ok, norm, 0.0) if isinstance(norm, torch.Tensor) else norm
             for norm in (statistics.gradient_sq, statistics.input_sq)
@@ -280,7 +269,7 @@ class Feedback(KeepsErrors):
         if flat is None:
             # Names that are now called in other company do not come back in the old one.
             names = {gradient.name for gradient in gradients}
-            self._flats = {old: kept for old, kept in self._flats.items() if names.isdisjoint(kept.names)}
+            self._flats = {old: other for old, other in self._flats.items() if names.isdisjoint(other.names)}
             flat = self._flats[key] = Flat.of(gradients, self.align, self.velocities.momentum > 0)
         flat.clear_gaps()
         advanced = flat.velocities
@@ -310,11 +299,13 @@ class Feedback(KeepsErrors):
         return held
 
     def _take_in(self, held: Iterable[tuple[Gradient, Tensor, Tensor]], advanced: Mapping[str, Tensor]) -> None:
-        """Keep what was held, and the velocities as they were."""
+        """Keep what was held, and the velocities as they were: zeros where there was none."""
         for gradient, part, own in held:
             part.add_(own)
             if gradient.name in advanced:
-                self.velocities.stay(gradient, advanced[gradient.name])
+                velocity = advanced[gradient.name].zero_()
+                if gradient.name in self.velocities.tensors:
+                    velocity.copy_(kept_of(self.velocities.tensors, gradient, "the velocity"))
 
     def _finish(
         self,
@@ -327,8 +318,12 @@ class Feedback(KeepsErrors):
         decides = host_decides(ok.device)
         if not decides and self.error_feedback:
             # Before the result takes the place of the errors of last time.
-            for gradient, kept in zip(gradients, flat.parts(flat.work), strict=True):
-                self._keep_old(gradient, kept.view(gradient.tensor.shape), ok)
+            for gradient, part in zip(gradients, flat.parts(flat.work), strict=True):
+                if gradient.name in self.errors:
+                    error = part.view(gradient.tensor.shape)
+                    torch.where(ok, error, self._error(gradient), out=error)
+                else:
+                    part.masked_fill_(~ok, 0)
         into = flat.spare
         if self.deferred:
             # The errors of last time must stay until the new ones are settled.
@@ -355,22 +350,11 @@ class Feedback(KeepsErrors):
                 self._then(partial(self.held.__setitem__, gradient.name, ok))
         self._then(flat.swap)
 
-    def _keep_old(self, gradient: Gradient, kept: Tensor, ok: Tensor) -> None:
-        """``kept`` becomes the error of last time where the result is not finite."""
-        if gradient.name in self.errors:
-            torch.where(ok, kept, self._error(gradient), out=kept)
-        else:
-            kept.masked_fill_(~ok, 0)
-
     def _adopt(self, name: str, kept: Tensor) -> None:
         if self.error_feedback:
             self.errors[name] = kept
         if self.counts_reductions:
             self.counts[name] = self.counts.get(name, 0) + 1
-
-    def _sent(self, name: str, ok: Tensor) -> None:
-        """:meth:`_forget` where nobody looks whether the result was finite."""
-        self.errors[name] = self.errors[name].to(ok.device).masked_fill_(ok, 0)
 
     def _generator(self, name: str, *parts: object) -> torch.Generator:
         """Random numbers of this method, step, name and ``parts``; the same wherever those are."""

@@ -19,14 +19,14 @@ from edgc.runtime.channel import Channel
 from edgc.runtime.device import host_decides, to_device
 
 WARMUP_DENSITY = 0.25
-"""Where the warm-up begins: the paper's first sparsity is 75 % (Lin et al., section 3.3)."""
+"""Density that the warm-up begins with: the paper's first sparsity is 75 % (Lin et al., section 3.3)."""
 # One entry in this many is looked at to guess a bound below the k-th largest; prime, to meet every column.
 _SAMPLING = 61
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(EntrywiseConfig):
-    """What methods that send some of the entries have in common.
+    """Settings of the methods that send some of the entries.
 
     ``momentum`` and ``density_warmup_steps`` are those of Deep Gradient Compression (Lin et al., ICLR 2018), off unless
     they are given. Its clipping of every worker's own gradient (section 3.2) is not here: the optimizer clips the mean.
@@ -86,7 +86,7 @@ class Sparse(Feedback):
         self.counts_reductions |= config.density_warmup_steps > 0
 
     def _sizes(self, flat: Flat) -> list[int]:
-        """How many entries of each gradient are sent this time; the same on every rank, as the counts are."""
+        """Number of entries of each gradient that are sent this time; the same on every rank, as the counts are."""
         densities = (self.config.density_after(self.counts.get(name, 0)) for name in flat.names)
         return [chosen(shape.numel(), density) for shape, density in zip(flat.shapes, densities, strict=True)]
 

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from edgc.compressors.powersgd.algorithm import PowerSGD
 
 QUANTISED_BITS = {f"int{bits}": bits for bits in (8, 7, 6, 5, 4)}
-"""Of an entry of a factor of these types, without the scales."""
+"""Bits of an entry of a factor of these types, without the scales."""
 FACTOR_BITS = {"fp32": 32.0, "bf16": 16.0} | {name: bits + 0.25 for name, bits in QUANTISED_BITS.items()}
-"""Of an entry of a factor as it is sent, with its share, 16 / 64, of the scale of its block."""
+"""Bits of an entry of a factor as it is sent, with its share, 16 / 64, of the scale of its block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(CompressingConfig):
-    """What ``powersgd`` and ``edgc``, which is PowerSGD under a controller, have in common.
+    """Settings that ``powersgd`` and ``edgc``, which is PowerSGD under a controller, have in common.
 
     Attributes:
         error_feedback, warm_start: off only for ablations; the warm start is PowerSGD's.
@@ -58,7 +58,7 @@ class LowRankConfig(CompressingConfig):
 
 
 def saves_bytes(shape: Sequence[int], rank: int, factor_dtype: str = "fp32", gradient_bits: float = 32) -> bool:
-    """Whether the two factors of this rank, scales included, are smaller than the matrix in its own type."""
+    """True if the two factors of this rank, scales included, are smaller than the matrix in its own type."""
     factors = min(rank, *shape) * (shape[0] + shape[1]) * FACTOR_BITS[factor_dtype]
     return factors < shape[0] * shape[1] * gradient_bits
 

@@ -12,7 +12,7 @@ warm-started Q, all matrices of a call sharing two messages::
 
 so that mean_w(M^ + E_w) = mean_w(M_w) at every step. The error uses the worker's own Q_w, not the mean: with M^ the
 differences between workers would pile up in the errors and never drain. Where factors are sent in fewer bits, Q_w
-stands for what of it got across (:mod:`edgc.compressors.powersgd.wire`), so E_w keeps the rest.
+stands for what of it got across (:class:`Wire`), so E_w keeps the rest.
 
 One-sided, a step sends only one factor and the other is the orthonormalised one of the step before: Q^ known and
 P_w = M_w Q^ sent, E_w = M_w - P_w Q^^T; then P^ known and Q_w = M_w^T P^ sent; and so on in turn.
@@ -31,22 +31,23 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Generator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from edgc.compressors.base import Gradient, KeepsErrors, Statistics, Steps, compressible, finite, square_sums
-from edgc.compressors.passes import Factors, Members
-from edgc.compressors.powersgd import LowRankConfig, saves_bytes
+from edgc.compressors.dense import Dense
+from edgc.compressors.powersgd import QUANTISED_BITS, LowRankConfig, saves_bytes
+from edgc.compressors.powersgd.passes import LEFT, RIGHT, Batched, Factors, Group, Members, RowBlocks, Spectrum
 from edgc.compressors.powersgd.state import State
-from edgc.compressors.powersgd.wire import blocks_of
-from edgc.compressors.powersgd.workspace import RIGHT, Group, Spectrum, Workspace, grouped, ways
+from edgc.compressors.quantization import Blocks, QuantisedMean
 from edgc.runtime.channel import Channel
 
 Tensors = Sequence[Tensor]
-# Whether the messages before were finite, and the messages to look at.
-Sent = Generator[None, None, tuple[Tensor, Tensors]]
+# The first message was finite; messages to look at.
+Arrived = Generator[None, None, tuple[Tensor, Tensors]]
 
 
 class PowerSGD(KeepsErrors):
@@ -60,15 +61,14 @@ class PowerSGD(KeepsErrors):
     always_factor = False
 
     def __init__(self, config: LowRankConfig) -> None:
-        self.min_elements = config.min_compression_elements
-        self.factor_dtype, self.one_sided = config.factor_dtype, config.one_sided
-        self._orthonormal_q = config.orthonormal_q
+        self.config = config
+        self.one_sided = config.one_sided
         self._state = State(config)
         self.errors = self._state.errors
         self.held = {}
         self._workspaces: dict[str, Workspace] = {}
         self._last: dict[str, tuple[Group, int]] = {}
-        self._on_cpu, self._on_gpu = ways()
+        self._on_cpu, self._on_gpu = RowBlocks(), Batched()
 
     @property
     def factors(self) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class PowerSGD(KeepsErrors):
     def waits(self, rank: int | None) -> int:
         if rank is None:
             return 1
-        return (1 if self.one_sided else 2) * (2 if blocks_of(self.factor_dtype) else 1)
+        return (1 if self.one_sided else 2) * (2 if self.config.factor_dtype in QUANTISED_BITS else 1)
 
     def steps(self, gradients: Sequence[Gradient], channel: Channel, rank: int | None, statistics: Statistics) -> Steps:
         work = self._workspace(gradients, rank)
@@ -100,12 +100,12 @@ class PowerSGD(KeepsErrors):
             yield
             # Without a state to protect, what is not finite may go where it goes.
             ok = finite(work.dense.messages if drained or self.deferred else (), work.device)
-        if work.way.decides and not ok:
+        if work.passes.decides and not ok:
             for gradient in gradients:
                 gradient.tensor.fill_(math.nan)
             statistics.skipped += 1
             return
-        if not work.way.decides:
+        if not work.passes.decides:
             for message in work.dense.messages:
                 message.masked_fill_(~ok, math.nan)
             statistics.skipped = statistics.skipped + (~ok).int()
@@ -114,23 +114,23 @@ class PowerSGD(KeepsErrors):
         if drained:
             self._forget(drained, ok)
 
-    def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Sent:
-        decides, passes, orthonormalise = work.way
+    def _two_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
+        passes = work.passes
         for at in work.together:
-            groups, mine = work.groups[at], members[at]
+            groups, gradients = work.groups[at], members[at]
             apart = [group for group in groups if group.start is not group.right]
             if apart:
                 # Quantised, the columns of P are to be of one scale.
-                orthonormalise([group.right.mT for group in apart], [group.start.mT for group in apart])
-            passes.load(groups, mine, [group.start for group in groups], [group.summed for group in groups])
-            self._hold(mine, [group.summed for group in groups])
+                passes.orthonormalise([g.factor(RIGHT).mT for g in apart], [g.start.mT for g in apart])
+            passes.load(groups, gradients, [group.start for group in groups], [group.summed for group in groups])
+            self._hold(gradients, [group.summed for group in groups])
         ok = finite((yield from self._first_message(work, work.first, dense, channel)), work.device)
-        if decides and not ok:
+        if passes.decides and not ok:
             return ok, ()
         # Backwards: what was loaded last is still in the cache.
         for at in reversed(work.together):
             groups = work.groups[at]
-            orthonormalise([group.summed for group in groups], [group.basis for group in groups])
+            passes.orthonormalise([group.summed for group in groups], [group.basis for group in groups])
             for group in groups:
                 passes.right_factor(group, group.basis, group.own)
             self._hold(members[at], [group.own for group in groups])
@@ -142,32 +142,31 @@ class PowerSGD(KeepsErrors):
             yield from work.wire.mean(work.second, channel)
         return ok, [work.second]
 
-    def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Sent:
-        _, passes, orthonormalise = work.way
-        message, sent = work.lay_out_one_sided()
+    def _one_sided(self, work: Workspace, members: Members, dense: Tensors, channel: Channel) -> Arrived:
+        passes = work.passes
+        message, own = work.lay_out_one_sided()
         for at in work.together:
-            groups, mine = work.groups[at], members[at]
-            right = [group.side == RIGHT for group in groups]
-            factors = [group.factor(group.side) for group in groups]
-            orthonormalise(
-                [factor.mT if of else factor for factor, of in zip(factors, right, strict=True)],
-                [group.basis.mT if of else group.basis for group, of in zip(groups, right, strict=True)],
+            groups, gradients = work.groups[at], members[at]
+            known = [(group.factor(group.side), group.basis, group.side == RIGHT) for group in groups]
+            passes.orthonormalise(
+                [factor.mT if is_right else factor for factor, _, is_right in known],
+                [basis.mT if is_right else basis for _, basis, is_right in known],
             )
-            rights = [group.basis if of else None for group, of in zip(groups, right, strict=True)]
-            passes.load(groups, mine, rights, [group.own for group in groups])
-            for group, of in zip(groups, right, strict=True):
-                if not of:
+            rights = [basis if is_right else None for _, basis, is_right in known]
+            passes.load(groups, gradients, rights, [group.own for group in groups])
+            for group, right in zip(groups, rights, strict=True):
+                if right is None:
                     passes.right_factor(group, group.basis, group.own)
-            self._hold(mine, [group.own for group in groups])
-        message.copy_(sent)
+            self._hold(gradients, [group.own for group in groups])
+        message.copy_(own)
         messages = yield from self._first_message(work, message, dense, channel)
         return finite((), work.device), messages
 
     def _first_message(
         self, work: Workspace, factors: Tensor, dense: Tensors, channel: Channel
     ) -> Generator[None, None, Tensors]:
-        """Average everything dense and, in the same message if they are sent in fp32, the first factors; returns what
-        has arrived."""
+        """Average everything dense and, in the same message if they are sent in fp32, the first factors; returns the
+        messages."""
         if work.wire is None:
             work.dense.start(dense, channel, factors.numel())
             yield
@@ -192,28 +191,28 @@ class PowerSGD(KeepsErrors):
         """Write M^ and E, count, and keep the factor for the next step, if the last messages are finite, too."""
         owns, means = self._products(work.groups)
         ok = ok & finite(messages, work.device)
-        decides, passes, _ = work.way
-        if decides and not ok:
+        passes = work.passes
+        if passes.decides and not ok:
             return ok
-        if not decides:
+        if not passes.decides:
             # So the products are not finite on any worker, without anybody looking.
             (work.first if self.one_sided else work.second).masked_fill_(~ok, math.nan)
-        sent = passes.square_sums([group.own for group in work.groups])
-        left_over = [group.input_sq - own_sq for group, own_sq in zip(work.groups, sent, strict=True)]
+        own_sq = passes.square_sums([group.own for group in work.groups])
+        remaining_sq = [group.input_sq - sent_sq for group, sent_sq in zip(work.groups, own_sq, strict=True)]
         if work.wire is not None:
             # What rounding kept of this worker's factor was not sent.
             lost = [work.wire.kept_of(group.own) for group in work.groups]
-            for group, kept, error_sq, kept_sq in zip(
-                work.groups, lost, left_over, passes.square_sums(lost), strict=True
+            for group, rounding, error_sq, sq in zip(
+                work.groups, lost, remaining_sq, passes.square_sums(lost), strict=True
             ):
-                error_sq.add_(kept_sq)
-                group.own.sub_(kept)
+                error_sq.add_(sq)
+                group.own.sub_(rounding)
         for at in work.together:
             groups = work.groups[at]
-            errors_sq = passes.store(groups, owns[at], means[at], [of.clamp_(min=0) for of in left_over[at]], ok)
+            errors_sq = passes.store(groups, owns[at], means[at], [sq.clamp_(min=0) for sq in remaining_sq[at]], ok)
             norms = [[g.gradient_sq for g in groups], [g.input_sq for g in groups], errors_sq]
-            sums = torch.stack([torch.cat(list(of)).sum() for of in norms])
-            statistics.add_norms(*(sums.tolist() if decides else torch.where(ok, sums, 0.0).unbind()))
+            sums = torch.stack([torch.cat(list(sq)).sum() for sq in norms])
+            statistics.add_norms(*(sums.tolist() if passes.decides else torch.where(ok, sums, 0.0).unbind()))
         for group in work.groups:
             self._last |= {name: (group, i) for i, name in enumerate(group.names)}
         self._then(partial(self._adopt, work, ok))
@@ -225,8 +224,8 @@ class PowerSGD(KeepsErrors):
     def _products(self, groups: Sequence[Group]) -> tuple[list[Factors], list[Factors]]:
         """Left and right factor of what this worker sent and of the mean, of every group."""
         turned = [self.one_sided and group.side == RIGHT for group in groups]
-        owns = [(g.own, g.basis) if of else (g.basis, g.own) for g, of in zip(groups, turned, strict=True)]
-        means = [(g.mean, g.basis) if of else (g.basis, g.mean) for g, of in zip(groups, turned, strict=True)]
+        owns = [(g.own, g.basis) if turn else (g.basis, g.own) for g, turn in zip(groups, turned, strict=True)]
+        means = [(g.mean, g.basis) if turn else (g.basis, g.mean) for g, turn in zip(groups, turned, strict=True)]
         return owns, means
 
     def _adopt(self, work: Workspace, ok: Tensor) -> None:
@@ -235,15 +234,16 @@ class PowerSGD(KeepsErrors):
             if group.spare is not None and group.error is not None:
                 group.error, group.spare = group.spare, group.error
                 self.errors.update(zip(group.names, group.error, strict=True))
-        factors = [group.factor(group.other) if self.one_sided else group.right for group in work.groups]
-        replaced = work.way.passes.keep([group.mean for group in work.groups], factors, ok)
+        factors = [group.factor(group.other if self.one_sided else RIGHT) for group in work.groups]
+        replaced = work.passes.keep([group.mean for group in work.groups], factors, ok)
         if self.one_sided:
             # The next step begins with the other factor only if there is one: after a gradient of zeros or one that is
             # not finite there may be none yet.
-            for group, of in zip(work.groups, replaced, strict=True):
-                group.turn(of.all())
+            for group, flags in zip(work.groups, replaced, strict=True):
+                group.turn(flags.all())
         if not work.registered:
-            self._state.commit(work)
+            self._state.commit(work.groups)
+            work.registered = self.config.warm_start
 
     def _workspace(self, gradients: Sequence[Gradient], rank: int | None) -> Workspace:
         key = (rank, *((g.name, g.tensor.shape, g.tensor.dtype, g.tensor.device, g.rank) for g in gradients))
@@ -252,27 +252,25 @@ class PowerSGD(KeepsErrors):
             names = {gradient.name for gradient in gradients}
             self._discard(names)
             factored = [g for g in gradients if rank is not None and self._factors(g.tensor, g.rank or rank)]
-            way = self._on_cpu if self._decides(gradients[0].tensor.device) else self._on_gpu
-            groups = [
-                self._state.group(members, members[0].rank or rank or 1, self.deferred)
-                for members in grouped(factored, not way.decides, self._state.side)
-            ]
-            work = Workspace(gradients, groups, self.factor_dtype, self.one_sided, way, key, self._orthonormal_q)
+            passes = self._on_cpu if self._decides(gradients[0].tensor.device) else self._on_gpu
+            groups = self._state.groups(factored, rank or 1, batched=not passes.decides, deferred=self.deferred)
+            work = Workspace(gradients, groups, self.config, passes, key)
             self._workspaces |= dict.fromkeys(names, work)
-        elif not self._state.warm_start:
+        elif not self.config.warm_start:
             for group in work.groups:
                 self._state.begin(group)
         return work
 
     def _factors(self, gradient: Tensor, rank: int) -> bool:
         bits = 8 * gradient.element_size()
-        if not compressible(gradient.shape, self.min_elements, bits):
+        if not compressible(gradient.shape, self.config.min_compression_elements, bits):
             return False
-        return self.always_factor or saves_bytes(gradient.shape, rank, self.factor_dtype, bits)
+        return self.always_factor or saves_bytes(gradient.shape, rank, self.config.factor_dtype, bits)
 
     def _discard(self, names: set[str]) -> None:
         """A name has one workspace: those with any of these names are of buckets, ranks or errors that are gone."""
         gone = {id(self._workspaces[name]) for name in names & self._workspaces.keys()}
+        self._state.release([name for name, work in self._workspaces.items() if id(work) in gone])
         self._workspaces = {n: w for n, w in self._workspaces.items() if id(w) not in gone}
 
     def _drain(self, gradients: Sequence[Gradient]) -> None:
@@ -308,3 +306,143 @@ class PowerSGD(KeepsErrors):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state.load(state)
         self._workspaces, self._last, self.held = {}, {}, {}
+
+
+class Workspace:
+    """Memory of the reductions of the same gradients at the same rank: allocated at the first, the same at later ones.
+
+    Several reductions may be under way at once; they share no names and so no workspace.
+
+    Args:
+        gradients: of the first such call.
+        groups: of the gradients that are sent as factors, in the order of their messages.
+        key: what the workspace depends on: names, shapes, types and ranks.
+
+    Attributes:
+        registered: whether the compressor's state refers to this workspace for good.
+        together: which groups the passes are given at once: on a CPU one, which then is in the cache, on a GPU all.
+        dense: messages of the gradients that are not factored, :attr:`plain` their positions; :attr:`factored` those of
+            every group.
+        wire: what factors are sent through; None where they are sent as they are, in fp32.
+        first, second: flat messages of factors; only ``first`` if one-sided.
+        basis, own: flat buffers laid out like the messages.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[Gradient],
+        groups: Sequence[Group],
+        config: LowRankConfig,
+        passes: RowBlocks,
+        key: object,
+    ) -> None:
+        self.groups, self.passes, self.key = groups, passes, key
+        self.registered = False
+        ends = range(len(groups) + 1) if passes.decides else (0, len(groups))
+        self.together = [slice(*pair) for pair in pairwise(ends)]
+        places = {gradient.name: i for i, gradient in enumerate(gradients)}
+        self.factored = [[places[name] for name in group.names] for group in groups]
+        members = {i for group in self.factored for i in group}
+        self.plain = [i for i in range(len(gradients)) if i not in members]
+        device = self.device = gradients[0].tensor.device
+        lefts, rights = self._sizes([LEFT] * len(groups)), self._sizes([RIGHT] * len(groups))
+        # One-sided, every matrix may have either of its factors sent.
+        largest = [max(pair) for pair in zip(lefts, rights, strict=True)]
+        first, second = (sum(largest), 0) if config.one_sided else (sum(lefts), sum(rights))
+
+        def flat(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.float32, device=device)
+
+        in_message = config.factor_dtype == "fp32"
+        self.dense = Dense([gradients[i].tensor for i in self.plain], first if in_message else 0, device)
+        self.first = self.dense.room if in_message and groups else flat(first)
+        self.second, self.basis, self.own = flat(second), flat(first), flat(first if config.one_sided else second)
+        bits = QUANTISED_BITS.get(config.factor_dtype)
+        # Blocks of a quantiser run down the columns of a factor.
+        self._by_columns = bits is not None
+        self.wire = None if in_message else Wire(max(first, second), device, Blocks(bits) if bits else None)
+        if config.one_sided:
+            return
+        self._carve("summed", self.first, [LEFT] * len(groups))
+        self._carve("basis", self.basis, [LEFT] * len(groups))
+        self._carve("own", self.own, [RIGHT] * len(groups))
+        self._carve("mean", self.second, [RIGHT] * len(groups))
+        if bits if config.orthonormal_q is None else config.orthonormal_q:
+            self._carve("start", flat(second), [RIGHT] * len(groups))
+        else:
+            for group in groups:
+                group.start = group.factor(RIGHT)
+
+    def lay_out_one_sided(self) -> tuple[Tensor, Tensor]:
+        """Place bases, own factors and means for the sides that are next; returns the flat means and own factors."""
+        others = [group.other for group in self.groups]
+        self._carve("basis", self.basis, [group.side for group in self.groups])
+        self._carve("own", self.own, others)
+        self._carve("mean", self.first, others)
+        size = sum(self._sizes(others))
+        return self.first[:size], self.own[:size]
+
+    def _sizes(self, sides: Sequence[int]) -> list[int]:
+        return [len(g.names) * g.rank * g.shape[side] for g, side in zip(self.groups, sides, strict=True)]
+
+    def _carve(self, name: str, flat: Tensor, sides: Sequence[int]) -> None:
+        """Give every group its part of a flat buffer, one after another."""
+        sizes = self._sizes(sides)
+        for group, side, part in zip(self.groups, sides, flat[: sum(sizes)].split(sizes), strict=True):
+            count, rank, length = len(group.names), group.rank, group.shape[side]
+            if side == RIGHT:
+                view = part.view(count, rank, length)
+            elif self._by_columns:
+                view = part.view(count, rank, length).mT
+            else:
+                view = part.view(count, length, rank)
+            setattr(group, name, view)
+
+
+class Wire:
+    """The mean of flat fp32 vectors of up to ``elements`` entries, sent in bf16 or, with ``blocks``, quantised.
+
+    What a worker contributes is then its vector rounded to that type; the rounding goes to ``kept``. bf16 is
+    all-reduced, and the reduction itself rounds too, its partial sums and the mean: by at most 2^-8 of each sum,
+    unbiased and the same on all workers, known to nobody and therefore kept by nobody. It is lost once and does not
+    pile up. Quantised factors are summed in fp32 and lose nothing: whoever owns a shard of the sum keeps what rounding
+    the mean once more costs (:mod:`edgc.compressors.quantization`).
+
+    All buffers live as long as the object.
+
+    Attributes:
+        kept: what this worker's vector had and did not get across, after :meth:`mean`.
+    """
+
+    def __init__(self, elements: int, device: torch.device, blocks: Blocks | None) -> None:
+        self.blocks = blocks
+        self.kept = torch.empty(elements, dtype=torch.float32, device=device)
+        self._half = torch.empty(elements if blocks is None else 0, dtype=torch.bfloat16, device=device)
+        self._means: dict[tuple[int, int], QuantisedMean] = {}
+
+    def mean(self, vector: Tensor, channel: Channel) -> Steps:
+        """``vector``, contiguous fp32, becomes the mean over the ranks of what they contribute.
+
+        Quantised, with one rank, nothing is sent and so nothing is rounded.
+        """
+        kept = self.kept[: vector.numel()]
+        if self.blocks is None:
+            half = self._half[: vector.numel()]
+            half.copy_(vector)
+            torch.sub(vector, kept.copy_(half), out=kept)
+            channel.mean_(half)
+            yield
+            vector.copy_(half)
+            return
+        if channel.world == 1:
+            kept.zero_()
+            return
+        key = (vector.numel(), channel.world)
+        if key not in self._means:
+            self._means[key] = QuantisedMean(*key, self.blocks, vector.device)
+        yield from self._means[key].steps(vector, channel, kept)
+        self._means[key].unpack(vector)
+
+    def kept_of(self, view: Tensor) -> Tensor:
+        """The part of ``kept`` that lies as ``view`` does in the vector of the last :meth:`mean`."""
+        return self.kept.as_strided(view.shape, view.stride(), view.storage_offset())

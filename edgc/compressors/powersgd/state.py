@@ -1,9 +1,9 @@
-"""What PowerSGD keeps from step to step: error feedback, and the factor that its power iteration begins with."""
+"""State of PowerSGD from step to step: error feedback, and the factor that its power iteration begins with."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from edgc.checks import need
 from edgc.compressors.base import Gradient
 from edgc.compressors.powersgd import LowRankConfig
-from edgc.compressors.powersgd.workspace import RIGHT, Group, Workspace
+from edgc.compressors.powersgd.passes import RIGHT, Group, batch_view
 from edgc.errors import UserError
 
 _ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,69 +67,91 @@ class State:
         self.error_dtype = _ERROR_DTYPES[config.error_dtype] if config.error_feedback else None
         self.warm_start, self.seed, self.one_sided = config.warm_start, config.seed, config.one_sided
         self.errors: dict[str, Tensor] = {}
+        self.draws: dict[str, int] = {}
         self._factors: dict[str, Tensor] = {}
         self._sides: dict[str, int] = {}
-        self._turning: list[Group] = []
-        self.draws: dict[str, int] = {}
+        self._turning: dict[str, tuple[Group, int]] = {}  # one-sided: groups in use, whose side changes
 
     @property
     def factors(self) -> dict[str, Tensor]:
         """Q, n x r (one-sided: or P, m x r), with a norm of about one."""
-        self._look()
+        self._look(self._turning)
         return self._factors
 
     @property
     def sides(self) -> dict[str, int]:
-        """One-sided, which of the two factors it is."""
-        self._look()
+        """Side of each factor, if one-sided."""
+        self._look(self._turning)
         return self._sides
 
-    def _look(self) -> None:
+    def _look(self, names: Iterable[str]) -> None:
         """Refer to the factors of the sides that are next. On a GPU the host may wait here, so a step does not ask."""
-        turning, self._turning = self._turning, []
-        for group in turning:
-            for i, name in enumerate(group.names):
-                if self.warm_start:
-                    self._refer(group, i, name)
-                self._sides[name] = group.side
+        for name in names:
+            group, i = self._turning[name]
+            if self.warm_start:
+                self._refer(group, i, name)
+            self._sides[name] = group.side
 
     def _refer(self, group: Group, i: int, name: str) -> None:
         factor = group.factor(group.side)[i]
         self._factors[name] = factor.mT if group.side == RIGHT else factor
 
-    def side(self, name: str) -> int:
-        """Of the factor to begin with."""
-        return self.sides.get(name, RIGHT)
+    def release(self, names: Iterable[str]) -> None:
+        """Groups with these names are used no more."""
+        turning = [name for name in names if name in self._turning]
+        self._look(turning)
+        for name in turning:
+            del self._turning[name]
 
-    def group(self, members: Sequence[Gradient], rank: int, deferred: bool) -> Group:
-        """Matrices of one shape with their state, in memory of their own or taken over; twice if ``deferred``.
+    def groups(self, gradients: Sequence[Gradient], rank: int, *, batched: bool, deferred: bool) -> list[Group]:
+        """Gradients ordered by shape, with their state; ``batched`` puts neighbours of one shape, rank and side
+        together if they are one tensor.
 
         Raises:
             UserError: the state is of matrices of other shapes.
         """
-        shapes = [gradient.tensor.shape for gradient in members]
-        rows, columns = shapes[0]
+        members: list[list[Gradient]] = []
+        for gradient in sorted(gradients, key=lambda g: tuple(g.tensor.shape)):
+            last = members[-1] if members and batched else []
+            if (
+                last
+                and (last[0].tensor.shape, last[0].rank) == (gradient.tensor.shape, gradient.rank)
+                and self._side(last[0].name) == self._side(gradient.name)
+                and batch_view([g.tensor for g in [*last, gradient]]) is not None
+            ):
+                last.append(gradient)
+            else:
+                members.append([gradient])
+        return [self._group(group, group[0].rank or rank, deferred) for group in members]
+
+    def _side(self, name: str) -> int:
+        """Side of the factor to begin with."""
+        return self.sides.get(name, RIGHT)
+
+    def _group(self, members: Sequence[Gradient], rank: int, deferred: bool) -> Group:
+        """Matrices of one shape with their state, in memory of their own or taken over; twice if ``deferred``."""
+        rows, columns = members[0].tensor.shape
         rank, device, count = min(rank, rows, columns), members[0].tensor.device, len(members)
         error = None
         if self.error_dtype is not None:
-            kept = [self.errors.get(gradient.name) for gradient in members]
-            for gradient, old in zip(members, kept, strict=True):
+            last = [self.errors.get(gradient.name) for gradient in members]
+            for gradient, old in zip(members, last, strict=True):
                 if old is not None and old.shape != gradient.tensor.shape:
                     what = f"error feedback of {gradient.name} is {tuple(old.shape)}, its gradient {(rows, columns)}"
                     raise UserError(what, fix="load the compressor's state of this very model")
-            if count == 1 and kept[0] is not None and kept[0].device == device:
-                error = kept[0][None]
+            if count == 1 and last[0] is not None and last[0].device == device:
+                error = last[0][None]
             else:
                 error = torch.zeros(count, rows, columns, dtype=self.error_dtype, device=device)
-                for gradient, mine, old in zip(members, error, kept, strict=True):
+                for gradient, new, old in zip(members, error, last, strict=True):
                     if old is not None:
-                        mine.copy_(old)
+                        new.copy_(old)
                         # Also where the step is given up: a loss scale that changes then has to reach this memory.
-                        self.errors[gradient.name] = mine
+                        self.errors[gradient.name] = new
         left = torch.empty(count, rows, rank, dtype=torch.float32, device=device) if self.one_sided else None
         right = torch.empty(count, rank, columns, dtype=torch.float32, device=device)
         names = [gradient.name for gradient in members]
-        group = Group(names, (rows, columns), rank, error, left, right, self.side(names[0]))
+        group = Group(names, (rows, columns), rank, error, left, right, self._side(names[0]))
         group.spare = torch.empty_like(error) if deferred and error is not None else None
         self.begin(group)
         return group
@@ -147,20 +169,19 @@ class State:
                 raise UserError(what, fix="load the compressor's state of this very model")
             (factor.mT if group.side == RIGHT else factor).copy_(q)
 
-    def commit(self, work: Workspace) -> None:
-        """Refer to what a reduction has left in its workspace."""
-        for group in work.groups:
+    def commit(self, groups: Sequence[Group]) -> None:
+        """Refer to what a reduction has left in the memory of its groups."""
+        for group in groups:
             for i, name in enumerate(group.names):
                 if name in group.drawn:
                     self.draws[name] = self.draws.get(name, 0) + 1
                 if group.error is not None:
                     self.errors[name] = group.error[i]
-                if self.warm_start and not self.one_sided:
+                if self.one_sided:
+                    self._turning[name] = group, i
+                elif self.warm_start:
                     self._refer(group, i, name)
-            if self.one_sided and group not in self._turning:
-                self._turning.append(group)
             group.drawn.clear()
-        work.registered = self.warm_start and not self.one_sided
 
     def to_dict(self) -> dict[str, Any]:
         """A copy of everything."""
@@ -187,5 +208,5 @@ class State:
         factors = state["factors"] if both and self.warm_start else {}
         self._factors = {name: tensor.clone() for name, tensor in factors.items()}
         self._sides = dict(state["sides"]) if self.one_sided else {}
-        self._turning = []
+        self._turning = {}
         self.draws = dict(state["draws"])

@@ -1,0 +1,286 @@
+"""PowerSGD's passes over matrices and orthonormal bases against plain float64, block by block and batched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from edgc.compressors import Gradient
+from edgc.compressors.base import square_sum, square_sums
+from edgc.compressors.powersgd import passes as module
+from edgc.compressors.powersgd.passes import Batched, Group, RowBlocks, batch_view
+
+BOTH = pytest.mark.parametrize("passes", [RowBlocks, Batched])
+OK = torch.tensor(True)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks in matrices of a test's size, the last one shorter."""
+    monkeypatch.setattr(module, "_BLOCK", 1000)
+    monkeypatch.setattr(module, "_ROWS", 7)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def named(tensors: list[Tensor]) -> list[Gradient]:
+    return [Gradient(f"w{i}", tensor) for i, tensor in enumerate(tensors)]
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())
+
+
+# --------------------------------------------------------------------- passes
+
+
+@BOTH
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 3), st.integers(1, 60), st.integers(1, 60)),
+    rank=st.integers(1, 8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    error_dtype=st.sampled_from([None, torch.float32, torch.bfloat16]),
+    layout=st.sampled_from(["flat", "apart", "transposed"]),
+)
+def test_a_reduction_of_one_worker(
+    passes: Any,
+    size: tuple[int, int, int],
+    rank: int,
+    dtype: torch.dtype,
+    error_dtype: torch.dtype | None,
+    layout: str,
+) -> None:
+    count, rows, columns = size
+    error = None if error_dtype is None else draw(*size, seed=1).to(error_dtype)
+    x = Group([f"w{i}" for i in range(count)], (rows, columns), min(rank, rows, columns), error)
+    gradient = draw(*size, seed=2).to(dtype)
+    came_in = gradient.double().clone()
+    gradients = list(gradient)
+    if layout == "apart":
+        gradients = [g.clone() for g in gradients]
+    if layout == "transposed":
+        gradients = [g.T.contiguous().T for g in gradients]
+    before = x.error.double() if x.error is not None else torch.zeros(())
+    m = came_in + before
+    right, left = draw(count, x.rank, columns, seed=3), torch.empty(count, rows, x.rank)
+    run = passes()
+    run.load([x], [named(gradients)], [right], [left])
+    assert x.in_place == (x.m.data_ptr() == gradients[0].data_ptr())
+    if dtype != torch.float32 or layout == "flat":
+        assert x.in_place == (dtype == torch.float32)
+    assert close(x.m, m) and close(left, m @ right.mT.double())
+    assert close(x.gradient_sq, came_in.square().sum((1, 2))) and close(x.input_sq, m.square().sum((1, 2)))
+    basis, own = torch.linalg.qr(left).Q, torch.empty(count, x.rank, columns)
+    run.right_factor(x, basis, own)
+    assert close(own, basis.mT.double() @ m)
+    if x.error is not None:
+        assert torch.equal(x.error.double(), before), "E must not change before it is stored"
+    # Another mean than this worker's own factor.
+    mean = own + 0.1 * draw(count, x.rank, columns, seed=4)
+    error_sq = (x.input_sq - square_sums(own)).clamp(min=0)
+    [exact] = run.store([x], [(basis, own)], [(basis, mean.clone())], [error_sq], OK)
+    result = torch.stack([g.double() for g in gradients])
+    assert close(result, basis.double() @ mean.double(), 2e-2 if dtype.itemsize == 2 else 1e-5)
+    rest = m - basis.double() @ own.double()
+    assert float((exact - rest.square().sum((1, 2))).abs().max()) < 1e-4 * float(m.square().sum())
+    if x.error is not None:
+        # Also what the type of the gradient could not hold of the mean.
+        kept = rest + basis.double() @ mean.double() - result
+        tolerance = 4e-6 if error_dtype == torch.float32 else 2**-8
+        assert float((x.error.double() - kept).norm()) <= tolerance * float(m.norm() + result.norm())
+
+
+def test_small_errors_are_measured_and_not_a_difference() -> None:
+    left, right = torch.linalg.qr(draw(50, 3)).Q, 10 * draw(3, 40)
+    noise = 1e-4 * draw(50, 40, seed=5)
+    x = Group(["w"], (50, 40), 3, torch.zeros(1, 50, 40))
+    basis, own, run = left[None], torch.empty(1, 3, 40), RowBlocks()
+    run.load([x], [named([left @ right + noise])], [None], [None])
+    run.right_factor(x, basis, own)
+    truth = float((noise - left @ (left.T @ noise)).double().square().sum())
+    known = (x.input_sq - square_sums(own)).clamp(min=0)
+    [exact] = run.store([x], [(basis, own)], [(basis, own)], [known], OK)
+    assert float(exact) == pytest.approx(truth, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
+def test_not_finite_on_a_gpu_leaves_the_error_and_ruins_the_gradient(
+    dtype: torch.dtype, error_dtype: torch.dtype
+) -> None:
+    errors = draw(2, 20, 30, seed=1).to(error_dtype)
+    x, before = Group(["w0", "w1"], (20, 30), 2, errors), errors.clone()
+    gradient = draw(2, 20, 30).to(dtype)
+    gradient[1, 3, 4] = torch.inf
+    basis, own, run = draw(2, 20, 2), draw(2, 2, 30), Batched()
+    run.load([x], [named(list(gradient))], [own], [basis])
+    broken = torch.full_like(own, torch.nan)  # as the algorithm makes what it was told is not finite
+    run.store([x], [(basis, own)], [(draw(2, 20, 2), broken)], [torch.zeros(2)], torch.tensor(False))
+    assert torch.equal(errors, before) and bool(gradient.isnan().all())
+
+
+@BOTH
+def test_what_a_narrow_gradient_cannot_hold_is_clamped_and_kept(passes: Any) -> None:
+    run, errors, gradient = passes(), torch.zeros(1, 4, 4), torch.zeros(4, 4, dtype=torch.float16)
+    x = Group(["w"], (4, 4), 1, errors)
+    run.load([x], [named([gradient])], [None], [None])
+    large = (torch.full((1, 4, 1), 1e3), torch.full((1, 1, 4), 1e3))
+    run.store([x], [large], [large], [torch.zeros(1)], OK)
+    assert (gradient == 65504).all() and (errors == 0 + -1e6 + 1e6 - 65504).all()
+
+
+def test_batch_view() -> None:
+    flat = draw(100)
+    even = [flat[start : start + 6].view(2, 3) for start in (4, 14, 24)]
+    view = batch_view(even)
+    assert view is not None
+    view += 1
+    assert all(torch.equal(part, whole) for part, whole in zip(even, view, strict=True))
+    for other in (
+        even[::-1],
+        [even[0], even[2], flat[40:46].view(2, 3)],
+        [flat[0:6].view(2, 3), flat[3:9].view(2, 3)],  # they overlap
+        [flat[0:6].view(2, 3), draw(2, 3)],
+        [flat[0:6].view(3, 2).T],
+        [flat[0:6].view(2, 3).double()],
+    ):
+        assert batch_view(other) is None
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-20, 1.0, 1e19, 1e30])
+@pytest.mark.parametrize("size", [1, 1000, 300_000])
+def test_squared_norms_at_any_scale(scale: float, size: int) -> None:
+    x = draw(size, seed=size) * scale
+    expected = float(x.double().square().sum())
+    assert square_sum(x) == pytest.approx(expected, rel=2e-6)
+    both = torch.stack([x, torch.zeros(size)]).view(2, size, 1)
+    for batch in (both, both.view(2, 1, size).mT):
+        assert square_sums(batch).tolist() == pytest.approx([expected, 0.0], rel=2e-6)
+    x = torch.cat([x * 1e-30, torch.ones(3)])
+    assert square_sum(x) == pytest.approx(3.0 if scale < 1e30 else 3.0 + expected * 1e-60)
+    for bad in (torch.nan, torch.inf):
+        x[0] = bad
+        assert not torch.isfinite(torch.tensor(square_sum(x)))
+
+
+# --------------------------------------------------------------------- orthonormal bases
+
+
+def orthonormal(passes: Any, x: Tensor) -> Tensor:
+    out = torch.full_like(x, torch.nan)
+    passes().orthonormalise([x], [out])
+    return out
+
+
+def departure(basis: Tensor) -> float:
+    """Largest entry of B^T B - I."""
+    b = basis.double()
+    return float((b.mT @ b - torch.eye(b.shape[-1], dtype=torch.float64)).abs().max())
+
+
+def outside(x: Tensor, basis: Tensor) -> float:
+    """Share of the norm of ``x`` that is not in the span of ``basis``."""
+    a, b = x.double(), basis.double()
+    norm = a.norm()
+    return float((a - b @ (b.mT @ a)).norm() / norm) if norm > 0 else 0.0
+
+
+def conditioned(rows: int, rank: int, log_condition: float, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    u, v = (torch.linalg.qr(torch.randn(n, rank, generator=generator, dtype=torch.float64)).Q for n in (rows, rank))
+    return ((u * torch.logspace(0, -log_condition, rank, dtype=torch.float64)) @ v.T).float()
+
+
+@BOTH
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 300), st.integers(1, 40)),
+    log_condition=st.floats(0, 12),
+    log_scale=st.integers(-30, 30),
+    log_spread=st.integers(0, 8),
+    zeros=st.integers(0, 40),
+    copies=st.integers(0, 40),
+    transposed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_orthonormal_and_nothing_lost(
+    passes: Any,
+    size: tuple[int, int],
+    log_condition: float,
+    log_scale: int,
+    log_spread: int,
+    zeros: int,
+    copies: int,
+    transposed: bool,
+    seed: int,
+) -> None:
+    rows, rank = size[0], min(size)
+    x = conditioned(rows, rank, log_condition, seed)
+    # Columns of different size, the entries still in fp32.
+    x *= torch.logspace(0, -log_spread, rank) * 10.0 ** min(30, max(log_scale, -30 + log_spread))
+    x[:, :zeros] = 0
+    x[:, rank - min(copies, rank) :] = x[:, :1]
+    batch = torch.stack([x, 2 * x.flip(0)])
+    if transposed:
+        batch = batch.mT.contiguous().mT
+    before = batch.clone()
+    bases = orthonormal(passes, batch)
+    assert torch.equal(batch, before) and torch.equal(orthonormal(passes, before), bases), "same bits from same bits"
+    for matrix, basis in zip(batch, bases, strict=True):
+        assert departure(basis) < 1e-5
+        assert outside(matrix, basis) < 3e-6  # LAPACK's own accuracy in fp32
+
+
+@BOTH
+@pytest.mark.parametrize("log_condition", [0, 2, 4])
+@pytest.mark.parametrize(("rows", "rank"), [(1024, 32), (200, 128)])
+def test_the_subspace_is_that_of_float64_qr(passes: Any, rows: int, rank: int, log_condition: int) -> None:
+    x = conditioned(rows, rank, log_condition)
+    basis = orthonormal(passes, x[None])[0]
+    cosines = torch.linalg.svdvals(torch.linalg.qr(x.double()).Q.mT @ basis.double())
+    # The smallest singular value is known to eps * condition, and so are the directions.
+    assert float(1 - cosines.min()) < 1e-11 * 10.0 ** (2 * log_condition) + 1e-6
+    assert departure(basis) < min(6e-6, 8 * departure(torch.linalg.qr(x).Q) + 1e-6), "as good as LAPACK, or better"
+
+
+@BOTH
+def test_of_subnormal_numbers_a_few_bits_remain(passes: Any) -> None:
+    x = draw(1, 50, 10, seed=1) * 1e-42
+    basis = orthonormal(passes, x)
+    assert departure(basis[0]) < 1e-5 and outside(x[0], basis[0]) < 1e-2
+
+
+def test_reduced_precision_of_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bf16 products C would be good to three digits."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:
+        pytest.skip("this torch has no such setting")
+    x = conditioned(500, 32, 2)[None]
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: pytest.fail("a product that the user lets round"))
+    monkeypatch.setattr(matmul, "fp32_precision", "bf16")
+    assert departure(orthonormal(RowBlocks, x)[0]) < 1e-5
+
+
+def test_matrices_of_several_shapes_are_one_batch_and_do_not_touch_each_other() -> None:
+    shapes = [(2, 40, 4), (1, 130, 4), (3, 17, 4), (1, 60, 9)]
+    xs = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+    together, spoiled = ([torch.full_like(x, torch.nan) for x in xs] for _ in range(2))
+    Batched().orthonormalise(xs, together)
+    for x, basis in zip(xs, together, strict=True):
+        assert departure(basis) < 1e-6
+        # Alone or with others: the same basis, but for the order of sums in fp64.
+        assert torch.allclose(orthonormal(Batched, x), basis, atol=1e-6)
+    # What is not finite in one of them stays there.
+    xs[2][1, 3, 2] = torch.inf
+    Batched().orthonormalise(xs, spoiled)
+    assert spoiled[2][1].isnan().all()
+    spoiled[2][1] = together[2][1]
+    assert all(torch.equal(a, b) for a, b in zip(spoiled, together, strict=True))
