@@ -125,8 +125,8 @@ def panel(ax: Axes, table: pd.DataFrame, traces: pd.DataFrame, column: str) -> N
         marks = style.by_name(method).marks(line, filled=line != OPEN)
         ax.plot(by_method[method], label=label, **marks)
     low, high = (by_method[name] for name in BAND)
-    look = {"color": style.FAMILIES[EDGC].colour, "alpha": 0.15, "linewidth": 0}
-    ax.fill_between(low.index, low, high, label="EDGC, r_min to r_max", **look)
+    colour = style.FAMILIES[EDGC].colour
+    ax.fill_between(low.index, low, high, label="EDGC, r_min to r_max", color=colour, alpha=0.15, linewidth=0)
     style.log_x(ax, list(low.index))
     runs = traces.sort_values("gbits_per_second").groupby("entropy", sort=False)
     for _, rows in runs:

@@ -44,8 +44,9 @@ def draw(results: Path) -> Figure:
         row, colour = table[table["variant"] == variant], looks[variant][0]
         for column, name, marker in POINTS:
             change = row[column] - row["start"]
-            look = {"edgecolors": [colour], "facecolors": [colour if column == "end" else "white"], "marker": marker}
-            ends.scatter(change, [place] * len(change), label=None if place else name, **look)
+            face, label = colour if column == "end" else "white", None if place else name
+            places = [place] * len(change)
+            ends.scatter(change, places, label=label, edgecolors=[colour], facecolors=[face], marker=marker)
     curves.axhline(0, color="#444444", linewidth=0.6)
     curves.set(title="course", xlabel="iteration", ylabel="entropy since\nthe first probe (nats)")
     ends.axvline(0, color="#444444", linewidth=0.6)

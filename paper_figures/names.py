@@ -1,6 +1,7 @@
 """Names of points: beside those of a plot of loss against bytes, where nothing else stands, and above a row."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -96,7 +97,14 @@ def leader(ax: Axes, point: tuple[float, float], end: tuple[float, float]) -> No
     origin = ScaledTranslation(*point, ax.transData)  # type: ignore[arg-type]  # as its documentation does
     from_point = Affine2D().scale(1 / 72) + ax.figure.dpi_scale_trans + origin
     x, y = np.outer(end, (BESIDE / np.hypot(*end), 1))
-    look = {"color": "#222222", "linewidth": 0.6, "clip_on": False, "zorder": 3, "scalex": False, "scaley": False}
+    look: dict[str, Any] = {
+        "color": "#222222",
+        "linewidth": 0.6,
+        "clip_on": False,
+        "zorder": 3,
+        "scalex": False,
+        "scaley": False,
+    }
     (line,) = ax.plot(x, y, transform=from_point, **look)
     line.set_path_effects([Stroke(linewidth=1.8, foreground="white"), Normal()])
 

@@ -1,6 +1,7 @@
 """EDGC beside its own ranks in another order: the ranks over training, and what following them is worth."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -65,7 +66,7 @@ def differences(ax: Axes, rows: pd.DataFrame, pairs: pd.DataFrame) -> None:
         ax.plot(values, [place] * len(values), ".", color=colour, markersize=3, linewidth=0, alpha=0.6)
         half = 0.0 if pd.isna(row.difference_high) else row.difference_high - row.difference_nats
         face = colour if row.factor_dtype == "fp32" else "white"
-        look = {"color": colour, "marker": marker, "markersize": 4, "markerfacecolor": face}
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "markerfacecolor": face}
         ax.errorbar(row.difference_nats, place, xerr=half, **look)
         count(ax, place, f"n = {row.n:.0f}")
     margin = rows["margin_nats"].max()

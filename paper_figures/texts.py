@@ -52,8 +52,8 @@ def letter(axes: Sequence[Axes], *, from_the_left: bool = False) -> None:
         ax.set_title(f"({chr(ord('a') + index)}) {ax.get_title(loc='left')}".rstrip())
         if from_the_left:
             title: Text = ax._left_title  # type: ignore[attr-defined]  # there is no public one
-            down: Any = ax.transAxes + ax.titleOffsetTrans  # type: ignore[attr-defined]
-            title.set_transform(blended_transform_factory(ax.figure.transFigure, down))  # type: ignore[arg-type]
+            down: Any = ax.transAxes + ax.titleOffsetTrans
+            title.set_transform(blended_transform_factory(ax.figure.transFigure, down))
             title.set_x(LEFT)
 
 

@@ -252,7 +252,9 @@ def training_partition(resources: Resources, cluster: dict[str, Partition] | Non
 def check_runs(resources: Resources, runs: Iterable[RunConfig], cluster: dict[str, Partition] | None) -> None:
     """Refuse runs that the partition of training could never start; ``UserError`` names the key and what there is."""
     partition = training_partition(resources, cluster)
-    for run in runs if partition else ():
+    if partition is None:
+        return
+    for run in runs:
         job, nodes = training_job(run, resources), partition.nodes
         for key, least, counts, unit in (
             ("gpus_per_node", job.gpus, [node.gres.get(resources.gres, 0) for node in nodes], resources.gres),

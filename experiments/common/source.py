@@ -113,7 +113,8 @@ def _digest(path: Path) -> str:
     """Digest of a file's syntax tree without docstrings."""
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if documented and ast.get_docstring(node, clean=False) is not None:
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()

@@ -108,7 +108,7 @@ def _row(given: dict[str, str], line: dict[str, Any]) -> dict[str, Any]:
     seeds = int(number(line.get("n")) or 0)
     finished = number(line.get("n_ok"))
     n = seeds if finished is None else int(finished)
-    row = given | {name: text(line.get(name)) for name in ("variant", "label", "verdict")}
+    row: dict[str, Any] = given | {name: text(line.get(name)) for name in ("variant", "label", "verdict")}
     bf16 = None if share is None else bf16_ratio(share)
     row |= {"family": family_of(method, policy), "n": n, "seeds": seeds, "bytes": share, "bytes_bf16": bf16}
     shown = {

@@ -238,10 +238,9 @@ def rendered(template: Path) -> str:
     except (UserError, jinja2.UndefinedError, KeyError, ValueError, AttributeError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in frames if frame.filename == str(template)), 0) or 0
-        known = isinstance(error, UserError)
-        message, fix = (
-            (error.message, error.fix) if known else (f"{type(error).__name__}: {error}", "correct the template")
-        )
+        message, fix = f"{type(error).__name__}: {error}", "correct the template"
+        if isinstance(error, UserError):
+            message, fix = error.message, error.fix or fix
     raise UserError(message, where=f"docs/templates/{name}:{line}", fix=fix)
 
 

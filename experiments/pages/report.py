@@ -25,7 +25,7 @@ from experiments.pages import board, claim_rows, curves, pictures
 from experiments.pages.kept import Kept, as_list
 
 TEMPLATES = Path(__file__).with_name("templates")
-TRIMMED = {"trim_blocks": True, "lstrip_blocks": True}
+TRIMMED: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
 LIMIT = 5_000_000  # bytes of the page
 SPARE = 20_000  # bytes between what is counted and what is written
 BADGES = {  # verdict -> class of its look; the word is always beside it

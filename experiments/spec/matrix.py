@@ -165,11 +165,13 @@ def _seeds(variants: Iterable[str], common: list[int], definition: Study, scale:
     layer = definition.scales.get(scale, StudyLayer())
     key = f"scales.{scale}.more_seeds" if layer.more_seeds else "more_seeds"
     more, where = layer.more_seeds or definition.more_seeds, study_path(definition.study)
-    for seed in more.seeds if more else ():
+    if more is None:
+        return result
+    for seed in more.seeds:
         if seed in common:
             message = f"{key}.seeds = {more.seeds}: all variants have seed {seed} already"
             raise UserError(message, where=where, fix="leave it out")
-    for variant in more.variants if more else ():
+    for variant in more.variants:
         if variant not in result:
             raise UserError(f"{key}.variants: unknown variant {variant!r}", where=where, fix=nearest(variant, result))
         result[variant] += more.seeds
@@ -219,9 +221,8 @@ def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
                 **train,
                 "micro_batch": next(n for n in range(min(micro, share), 0, -1) if share % n == 0),
             }
-        edgc = isinstance(compression, Mapping) and compression.get("method") == "edgc"
-        if edgc and "window" not in compression and isinstance(iterations, int):
-            result["compression"] = {**compression, "window": min(EDGCConfig().window, max(1, iterations // 10))}
+        if isinstance(compression, Mapping) and compression.get("method") == "edgc" and isinstance(iterations, int):
+            result["compression"] = {"window": min(EDGCConfig().window, max(1, iterations // 10)), **compression}
     return result
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edgc.compressors.entrywise.quantize import SignConfig
 from edgc.compressors.powersgd import PowerSGDConfig
 from edgc.config import EDGCConfig, methods, users
-from edgc.control.adaptive import make_controller
+from edgc.control.controller import make_controller
 from edgc.control.policies.cqm import CQMConfig
 from edgc.control.policies.given import FixedConfig
 from edgc.errors import UserError
