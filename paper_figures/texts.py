@@ -52,7 +52,7 @@ def letter(axes: Sequence[Axes], *, from_the_left: bool = False) -> None:
         ax.set_title(f"({chr(ord('a') + index)}) {ax.get_title(loc='left')}".rstrip())
         if from_the_left:
             title: Text = ax._left_title  # type: ignore[attr-defined]  # there is no public one
-            down: Any = ax.transAxes + ax.titleOffsetTrans
+            down: Any = ax.transAxes + ax.titleOffsetTrans  # type: ignore[attr-defined]
             title.set_transform(blended_transform_factory(ax.figure.transFigure, down))
             title.set_x(LEFT)
 
