@@ -58,6 +58,8 @@ def pictures(kept: Kept) -> list[Picture]:
     for name in sorted(FIGURES, key=lambda name: (order.get(FIGURES[name][0], len(order)), name)):
         simulated = any(is_simulated(matrix.load_study(study)) for study in described.intersection(FIGURES[name]))
         places.append((name, kept.root / "figures", simulated, ""))
+    # Of a frozen study only the committed figure is left.
+    places += [(name, kept.root / "figures", False, "") for name in matrix.frozen() if name not in FIGURES]
     for machine in sorted(kept.benchmarks.iterdir()) if kept.benchmarks else ():
         folder = machine / "figures" if kept.reference else machine
         places += [(name, folder, False, machine.name) for name in BENCHMARKS]
@@ -71,7 +73,8 @@ def _picture(kept: Kept, name: str, folder: Path, simulated: bool, group: str) -
         return None
     # An SVG beside a PNG is taken where it is not much larger: it stays sharp at every size.
     best = min(shown.values(), key=lambda path: path.stat().st_size)
-    text, links = caption(name), [kept.link(path, kind.upper()) for kind, path in files.items()]
+    text = caption(name) if name in {*FIGURES, *BENCHMARKS} else f"**{matrix.load_study(name).title}.**"
+    links = [kept.link(path, kind.upper()) for kind, path in files.items()]
     title, rest = split_title(text, name)
     words = " ".join(filter(None, [plain(first_sentence(text)), heading(files["png"]) if "png" in files else ""]))
     return Picture(name, best, title, words, html(rest), simulated, group, links, *embed(best))

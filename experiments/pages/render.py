@@ -237,7 +237,7 @@ def rendered(template: Path) -> str:
         message, line, fix = str(error), error.lineno, "correct the template"
     except (UserError, jinja2.UndefinedError, KeyError, ValueError, AttributeError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        line = next((frame.lineno for frame in frames if frame.filename == str(template)), 0) or 0
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(template)), 0) or 0
         message, fix = f"{type(error).__name__}: {error}", "correct the template"
         if isinstance(error, UserError):
             message, fix = error.message, error.fix or fix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from edgc.errors import UserError
 from experiments.analyse.__main__ import analyse
 from experiments.common.cli import main_guard
-from experiments.common.figures import FIGURES
+from experiments.common.figures import FIGURES, missing
 from experiments.common.files import atomic_write
 from experiments.common.yaml_settings import load_yaml
 from experiments.spec import matrix
@@ -103,6 +104,8 @@ def keep(
         # Figures of several studies are drawn again where they are kept already.
         drawn = replay.redraw(shown, reference, Path(folder) / "drawn", write=True, new=alone)
         written += [path for path, outcome in drawn if outcome == "written"]
+        if lost := [name for name in alone if missing(name, reference)]:
+            print(f"not drawn, for tables are missing: {', '.join(lost)}", file=sys.stderr)
     return [*written, kept / archive.FOLDER] if names else written
 
 
