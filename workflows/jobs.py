@@ -89,7 +89,10 @@ def ending_with_this(folder: Path) -> Iterator[None]:
             os.closerange(3, read)
             os.closerange(write, os.sysconf("SC_OPEN_MAX"))
             if not os.read(read, 1):
-                stop(folder)
+                left = marked(folder)  # not those of a workflow that is started again meanwhile
+                send(signal.SIGTERM, left)
+                _, left = psutil.wait_procs(left, STOP_SECONDS)
+                send(signal.SIGKILL, left)
         os._exit(0)
     os.close(read)
     try:

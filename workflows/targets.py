@@ -91,5 +91,5 @@ def check_targets(wanted: Sequence[str], scale: str, folder: Path, others: Colle
         else:
             continue
         if part not in known:
-            fix = nearest(part, [name for name in known if name not in others] or known)
+            fix = nearest(part, targets() if part is name else known)
             raise UserError(f"unknown target {name!r}{problem}", where="the command line", fix=fix)

@@ -389,7 +389,7 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     frames = {"engine": pd.DataFrame(engines), "engine_rounds": pd.DataFrame(rounds)}
     if plan.kernels:
         parts = [pd.DataFrame(key.columns(), part.index).join(part) for key, part in data.kernels.items()]
-        frames["engine_kernels"] = pd.concat(parts, ignore_index=True)
+        frames["engine_kernels"] = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return frames
 
 

@@ -202,10 +202,9 @@ def tables(plan: Plan, data: Measurements) -> dict[str, pd.DataFrame]:
     ]
     longest = [_longest(part).assign(variant=variant) for variant, part in data.kernels.items()]
     frames = {"step_profile": table, "step_profile_steps": pd.DataFrame(steps)}
-    kernel_columns = ["variant", "kernel", "calls", "ms"]
-    return frames | {
-        "step_profile_kernels": pd.concat([pd.DataFrame(columns=kernel_columns), *longest])[kernel_columns]
-    }
+    columns = ["variant", "kernel", "calls", "ms"]
+    kernels = pd.concat(longest)[columns] if longest else pd.DataFrame(columns=columns)
+    return frames | {"step_profile_kernels": kernels}
 
 
 def _longest(kernels: pd.DataFrame) -> pd.DataFrame:
