@@ -73,6 +73,9 @@ class Slot:
         return Slot, ()
 
 
+Unregistered = Slot  # name in models that were pickled whole by earlier versions
+
+
 def hook(slot: Slot, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DDP's, as the handle in ``slot`` does it."""
     return allreduce_hook(slot.group, bucket) if slot.handle is None else slot.handle._reduce(bucket)
@@ -228,10 +231,12 @@ class Handle:
         not the usual one and error feedback lies as they do."""
         orders = {}
         for parameter, name in self._names.items():
+            if parameter.dim() <= 2:  # also of frozen subclasses that answer no more than they must
+                continue
             strides = _strides(parameter)
             axes = [axis for axis, size in enumerate(parameter.shape) if size > 1]
             order = sorted(axes, key=lambda axis: -strides[axis])
-            if parameter.dim() > 2 and order != axes:
+            if order != axes:
                 orders[name] = order
         return orders
 

@@ -146,7 +146,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for handle in [handle for handle, watched in _unscaled.items() if not watched.isdisjoint(stepped)]:
         del _unscaled[handle]
-        if handle.active and dist.get_rank(handle.group) == 0 and _scaler_steps():
+        if handle.active and handle._rank == 0 and _scaler_steps():
             what = "edgc.ddp.register was given no scaler, but a GradScaler makes the steps: error feedback and"
             fix = "entropies follow its scale; give scaler=..., or scaler=False to leave it so"
             warnings.warn(f"{what} {fix}", stacklevel=2)

@@ -129,7 +129,10 @@ def wait_for_steps(folder: Path, steps: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children()]
+    """Process ids of a process's children; none of one that has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
 
 
 def ranks_of(launcher: int) -> list[int]:

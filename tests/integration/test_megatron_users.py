@@ -218,35 +218,36 @@ def frozen_parts() -> None:
 @case
 def frozen_search() -> None:
     """EDGC with all its measurements beside a frozen stage; a gradient that is not finite; a checkpoint."""
-    root = gather_objects(tempfile.mkdtemp())[0]
-    for stage, more, settings in ((0, {}, {}), (1, SEARCH, OVERLAP)):
-        compression = {**EDGC, "alignment": "measured", "pipeline": TRAFFIC, **more}
-        run = configuration("frozen", compression, model=UNTIED, train=settings)
-        folder = Path(root) / f"{stage}" / "iter_0000016"
+    with tempfile.TemporaryDirectory() as own:
+        root = gather_objects(own)[0]
+        for stage, more, settings in ((0, {}, {}), (1, SEARCH, OVERLAP)):
+            compression = {**EDGC, "alignment": "measured", "pipeline": TRAFFIC, **more}
+            run = configuration("frozen", compression, model=UNTIED, train=settings)
+            folder = Path(root) / f"{stage}" / "iter_0000016"
 
-        def finish(session: Session, run: RunConfig, folder: Path) -> dict[str, Any]:
-            attachment = session.attachment
-            kept = copy.deepcopy(attachment.state_dict()["engine"]["compressor"])
-            checkpoint.save(folder, attachment, iteration=16)
-            refused(lambda: attach(session.chunks, run.edgc, iterations=16), "already have an attachment")
-            assert checkpoint.load(folder, attachment) == 16
-            assert same(kept, attachment.state_dict()["engine"]["compressor"])
-            return {"errors": len(kept["errors"])}
+            def finish(session: Session, run: RunConfig, folder: Path) -> dict[str, Any]:
+                attachment = session.attachment
+                kept = copy.deepcopy(attachment.state_dict()["engine"]["compressor"])
+                checkpoint.save(folder, attachment, iteration=16)
+                refused(lambda: attach(session.chunks, run.edgc, iterations=16), "already have an attachment")
+                assert checkpoint.load(folder, attachment) == 16
+                assert same(kept, attachment.state_dict()["engine"]["compressor"])
+                return {"errors": len(kept["errors"])}
 
-        with freezing(lambda at, chunk, stage=stage: at == stage):  # type: ignore[misc]
-            poison = frozenset({3} if stage == 0 else ())
-            prepare = lambda session, run=run, folder=folder: partial(finish, session, run, folder)  # noqa: E731
-            ranks = gather_objects(train(run, iterations=16, poison=poison, prepare=prepare))
-        last = ranks[0]["decisions"][-1]
-        for rank in ranks:
-            assert repr(rank["decisions"]) == repr(ranks[0]["decisions"])
-            assert rank["skipped"] == len(poison)
-            assert rank["stage"] != stage or rank["errors"] == 0
-        if stage == 0:  # no times say whether it pays, and the other stage is the first that counts
-            assert last["phase"] == "active" and len(last["ranks"]) == 1 and last["ranks"][0] is not None
-            assert all(rank["errors"] > 0 for rank in ranks if rank["stage"] == 1)
-        else:
-            assert last["phase"] in ("active", "disabled") and len(last["ranks"]) == 2
+            with freezing(lambda at, chunk, stage=stage: at == stage):  # type: ignore[misc]
+                poison = frozenset({3} if stage == 0 else ())
+                prepare = lambda session, run=run, folder=folder: partial(finish, session, run, folder)  # noqa: E731
+                ranks = gather_objects(train(run, iterations=16, poison=poison, prepare=prepare))
+            last = ranks[0]["decisions"][-1]
+            for rank in ranks:
+                assert repr(rank["decisions"]) == repr(ranks[0]["decisions"])
+                assert rank["skipped"] == len(poison)
+                assert rank["stage"] != stage or rank["errors"] == 0
+            if stage == 0:  # no times say whether it pays, and the other stage is the first that counts
+                assert last["phase"] == "active" and len(last["ranks"]) == 1 and last["ranks"][0] is not None
+                assert all(rank["errors"] > 0 for rank in ranks if rank["stage"] == 1)
+            else:
+                assert last["phase"] in ("active", "disabled") and len(last["ranks"]) == 2
 
 
 @case

@@ -16,6 +16,7 @@ from experiments.cluster import slurm
 from experiments.cluster.slurm import DEFAULT, VARIABLE, Resources, load_resources, nodes_for, training_job
 from experiments.spec import matrix
 from experiments.spec.settings import RunConfig, resolve
+from experiments.training.ranks import Nodes, ranks_per_node
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_partitions_are_read_and_runs_that_fit_accepted(cluster: dict[str, slurm
     [
         (
             {"gpus_per_node": 4},
-            "gpus_per_node = 4: rank_sweep/r4-s1 needs 16 nodes with 4 gpu each, partition gpu has 10",
+            "gpus_per_node = 4: rank_sweep/r4-s1 needs 16 nodes with 4 gpu each, partition gpu has 8 of them",
         ),
         ({"gpus_per_node": 4, "gres": "gpu:h100"}, "the largest with 0 gpu:h100"),
         ({"memory_gb": 900}, "memory_gb = 900"),
@@ -234,3 +235,8 @@ def test_states_of_jobs_come_from_where_cancelled_ones_are_seen(
 
     monkeypatch.setattr(slurm, "ask", ask)
     assert slurm.status_command() == expected
+
+
+def test_ranks_that_do_not_divide_over_the_nodes_are_refused() -> None:
+    with pytest.raises(UserError, match="world size 3 is not divisible by 2 nodes"):
+        ranks_per_node(run_of(3), Nodes(2))

@@ -54,6 +54,7 @@ CHANGES: dict[str, Callable[[bytes], bytes] | None] = {
     "cut": lambda content: content[: len(content) // 2],
     "empty": lambda content: b"",
     "digit": one_digit,
+    "longer": lambda content: content + b"\n",
 }
 
 
@@ -63,7 +64,7 @@ CHANGES: dict[str, Callable[[bytes], bytes] | None] = {
         *((name, "missing") for name in ("run.yaml", "metrics.jsonl", "summary.json", "tensors.parquet")),
         *((name, "digit") for name in ("run.yaml", "metrics.jsonl", "summary.json", "manifest.json")),
         ("run.yaml", "cut"),
-        ("metrics.jsonl", "empty"),
+        *(("metrics.jsonl", change) for change in ("empty", "longer")),
         ("tensors.parquet", "cut"),
         ("manifest.json", "cut"),
     ],
