@@ -170,7 +170,15 @@ class EDGCConfig(Settings):
                 break  # a method without policies
             name = values.get(key, getattr(cls, key, "") or usual)
             if not isinstance(name, str) or name not in names:
-                meant = [{"method": k.method, **k.examples[name].settings} for k in kinds if name in [*k.examples]]
+                meant = [
+                    {
+                        "method": k.method,
+                        **({"policy": k.policy} if hasattr(k, "policy") else {}),
+                        **k.examples[name].settings,
+                    }
+                    for k in kinds
+                    if name in [*k.examples]
+                ]
                 fix = f"use one of {', '.join(names)}"
                 if meant:
                     fix = f"did you mean {', '.join(f'{k}: {v}' for k, v in meant[0].items())}?"
