@@ -170,10 +170,11 @@ class EDGCConfig(Settings):
                 break  # a method without policies
             name = values.get(key, getattr(cls, key, "") or usual)
             if not isinstance(name, str) or name not in names:
-                meant = [{"method": k.method, **k.examples[name].settings} for k in kinds if name in [*k.examples]]
+                meant = [kind for kind in kinds if name in [*kind.examples]]
                 fix = f"use one of {', '.join(names)}"
                 if meant:
-                    fix = f"did you mean {', '.join(f'{k}: {v}' for k, v in meant[0].items())}?"
+                    own = [f"{k}: {v}" for k, v in meant[0].examples[name].settings.items()]
+                    fix = f"did you mean {', '.join([meant[0].title(), *own])}?"
                 raise UserError(f"{prefix}{key} = {name!r} is not valid", where=where, fix=fix)
             kinds = [kind for kind in kinds if getattr(kind, key) == name]
         [kind] = kinds

@@ -16,7 +16,7 @@ MAX_COPIES = 32
 
 
 class Sampler:
-    """Iterations (rate alpha) and entries of a gradient (rate beta) are measured.
+    """Choice of the iterations (rate alpha) and entries of a gradient (rate beta) that are measured.
 
     Every choice is a function of the settings, the iteration and the parameter's key, never of a global
     random state, so all ranks of a job and a resumed job choose alike.

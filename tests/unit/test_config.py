@@ -58,6 +58,10 @@ def test_settings_are_frozen_and_keyword_only() -> None:
         ({"method": "int4"}, "method = 'int4' is not valid"),
         ({"method": "PowerSGD"}, "method = 'PowerSGD' is not valid"),
         ({"method": "edgc", "policy": "linear"}, "policy = 'linear'"),
+        (
+            {"method": "edgc", "policy": "edgc"},
+            "policy = 'edgc' is not valid (in study.yaml); did you mean method: edgc, policy: fixed, rank: 8?",
+        ),
         ({"entropy": {"iteration_rate": 0}}, "entropy.iteration_rate (alpha) = 0 is not valid"),
         ({"entropy": {"entry_rate": 1.5}}, "entropy.entry_rate (beta) = 1.5"),
         ({"entropy": {"entry_rate": math.nan}}, "entropy.entry_rate (beta) = nan"),

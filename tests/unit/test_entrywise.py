@@ -58,8 +58,15 @@ def test_settings_reach_the_compressor(name: str) -> None:
     assert not getattr(compressor, "draws_at_random", False) or compressor.seed == 5
     if "density" in options:
         assert compressor.config.density == options["density"]
-    for key in ("one_sided", "error_feedback"):
-        assert getattr(compressor, key, options.get(key)) == options.get(key, getattr(compressor, key, None)), key
+    if name not in ("none", "bf16"):  # those have no settings of their own
+        assert compressor.config.min_compression_elements == 77
+    for key in ("factor_dtype", "error_dtype", "one_sided", "error_feedback"):
+        assert key not in options or getattr(compressor.config, key) == options[key], key
+    for key in {"one_sided", "error_feedback"} & options.keys():
+        assert getattr(compressor, key) == options[key], key
+    if "error_dtype" in options:
+        compressor.reduce([Gradient("p", torch.randn(40, 50))], Channel(None), 4)
+        assert compressor.errors["p"].dtype == torch.bfloat16
     if "bits" in options:
         stochastic = options["rounding"] == "stochastic"
         assert (compressor.quantiser.bits, compressor.quantiser.stochastic) == (options["bits"], stochastic)

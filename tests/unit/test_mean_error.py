@@ -346,20 +346,28 @@ def drive(
     scales: Sequence[float] = (1.0,),
     resume_at: int | None = None,
     skip: int | None = None,
+    experts: dist.ProcessGroup | None = None,
+    experts_first: bool = False,
 ) -> list[dict[str, Any]]:
     """What an engine says of each iteration; gradients are of this worker.
 
     Args:
         scales: loss scales, one after another in turn.
         skip: iteration whose step is given up.
+        experts: reduce another matrix, whose error is large, over this group.
     """
     engine, told = engine_of(key, deferred=skip is not None), []
     for iteration in range(1, ITERATIONS + 1):
         scale = scales[iteration % len(scales)]
         engine.rescale(scale)
         gradients = drawn(dist.get_rank(), iteration, 1.5, scale)
+        own = [Gradient("expert", 1e3 * gradients[0].tensor.clone())] if experts is not None else []
+        if own and experts_first:
+            engine.reduce(own, experts)
         engine.reduce(gradients[:2], None)  # two buckets
         engine.reduce(gradients[2:], None)
+        if own and not experts_first:
+            engine.reduce(own, experts)
         engine.end_iteration(skipped=iteration == skip)
         last = engine.last
         assert last is not None
@@ -382,11 +390,15 @@ def drive(
 def cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     powers = (1.0, 2.0**16, 2.0**-20)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[dist.get_rank() % 2]
     for key in SETTINGS:
         found[key] = drive(key)
         if key in RESUMED:
             found[key, "scaled"] = drive(key, scales=powers)
             found[key, "resumed"] = drive(key, resume_at=13)
+    for first in (False, True):
+        found["powersgd", "experts", first] = drive("powersgd", experts=mine, experts_first=first)
     for key in ("powersgd", "spectral"):
         found[key, "skip inside"] = drive(key, skip=13)
         found[key, "skip at the end"] = drive(key, skip=15)
@@ -436,6 +448,12 @@ def test_neither_a_loss_scale_nor_a_resume_changes_a_bit(workers: list[dict[Any,
                 if how == "scaled" and field == "decision":  # reasons tell entropies to four digits
                     mine, other = ([d and (d.ranks, d.mean_error) for d in x] for x in (mine, other))
                 assert repr(mine) == repr(other), (key, field)
+
+
+def test_experts_are_left_out_in_any_order(workers: list[dict[Any, Any]]) -> None:
+    for result in workers:
+        for first in (False, True):
+            assert repr(means(result["powersgd"])) == repr(means(result["powersgd", "experts", first]))
 
 
 def test_a_skipped_step_does_not_count(workers: list[dict[Any, Any]]) -> None:

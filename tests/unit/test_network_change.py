@@ -235,6 +235,19 @@ def test_other_settings_go_on_where_nothing_is_compressed(policy: str) -> None:
     assert run.plans[-1].ranks[0] is not None
 
 
+def test_other_settings_in_warm_up_keep_the_r_max_that_was_found() -> None:
+    network = Network(dense=(0.7,) * 3)
+    warm: dict[str, Any] = {"policy": "cqm", "r_max": None, "warmup_fraction": 0.2, "warmup_limit_fraction": 0.2}
+    trunk = make_controller(measured(**warm), [SHAPES] * 3, 1000)
+    Run(trunk, lambda i: network).to(100)
+    state = json.loads(json.dumps(trunk.state_dict()))
+    assert state["phase"] == "warmup" and state["r_max"] == 60
+    other = make_controller(measured(**warm, step_limit=4), [SHAPES] * 3, 1000)
+    other.load_state_dict(state, iteration=100, changed_settings=True)
+    run = Run(other, lambda i: network).to(400, start=101)
+    assert run.plans[-1].ranks[0] is not None and {(d.r_min, d.r_max) for d in run.decisions} == {(12, 60)}
+
+
 @pytest.mark.parametrize("remeasure", [0.25, None])
 def test_stages_that_are_aligned_from_now_on_are_measured_anew(remeasure: float | None) -> None:
     network = Network(dense=(0.7,) * 3)

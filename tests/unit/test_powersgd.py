@@ -23,6 +23,7 @@ from edgc.compressors import Channel, Gradient
 from edgc.compressors.base import compressible
 from edgc.compressors.powersgd import saves_bytes
 from edgc.compressors.powersgd.algorithm import PowerSGD
+from edgc.compressors.powersgd.passes import RowBlocks
 from edgc.compressors.powersgd.simple import SimplePowerSGD
 from edgc.compressors.powersgd.state import random_factor
 from edgc.errors import UserError
@@ -524,6 +525,17 @@ ALLOWED = 8 * SMALL * SMALL + 4096
 )
 def test_steady_state_allocates_nothing(tmp_path: Path, options: dict[str, Any], dtype: torch.dtype) -> None:
     assert largest_allocation(tmp_path, steady_state(dtype, options)) <= ALLOWED
+
+
+def test_an_allocation_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = steady_state(torch.float32, {})
+    original = RowBlocks.right_factor
+
+    def wasteful(self: RowBlocks, x: Any, left: Tensor, out: Tensor) -> None:
+        original(self, x, left, out.clone())
+
+    monkeypatch.setattr(RowBlocks, "right_factor", wasteful)
+    assert largest_allocation(tmp_path, step) > ALLOWED
 
 
 class Bucket:

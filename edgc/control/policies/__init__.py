@@ -1,4 +1,6 @@
-"""Policies: by what the rank of stage 0 moves, one file each; :mod:`edgc.control.policies.base` is their contract.
+"""Policies: by what the rank of stage 0 moves, each with its settings in one file.
+
+Their contract is :mod:`edgc.control.policies.base`.
 
 A file here is a policy if it has a type of settings (:class:`edgc.control.settings.PolicyConfig`) with a ``policy``:
 its name, its settings, and :meth:`~edgc.control.settings.PolicyConfig.start`. There is no list to add it to.
