@@ -116,12 +116,24 @@ def test_shards_hold_what_the_tokenizer_gives(tmp_path: Path) -> None:
     ]
 
 
-def flip(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+def flip(content: bytes, place: int | None = None) -> bytes:
+    place = place or len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-@pytest.mark.parametrize("damage", [flip, lambda content: content[:-9], lambda _: None, lambda _: b""])
+def shorter(content: bytes) -> bytes:
+    """With another length in NumPy's header of the first array."""
+    return flip(content, content.find(b"'shape': (") + 10)
+
+
+def unknown_compression(content: bytes) -> bytes:
+    """In zip's directory."""
+    return flip(content, content.find(b"PK\1\2") + 10)
+
+
+@pytest.mark.parametrize(
+    "damage", [flip, shorter, unknown_compression, lambda content: content[:-9], lambda _: None, lambda _: b""]
+)
 def test_only_missing_damaged_and_other_shards_are_made_again(
     tmp_path: Path, damage: Callable[[bytes], bytes | None]
 ) -> None:
