@@ -147,7 +147,7 @@ def test_partitions_are_read_and_runs_that_fit_accepted(cluster: dict[str, slurm
     [
         (
             {"gpus_per_node": 4},
-            "gpus_per_node = 4: rank_sweep/r4-s1 needs 16 nodes with 4 gpu each, partition gpu has 10",
+            "gpus_per_node = 4: rank_sweep/r4-s1 needs 16 nodes with 4 gpu each, partition gpu has 8 of them",
         ),
         ({"gpus_per_node": 4, "gres": "gpu:h100"}, "the largest with 0 gpu:h100"),
         ({"memory_gb": 900}, "memory_gb = 900"),
