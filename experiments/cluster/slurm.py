@@ -102,9 +102,13 @@ def resources_file() -> Path:
 
 
 def load_resources() -> Resources:
-    """Read and check the site file; ``UserError`` names the key and the file."""
+    """Read and check the site file, which may be empty; ``UserError`` names the key and the file."""
     path = resources_file()
-    resources: Resources = validate(Resources, load_yaml(path), path)
+    try:
+        empty = not path.read_bytes().strip()
+    except OSError:
+        empty = False  # it is refused below
+    resources: Resources = validate(Resources, {} if empty else load_yaml(path), path)
     return resources
 
 
@@ -193,12 +197,12 @@ class Partition:
 
 
 def parse_gres(text: str) -> dict[str, int]:
-    """Counts by name: ``gpu:v100:4(S:0-1),gpu:a100:2`` as {"gpu": 6, "gpu:v100": 4, "gpu:a100": 2}."""
+    """Counts by name: ``gpu:v100:4(S:0-1),gpu:a100`` as {"gpu": 5, "gpu:v100": 4, "gpu:a100": 1}."""
     counts: Counter[str] = Counter()
     for item in re.sub(r"\([^)]*\)", "", text).split(","):
-        if match := re.fullmatch(r"(\w+)(:.+)?:(\d+)", item):
+        if match := re.fullmatch(r"(\w+)(:.+?)??(?::(\d+))?", item):
             for key in {match[1], match[1] + (match[2] or "")}:
-                counts[key] += int(match[3])
+                counts[key] += int(match[3] or 1)
     return dict(counts)
 
 

@@ -26,7 +26,9 @@ def find_config(scale: str, name: str) -> DataConfig:
     if name == default.path:
         return default
     studies, _ = matrix.all_runs(scale)
-    known = {run.data.path: run.data for run in itertools.chain.from_iterable(studies.values())}
+    known: dict[str, DataConfig] = {}
+    for run in itertools.chain.from_iterable(studies.values()):
+        known.setdefault(run.data.path, run.data)  # the first one, as in the workflow
     if name not in known:
         raise UserError(
             f"no data.path = {name!r} at scale {scale}", where=path, fix=nearest(name, sorted({*known, default.path}))

@@ -65,6 +65,8 @@ def load_info(folder: Path) -> DataInfo:
     values = load_yaml(path)
     if values.get("format") != FORMAT:
         raise UserError(f"data.yaml has format {values.get('format')}, not {FORMAT}", where=path, fix=fix)
+    if CHECKSUM not in values:
+        raise UserError("an earlier version wrote data.yaml: it has no checksum", where=path, fix=fix)
     checksum, _, rest = path.read_bytes().partition(b"\n")
     if checksum != f"{CHECKSUM}: {hashlib.sha256(rest).hexdigest()}".encode():
         raise damaged(path, "has another content than was written")
@@ -131,16 +133,16 @@ def up_to_date(folder: Path, config: DataConfig, identity: str) -> DataInfo | No
 def texts(folder: Path, split: str) -> Iterator[Document]:
     """Documents of ``split`` again from the source of ``folder``, in order; ``UserError`` if they have changed."""
     config = validate(DataConfig, load_info(folder).config, folder / "data.yaml")
-    source, lines = open_source(config), (folder / "documents.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["split"] == split]
-    expected = iter([(row["path"], row["sha256"]) for row in rows] + [None])
-    for document in source.documents():
-        if source.split_of(document) == split:
-            if next(expected) != (document.path, document.sha256):
-                break
-            yield document
-    else:
-        if next(expected) is None:
-            return
+    source = open_source(config)
+    with (folder / "documents.jsonl").open(encoding="utf-8") as lines:  # may be gigabytes
+        expected = ((row["path"], row["sha256"]) for row in map(json.loads, lines) if row["split"] == split)
+        for document in source.documents():
+            if source.split_of(document) == split:
+                if next(expected, None) != (document.path, document.sha256):
+                    break
+                yield document
+        else:
+            if next(expected, None) is None:
+                return
     fix = "restore the source (same files, same Python version) or prepare the data again"
     raise UserError(f"the source has changed since the {split} split was prepared", where=folder, fix=fix)

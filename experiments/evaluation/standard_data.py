@@ -39,6 +39,12 @@ def whole(folder: Path) -> bool:
     return not folder.name.endswith(".incomplete")
 
 
+def rows(folder: Path, split: str) -> int:
+    """Number of rows of a split when its download ended."""
+    info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    return int(info["splits"][split]["num_examples"])
+
+
 def cached(task: StandardTask) -> list[Path]:
     """Folders of a task's dataset in the cache, unfinished ones included, oldest first."""
     namespace, _, name = task.dataset.rpartition("/")
@@ -76,9 +82,10 @@ def problem_with(task: StandardTask, entry: Row | None) -> str | None:
         return "in the cache, but not recorded"
     if (entry["version"], entry["dataset"]) != (task.version, task.dataset):
         return f"recorded as version {entry['version']} of {entry['dataset']}, lm-eval has {task.version}"
-    if missing := sorted(set(entry["files"]) - set(checksums(folders[-1]))):
+    files = checksums(folders[-1])
+    if missing := sorted(entry["files"].keys() - files):
         return f"its copy lacks a file ({folders[-1] / missing[0]})"
-    if entry["revision"] != folders[-1].name or entry["files"] != checksums(folders[-1]):
+    if entry["revision"] != folders[-1].name or entry["files"] != files:
         return "its data has changed since it was recorded"
     return None
 

@@ -31,6 +31,7 @@ from experiments.evaluation.standard_data import (
     checksums,
     problem_with,
     read_record,
+    rows,
     whole,
 )
 from experiments.spec import matrix
@@ -48,8 +49,12 @@ def fetch(task: StandardTask) -> str:
     if problem is None and entry:
         return f"already there: {summary(entry)}"
     folders = cached(task)
-    # Unfinished, or fetched once and not what it was then.
-    debris = [folder for folder in folders if not whole(folder) or (entry and folder.name == entry["revision"])]
+    # Unfinished, or fetched once and not what it was then; all else stays, and is recorded again as it is.
+    debris = [
+        folder
+        for folder in folders
+        if not whole(folder) or (entry and folder.name == entry["revision"] and checksums(folder) != entry["files"])
+    ]
     if debris:
         import datasets
 
@@ -76,11 +81,11 @@ def remove(folders: Sequence[Path]) -> None:
 
 def load(task: StandardTask) -> Any:
     """lm-eval's own task object; making it downloads the dataset and renders one document."""
-    try:
-        with quiet():
+    with quiet():
+        try:  # in here, so that what was held back is not printed: one line says it
             return task_manager((task.folder,)).load([task.name])["tasks"][task.name]
-    except Exception as error:  # of lm-eval, datasets, the hub's client, the network
-        reason = error
+        except Exception as error:  # of lm-eval, datasets, the hub's client, the network
+            reason = error
     if type(reason).__name__ == "DatasetGenerationError" and isinstance(reason.__cause__, Exception):
         reason = reason.__cause__  # says what was wrong
     message = f"{type(reason).__name__}: {(str(reason).strip() or 'no message').splitlines()[0]}"
@@ -97,6 +102,9 @@ def entry_of(task: StandardTask, loaded: Any) -> Row:
     if not documents:
         raise UserError(f"task {task.name} has zero documents", where=task.dataset)
     folder = Path(loaded.dataset[task.split].cache_files[0]["filename"]).parent
+    if len(documents) != (fetched := rows(folder, task.split)):
+        fix = f"delete the folder {folder} and fetch it again"
+        raise UserError(f"{len(documents)} documents are in the cache, {fetched} were fetched", where=folder, fix=fix)
     files = checksums(folder)
     share = {}
     if loaded.OUTPUT_TYPE == "multiple_choice":  # questions of one task may have different numbers of choices

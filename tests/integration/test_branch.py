@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from experiments.spec.settings import resolve
 from experiments.training.outputs import read_events
 from tests.integration.launching import RUN, Launcher, changed, prepared, repeatable
 
@@ -139,6 +141,19 @@ def test_a_lost_state_is_made_again_and_the_run_stays_as_it_is(launcher: Launche
     code, stderr = launcher.run(values, "--warm-up-again")
     assert code == 0, stderr
     assert "losses differ from the kept run's from iteration 1 on" in launcher.output
+
+
+def test_a_checkpoint_never_lies_behind_a_warm_up_that_is_not_saved() -> None:
+    """A run that is killed between the two goes on from the newest checkpoint, and would never save its warm-up."""
+    from experiments.training.checkpoint import Checkpoints
+    from experiments.training.train import Trainer
+
+    trainer = object.__new__(Trainer)
+    trainer.run = resolve({**TRUNK, "train": {**TRUNK["train"], "checkpoint_interval": 4}}, "the test")
+    trainer.checkpoints = object.__new__(Checkpoints)
+    trainer.checkpoints.interval, trainer.checkpoints.session = 4, SimpleNamespace(run=trainer.run)
+    due = [trainer._checkpoints_due(iteration, warm_up_ended=iteration < 5) for iteration in (3, 4, 8)]
+    assert due == [["warm_up"], ["warm_up", ".checkpoints"], [".checkpoints"]]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -207,9 +207,19 @@ def test_bad_input(folder: Path) -> None:
         train_batches(other, folder, 0, 1)
 
 
-def test_index_is_built_once_and_moves_with_the_data(folder: Path, tmp_path: Path) -> None:
+def test_index_is_built_aside_and_once_and_moves_with_the_data(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, save = list[Path](), numpy.save
+
+    def recording(file: str, *arguments: Any, **options: Any) -> None:
+        written.append(Path(file).parent)
+        save(file, *arguments, **options)
+
+    monkeypatch.setattr(numpy, "save", recording)
     cfg = run(folder)
     first = joined(take(cfg, folder))
+    assert len(written) == 3 and all(path.name.startswith(".building-") for path in written), "never in place"
     (index,) = (folder / INDEX_CACHE).iterdir()
     stamps = {path.name: path.stat().st_mtime_ns for path in index.iterdir()}
     assert numpy.array_equal(joined(take(cfg, folder)), first)

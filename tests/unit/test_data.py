@@ -10,6 +10,7 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from experiments.data.__main__ import find_config
 from experiments.data.corpus import SPLITS, HuggingFaceText, open_source
 from experiments.data.folder import check_config, load_info, texts
 from experiments.data.prepare import prepare
+from experiments.spec import matrix
 from experiments.spec.settings import DataConfig
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +120,10 @@ def test_texts_are_regenerated_and_a_changed_source_is_refused(tmp_path: Path, c
     found = {split: {document.path for document in texts(out, split)} for split in SPLITS}
     assert {split: len(paths) for split, paths in found.items()} == info.documents
     assert len(set.union(*found.values())) == 120
+    with (out / "documents.jsonl").open("a") as lines:
+        lines.write("no row\n")
+    assert next(texts(out, "test")), "line by line: the file may have gigabytes"
+    (out / "documents.jsonl").write_text((out / "documents.jsonl").read_text().removesuffix("no row\n"))
     victim = sorted(found["test"])[-1]
     (tmp_path / "corpus" / victim).write_text("something else")
     with pytest.raises(UserError, match="source has changed since the test split"):
@@ -250,6 +256,13 @@ def test_check_config_names_the_key(tmp_path: Path, config: DataConfig) -> None:
     check_config(info, config.model_copy(update={"path": "elsewhere"}), tmp_path / "toy")
     with pytest.raises(UserError, match=r"data.vocab_size = 500, but the folder was prepared with 300"):
         check_config(info, config.model_copy(update={"vocab_size": 500}), tmp_path / "toy")
+
+
+def test_the_first_run_with_a_path_has_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (DataConfig(source="stdlib", path="two", max_documents=number) for number in (1, 2))
+    studies = {name: [SimpleNamespace(data=data)] for name, data in (("a", first), ("b", second))}
+    monkeypatch.setattr(matrix, "all_runs", lambda _: (studies, {}))
+    assert find_config("ci", "two") == first
 
 
 def test_settings_are_found_by_name() -> None:

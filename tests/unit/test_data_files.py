@@ -59,6 +59,9 @@ def test_every_cut_of_data_yaml_is_found(folder: Path) -> None:
     (folder / "data.yaml").write_text("format: 0\n")
     with pytest.raises(UserError, match="format 0, not 1"):
         load_info(folder)
+    path.write_bytes(content.partition(b"\n")[2])
+    with pytest.raises(UserError, match=r"an earlier version wrote data\.yaml.*experiments\.data prepare"):
+        load_info(folder)
     path.unlink()
     with pytest.raises(UserError, match=r"prepared data is missing.*experiments\.data prepare"):
         load_info(folder)

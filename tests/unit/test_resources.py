@@ -33,7 +33,7 @@ def run_of(world: int, **sections: Any) -> RunConfig:
 
 
 def test_the_committed_file_is_the_defaults_and_its_comments_are_settings(site_file: Path) -> None:
-    for text in ("# nothing yet\n\n", DEFAULT.read_text()):
+    for text in ("", "\n", "# nothing yet\n\n", DEFAULT.read_text()):
         site_file.write_text(text)
         assert load_resources() == Resources()
     keys = tuple(f"# {key}: " for key in Resources.model_fields)
@@ -108,6 +108,8 @@ def test_time_limits(text: str, minutes: int | None) -> None:
     ("text", "gres"),
     [
         ("(null)", {}),
+        ("gpu", {"gpu": 1}),
+        ("gpu:v100", {"gpu": 1, "gpu:v100": 1}),
         ("gpu:4", {"gpu": 4}),
         ("gpu:v100:4(S:0-1)", {"gpu": 4, "gpu:v100": 4}),
         ("gpu:a100:2(S:0,1),gpu:v100:1,nvme:2", {"gpu": 3, "gpu:a100": 2, "gpu:v100": 1, "nvme": 2}),

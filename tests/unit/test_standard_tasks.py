@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -325,6 +326,41 @@ def test_killed_download_is_named_and_goes_on(place: Place, tmp_path: Path) -> N
     assert err.splitlines()[-1].startswith("error: 1 of 2 tasks were not fetched: openbookqa")
     recorded = json.loads((tmp_path / "datasets" / standard_data.RECORD).read_text())["tasks"]
     assert set(recorded) == {"lambada_openai", "race", "piqa", "boolq"}
+
+
+def test_an_intact_copy_is_recorded_again_without_network_and_a_cut_one_is_refused(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(place.home / "datasets", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    task, before = standard_task("race"), standard_data.read_record()
+    loaded = SimpleNamespace(
+        eval_docs=evaluated_rows("race"),
+        dataset={task.split: SimpleNamespace(cache_files=[{"filename": str(only(tmp_path, ROWS))}])},
+        OUTPUT_TYPE="multiple_choice",
+        doc_to_choice=lambda _: "ABCD",
+    )
+    monkeypatch.setattr(standard_tasks, "load", lambda _: loaded)
+    recorded_as(tmp_path, version="0.0")  # as after an upgrade of lm-eval
+    assert standard_tasks.fetch(task).startswith("recorded: version")
+    assert standard_data.read_record() == before
+    only(tmp_path, RECORD).unlink()
+    loaded.eval_docs = evaluated_rows("race")[:3]
+    with pytest.raises(UserError, match="3 documents are in the cache, 4 were fetched"):
+        standard_tasks.fetch(task)
+    assert not standard_data.read_record()
+
+
+def test_a_failed_fetch_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def manager(_: object) -> None:
+        print("lm-eval says much")
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(standard_tasks, "task_manager", manager)
+    with pytest.raises(UserError, match="ConnectionError: no route; check the network"):
+        standard_tasks.load(standard_task("race"))
+    assert capsys.readouterr() == ("", "")
 
 
 def test_folder_in_use_is_left_alone(tmp_path: Path) -> None:
