@@ -40,7 +40,7 @@ EXIT_LOST_PEER = 75
 END_SECONDS = 60.0  # from the end of a node's ranks until node 0 must have ended the attempt
 GRACE_SECONDS = 10.0  # in which ranks should have noticed by themselves that a peer has gone
 REFUSED = "refused: "  # the beginning of an error that is one of the user's
-TELL_SECONDS = 2.0  # a shared file system may show a new file late
+TELL_SECONDS = 10.0  # a shared file system may show a new file late, and a busy node leaves its error late
 # Errors of gloo and NCCL in a rank whose peer was killed or has crashed.
 LOST_PEER = re.compile(r"connection (reset|closed|refused)|broken pipe|remote process exited", re.IGNORECASE)
 LOST_PEER_SECONDS = 3.0
