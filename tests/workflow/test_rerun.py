@@ -147,7 +147,8 @@ def test_changed_code_makes_again_what_it_computes(finished: Checkout) -> None:
     with edited(finished.path / "experiments" / "data" / "prepare.py", code, code + "ANSWER = 42\n"):
         [plan] = finished.plan(["all"])
         assert plan["train"] == all_runs() and plan["data"] == 1
-    with edited(finished.path / "paper_figures" / "rank_sweep.py", code, code + "ANSWER = 42\n"):
+    figure = finished.path / "paper_figures" / "rank_sweep.py"
+    with edited(figure, "from pathlib import Path\n", "from pathlib import Path\nANSWER = 42\n"):
         assert followed_by_report(finished.plan(["all"])[0]) == {"figure": 1}
     with edited(finished.path / "experiments" / "analyse" / "rank_sweep.py", code, code + "ANSWER = 42\n"):
         plan = followed_by_report(finished.plan(["all"])[0])
