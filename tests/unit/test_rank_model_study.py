@@ -44,8 +44,10 @@ class Together(SpectraProbe):
 
     other: SpectraProbe | None = None
 
-    def _mean(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        return own if self.other is None else (own + self.other._pending[name]) / 2
+    def end_iteration(self, iteration: int, skipped: bool) -> None:
+        if self.other is not None:
+            self._pending = {name: (m + self.other._pending[name]) / 2 for name, m in self._pending.items()}
+        super().end_iteration(iteration, skipped)
 
 
 def two_steps() -> SpectraProbe:
