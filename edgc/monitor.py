@@ -162,7 +162,7 @@ class Monitor:
 
     @property
     def closes_at_once(self) -> bool:
-        """Whether this iteration must be closed at its end, even if the host waits for a GPU: where it ends with
+        """True if this iteration must be closed at its end, even if the host waits for a GPU: where it ends with
         collectives, every rank has to come to them at the same point; and where the result of an entrywise method is
         measured, gradients must still be there."""
         return self.window_ends or (self.samples and isinstance(self.config, EntrywiseConfig))

@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def in_warm_up(self) -> bool:
-        """Whether compression is still to begin."""
+        """True if compression is still to begin."""
         return self.phase in ("warmup", "search")
 
 
@@ -205,7 +205,7 @@ class Controller:
         return (math.nan,) * self.stages
 
     def watches(self, iteration: int) -> bool:
-        """Whether the report of ``iteration`` is to give the window's times of reductions."""
+        """True if the report of ``iteration`` is to give the window's times of reductions."""
         return False
 
     def observe(self, iteration: int, report: Report) -> Decision | None:
@@ -274,7 +274,7 @@ class Controller:
             self._load(state)
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``state`` is of a run that remembers and measures what this one does."""
+        """True if ``state`` is of a run that remembers and measures what this one does."""
         return True
 
     def _load(self, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ CORE = 8.0
 GROWTH = 0.05
 """Relative width of the bins beyond the core, at least."""
 WIDTH = 2.7
-"""Of the equal bins, by Freedman and Diaconis' rule, in robust standard deviations times the cube root of the count."""
+"""Width of the equal bins (Freedman and Diaconis), in robust standard deviations times the cube root of the count."""
 SUBSET = 1 << 13
 """Entries that median and robust standard deviation are found from, at most."""
 MIDDLE = (0.45, 0.5, 0.55)

@@ -127,4 +127,4 @@ def _histogram(x: Tensor, nonzero: Tensor) -> Tensor:
 
 
 ESTIMATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"histogram": _histogram, "gaussian": _gaussian}
-"""Those of an ablation (vasicek, released) are the host's on every device."""
+"""Estimators that a device computes; those of an ablation (vasicek, released) are the host's on every device."""

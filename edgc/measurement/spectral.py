@@ -52,7 +52,7 @@ class MatrixSpectrum:
 
     @property
     def known(self) -> bool:
-        """Whether there is anything to predict from: finite numbers and a matrix that is not zero."""
+        """True if there is anything to predict from: finite numbers and a matrix that is not zero."""
         return self.input_sq > 0 and all(map(math.isfinite, [*self.singular_sq, self.input_sq]))
 
     def errors_sq(self, ranks: Sequence[int]) -> list[float]:

@@ -221,7 +221,7 @@ class CostGate:
         self.compress: dict[str, bool] = {}
 
     def compresses(self, sizes: Mapping[str, int]) -> bool:
-        """Whether to compress the group of these gradients (name to number of entries)."""
+        """True to compress the group of these gradients (name to number of entries)."""
         dense = sum(size for name, size in sizes.items() if not self.compress.get(name, True))
         return 2 * dense <= sum(sizes.values())
 

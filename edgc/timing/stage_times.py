@@ -87,7 +87,7 @@ class StageTimes:
 
     @property
     def watched(self) -> bool:
-        """Whether measured times of the training step's reductions are asked for."""
+        """True if measured times of the training step's reductions are asked for."""
         return self._detector is not None and bool(self.timing) and self.probe is None
 
     def add(self, probe_seconds: Sequence[float], backward_seconds: Sequence[float] | None) -> bool:
@@ -176,7 +176,7 @@ class StageTimes:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``state`` is of a run that measures and watches as this one does."""
+        """True if ``state`` is of a run that measures and watches as this one does."""
         same = (state["search"] is None) == (self.search is None)
         same = same and (state["detector"] is None) == (self._detector is None)
         return same and state.get("aligned", self._aligned) == self._aligned

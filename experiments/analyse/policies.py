@@ -107,7 +107,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def same_start(run: Run, other: Run) -> bool:
-    """Whether both had the same losses, to the last bit, until ``run`` began to compress."""
+    """True if both had the same losses, to the last bit, until ``run`` began to compress."""
     begin = first_compressed(run)
     first, second = (r.steps.loc[~(r.steps["iteration"] >= begin), ["iteration", "loss"]] for r in (run, other))
     return first.equals(second)

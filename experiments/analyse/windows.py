@@ -99,7 +99,7 @@ def ranks(event: Mapping[str, Any]) -> list[float]:
 
 
 def differ(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Whether two decisions give any stage another rank (uncompressed counts as a rank of its own)."""
+    """True if two decisions give any stage another rank (uncompressed counts as a rank of its own)."""
     return list(map(str, a)) != list(map(str, b))
 
 

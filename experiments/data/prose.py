@@ -51,7 +51,7 @@ def paragraphs(page: bytes) -> list[str]:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph is long enough and made of words rather than of code, numbers or signs."""
+    """True if a paragraph is long enough and made of words rather than of code, numbers or signs."""
     letters = sum(character.isalpha() or character == " " for character in paragraph)
     return len(paragraph) >= SHORTEST and letters >= LETTERS * len(paragraph)
 

@@ -66,7 +66,7 @@ class Check(Settings):
         }[self.kind]
 
     def holds(self, old: Any, new: Any) -> bool:
-        """Whether a value of the reference and a fresh one agree; what both lack, such as the gap of a diverged run or
+        """True if a value of the reference and a fresh one agree; what both lack, such as the gap of a diverged run or
         the error of an uncompressed one, is no difference."""
         if self.kind == "rows":
             return bool(old == new)
@@ -160,7 +160,7 @@ def read_table(root: Path, check: Check, fix: str) -> pd.DataFrame:
 
 
 def text_of_another_python(reference: Path, fresh: Path) -> bool:
-    """Whether the fresh runs had another text since another Python, so another standard library, made it.
+    """True if the fresh runs had another text since another Python, so another standard library, made it.
 
     If the Python is the same, or not known, a difference is one of this project's own, and every check is judged.
     """
