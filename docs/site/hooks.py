@@ -51,9 +51,10 @@ def _address(path: Path) -> str:
 
 def on_config(config: Any) -> Any:
     """A folder in the navigation, ``paper/``, stands for its pages: ``index.md``, then the others as it links them."""
-    for entry in config.nav or []:
-        for title, target in list(entry.items()):
-            if isinstance(target, str) and target.endswith("/"):
+    sections = [section for entry in config.nav for section in entry.values() if isinstance(section, list)]
+    for entry in (entry for section in sections for entry in section):
+        for title, target in entry.items():
+            if target.endswith("/"):
                 folder = ROOT / "docs" / target
                 linked = [link[2] for link in FOLDER.finditer((folder / "index.md").read_text(encoding="utf-8"))]
                 names = dict.fromkeys(["index.md", *linked, *sorted(path.name for path in folder.glob("*.md"))])

@@ -7,9 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lxml import html
+
+from tests.integration.test_report_browser import browser
+
+__all__ = ["browser"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a browser fetches by itself; of links those that are no link to click on.
@@ -68,3 +73,18 @@ def test_the_readme_comes_first_and_every_page_of_docs_and_the_api_is_there(site
     api = (site / "library" / "api.html").read_text(encoding="utf-8")
     for name in ("edgc.config.EDGCConfig", "edgc.ddp.register", "edgc.megatron.attach", "edgc.errors.UserError"):
         assert f'id="{name}"' in api, name
+
+
+@pytest.mark.browser
+def test_search_finds_pages_without_a_server(site: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    requests: list[str] = []
+    page.on("request", lambda sent: requests.append(sent.url))
+    page.goto((site / "library" / "ddp.html").as_uri())
+    page.focus(".md-search__input")
+    page.keyboard.type("error feedback", delay=20)
+    page.wait_for_selector(".md-search-result__item")
+    assert "findings.html" in " ".join(
+        page.locator(".md-search-result__link").evaluate_all("all => all.map(a => a.href)")
+    )
+    assert not [url for url in requests if not url.startswith(("file:", "data:"))]
