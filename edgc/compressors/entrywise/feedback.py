@@ -385,7 +385,7 @@ class Feedback(KeepsErrors):
 
 def _square_sum(vector: Tensor) -> float | Tensor:
     """The squared norm of a flat fp32 vector; on a GPU a tensor, so that nobody waits for it."""
-    total = square_sums(vector.view(1, 1, -1))[0]
+    total = square_sums([vector.view(1, 1, -1)])[0][0]
     return float(total) if host_decides(vector.device) else total
 
 

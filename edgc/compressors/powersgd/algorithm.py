@@ -44,6 +44,7 @@ from edgc.compressors.powersgd.passes import LEFT, RIGHT, Batched, Factors, Grou
 from edgc.compressors.powersgd.state import State
 from edgc.compressors.quantization import Blocks, QuantisedMean
 from edgc.runtime.channel import Channel
+from edgc.runtime.device import host_decides
 
 Tensors = Sequence[Tensor]
 # The first message was finite; messages to look at.
@@ -197,14 +198,12 @@ class PowerSGD(KeepsErrors):
         if not passes.decides:
             # So the products are not finite on any worker, without anybody looking.
             (work.first if self.one_sided else work.second).masked_fill_(~ok, math.nan)
-        own_sq = passes.square_sums([group.own for group in work.groups])
+        own_sq = square_sums([group.own for group in work.groups])
         remaining_sq = [group.input_sq - sent_sq for group, sent_sq in zip(work.groups, own_sq, strict=True)]
         if work.wire is not None:
             # What rounding kept of this worker's factor was not sent.
             lost = [work.wire.kept_of(group.own) for group in work.groups]
-            for group, rounding, error_sq, sq in zip(
-                work.groups, lost, remaining_sq, passes.square_sums(lost), strict=True
-            ):
+            for group, rounding, error_sq, sq in zip(work.groups, lost, remaining_sq, square_sums(lost), strict=True):
                 error_sq.add_(sq)
                 group.own.sub_(rounding)
         for at in work.together:
@@ -252,7 +251,7 @@ class PowerSGD(KeepsErrors):
             names = {gradient.name for gradient in gradients}
             self._discard(names)
             factored = [g for g in gradients if rank is not None and self._factors(g.tensor, g.rank or rank)]
-            passes = self._on_cpu if self._decides(gradients[0].tensor.device) else self._on_gpu
+            passes = self._on_cpu if host_decides(gradients[0].tensor.device) else self._on_gpu
             groups = self._state.groups(factored, rank or 1, batched=not passes.decides, deferred=self.deferred)
             work = Workspace(gradients, groups, self.config, passes, key)
             self._workspaces |= dict.fromkeys(names, work)
@@ -289,7 +288,7 @@ class PowerSGD(KeepsErrors):
         if name not in self._last or name in self.held:
             return None
         group, i = self._last[name]
-        return square_sums(group.mean[i : i + 1])[0]
+        return square_sums([group.mean[i : i + 1]])[0][0]
 
     def spectra(self, names: Container[str] | None = None) -> dict[str, Spectrum]:
         """Spectra of the mean of the matrices that were factored in their last reduction, of all or of ``names``;
