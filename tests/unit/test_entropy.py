@@ -91,17 +91,6 @@ def test_miller_madow_removes_the_bias_of_small_samples() -> None:
     assert abs(sum(errors) / len(errors)) < 0.015
 
 
-def test_released_equals_its_formula_and_sees_only_the_shape() -> None:
-    x, _ = draw("normal", 20_000)
-    counts = torch.histc(x, bins=1000, min=float(x.min()), max=float(x.max()))
-    share = counts[counts > 0] / counts.sum()
-    assert abs(estimate(x, "released") + float((share * share.log()).sum())) < 1e-3
-    # One far entry moves it by nats, though the distribution is practically the same.
-    stretched = torch.cat([x, x.new_tensor([50 * float(x.abs().max())])])
-    assert estimate(x, "released") - estimate(stretched, "released") > 2
-    assert abs(estimate(x, "histogram") - estimate(stretched, "histogram")) < 0.01
-
-
 def test_exact_zeros_are_dropped_by_all_but_released() -> None:
     x, _ = draw("normal", 20_000)
     padded = torch.zeros(80_000, dtype=torch.float64)

@@ -19,8 +19,7 @@ from edgc.control.policies.cqm import CQM, CQMConfig
 from edgc.control.rank_model import StageModel, next_rank
 from edgc.engine import Engine
 from edgc.entropy.estimators import estimate
-from edgc.entropy.kinds import embeddings
-from edgc.entropy.meter import EntropyMeter
+from edgc.entropy.meter import EntropyMeter, embeddings
 from edgc.errors import UserError
 from edgc.measurement.report import NoisyMean
 from edgc.sections import EntropyConfig
@@ -128,21 +127,6 @@ def test_the_decision_says_how_much_each_kind_has() -> None:
     assert 0 < made.entropy_error[0] < 0.05
 
 
-def test_a_state_goes_on_with_the_window_as_it_was() -> None:
-    def run(stop: int | None) -> Any:
-        engine = Engine(config(), stage=0, shapes=[[*SHAPES.values()]], iterations=16, embeddings=["words"])
-        for iteration in range(1, 9):
-            if iteration == stop:
-                state = engine.state_dict()
-                engine = Engine(config(), stage=0, shapes=[[*SHAPES.values()]], iterations=16, embeddings=["words"])
-                engine.load_state_dict(state)
-            engine.reduce(gradients(iteration), None)
-            engine.end_iteration()
-        return engine.decision, engine.state_dict()["controller"]
-
-    assert repr(run(3)) == repr(run(6)) == repr(run(None))
-
-
 def test_the_error_of_a_mean_is_that_of_its_samples() -> None:
     generator = torch.Generator().manual_seed(1)
     means, errors = [], []
@@ -198,12 +182,6 @@ def test_a_decision_says_what_it_would_have_been_within_the_noise() -> None:
     assert found.low is not None and found.target is not None and found.high is not None
     assert found.low < found.target < found.high
     assert "standard error of 0.0500" in found.reason
-
-
-def test_at_the_paper_s_largest_model_a_window_s_noise_moves_the_rank_far() -> None:
-    hidden, tensor = 3584, 4
-    layers = [(3 * hidden // tensor, hidden), (hidden, hidden // tensor), (hidden, hidden), (hidden, hidden)]
-    assert 12 < next_rank(StageModel(layers), 64, -2.0, -2.03) < 16, "as the docstring of CQMConfig says"
 
 
 @given(st.lists(st.floats(-0.2, 0.2), min_size=1, max_size=30), st.floats(0.001, 0.05))

@@ -3,7 +3,6 @@ looks."""
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -100,46 +99,9 @@ def measured(masked: bool, *, scale: float = 1.0, guard: bool = False, **entropy
 
 
 @pytest.mark.parametrize(
-    ("sampling", "estimator", "scale"),
-    [
-        ("diagonal", "histogram", 1.0),
-        ("strided", "histogram", 1024.0),
-        ("random", "gaussian", 1024.0),
-        ("diagonal", "vasicek", 1.0),
-        ("diagonal", "released", 1024.0),
-    ],
-)
-def test_an_iteration_measures_the_same(sampling: str, estimator: str, scale: float) -> None:
-    mine, reference = (
-        measured(masked, scale=scale, sampling=sampling, estimator=estimator) for masked in (True, False)
-    )
-    for name in ("sampled", "full", "layers", "embeddings", "embedding_share"):
-        value = getattr(mine, name)
-        assert math.isfinite(value) and value == pytest.approx(getattr(reference, name), abs=1e-9), name
-    assert mine.seconds > 0
-
-
-@pytest.mark.parametrize(
     ("estimator", "sampling"), [("histogram", "diagonal"), ("gaussian", "strided"), ("histogram", "random")]
 )
 def test_nobody_waits_while_the_gradients_come_in(estimator: str, sampling: str) -> None:
     measured(True, guard=True, estimator=estimator, sampling=sampling)
     with pytest.raises(AssertionError):
         measured(False, guard=True, estimator=estimator, sampling=sampling)
-
-
-def test_alike_gradients_are_taken_together_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    rows_of = on_device.estimate_rows
-
-    def counted(rows: Tensor, estimator: str) -> Tensor:
-        sizes.append(tuple(rows.shape))
-        return rows_of(rows, estimator)
-
-    monkeypatch.setattr(on_device, "estimate_rows", counted)
-    whole = measured(True, entry_rate=1.0)
-    assert sizes.count((2, 64 * 128)) == 2, "all entries, and the samples, which are all here"
-    sizes.clear()
-    monkeypatch.setattr(on_device, "MOST", 64 * 128)
-    assert measured(True, entry_rate=1.0).sampled == pytest.approx(whole.sampled, abs=1e-12)
-    assert sizes.count((1, 64 * 128)) == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 
 from edgc.compressors import Gradient
 from edgc.control.layer_ranks import allocate
+from edgc.control.policies.spectral import SpectralConfig
 from edgc.engine import Engine
 from edgc.sections import EntropyConfig
-from tests.unit import test_spectral_engine
 from tests.workers import run_workers
 
 
@@ -62,8 +61,19 @@ def test_all_to_the_matrix_that_needs_it() -> None:
 
 # --------------------------------------------------------------------- in an engine, on two workers
 
-CONFIG = replace(
-    test_spectral_engine.CONFIG, per_layer=True, target_error=0.9, entropy=EntropyConfig(iteration_rate=1.0)
+CONFIG = SpectralConfig(
+    r_max=16,
+    r_min=4,
+    window=4,
+    step_limit=100,
+    target_error=0.9,
+    per_layer=True,
+    smoothing=1.0,
+    warmup_fraction=0.0,
+    warmup_limit_fraction=0.0,
+    min_compression_elements=64,
+    error_feedback=False,
+    entropy=EntropyConfig(iteration_rate=1.0),
 )
 SHAPES = {"flat": (64, 96), "steep": (96, 64)}
 SCALES = {"flat": 60.0, "steep": 2.0}  # singular values exp(-k / scale)
